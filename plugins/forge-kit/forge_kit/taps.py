@@ -16,7 +16,8 @@ from torch import nn
 
 Side = Literal["input", "output", "carry_in", "carry_out", "pattern"]
 """Which tensor of a module. `input` and `output`: of its forward pass. `carry_in` and `carry_out`: of a block, which
-maps a carry to a carry. `pattern`: the attention that sampled queries pay, of a module that mixes positions."""
+maps a carry to a carry. `pattern`: attention that sampled queries pay, of a module that maps (queries
+(B, S, H, E), keys (B, S, K, E), values, batch, sinks (H,) if it has any); computed beside what the module does."""
 Axes = Literal["rest", "heads", "hidden", "whole"]
 """How a layout divides the tensor. `rest`: (B, s, D), as between blocks, so that sequence parallel divides positions.
 `heads`: (B, S, H, E), whose heads tensor parallel divides. `hidden`: (B, S, F), whose features it divides. `whole`:
@@ -33,6 +34,11 @@ class TapPoint:
     index: int = field(default=0, validator=ge(0))
     """Number of the positional argument, or of the element of a tuple that is returned."""
     axes: Axes = field(default="rest", validator=in_(("rest", "heads", "hidden", "whole")))
+    differentiable: bool = field(default=True, kw_only=True)
+    """Whether it has a gradient; chosen numbers of experts, say, have none."""
+    mixing: Mapping[str, float] = field(factory=dict, kw_only=True)
+    """Of a `pattern`: what differs from plain causal attention, as a module of `sequence_mixers()` says it by
+    `mixing()` (`window`, `scale`, `soft_cap`, `sinks`)."""
 
 
 @runtime_checkable

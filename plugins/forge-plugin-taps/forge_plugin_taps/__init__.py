@@ -7,8 +7,9 @@ from forge_plugin_taps.store import Store
 from forge_plugin_taps.taps import Taps
 
 if TYPE_CHECKING:
+    from forge_plugin_taps.capture import TOKENS
     from forge_plugin_taps.recorder import Recorder, recorder_of
-    from forge_plugin_taps.samples import TOKENS, LocalPart, Sample
+    from forge_plugin_taps.samples import LocalPart, Sample
     from forge_plugin_taps.where import Split, Where
 
 __all__ = [
@@ -35,7 +36,7 @@ _WITH_TORCH = {
     "recorder_of": "recorder",
     "LocalPart": "samples",
     "Sample": "samples",
-    "TOKENS": "samples",
+    "TOKENS": "capture",
     "Split": "where",
     "Where": "where",
 }

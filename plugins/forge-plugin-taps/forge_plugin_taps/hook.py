@@ -13,6 +13,7 @@ from forge_core.contracts.errors import ForgeError
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext
     from forge_plugin_taps.kinds import Sink
+    from forge_plugin_taps.recorder import Recorder
     from forge_plugin_taps.taps import Taps
 
 
@@ -23,56 +24,75 @@ class TapsHook(TrainingHook):
     component: Taps = field(repr=False)
 
     def __attrs_post_init__(self) -> None:
+        # Not fields, which would be state: sinks have their own, and nothing of a recorder is saved.
         self._sinks: dict[str, tuple[Sink, list[str]]] = {}
+        self._recorder: Recorder | None = None
         self._restored: Mapping[str, Any] = {}
+        self._unsettled = False
 
     def on_train_begin(self, context: TrainContext) -> None:
         from forge_plugin_taps.recorder import recorder_of
-        from forge_plugin_taps.selection import matching
 
         if context.build is None:
-            raise ForgeError("taps need the run loop's own contexts")
-        recorder = recorder_of(context.model)
-        info = recorder.agree()
+            raise ForgeError("the hook of [parallel.taps] needs the run loop's contexts, with `build`")
+        self._recorder = recorder_of(context.model)
+        info = self._recorder.agree()
         for name, edit in self.component.edits.items():
-            recorder.add_edit(name, edit, info)
-        recorder.current.edits = frozenset(name for name, edit in self.component.edits.items() if edit.in_training)
+            self._recorder.add_edit(name, edit, info)
+        edits = self.component.edits.items()
+        self._recorder.current.edits = frozenset(name for name, edit in edits if edit.in_training)
         for name, component in self.component.sinks.items():
-            names = matching(component.points or ("*",), list(info.points))
+            names = component.received(info)
             own = evolve(info, points={point: info.points[point] for point in names})
             self._sinks[name] = context.build.build(component, taps=own), names
-        for name, (sink, _) in self._sinks.items():
-            prefix = f"{name}/"
-            state = {key.removeprefix(prefix): value for key, value in self._restored.items() if key.startswith(prefix)}
-            if state:
-                sink.load_state_dict(state)
+        self._give_state(self._restored)
+        for sink, _ in self._sinks.values():
             sink.start(context.step)
 
     def on_step_begin(self, context: StepContext) -> None:
-        from forge_plugin_taps.recorder import recorder_of
-
-        if context.step % self.component.interval == 0:
-            recorder_of(context.model).begin(context.step)
+        if context.step % self.component.interval == 0 and self._recorder is not None:
+            self._recorder.begin(context.step)
 
     def on_step_end(self, context: StepContext) -> None:
-        from forge_plugin_taps.recorder import recorder_of
-
-        if context.step % self.component.interval:
+        self._settle()
+        if context.step % self.component.interval or self._recorder is None:
             return
-        recorder = recorder_of(context.model)
-        sample = recorder.end()
+        sample = self._recorder.end()
         for sink, names in self._sinks.values():
             sink.consume(sample.of(names))
             for name, value in sink.metrics().items():
                 context.log(name, value)
-        recorder.clear()
+        self._unsettled = True
+
+    def on_rollback(self, context: TrainContext, step: int, reason: str) -> None:
+        for sink, _ in self._sinks.values():
+            sink.start(context.step)
 
     def on_train_end(self, context: TrainContext) -> None:
+        self._settle()
         for sink, _ in self._sinks.values():
             sink.close(final=context.step >= context.job.train.steps)
 
     def state_dict(self) -> dict[str, Any]:
+        """State of the sinks, each under its name. Collective, as a save is: what is not finished is finished first."""
+        self._settle()
+        if not self._sinks:
+            return dict(self._restored)
         return {f"{name}/{key}": v for name, (sink, _) in self._sinks.items() for key, v in sink.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = dict(state)
+        self._give_state(state)  # in a roll-back; when a run continues, no sink has been built yet
+
+    def _give_state(self, state: Mapping[str, Any]) -> None:
+        for name, (sink, _) in self._sinks.items():
+            prefix = f"{name}/"
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            if own:
+                sink.load_state_dict(own)
+
+    def _settle(self) -> None:
+        if self._unsettled:
+            self._unsettled = False
+            for sink, _ in self._sinks.values():
+                sink.settle()

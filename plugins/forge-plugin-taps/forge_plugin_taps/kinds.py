@@ -12,6 +12,7 @@ from attrs import field, frozen
 from attrs.validators import min_len
 
 from forge_core.contracts.components import Component
+from forge_plugin_taps.selection import matching
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +69,9 @@ class Sink:
         """Receive the samples of a step, after its update."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Finish what `consume` began. Called a step later, when its copies from the device have arrived."""
+
     def metrics(self) -> Mapping[str, float | Tensor]:
         """Returns numbers for the line of the step that was just consumed; device scalars are copied without a wait.
 
@@ -98,6 +102,10 @@ class SinkComponent(Component["Sink"]):
 
     points: tuple[str, ...] = ()
     """Globs over names of points that it receives; by default all of the stage."""
+
+    def received(self, taps: TapsInfo) -> list[str]:
+        """Returns the points that it receives, of those that the stage captures."""
+        return matching(self.points or ("*",), list(taps.points))
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
         """Build it, when the run begins; `taps` has its points only."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from forge_core.contracts.errors import Problem, did_you_mean
+
+if TYPE_CHECKING:
+    from forge_kit.taps import TapPoint
 
 
 def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
@@ -32,6 +36,16 @@ def _hint(pattern: str, names: Sequence[str]) -> str:
 def _form(name: str) -> str:
     """A name with `*` for the number of its layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def with_gradients(points: Mapping[str, TapPoint]) -> list[str]:
+    """Returns the names of points that have a gradient."""
+    return [name for name, point in points.items() if point.differentiable]
+
+
+def editable(points: Mapping[str, TapPoint]) -> list[str]:
+    """Returns the names of points whose tensor goes on to what follows."""
+    return [name for name, point in points.items() if point.side != "pattern"]
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -28,12 +28,19 @@ class Marks(NamedTuple):
     """(B, n): where each sampled position is in this rank's part of the sequence; -1: another rank has it."""
     rest: Tensor
     """The same between blocks, where sequence parallel divides positions."""
-    token: Tensor
-    """Written to by all copies in a compiled block; see `_keep`."""
+    whole: Tensor
+    """(B, n): where each sampled position is in the whole sequence."""
+    order: Tensor | None
+    """(B, S): under context parallel, the place of each position of a sequence among those of all ranks, one after the
+    other; None: not needed."""
+    token: Tensor | None
+    """Written to by all copies of a compiled block (see `_keep`); None outside of one."""
 
 
-ENTRIES = ("taps_rows", "taps_inside", "taps_rest")
-"""Names of the first three in a batch."""
+SPLIT_AXES = ("heads", "hidden", "pattern")
+"""Axes that tensor parallel divides, all in the dimension behind positions."""
+ENTRIES = ("taps_rows", "taps_inside", "taps_rest", "taps_whole", "taps_order")
+"""Names in a batch of all but the last."""
 
 
 class Current:
@@ -53,10 +60,19 @@ class Current:
         if ENTRIES[0] not in batch:
             self.marks = None
             return
-        rows, inside, rest = (batch[name] for name in ENTRIES)
-        # A new one for each block: a compiled graph must not change its inputs, which a backward pass may still need
-        # while the next micro-batch of a pipeline goes forward.
-        self.marks = Marks(rows, inside, rest, torch.zeros(1))
+        rows, inside, rest, whole, order = (batch.get(name) for name in ENTRIES)
+        self.marks = Marks(rows, inside, rest, whole, order, _new_token())
+
+    def refresh(self) -> None:
+        """Note that another block begins, which does not receive the micro-batch."""
+        if self.marks is not None:
+            self.marks = self.marks._replace(token=_new_token())
+
+
+def _new_token() -> Tensor | None:
+    # One for each block: a compiled graph must change none of its inputs, which a backward pass may still need while
+    # the next micro-batch of a pipeline goes forward.
+    return torch.zeros(1) if torch.compiler.is_compiling() else None
 
 
 class Site:
@@ -104,7 +120,7 @@ class Site:
 
     def keep(self, picked: Tensor, marks: Marks) -> None:
         """Keep values (B, n, …) of the current micro-batch."""
-        if torch.compiler.is_compiling():
+        if marks.token is not None:
             _keep(marks.token, picked, marks.rows, self.number)
         else:
             self.kept[False][int(marks.rows[0])] = picked

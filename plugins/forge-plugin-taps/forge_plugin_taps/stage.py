@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import blocks_of
 from forge_kit.taps import TapPoint, tap_points
+from forge_plugin_taps.pattern import PatternSite
 from forge_plugin_taps.recorder import ATTRIBUTE, Recorder
-from forge_plugin_taps.selection import matching
+from forge_plugin_taps.selection import matching, with_gradients
 from forge_plugin_taps.site import Current, Site
 
 if TYPE_CHECKING:
@@ -33,14 +34,19 @@ class TapsStage(ParallelStage):
         """Put hooks on modules that have a selected point, and note the micro-batch at every way into the model."""
         recorder, component = self._recorder, self._component
         points = tap_points(model)
-        values, gradients = (set(matching(p, list(points))) for p in (component.points, component.gradients))
+        values = set(matching(component.points, list(points)))
+        gradients = set(matching(component.gradients, with_gradients(points)))
         blocks = blocks_of(model)
         carried: dict[int, dict[str, Site]] = {id(block): {} for block in blocks}
         edited = set(matching([edit.point for edit in component.edits.values()], list(points)))
         for name, point in points.items():
             if name not in values | gradients | edited:
                 continue
-            site = Site(
+            module = model.get_submodule(point.module)
+            if point.side == "pattern":
+                recorder.sites[name] = _hang_pattern(module, name, point, recorder)
+                continue
+            site = recorder.sites[name] = Site(
                 name,
                 point.axes,
                 recorder.current,
@@ -48,8 +54,6 @@ class TapsStage(ParallelStage):
                 gradient=name in gradients,
                 copies=point.side == "carry_out",
             )
-            recorder.sites[name] = site
-            module = model.get_submodule(point.module)
             if point.side in ("carry_in", "carry_out"):
                 carried[id(module)][point.side] = site
             else:
@@ -84,6 +88,8 @@ class InBlock:
             if isinstance(value, dict):
                 self.current.enter(value)
                 break
+        else:
+            self.current.refresh()
         if self.before is not None:
             carry, *others = args
             args = ((self.before.take(carry[0]), *carry[1:]), *others)
@@ -91,6 +97,18 @@ class InBlock:
         if self.after is not None:
             out = (self.after.take(out[0]), *out[1:])
         return out
+
+
+def _hang_pattern(module: nn.Module, name: str, point: TapPoint, recorder: Recorder) -> PatternSite:
+    """Let a site see queries and keys of a module that mixes positions."""
+    site = PatternSite(name, recorder.current, point.mixing, recorder.cp_group)
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+        q, k, _v, batch, *sinks = args
+        site.observe(q, k, batch, *sinks)
+
+    module.register_forward_pre_hook(before)
+    return site
 
 
 def _hang(module: nn.Module, point: TapPoint, site: Site) -> None:

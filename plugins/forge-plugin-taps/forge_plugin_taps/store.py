@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import ge
 
 from forge_plugin_taps.kinds import SinkComponent
 
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Store(SinkComponent):
-    """Writes the samples of each step to a folder `taps/step-N` of the run: a safetensors file for each point.
+    """Writes the samples of each step to a folder `taps/step-N` of the run.
 
-    Equal values make equal files under every layout.
+    It has a safetensors file for each point, in order of row and position; `tokens.safetensors`, what is known of each
+    sample; and `taps.json`, with shapes and SHA-256 of all. Equal values make equal files under every layout.
     """
+
+    keep: int = field(default=0, validator=ge(0))
+    """Newest steps that are kept; 0: all."""
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
         from forge_plugin_taps.store_writer import StoreWriter

@@ -1,69 +1,206 @@
-"""Writes samples to a folder of the run."""
+"""Writes samples to a folder of the run, by all ranks together.
+
+Shapes: N samples, m of them on a rank.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from attrs import define, field
 from torch import Tensor
 
-from forge_core.contracts.errors import JobError, Problem
-from forge_core.parallel.mesh import global_rank
+from forge_core.checkpoint.run_folder import JOB
+from forge_core.contracts.errors import ForgeError, JobError, Problem
+from forge_core.parallel.mesh import gather_objects, global_rank
 from forge_plugin_taps.kinds import Sink
+from forge_plugin_taps.tensor_file import DTYPES, TensorFile
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_plugin_taps.kinds import TapsInfo
-    from forge_plugin_taps.samples import Sample
+    from forge_plugin_taps.samples import LocalPart, Sample
     from forge_plugin_taps.store import Store
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
-"""Names of safetensors."""
+FOLDER, MANIFEST, TOKENS = "taps", "taps.json", "tokens"
+FORMAT = 1
+
+
+@define
+class _Pending:
+    """A step whose values are being copied to the host."""
+
+    sample: Sample
+    rows: dict[str, tuple[Tensor, Tensor]] = field(factory=dict)
+    """By point: numbers of the rows that this rank writes (m,), and their values (m, …) on the CPU."""
+    copied: torch.cuda.Event | None = None
 
 
 class StoreWriter(Sink):
-    """See `Store`."""
+    """See `Store`.
+
+    A step's folder has another name until it is whole: a run that is killed leaves no half of it. What is there of
+    later steps than a run continues from is removed, since these steps come again.
+    """
 
     def __init__(self, component: Store, context: BuildContext, taps: TapsInfo) -> None:
         if context.folder is None:
-            raise JobError([Problem("parallel.taps.sinks", "a store needs a run folder; set job.output")])
-        self._folder = context.folder / "taps"
+            raise JobError(
+                [Problem("parallel.taps.sinks", "a store needs the folder of a run, and this run keeps none")]
+            )
+        self._folder, self._keep, self._taps = context.folder / FOLDER, component.keep, taps
+        self._mesh, self._tp = context.mesh, context.layout.tp
+        self._cuda = context.device.type == "cuda"
+        self._job = context.folder / JOB
+        self._seed = context.job.job.seed
+        self._pending: _Pending | None = None
+
+    def start(self, step: int) -> None:
+        self._pending = None
+        if global_rank() == 0:
+            for path in self._folder.glob("*step-*"):
+                if path.name.startswith(".") or _step(path) > step:
+                    shutil.rmtree(path)
+        gather_objects(None)  # no rank writes a step that another is about to remove
 
     def consume(self, sample: Sample) -> None:
-        step = self._folder / f"step-{sample.step}"
-        if global_rank() == 0:
-            step.mkdir(parents=True, exist_ok=True)
-            _write(step / "tokens.safetensors", dict(sample.tokens))
+        self._pending = pending = _Pending(sample)
         for name in sample.points:
-            whole = sample.gather(name, to=0)
-            if whole is not None:
-                _write(step / f"{name}.safetensors", {name: whole.cpu()})
+            part = sample.local(name)
+            if part is not None and (part.counted or part.split is not None):
+                rows, values = self._own_rows(part)
+                pending.rows[name] = rows, values.to("cpu", non_blocking=True)
+        if self._cuda:
+            pending.copied = torch.cuda.Event()
+            pending.copied.record()
+
+    def _own_rows(self, part: LocalPart) -> tuple[Tensor, Tensor]:
+        """Returns the rows that this rank writes, whole. Collective over tp."""
+        if part.split is None:
+            return part.index, part.values
+        assert self._mesh is not None
+        group = self._mesh.get_group("tp")
+        values = part.values.contiguous()
+        parts = [torch.empty_like(values) for _ in range(self._tp)]
+        dist.all_gather(parts, values, group=group)
+        # Each of the ranks has all heads or features now, and writes its share of the rows.
+        rank, whole = dist.get_rank(group), torch.cat(parts, 1)
+        return part.index.tensor_split(self._tp)[rank], whole.tensor_split(self._tp)[rank]
+
+    def settle(self) -> None:
+        """Write the step that was consumed last. Collective."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.copied is not None:
+            pending.copied.synchronize()
+        step = pending.sample.step
+        whole, partial = self._folder / f"step-{step}", self._folder / f".step-{step}"
+        files = self._files(pending.sample, partial)
+        self._agreed(step, lambda: partial.mkdir(parents=True) if global_rank() == 0 else None)
+        tokens = pending.sample.tokens
+        self._agreed(step, lambda: self._write(pending, files, tokens))
+        digests = self._agreed(step, lambda: _digests(files))
+        merged = {name: digest for part in digests for name, digest in part.items()}
+        if global_rank() == 0:
+            manifest = self._manifest(step, files, merged)
+            self._agreed(step, lambda: self._commit(partial, whole, manifest))
+        else:
+            self._agreed(step, lambda: None)
+
+    def _files(self, sample: Sample, folder: Path) -> dict[str, TensorFile]:
+        """Returns the files of a step, by point."""
+        shapes: dict[str, dict[str, Any]] = {TOKENS: {name: (torch.int64, (len(sample),)) for name in sample.tokens}}
+        shapes |= {name: {name: (sample.dtype(name), sample.shape(name))} for name in sample.points}
+        return {name: TensorFile(folder / f"{name}.safetensors", shape) for name, shape in shapes.items()}
+
+    def _write(self, pending: _Pending, files: Mapping[str, TensorFile], tokens: Mapping[str, Tensor]) -> None:
+        for name, (rows, values) in pending.rows.items():
+            files[name].write_rows(name, rows, values)
+        if global_rank():
+            return
+        for file in files.values():
+            file.write_header()
+        for name, column in tokens.items():
+            files[TOKENS].write_rows(name, torch.arange(len(column)), column)
+
+    def _manifest(self, step: int, files: Mapping[str, TensorFile], digests: Mapping[str, str]) -> dict[str, Any]:
+        entries = {}
+        for name, file in files.items():
+            entry: dict[str, Any] = {"sha256": digests[name]}
+            if name != TOKENS:
+                dtype, shape = file.shapes[name]
+                info = self._taps.points[name]
+                entry |= {"shape": shape, "dtype": DTYPES[dtype], "axes": info.axes, "layer": info.layer}
+            entries[file.path.name] = entry
+        job = hashlib.sha256(self._job.read_bytes()).hexdigest() if self._job.exists() else None
+        selection = {"seed": self._seed, "interval": self._taps.interval, "positions": self._taps.positions}
+        return {"format": FORMAT, "step": step, "selection": selection, "job_sha256": job, "files": entries}
+
+    def _commit(self, partial: Path, whole: Path, manifest: Mapping[str, Any]) -> None:
+        with (partial / MANIFEST).open("w") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(partial)
+        if whole.exists():  # a run that went back to a state in memory makes its steps again
+            shutil.rmtree(whole)
+        partial.rename(whole)
+        _sync(whole.parent)
+        old = sorted((path for path in self._folder.glob("step-*")), key=_step)
+        for path in old[: -self._keep] if self._keep else ():
+            shutil.rmtree(path)
+
+    def _agreed(self, step: int, work: Callable[[], Any]) -> list[Any]:
+        """Returns the result of `work` on every rank. Collective.
+
+        Raises:
+            ForgeError: it failed on some rank, on every rank.
+        """
+        # A rank that raised alone would leave the others waiting, and the reason in its log only.
+        result, error = None, ""
+        try:
+            result = work()
+        except OSError as raised:
+            error = f"{raised.strerror}: {raised.filename or self._folder} (rank {global_rank()})"
+        outcomes = gather_objects((result, error))
+        errors = [text for _, text in outcomes if text]
+        if errors:
+            if global_rank() == 0:
+                shutil.rmtree(self._folder / f".step-{step}", ignore_errors=True)
+            hint = "free space, or store fewer points, positions or steps (`points`, `positions`, `interval`, `keep`)"
+            raise ForgeError(f"taps: cannot store step {step}: {errors[0]}; {hint}")
+        return [result for result, _ in outcomes]
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file."""
-    header: dict[str, object] = {}
-    begin = 0
-    for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, begin + tensor.nbytes],
-        }
-        begin += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+def _step(path: Path) -> int:
+    number = path.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _digests(files: Mapping[str, TensorFile]) -> dict[str, str]:
+    """SHA-256 of this rank's share of the files."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    digests = {}
+    for name in list(files)[global_rank() :: ranks]:
+        with files[name].path.open("rb") as file:
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())  # here and not by each rank that writes to it
+    return digests
+
+
+def _sync(folder: Path) -> None:
+    """Make names in a folder outlive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

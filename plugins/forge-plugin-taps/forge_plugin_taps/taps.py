@@ -52,7 +52,8 @@ class Taps(ParallelComponent):
     points: tuple[str, ...] = ("layers.*.resid_post",)
     """Globs over names of points whose values are captured."""
     gradients: tuple[str, ...] = ()
-    """Globs over names of points whose gradients are captured, under `NAME.grad`."""
+    """Globs over names of points whose gradients are captured, under `NAME.grad`. They pass over points that have none,
+    such as attention patterns."""
     sinks: Mapping[str, SinkComponent] = field(factory=dict)
     """`[parallel.taps.sinks.NAME]`: what receives the samples; NAME is the default for `type`."""
     edits: Mapping[str, EditComponent] = field(factory=dict)
@@ -60,20 +61,21 @@ class Taps(ParallelComponent):
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
         from forge_kit.taps import tap_points
-        from forge_plugin_taps.selection import matching, selection_problems
+        from forge_plugin_taps.selection import editable, matching, selection_problems, with_gradients
 
-        points = list(tap_points(model))
+        declared = tap_points(model)
+        points, gradients = list(declared), with_gradients(declared)
         if not points:
             message = f"{type(model).__name__} has no tap_points(), so nothing in it can be captured"
             yield Problem("", f"{message}; leave the stage out")
             return
         yield from selection_problems("points", self.points, points)
-        yield from selection_problems("gradients", self.gradients, points)
+        yield from selection_problems("gradients", self.gradients, gradients)
         for name, edit in self.edits.items():
-            if not matching([edit.point], points):
-                yield from (problem for problem in selection_problems(f"edits.{name}.point", [edit.point], points))
+            for problem in selection_problems("", [edit.point], editable(declared)):
+                yield Problem(f"edits.{name}.point", problem.message)
         captured = matching(self.points, points)
-        captured += [name + GRADIENT for name in matching(self.gradients, points)]
+        captured += [name + GRADIENT for name in matching(self.gradients, gradients)]
         for name, sink in self.sinks.items():
             yield from selection_problems(f"sinks.{name}.points", sink.points, captured)
 

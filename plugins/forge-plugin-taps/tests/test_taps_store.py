@@ -29,7 +29,7 @@ def test_a_store_holds_the_sampled_steps_of_the_points(tmp_path, catalog):
     assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-4"]
     step = folder / "step-4"
     names = ["layers.0.q", "layers.1.q", "layers.1.resid_post.grad"]
-    assert sorted(path.stem for path in step.iterdir()) == [*names, "tokens"]
+    assert sorted(path.stem for path in step.iterdir()) == [*names, "taps", "tokens"]
     assert load_file(step / "layers.0.q.safetensors")["layers.0.q"].shape == (12, 4, 4)
     tokens = load_file(step / "tokens.safetensors")
     assert torch.equal(tokens["row"], torch.arange(4).repeat_interleave(3))

@@ -175,7 +175,9 @@ class GroupedAttention(nn.Module):
     def tap_points(self) -> Mapping[str, TapPoint]:
         """Queries and keys as the core receives them: normalised and rotated."""
         points = {name: TapPoint("core", "input", number, "heads") for number, name in enumerate("qkv")}
-        return points | {"z": TapPoint("core", "output", axes="heads")}
+        points["z"] = TapPoint("core", "output", axes="heads")
+        mixing = self.scoring.options()
+        return points | {"pattern": TapPoint("core", "pattern", axes="heads", differentiable=False, mixing=mixing)}
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         if not isinstance(self.core, AttentionCore):  # a stage has replaced it
