@@ -108,6 +108,7 @@ class StopAt(TrainingHook):
 again = load_job(job, overrides={"job.name": "sums-again", "loggers.console.style": "off"})
 stopped = Trainer(again, hooks=[StopAt(25)], echo=lambda text: None).run()
 print(stopped.step, stopped.stopped)
+assert stopped.step == 25
 
 resumed = Trainer(again).run()
 assert [row["loss"] for row in resumed.metrics()] == [row["loss"] for row in metrics]

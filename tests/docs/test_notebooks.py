@@ -16,25 +16,25 @@ NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.py"))
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(
-    notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_it_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = runpy.run_path(str(notebook))
-    assert names["stopped"].step == 25
-    assert names["resumed"].step == 40
-    assert "continuing from runs/sums-again/checkpoints/step-25, step 25" in capsys.readouterr().out
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    runpy.run_path(str(notebook))
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_uses_the_standard_library_and_public_names(notebook: Path) -> None:
+def test_it_asserts_what_it_shows(notebook: Path) -> None:
+    assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(notebook.read_text())))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_uses_public_names(notebook: Path) -> None:
     source = notebook.read_text()
-    names = list(imported(source))
-    assert {module for module, _ in names} == {"forge_core"}
-    assert all(is_public(*name) for name in names)
+    assert all(is_public(*name) for name in imported(source))
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
-    assert modules - {"forge_core"} <= sys.stdlib_module_names
+    others = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
+    assert {name for name in others if not name.startswith("forge_")} <= {"torch", "matplotlib"}
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -46,7 +46,7 @@ def test_a_page_shows_its_cells(notebook: Path, monkeypatch: pytest.MonkeyPatch)
 
     text = cells(notebook.stem)
     assert "# %%" not in text
-    assert "## Stop and resume" in text.splitlines()
+    assert text.count("```python") > 3
     for link in re.findall(r"\]\((\.\.?/[^)#]+)", text):
         assert (page.parent / link).is_file(), link
     code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
