@@ -3,11 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from forge_plugin_taps.kinds import GRADIENT, Edit, EditComponent, PointInfo, Sink, SinkComponent, TapsInfo
+from forge_plugin_taps.probe import Probe
+from forge_plugin_taps.statistics import Statistics
 from forge_plugin_taps.store import Store
 from forge_plugin_taps.taps import Taps
 
 if TYPE_CHECKING:
     from forge_plugin_taps.capture import TOKENS
+    from forge_plugin_taps.owners import Owners
     from forge_plugin_taps.recorder import Recorder, recorder_of
     from forge_plugin_taps.samples import LocalPart, Sample
     from forge_plugin_taps.where import Split, Where
@@ -18,12 +21,15 @@ __all__ = [
     "Edit",
     "EditComponent",
     "LocalPart",
+    "Owners",
     "PointInfo",
+    "Probe",
     "Recorder",
     "Sample",
     "Sink",
     "SinkComponent",
     "Split",
+    "Statistics",
     "Store",
     "Taps",
     "TapsInfo",
@@ -32,6 +38,7 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
+    "Owners": "owners",
     "Recorder": "recorder",
     "recorder_of": "recorder",
     "LocalPart": "samples",

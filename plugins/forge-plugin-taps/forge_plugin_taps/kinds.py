@@ -6,12 +6,12 @@ Shapes: N samples, the sampled positions of all sequences of a global batch; m o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import field, frozen
 from attrs.validators import min_len
 
-from forge_core.contracts.components import Component
+from forge_core.contracts.components import Component, WhenResumed
 from forge_plugin_taps.selection import matching
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class SinkComponent(Component["Sink"]):
     """Builds a sink: an entry of `[parallel.taps.sinks.NAME]`."""
 
     kind = "sink"
-    resumes_as = "safe"
+    resumes_as: ClassVar[WhenResumed | None] = "safe"
 
     points: tuple[str, ...] = ()
     """Globs over names of points that it receives; by default all of the stage."""

@@ -1,0 +1,148 @@
+"""Statistics of activations, added up over ranks.
+
+Shapes: N samples of a step, m of them on this rank, U units of a point, u of them on this rank, P points, K bins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from forge_core.metrics.jsonl import JsonLines
+from forge_core.parallel.mesh import global_rank, world_size
+from forge_plugin_taps.kinds import Sink
+from forge_plugin_taps.statistics import SCALARS
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_plugin_taps.kinds import TapsInfo
+    from forge_plugin_taps.samples import LocalPart, Sample
+    from forge_plugin_taps.statistics import Statistics
+
+
+@frozen(eq=False)
+class Own:
+    """What this rank has of a point, in float64."""
+
+    values: Tensor
+    """(m, u)"""
+    index: Tensor
+    """(m,) numbers of the samples, on the device."""
+    first: int
+    """Number of the first unit."""
+    counted: bool
+
+
+class StatisticsSink(Sink):
+    """See `Statistics`. Three collectives a sampled step, whatever the number of points."""
+
+    def __init__(self, settings: Statistics, context: BuildContext, taps: TapsInfo) -> None:
+        self.settings, self.context = settings, context
+        self.names = list(taps.points)
+        self.units: dict[str, int] = {}
+        """U of each point."""
+        self.edges = torch.tensor(settings.edges, dtype=torch.float64, device=context.device)
+        self.logged: dict[str, Tensor] = {}
+        self._lines: Any = None
+
+    def start(self, step: int) -> None:
+        folder = self.context.folder
+        if folder is not None and global_rank() == 0:
+            (folder / self.settings.file).parent.mkdir(parents=True, exist_ok=True)
+            self._lines = JsonLines(file=self.settings.file).build(self.context)
+            self._lines.start(step)
+
+    def consume(self, sample: Sample) -> None:
+        own = {name: _own(part) for name in self.names if (part := sample.local(name)) is not None}
+        self.units = {name: math.prod(sample.shape(name)[1:]) for name in self.names}
+        sums = self._all_reduce({name: self._sums(own.get(name), len(sample)) for name in self.names})
+        largest = self._all_reduce({name: self._largest(own.get(name), self.units[name]) for name in self.names}, "MAX")
+        means = {name: sums[name][1] / self._count(name, sample) for name in self.names}
+        powers = self._all_reduce({name: _central(own.get(name), means[name]) for name in self.names})
+        points = {}
+        for name in self.names:
+            points[name] = self._figures(sums[name], largest[name], powers[name], self._count(name, sample))
+        chosen = [(key, SCALARS.index(key)) for key in self.settings.log]
+        self.logged = {f"taps/{name}/{key}": points[name][0][at] for name in self.names for key, at in chosen}
+        self._write(sample.step, points)
+
+    def metrics(self) -> Mapping[str, float | Tensor]:
+        return self.logged
+
+    def close(self, final: bool) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+    def _count(self, name: str, sample: Sample) -> int:
+        return len(sample) * self.units[name]
+
+    def _sums(self, own: Own | None, samples: int) -> Tensor:
+        """(2 + N + K): number of values that are not finite, sum, squared norm of each sample, histogram."""
+        sums = self._zeros(2 + samples + len(self.edges) + 1)
+        if own is not None and own.counted:
+            sums[0] = (~own.values.isfinite()).sum()
+            sums[1] = own.values.sum()
+            sums[2 + own.index] = own.values.square().sum(1)
+            # By adding ones, and zeros for what is not finite: a selection, or `bincount`, would wait for the device
+            bins = torch.bucketize(own.values.nan_to_num().flatten(), self.edges)
+            sums[2 + samples :].scatter_add_(0, bins, own.values.isfinite().double().flatten())
+        return sums
+
+    def _largest(self, own: Own | None, units: int) -> Tensor:
+        """(U): the largest absolute value of each unit; -1 where this rank has none."""
+        largest = self._zeros(units) - 1
+        if own is not None and len(own.values):
+            largest[own.first : own.first + own.values.shape[1]] = own.values.abs().amax(0)
+        return largest
+
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.float64, device=self.context.device)
+
+    def _all_reduce(self, parts: Mapping[str, Tensor], operation: str = "SUM") -> dict[str, Tensor]:
+        whole = torch.cat(list(parts.values()))
+        if world_size() > 1:
+            torch.distributed.all_reduce(whole, getattr(torch.distributed.ReduceOp, operation))
+        return dict(zip(parts, whole.split([len(part) for part in parts.values()]), strict=True))
+
+    def _figures(self, sums: Tensor, largest: Tensor, powers: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """`SCALARS` in order, and the histogram."""
+        bins = len(self.edges) + 1
+        variance = powers[0] / count
+        kurtosis = torch.where(variance > 0, powers[1] / count / variance.square(), math.nan)
+        dead = (largest <= self.settings.dead_below).double().mean()
+        norm = sums[2:-bins].sqrt().mean()
+        scalars = [norm, sums[1] / count, variance, kurtosis, largest.max(), dead, sums[0]]
+        return torch.stack(scalars), sums[-bins:]
+
+    def _write(self, step: int, points: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        if self._lines is None:
+            return
+        whole = torch.stack([torch.cat(parts) for parts in points.values()]).tolist()  # one wait for the device
+        lines = {}
+        for name, row in zip(points, whole, strict=True):
+            scalars = dict(zip(SCALARS, row[: len(SCALARS)], strict=True))
+            lines[name] = {
+                **{key: value if math.isfinite(value) else str(value) for key, value in scalars.items()},
+                "histogram": [int(number) for number in row[len(SCALARS) :]],
+            }
+        self._lines.log({"step": step, "edges": list(self.settings.edges), "points": lines})
+
+
+def _own(part: LocalPart) -> Own:
+    values = part.values.flatten(1).double()
+    below = math.prod(part.values.shape[2:])
+    first = 0 if part.split is None else part.split.offset * below
+    return Own(values, part.index.to(values.device), first, part.counted)
+
+
+def _central(own: Own | None, mean: Tensor) -> Tensor:
+    """(2): sums of the second and fourth powers of distances from the mean. Raw moments would cancel each other."""
+    if own is None or not own.counted:
+        return torch.zeros(2, dtype=torch.float64, device=mean.device)
+    squares = (own.values - mean).square()
+    return torch.stack([squares.sum(), squares.square().sum()])

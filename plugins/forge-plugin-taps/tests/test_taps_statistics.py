@@ -1,0 +1,114 @@
+"""The sink `statistics`, beside scipy and numpy on what the sink `store` has kept of the same samples."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.stats import kurtosis
+from taps_stranger import job, run
+
+from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
+from forge_plugin_taps import Statistics, Store
+from forge_plugin_taps.samples import LocalPart
+from forge_testing.processes import run_on_ranks
+from forge_testing.tiny import job_problems
+
+LAYOUTS = {
+    "fsdp2_tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
+    "tp2_whole": (2, {"tp": TensorParallel(degree=2, sequence_parallel=False)}),
+    "pp2": (2, {"pp": PipelineParallel(degree=2)}),
+}
+
+
+def lines(folder, file="taps/statistics.jsonl"):
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    sinks = {"statistics": Statistics(dead_below=0.3, log=("norm", "kurtosis")), "store": Store()}
+    return run(job(tmp_path_factory.mktemp("alone"), sinks=sinks))
+
+
+def test_figures_are_those_of_all_values(alone):
+    assert [line["step"] for line in lines(alone)] == [2, 4, 6]
+    line = lines(alone)[1]
+    for name, own in line["points"].items():
+        values = load_file(alone / f"taps/step-4/{name}.safetensors")[name].numpy()
+        assert values.shape == (24, 16 if "resid" in name else 32)
+        expected = {
+            "norm": np.linalg.norm(values, axis=1).mean(),
+            "mean": values.mean(),
+            "variance": values.var(),
+            "kurtosis": kurtosis(values, axis=None, fisher=False),
+            "max": np.abs(values).max(),
+            "dead": (np.abs(values).max(0) <= 0.3).mean(),
+            "not_finite": 0,
+        }
+        assert {key: own[key] for key in expected} == pytest.approx(expected, rel=1e-12)
+        edges = [-np.inf, *line["edges"], np.inf]
+        # numpy's bins have their lower edge, ours the upper one
+        assert own["histogram"] == np.histogram(-values, -np.array(edges)[::-1])[0][::-1].tolist()
+    assert line["points"]["layers.0.mlp_hidden"]["dead"] > 0
+
+
+def test_chosen_scalars_are_in_the_lines_of_metrics(alone):
+    logged = {line["step"]: line for line in lines(alone, "metrics.jsonl") if "loss" in line}
+    names = {name for name in logged[4] if name.startswith("taps/")}
+    assert names == {f"taps/{point}/{key}" for point in lines(alone)[1]["points"] for key in ("norm", "kurtosis")}
+    assert logged[4]["taps/layers.1.resid_post/norm"] == lines(alone)[1]["points"]["layers.1.resid_post"]["norm"]
+    assert not {name for name in logged[3] if name.startswith("taps/")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_figures_are_the_same_under_every_layout(alone, tmp_path, layout):
+    ranks, parallel = LAYOUTS[layout]
+    made = job(tmp_path, parallel=parallel, sinks={"statistics": Statistics(dead_below=0.3)})
+    run_on_ranks(ranks, lambda rank: run(made))
+    for line, expected in zip(lines(tmp_path / "run"), lines(alone), strict=True):
+        for name, own in line["points"].items():
+            other = expected["points"][name]
+            assert own.pop("histogram") == other["histogram"]
+            assert own == pytest.approx({key: other[key] for key in own}, rel=1e-12, abs=1e-13), name
+
+
+def test_a_run_that_continues_has_each_line_once(alone, tmp_path):
+    keys = {"sinks": {"statistics": Statistics(dead_below=0.3)}, "checkpoint": {"interval": 3}}
+    run(made := job(tmp_path, **keys))
+    shutil.rmtree(tmp_path / "run/checkpoints/step-6")
+    run(made)
+    assert lines(tmp_path / "run") == lines(alone)
+
+
+def test_values_that_are_not_finite_are_counted():
+    values = torch.tensor([[1.0, torch.nan], [torch.inf, -3.0]])
+    part = LocalPart(values, torch.arange(2), None, True)
+    context = SimpleNamespace(folder=None, device=torch.device("cpu"))
+    taps = SimpleNamespace(points={"x": None})
+
+    class Two:
+        step, tokens = 1, {}
+        __len__ = lambda self: 2  # noqa: E731
+        local = lambda self, name: part  # noqa: E731
+        shape = lambda self, name: (2, 2)  # noqa: E731
+
+    sink = Statistics(edges=(0.0,), log=("not_finite",)).build(context, taps=taps)
+    written = []
+    sink._lines = SimpleNamespace(log=written.append)
+    sink.consume(Two())
+    assert {name: float(value) for name, value in sink.metrics().items()} == {"taps/x/not_finite": 2}
+    assert written[0]["points"]["x"]["histogram"] == [1, 1]
+    assert written[0]["points"]["x"]["mean"] == "nan"
+
+
+def test_edges_that_do_not_ascend_and_one_file_for_two_are_refused(tmp_path):
+    sinks = {"a": Statistics(edges=(1.0, 1.0)), "b": Statistics()}
+    problems = "\n".join(job_problems(job(tmp_path, sinks=sinks)))
+    assert "parallel.taps.sinks.a.edges: must be at least one number, ascending, got [1.0, 1.0]" in problems
+    assert "parallel.taps.sinks.b.file: 'taps/statistics.jsonl' is that of another sink too" in problems
