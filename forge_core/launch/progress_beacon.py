@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import ClassVar
 
 from attrs import frozen
@@ -30,6 +31,8 @@ class ProgressBeacon:
     detail: ClassVar[str] = ""
     """Text of the last report that had one."""
     done, total = 0.0, 0.0
+    listeners: ClassVar[list[Callable[[str], object]]] = []
+    """Called with the kind of each phase as it begins, by the thread that enters it: a profiler marks them."""
     since: ClassVar[float] = time.monotonic()
     """When the phase began, or the work in it of which `total` is the amount."""
 
@@ -52,6 +55,8 @@ class ProgressBeacon:
         if name != ProgressBeacon.phase:
             ProgressBeacon.phase, ProgressBeacon.since = name, time.monotonic()
             ProgressBeacon.detail, ProgressBeacon.done, ProgressBeacon.total = "", 0.0, 0.0
+        for listener in self.listeners:
+            listener(name)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of this rank in each kind of phase so far, the present one included."""

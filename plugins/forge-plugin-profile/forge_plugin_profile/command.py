@@ -1,0 +1,72 @@
+"""`forge-run profile`: the summary of traces."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from forge_core.cli.command_line import with_examples
+from forge_core.contracts.errors import ExitCode, JobError
+
+
+def command(argv: list[str]) -> int:
+    """Show where the time of profiled steps went, or what became slower between two profiles."""
+    parser = argparse.ArgumentParser("forge-run profile", description=command.__doc__, allow_abbrev=False)
+    what = "a run folder (its newest profile), a folder profile/step-N, or a trace; two are compared"
+    parser.add_argument("profiles", nargs="+", type=Path, metavar="RUN", help=what)
+    parser.add_argument("--step", type=int, metavar="N", help="of a run folder: the profile that begins with step N")
+    parser.add_argument("--rank", type=int, metavar="R", help="show or compare this rank (all, the lowest one in full)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--write", action="store_true", help="make profile.md and profile.json beside the traces again")
+    parser.add_argument("--gpu", metavar="NAME", help="also the bounds of `forge-run plan` for this GPU: h100, a100 …")
+    with_examples(parser, "forge-run profile runs/big", "forge-run profile runs/before runs/after --rank 0")
+    options = parser.parse_args(argv)
+    if len(options.profiles) > 2:
+        parser.error("one profile is shown, two are compared: name no more")
+    if len(options.profiles) == 2 and (options.write or options.gpu):
+        parser.error("--write and --gpu go with one profile")
+    from forge_plugin_profile.found import breakdowns, find_traces
+
+    found = [find_traces(path, options.step, options.rank) for path in options.profiles]
+    ranks = [breakdowns(traces) for traces in found]
+    if len(ranks) == 2:
+        return _compare(ranks, options)
+    if options.write:
+        _write(found[0], options.rank)
+    if options.json:
+        print(json.dumps({"ranks": ranks[0]}, indent=2))
+    else:
+        _show(ranks[0], found[0], options.gpu)
+    return ExitCode.FINISHED
+
+
+def _compare(ranks: list[list[dict[str, Any]]], options: argparse.Namespace) -> int:
+    from forge_plugin_profile.comparison import compare
+
+    first, second = ranks[0][0], ranks[1][0]
+    if options.json:
+        print(json.dumps({"first": first, "second": second}, indent=2))
+    else:
+        names = tuple(map(str, options.profiles))
+        print(compare(first, second, (names[0], names[1])), end="")
+    return ExitCode.FINISHED
+
+
+def _write(traces: list[Path], rank: int | None) -> None:
+    from forge_plugin_profile.found import breakdowns
+    from forge_plugin_profile.recording import write_summary
+
+    if rank is not None:
+        raise JobError("--write makes the summary of all ranks: leave out --rank")
+    write_summary(traces[0].parent, breakdowns(traces))
+
+
+def _show(ranks: list[dict[str, Any]], traces: list[Path], gpu: str | None) -> None:
+    from forge_plugin_profile.plan_bounds import bounds_table
+    from forge_plugin_profile.report import report
+
+    print(report(ranks), end="")
+    if gpu is not None:
+        print(f"\n{bounds_table(ranks[0], traces[0], gpu)}")

@@ -1,0 +1,8 @@
+"""Where the synthetic traces are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))

@@ -1,0 +1,203 @@
+"""Profiles of real runs, from a job file and by the command."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from forge_core.cli import main
+from forge_core.contracts.layout import Layout
+from forge_core.launch.progress_beacon import ProgressBeacon
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_profile import Profile
+from forge_plugin_profile.model_facts import layer_flops
+from forge_plugin_profile.profile import chosen_ranks
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing import job_problems, tiny_job
+from forge_testing.distribution import check_distribution
+from forge_testing.layouts import LAYOUTS
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import tiny_run
+from forge_testing.suites import HookSuite
+from forge_testing.suites.base import losses_of
+
+MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=2))
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-profile")
+
+
+class TestProfile(HookSuite):
+    """A curve with it equals that without, to the bit; the window is in the middle of what the suite resumes."""
+
+    component = Profile(start=2, steps=2, memory=True)
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory, catalog):
+    """Folder and summary of a run on two ranks, sharded, each of which recorded two windows."""
+    folder = tmp_path_factory.mktemp("profiled")
+
+    def on_rank(rank):
+        from forge_core.engine.trainer import Trainer
+
+        hooks = {"profile": Profile(start=3, steps=2, every=4, ranks="all", stacks=rank > 1)}
+        case = LAYOUTS["fsdp2"]
+        parts = {"parallel": case.stages(catalog), "micro_batch_size": case.micro_batch_size, "global_batch_size": 8}
+        job = tiny_job(str(folder), catalog, model=MODEL, steps=8, hooks=hooks, **parts)
+        return losses_of(Trainer(job, catalog=catalog, echo=lambda text: None).run())
+
+    run_on_ranks(2, on_rank)
+    return folder / "run"
+
+
+def test_each_rank_writes_traces_that_know_their_rank_and_their_steps(profiled):
+    assert sorted(path.name for path in (profiled / "profile").iterdir()) == ["step-3", "step-7"]
+    for rank in (0, 1):
+        with gzip.open(profiled / "profile" / "step-3" / f"rank-{rank}.pt.trace.json.gz") as file:
+            trace = json.load(file)
+        assert trace["distributedInfo"]["rank"] == rank
+        steps = {event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep")}
+        assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
+    assert not [path for path in profiled.rglob("*") if "unfinished" in path.name]
+
+
+def test_the_summary_says_where_a_step_goes(profiled):
+    [facts, other] = json.loads((profiled / "profile" / "step-7" / "profile.json").read_text())["ranks"]
+    assert (facts["rank"], other["rank"], facts["steps"], facts["first_step"]) == (0, 1, 2, 7)
+    host = {row["name"]: row["host_s"] for row in facts["phases"]}
+    assert {"data", "forward", "backward", "optimizer", "agreement of the ranks"} <= host.keys()
+    assert sum(host.values()) == pytest.approx(facts["step_s"], rel=0.05), "phases cover the step, and do not overlap"
+    assert host["backward"] > host["data"]
+    layers = {row["name"]: row for row in facts["layers"]}
+    assert list(layers) == ["layers.0", "layers.1", "outside the layers"]
+    assert all(row["forward_s"] > 0 and row["backward_s"] > 0 for row in layers.values())
+    assert {"attention", "ffn"} <= {row["name"] for row in facts["parts"]}
+    assert {"all-gather", "reduce-scatter", "all-reduce"} & {row["kind"] for row in facts["collectives"]}
+    assert 0 < facts["exposed_s"] <= facts["busy_s"]["communication"]
+    text = (profiled / "profile" / "step-7" / "profile.md").read_text()
+    assert text.startswith("# Steps 7 to 8, rank 0 (cpu, shard 2")
+    assert "## Ranks" in text
+
+
+def test_counted_flops_are_the_models_but_for_masked_pairs(profiled):
+    """A rank has half of 64 tokens. Attention counts all pairs, the model half; its backward pass has 5/4 of 2."""
+    facts = json.loads((profiled / "profile" / "step-3" / "profile.json").read_text())["ranks"][0]
+    counted = sum(row["counted_flops"] for row in facts["parts"] if row["name"] in ("attention", "ffn"))
+    stated = sum(row["flops"] for row in facts["layers"][:2])
+    pairs = 2 * 32 * 2 * 2 * 16 * 8  # two layers, tokens, scores and mixing, width, keys: forward, over all pairs
+    assert counted - pairs * (1 + 2.5) == pytest.approx(stated - pairs * 3 / 2)
+
+
+def test_the_command_makes_the_same_summary_again_and_compares(profiled, capsys):
+    window = profiled / "profile" / "step-7"
+    before = (window / "profile.json").read_text(), (window / "profile.md").read_text()
+    (window / "profile.json").unlink()
+    assert main(["profile", str(profiled), "--write"]) == 0
+    assert ((window / "profile.json").read_text(), (window / "profile.md").read_text()) == before
+    assert capsys.readouterr().out == before[1]
+    assert main(["profile", str(profiled / "profile" / "step-3"), str(profiled), "--rank", "1"]) == 0
+    assert "Slower most, by" in capsys.readouterr().out
+    assert main(["profile", str(profiled), "--rank", "1", "--json"]) == 0
+    assert [each["rank"] for each in json.loads(capsys.readouterr().out)["ranks"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["{run}/nowhere"], "does not exist"),
+        (["{run}", "--step", "4"], "--step 4: {run} has profiles that begin with step 3, 7"),
+        (["{run}", "--rank", "2"], "has traces of rank 0, 1"),
+        (["{run}/job.toml"], "cannot be read as a trace"),
+        (["{run}/.."], "add [hooks.profile] to the job"),
+    ],
+)
+def test_what_is_not_there_is_said_by_name(profiled, capsys, argv, words):
+    assert main(["profile", *(part.format(run=profiled) for part in argv)]) == 2
+    assert words.format(run=profiled) in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_bounds_of_the_plan_stand_beside_what_was_measured(profiled, capsys):
+    assert main(["profile", str(profiled), "--gpu", "h100"]) == 0
+    text = capsys.readouterr().out
+    table = text.partition("## Bounds of the plan (h100)")[2]
+    assert "Largest gap: step, if all overlaps" in table
+    assert "| communication (shard" in table
+
+
+def test_compiled_blocks_have_no_more_graphs_and_the_same_curve(tmp_path, catalog, train):
+    def run(name, **hooks):
+        torch._dynamo.reset()
+        counters.clear()
+        parallel = LAYOUTS["compiled"].stages(catalog)
+        job = tiny_job(str(tmp_path), catalog, model=MODEL, steps=4, parallel=parallel, job={"name": name}, **hooks)
+        losses = losses_of(train(job))
+        return losses, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+    plain = run("plain")
+    assert run("profiled", hooks={"profile": Profile(start=2, steps=2)}) == plain
+    text = (tmp_path / "profiled" / "profile" / "step-2" / "profile.md").read_text()
+    assert "| layers.1 " in text, "blocks are marked"
+    assert "By part" not in text, "what is inside of compiled code is not"
+
+
+def test_nothing_of_it_stays_behind(tmp_path, catalog, train, make_job):
+    run = tiny_run(tmp_path, model=MODEL)
+    listeners = [*ProgressBeacon.listeners]
+    train(make_job(model=MODEL, steps=4, hooks={"profile": Profile(start=2, steps=1)}))
+    assert ProgressBeacon.listeners == listeners
+    assert all(module._compiled_call_impl is None for module in run.model.modules())
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "tp2", "pp2"])
+def test_layers_have_the_flops_of_the_whole_model_under_every_layout(tmp_path, catalog, name):
+    whole = layer_flops(tiny_run(tmp_path, model=MODEL).model, 8)
+    case = LAYOUTS[name]
+
+    def on_rank(rank):
+        run = tiny_run(
+            tmp_path,
+            model=MODEL,
+            parallel=case.stages(catalog),
+            micro_batch_size=case.micro_batch_size,
+            global_batch_size=8,
+        )
+        return layer_flops(run.model, 8)
+
+    first, second = run_on_ranks(2, on_rank)
+    assert {**first, **second} == whole
+    assert len(first) + len(second) == (2 if name == "pp2" else 4)
+
+
+def test_a_window_that_the_run_ends_in_has_the_steps_that_there_were(train, make_job, tmp_path):
+    train(make_job(steps=3, hooks={"profile": Profile(start=2, steps=5)}))
+    [facts] = json.loads((tmp_path / "run" / "profile" / "step-2" / "profile.json").read_text())["ranks"]
+    assert facts["steps"] == 2
+
+
+def test_ranks_are_one_of_each_pipeline_stage():
+    assert list(chosen_ranks("one_per_group", Layout(pp=2, shard=2, tp=2))) == [0, 4]
+    assert list(chosen_ranks("one_per_group", Layout(shard=4))) == [0]
+    assert list(chosen_ranks("all", Layout(shard=3))) == [0, 1, 2]
+    assert chosen_ranks((2, 1), Layout(shard=4)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        (Profile(start=9), "hooks.profile.start: is step 9, and train.steps is 4: it would never begin"),
+        (Profile(start=1, ranks=(0, 2)), "hooks.profile.ranks: there is no rank 2: the job has 2, from 0"),
+        (Profile(start=1, ranks=()), "hooks.profile.ranks: is empty"),
+        (Profile(start=1, ranks=(1, 1)), "hooks.profile.ranks: names a rank twice"),
+        (Profile(start=1, steps=3, every=3), "hooks.profile.every: is 3: windows would overlap"),
+        (Profile(start=1, snapshot=True), 'hooks.profile.snapshot: train.device is "cpu": only GPUs have memory'),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_job_is_checked(tmp_path, hook, words):
+    job = tiny_job(str(tmp_path), Catalog.installed(), device="cpu", hooks={"profile": hook})
+    assert any(problem.startswith(words) for problem in job_problems(job, 2)), job_problems(job, 2)
