@@ -136,8 +136,8 @@ def describe(facts: Mapping[str, Any]) -> str:
     """Returns the facts as paragraphs and tables."""
     if facts["source"] == "metrics.jsonl":
         return "\n".join(_of_lines(facts))
-    blocks = [_headline(facts), columns([*_class_rows(facts)]), columns([*_attempt_rows(facts)])]
-    return "\n\n".join([*blocks, "\n".join(_sentences(facts))])
+    blocks = [headline(facts), columns([*_class_rows(facts)]), columns([*attempt_rows(facts)])]
+    return "\n\n".join([*blocks, "\n".join(sentences(facts))])
 
 
 def _of_lines(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -151,7 +151,8 @@ def _of_lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"attempts.jsonl has {count(facts['starts_in_slurm'], 'SLURM job')}"
 
 
-def _headline(facts: Mapping[str, Any]) -> str:
+def headline(facts: Mapping[str, Any]) -> str:
+    """Returns a sentence: how long, how much of it productive, at which step."""
     of = f" of {facts['steps']:,}" if facts["steps"] else ""
     words = f"{facts['run']}: {duration(facts['lifetime_s'])}, {100 * facts['goodput']:.1f} % productive"
     if facts["classes"]["queue"]:
@@ -170,7 +171,8 @@ def _class_rows(facts: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [duration(seconds), share(seconds, facts["lifetime_s"]), f"{name.replace('_', ' ')}: {words}"]
 
 
-def _attempt_rows(facts: Mapping[str, Any]) -> Iterator[list[str]]:
+def attempt_rows(facts: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yields the titles, and a row for each of the last starts."""
     yield ["start", "began", "ran", "steps", "lost", "saves", "ready after", "end"]
     for each in facts["attempts"][-SHOWN:]:
         steps = f"{each['from_step']:,} to {each['step']:,}" if each["from_step"] is not None else "none"
@@ -191,7 +193,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= WIDTH else f"{text[:WIDTH]}…"
 
 
-def _sentences(facts: Mapping[str, Any]) -> Iterator[str]:
+def sentences(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what saves and failures have cost."""
     saves, failures, interval = facts["saves"], facts["failures"], facts["interval"]
     if saves["count"]:
         words = f"saves: {saves['count']:,}, each keeps training waiting for {duration(saves['blocked_s'])} (median)"

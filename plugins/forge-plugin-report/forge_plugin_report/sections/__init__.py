@@ -1,0 +1,1 @@
+"""Sections of every report. Each is named by an entry point, like those of other distributions."""

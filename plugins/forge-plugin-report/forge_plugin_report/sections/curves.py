@@ -1,0 +1,96 @@
+"""The section `curves`: every logged number over steps, tokens or time."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+from attrs import evolve, frozen
+
+from forge_core.contracts.errors import JobError, did_you_mean
+from forge_kit.report_sections import Block, Chart, Line, Paragraph, ReportRun, ReportSection
+
+TITLES = {
+    "loss": "Training loss",
+    "eval/loss": "Held-out loss",
+    "eval/bits_per_byte": "Held-out bits per byte",
+    "eval/perplexity": "Held-out perplexity",
+    "grad_norm": "Gradient norm, before clipping",
+    "lr": "Learning rate",
+    "tokens_per_second": "Tokens per second",
+    "step_seconds": "Seconds per step",
+    "mfu": "Model FLOPs utilisation",
+    "data_wait": "Share of the step waiting for data",
+}
+MAIN = ("loss", "eval/*", "loss/source/*", "grad_norm", "lr", "tokens_per_second", "mfu", "*memory*", "data_wait")
+"""Numbers that come first, and alone where there are many."""
+AXES = ("step", "tokens", "time", "skipped", "counts")
+"""What a line has that is no curve."""
+FEW = 24
+"""Curves up to which all are drawn."""
+SHARES = ("data_wait", "mfu", "goodput")
+"""Numbers between 0 and 1, of which a logarithm would show noise near 0."""
+
+
+@frozen(kw_only=True)
+class Curves(ReportSection):
+    """Loss, held-out metrics, gradient norm, learning rate, speed, memory and other logged numbers, of all runs."""
+
+    title: ClassVar[str] = "Curves"
+    place: ClassVar[float] = 10.0
+
+    names: tuple[str, ...] = ()
+    """Globs of the numbers to draw (`moe/*`). Empty: all where there are at most 24, else the main ones."""
+
+    def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        logged = logged_names(runs)
+        if not logged:
+            return
+        shown = self._chosen(logged)
+        for name in shown:
+            lines = [line for run in runs if (line := _line(run, name))]
+            chart = Chart(title=TITLES.get(name, name), name=name, lines=lines)
+            yield evolve(chart, axis="linear") if name in SHARES else chart
+        if left_out := [name for name in logged if name not in shown]:
+            yield Paragraph(text=f"Also logged, and drawn with --curves: {', '.join(left_out)}")
+
+    def _chosen(self, logged: Sequence[str]) -> list[str]:
+        main = _matching(MAIN, logged)
+        if self.names:
+            return _matching(self.names, logged)
+        return [*main, *(name for name in logged if name not in main)] if len(logged) <= FEW else main
+
+
+def check_names(patterns: Iterable[str], runs: Sequence[ReportRun]) -> None:
+    """Raise a `JobError` for a pattern that matches nothing which the runs have logged."""
+    logged = logged_names(runs)
+    for pattern in patterns:
+        if not fnmatch.filter(logged, pattern):
+            near = did_you_mean(pattern, logged)
+            raise JobError(f"--curves {pattern}: no run has logged it{near}; there are {', '.join(logged)}")
+
+
+def logged_names(runs: Sequence[ReportRun]) -> list[str]:
+    """Returns the numbers that the runs have logged, in the order of their first lines."""
+    rows = (row for run in runs for table in (run.metrics, run.metrics.evaluations) for row in table)
+    kinds = {
+        name: value for row in rows for name, value in row.items() if name not in AXES and not name.endswith("/tokens")
+    }
+    return [name for name, value in kinds.items() if isinstance(value, int | float) and not isinstance(value, bool)]
+
+
+def _matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(name for pattern in patterns for name in fnmatch.filter(names, pattern)))
+
+
+def _line(run: ReportRun, name: str) -> Line | None:
+    points = sorted(_points(run, name))
+    return Line(run=run, x=[x for x, _ in points], y=[y for _, y in points]) if points else None
+
+
+def _points(run: ReportRun, name: str) -> Iterator[tuple[float, float]]:
+    for table in (run.metrics, run.metrics.evaluations):
+        for row in table:
+            if isinstance(value := row.get(name), int | float):
+                yield row["step"], float(value)

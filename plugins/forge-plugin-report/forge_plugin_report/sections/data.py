@@ -1,0 +1,73 @@
+"""The section `data`: the mixture of sources, and the loss of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean
+from typing import Any, ClassVar
+
+from attrs import frozen
+
+from forge_core.data.order import whole_shares
+from forge_kit.report_sections import Bars, Block, Cell, ReportRun, ReportSection, Table
+
+COLORS = ("#4e79a7", "#9c755f", "#76b7b2", "#edc948", "#b07aa1", "#59a14f", "#ff9da7", "#8d949b")
+"""Other colours than those of runs."""
+LAST = 20
+
+
+@frozen(kw_only=True)
+class Data(ReportSection):
+    """Sources of the training data with their shares, before and in each phase, and their training losses."""
+
+    title: ClassVar[str] = "Data"
+    place: ClassVar[float] = 40.0
+
+    def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        mixed = [run for run in runs if _sources(run)]
+        if not mixed:
+            return
+        names = list(dict.fromkeys(name for run in mixed for name in _sources(run)))
+        if len(names) > 1:
+            bars = [
+                (label if several else run, [shares.get(name, 0.0) for name in names])
+                for run in mixed
+                for phases in [phase_shares(run.job)]
+                for several in [len(phases) > 1]
+                for label, shares in ((f"{run.name}, {phase}", shares) for phase, shares in phases)
+            ]
+            colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(names)}
+            yield Bars(title="Mixture", parts=colors, rows=bars)
+        head = ["source", "run", "type", "share", "training loss"]
+        yield Table(head=head, rows=[row for run in mixed for row in _rows(run)])
+
+
+def _sources(run: ReportRun) -> Mapping[str, Mapping[str, Any]]:
+    sources = run.job.get("data", {}).get("sources", [])
+    return {str(source.get("name") or number): source for number, source in enumerate(sources)}
+
+
+def phase_shares(job: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """Returns the share of each source, from the beginning and from the start of each phase on, with a label."""
+    data = job.get("data", {})
+    sources = {str(s.get("name") or n): s for n, s in enumerate(data.get("sources", []))}
+    weights = {name: float(source.get("weight", 1.0)) for name, source in sources.items()}
+    phases = [("from step 0", weights)]
+    for phase in data.get("phases", []):
+        weights = weights | {name: float(weight) for name, weight in phase.get("weights", {}).items()}
+        step, tokens = phase.get("start_step"), phase.get("start_tokens", 0)
+        phases.append((f"from step {step:,}" if step is not None else f"from token {tokens:,}", weights))
+    return [(label, _shares(weights, float(data.get("temperature", 1.0)))) for label, weights in phases]
+
+
+def _shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
+    shares = whole_shares(list(weights.values()), temperature)
+    return {name: share / (sum(shares) or 1) for name, share in zip(weights, shares, strict=True)}
+
+
+def _rows(run: ReportRun) -> Iterable[Sequence[Cell]]:
+    shares = phase_shares(run.job)[0][1]
+    for name, source in _sources(run).items():
+        losses = [row[key] for row in run.metrics if (key := f"loss/source/{name}") in row]
+        loss = mean(losses[-max(1, len(losses) // LAST) :]) if losses else None
+        yield [name, run, str(source.get("type", "")).rpartition("/")[2], f"{100 * shares[name]:.1f} %", loss]

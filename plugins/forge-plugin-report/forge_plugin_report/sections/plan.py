@@ -1,0 +1,23 @@
+"""The section `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from attrs import frozen
+
+from forge_kit.report_sections import Block, Preformatted, ReportRun, ReportSection
+
+
+@frozen(kw_only=True)
+class Plan(ReportSection):
+    """What each run printed before its first step: plugins, device, parameters, stages, memory."""
+
+    title: ClassVar[str] = "Plan"
+    place: ClassVar[float] = 30.0
+
+    def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        for run in runs:
+            if text := run.text("plan.txt").rstrip():
+                yield Preformatted(title=f"Plan of {run.name}", text=text, folded=True)
