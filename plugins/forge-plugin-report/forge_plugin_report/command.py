@@ -17,7 +17,7 @@ FORMATS = {"html": ".html", "md": ".md"}
 
 
 def command(argv: list[str]) -> int:
-    """Write a report on runs, compared where there are several: one HTML file that needs no network, or Markdown."""
+    """Write a report on one or several runs: one HTML file that needs no network, or Markdown."""
     parser = argparse.ArgumentParser("forge-run report", description=command.__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, also of a run that is running")
@@ -26,7 +26,7 @@ def command(argv: list[str]) -> int:
     curves = "draw the logged numbers that match, as in 'moe/*'; repeat it for more (loss, evaluations, speed, …)"
     add("--curves", action="append", default=[], metavar="GLOB", help=curves)
     add("--sections", metavar="A,B", help="only these sections, as in overview,curves")
-    add("--title", help="title of the report (the names of the runs)")
+    add("--title", metavar="TEXT", help="title of the report (the names of the runs)")
     with_examples(
         parser,
         "forge-run report runs/first runs/second",

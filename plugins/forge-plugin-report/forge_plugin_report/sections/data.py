@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from forge_core.data.order import whole_shares
 from forge_kit.report_sections import Bars, Block, Cell, ReportRun, ReportSection, Table
 
 COLORS = ("#4e79a7", "#9c755f", "#76b7b2", "#edc948", "#b07aa1", "#59a14f", "#ff9da7", "#8d949b")
@@ -61,8 +60,9 @@ def phase_shares(job: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
 
 
 def _shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
-    shares = whole_shares(list(weights.values()), temperature)
-    return {name: share / (sum(shares) or 1) for name, share in zip(weights, shares, strict=True)}
+    """As `data.temperature` says: in the proportion of weight ** (1 / temperature)."""
+    parts = {name: weight ** (1 / temperature) if weight else 0.0 for name, weight in weights.items()}
+    return {name: part / (sum(parts.values()) or 1.0) for name, part in parts.items()}
 
 
 def _rows(run: ReportRun) -> Iterable[Sequence[Cell]]:
