@@ -18,10 +18,11 @@ Side = Literal["input", "output", "carry_in", "carry_out", "pattern"]
 """Which tensor of a module. `input` and `output`: of its forward pass. `carry_in` and `carry_out`: of a block, which
 maps a carry to a carry. `pattern`: attention that sampled queries pay, of a module that maps (queries
 (B, S, H, E), keys (B, S, K, E), values, batch, sinks (H,) if it has any); computed beside what the module does."""
-Axes = Literal["rest", "heads", "hidden", "whole"]
+Axes = Literal["rest", "heads", "hidden", "whole", "partial", "images"]
 """How a layout divides the tensor. `rest`: (B, s, D), as between blocks, so that sequence parallel divides positions.
 `heads`: (B, S, H, E), whose heads tensor parallel divides. `hidden`: (B, S, F), whose features it divides. `whole`:
-(B, S, …), equal on all ranks of tensor parallel."""
+(B, S, …), equal on all ranks of tensor parallel. `partial`: (B, S, D), of whose sum each of them has a part. `images`:
+rows and positions are those of images, as in a vision tower, and not those of the batch's tokens."""
 
 
 @frozen
@@ -33,7 +34,7 @@ class TapPoint:
     side: Side = field(default="output", validator=in_(("input", "output", "carry_in", "carry_out", "pattern")))
     index: int = field(default=0, validator=ge(0))
     """Number of the positional argument, or of the element of a tuple that is returned."""
-    axes: Axes = field(default="rest", validator=in_(("rest", "heads", "hidden", "whole")))
+    axes: Axes = field(default="rest", validator=in_(("rest", "heads", "hidden", "whole", "partial", "images")))
     differentiable: bool = field(default=True, kw_only=True)
     """Whether it has a gradient; chosen numbers of experts, say, have none."""
     mixing: Mapping[str, float] = field(factory=dict, kw_only=True)

@@ -8,9 +8,17 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from forge_core.contracts.errors import Problem, did_you_mean
+from forge_kit.taps import tap_points
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from forge_kit.taps import TapPoint
+
+
+def sampled_points(model: nn.Module) -> dict[str, TapPoint]:
+    """Returns the model's points by name, but for those of images: their rows and positions are not those of tokens."""
+    return {name: point for name, point in tap_points(model).items() if point.axes != "images"}
 
 
 def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
@@ -26,6 +34,15 @@ def selection_problems(path: str, patterns: Sequence[str], names: Sequence[str])
             yield Problem(
                 f"{path}.{number}" if path else str(number), f"{pattern!r} matches no point{_hint(pattern, names)}"
             )
+
+
+def partial_problems(patterns: Sequence[str], points: Mapping[str, TapPoint]) -> Iterator[Problem]:
+    """Yields a problem for the first point that matches and of which tensor-parallel ranks have parts of a sum."""
+    for name in matching(patterns, list(points)):
+        if points[name].axes == "partial":
+            message = f"each rank of tensor parallel has a part of the sum {name}, which is nowhere whole"
+            yield Problem("points", f"{message}; take mlp_out or router_weights, or leave tp out")
+            return
 
 
 def _hint(pattern: str, names: Sequence[str]) -> str:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import blocks_of
-from forge_kit.taps import TapPoint, tap_points
+from forge_kit.taps import TapPoint
 from forge_plugin_taps.pattern import PatternSite
 from forge_plugin_taps.recorder import ATTRIBUTE, Recorder
-from forge_plugin_taps.selection import matching, with_gradients
+from forge_plugin_taps.selection import matching, sampled_points, with_gradients
 from forge_plugin_taps.site import Current, Site
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class TapsStage(ParallelStage):
     def apply(self, model: Model) -> Model:
         """Put hooks on modules that have a selected point, and note the micro-batch at every way into the model."""
         recorder, component = self._recorder, self._component
-        points = tap_points(model)
+        points = sampled_points(model)
         values = set(matching(component.points, list(points)))
         gradients = set(matching(component.gradients, with_gradients(points)))
         blocks = blocks_of(model)

@@ -60,10 +60,16 @@ class Taps(ParallelComponent):
     """`[parallel.taps.edits.NAME]`: what changes activations; NAME is the default for `type`."""
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
-        from forge_kit.taps import tap_points
-        from forge_plugin_taps.selection import editable, matching, selection_problems, with_gradients
+        from forge_plugin_taps.selection import (
+            editable,
+            matching,
+            partial_problems,
+            sampled_points,
+            selection_problems,
+            with_gradients,
+        )
 
-        declared = tap_points(model)
+        declared = sampled_points(model)
         points, gradients = list(declared), with_gradients(declared)
         if not points:
             message = f"{type(model).__name__} has no tap_points(), so nothing in it can be captured"
@@ -71,6 +77,8 @@ class Taps(ParallelComponent):
             return
         yield from selection_problems("points", self.points, points)
         yield from selection_problems("gradients", self.gradients, gradients)
+        if layout.tp > 1:
+            yield from partial_problems([*self.points, *self.gradients], declared)
         for name, edit in self.edits.items():
             for problem in selection_problems("", [edit.point], editable(declared)):
                 yield Problem(f"edits.{name}.point", problem.message)

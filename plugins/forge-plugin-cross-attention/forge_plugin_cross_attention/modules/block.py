@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from forge_kit.modules import Linear
+from forge_kit.taps import TapPoint, tap_points
 from forge_plugin_cross_attention.modules.sight import MASK, SEEN
 from forge_plugin_transformer.modules.attention_core import torch_attention
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_plugin_cross_attention.modules.cache import LayerCache
     from forge_plugin_transformer import InitStd
+
+
+class FeatureAttention(nn.Module):
+    """q (B, S, H, E), k and v (B, M, K, E), and which features a position sees, (B, 1, S, M) bool -> (B, S, H, E)."""
+
+    # A module, so that taps find its input and output
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch_attention(q, k, v, mask)
 
 
 class Attention(nn.Module):
@@ -40,13 +49,14 @@ class Attention(nn.Module):
             RootMeanSquareNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
             for _ in range(2)
         )
+        self.core = FeatureAttention()
 
     def forward(self, x: Tensor, features: Tensor | None, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         """`features`: None where there are none but those whose keys and values `cache` holds."""
         q = self.q_norm(self._heads(self.q(x)))
         new = None if features is None else self._keys_and_values(features)
         k, v = cache.extend(new) if cache is not None else new  # type: ignore[misc]
-        return self.o(torch_attention(q, k, v, batch[MASK]).flatten(2))
+        return self.o(self.core(q, k, v, batch[MASK]).flatten(2))
 
     def _keys_and_values(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Returns both, (B, M, K, E)."""
@@ -76,6 +86,10 @@ class Attention(nn.Module):
         normed = isinstance(self.q_norm, RootMeanSquareNorm)
         return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
 
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns what positions ask and receive; keys and values are those of features, which are no positions."""
+        return {"q": TapPoint("core", "input", axes="heads"), "z": TapPoint("core", axes="heads")}
+
 
 class CrossAttentionBlock(nn.Module):
     """x + gate(attention(norm(x), features)), then x + gate(ffn(norm(x))), with zeros added where no image is seen."""
@@ -104,3 +118,14 @@ class CrossAttentionBlock(nn.Module):
         seen = batch[SEEN]
         x = x + self.attention_gate(seen * self.attention(self.attention_norm(x), features, batch, cache))
         return x + self.ffn_gate(seen * self.ffn(self.ffn_norm(x), batch))
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns those of the residual stream through the block, which runs in batches with images only."""
+        points = {
+            "resid_pre": TapPoint("attention_norm", "input"),
+            "attn_out": TapPoint("attention_gate"),
+            "resid_mid": TapPoint("ffn_norm", "input"),
+            "mlp_out": TapPoint("ffn_gate"),
+            "resid_post": TapPoint(""),
+        }
+        return points | tap_points(self.attention, "attention") | tap_points(self.ffn, "ffn")

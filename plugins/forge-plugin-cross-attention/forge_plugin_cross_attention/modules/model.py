@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_kit.modules import Embedding
+from forge_kit.taps import TapPoint, tap_points
 from forge_plugin_cross_attention.modules.block import CrossAttentionBlock
 from forge_plugin_cross_attention.modules.cache import ImageCache, LayerCache
 from forge_plugin_cross_attention.modules.sight import MASK, VISIBLE, Sight, visible_images
@@ -105,6 +106,10 @@ class LooksBefore(PassesFeatures):
             return carry
         (x, *rest), features = divided(carry, batch)
         return (self.cross_attention(x, features[0] if features else None, batch, cache), *rest, *features)
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        own: Mapping[str, TapPoint] = getattr(super(), "tap_points", dict)()
+        return {**own, **tap_points(self.cross_attention, BLOCK, "cross")}
 
 
 class LooksAfter(LooksBefore):

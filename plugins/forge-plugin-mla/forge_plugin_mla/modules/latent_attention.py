@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_kit.modules import Linear
+from forge_kit.taps import TapPoint
 from forge_plugin_mla.modules.latent_cache import LatentCache, absorbs
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.narrow_values import NARROW
@@ -199,6 +200,15 @@ class LatentAttention(nn.Module):
 
     def sequence_mixers(self) -> Mapping[str, int]:
         return {"core": self.heads}
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns those of plain attention, and the latents after their norms."""
+        points = {name: TapPoint("core", "input", number, "heads") for number, name in enumerate("qkv")}
+        points["z"] = TapPoint("core", axes="heads")
+        points["pattern"] = TapPoint("core", "pattern", axes="heads", differentiable=False)
+        if self.widths.q_latent:
+            points["q_latent"] = TapPoint("q_norm", axes="whole")
+        return points | {"kv_latent": TapPoint("kv_norm", axes="whole")}
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         if not isinstance(self.core, AttentionCore):  # a stage has put another in its place

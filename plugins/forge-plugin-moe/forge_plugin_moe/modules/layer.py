@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Role
 from forge_kit.modules import Linear
+from forge_kit.taps import TapPoint, tap_points
 from forge_plugin_moe.modules.capacity import refuse_documents, within_capacity
 from forge_plugin_moe.modules.experts import Experts, SwiGLUForm, runs_grouped
 from forge_plugin_moe.modules.sequences import Sequences, tally
@@ -62,6 +63,8 @@ class MoELayer(nn.Module):
             self.shared = context.at("shared").build(shared, dim=dim, init=init)
         if component.shared_gate:
             self.shared_gate = Linear(dim, 1, bias=False, std=init.inner)
+        self.routed = nn.Identity()
+        """The sum over routed experts passes through here, for taps."""
         self.output = nn.Identity()
         """The sum over all experts passes through here: with tensor parallelism, a part of a sum."""
 
@@ -80,7 +83,7 @@ class MoELayer(nn.Module):
         shared: list[Tensor] = []
         overlap_fn = None if self.shared is None else lambda: shared.append(self._shared_output(x, batch))
         tokens = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
-        y = self.experts(*tokens, rows=rows, overlap_fn=overlap_fn).view_as(x)
+        y = self.routed(self.experts(*tokens, rows=rows, overlap_fn=overlap_fn).view_as(x))
         return self.output(y if self.shared is None else y + shared[0])
 
     def _shared_output(self, x: Tensor, batch: Batch) -> Tensor:
@@ -120,6 +123,21 @@ class MoELayer(nn.Module):
         if self.shared_gate is not None:
             plan["shared_gate"] = "replicate"
         return plan
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns what the router decides, and the sums over routed and over shared experts.
+
+        `router_logits` are those of routers that have any: before noise, masks and biases that only balance.
+        """
+        points = tap_points(self.router, "router")
+        points["router_weights"] = TapPoint("router", axes="whole")
+        points["router_choices"] = TapPoint("router", "output", 1, "whole", differentiable=False)
+        points["expert_out"] = TapPoint("routed", axes="partial")
+        if self.shared is not None:
+            points["shared_out"] = TapPoint("shared", axes="partial")
+            hidden = tap_points(self.shared, "shared")
+            points |= {name.replace("mlp", "shared"): point for name, point in hidden.items()}
+        return points
 
     def expert_stacks(self) -> Sequence[str]:
         return ["experts"]

@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.contracts.model import Fill
+from forge_kit.taps import TapPoint
 from forge_plugin_moe.modules.sequences import Sequences
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from forge_core.contracts.contexts import BuildContext
     from forge_plugin_moe.moe import LinearRouter
 
@@ -22,6 +25,8 @@ class LinearScores(nn.Module):
     def __init__(self, component: LinearRouter, context: BuildContext, dim: int, experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.scored = nn.Identity()
+        """Logits pass through here, for taps."""
         self.auxiliary, self.layer = context.auxiliary, context.layer or 0
         self.sequences = Sequences.of(context)
         self._std, self._z_loss = component.init_std, component.z_loss
@@ -36,10 +41,18 @@ class LinearScores(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """(B, S, D) to (B, S, E), in float32 or wider."""
+        logits: Tensor = self.scored(self.linear(x))
+        return logits
+
+    def linear(self, x: Tensor) -> Tensor:
+        """The same, for a derived class to extend."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         # Rounded like every other weight first: FSDP gathers it in the compute dtype, and with more digits in one
         # process than under FSDP, tokens between two experts would go to another one there.
         return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype))
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        return {"router_logits": TapPoint("scored", axes="whole")}
 
     def penalise(self, weights: Tensor, logits: Tensor) -> Tensor:
         """Returns the weights with the z-loss attached."""

@@ -81,8 +81,8 @@ class SoftmaxRouter(TopKModule):
         else:
             fill.constant(0.0)
 
-    def logits(self, x: Tensor) -> Tensor:
-        logits = super().logits(x)
+    def linear(self, x: Tensor) -> Tensor:
+        logits = super().linear(x)
         return logits if self.bias is None else logits + self.bias.to(x.dtype)  # rounded like the weight
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

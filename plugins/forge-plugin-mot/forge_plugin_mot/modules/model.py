@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from forge_core.contracts.model import Role
+from forge_kit.taps import TapPoint
 from forge_plugin_mot.modules.routing import TEXT_ONLY, with_routes
 from forge_plugin_mot.modules.untied import (
     MODALITIES,
@@ -39,6 +40,8 @@ class UntiedModel(Base):
     """Mixin of a model with fusion `joint`; see `forge_plugin_mot.MixtureOfTransformers`."""
 
     norm: nn.Module
+    normed: nn.Module
+    """States after the norms of all modalities pass through here, for taps."""
     codes: Mapping[str, int]
     """Entry of `input_ids` for each modality with weights of its own."""
     slots: int
@@ -59,7 +62,8 @@ class UntiedModel(Base):
         return super().decode(batch, cache)
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
-        return overlaid(self.norm, carry[0], super().finish(carry, batch), batch)
+        normed: Tensor = self.normed(overlaid(self.norm, carry[0], super().finish(carry, batch), batch))
+        return normed
 
     # --- names -------------------------------------------------------------------------------------------------------
 
@@ -82,6 +86,10 @@ class UntiedModel(Base):
     def parameter_roles(self) -> Mapping[str, Role]:
         roles = super().parameter_roles()
         return {**roles, **{copy: roles[name] for copy, name in self.text_names(roles).items()}}
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        own: Mapping[str, TapPoint] = getattr(super(), "tap_points", dict)()
+        return {**own, "final_norm": TapPoint("normed")} if own else own
 
     def float8_exempt(self) -> Sequence[str]:
         exempt = super().float8_exempt()
@@ -125,9 +133,11 @@ def _without_sum(way: Any) -> Any:
 def untie(model: Any, twins: Mapping[str, Any], parts: Collection[str], *, norm_after: bool) -> Any:
     """Adds `parts` of other modalities, which `twins` have, to a model with fusion `joint`. Returns the model."""
     _mix(model, UntiedModel)
+    model.normed = nn.Identity()
     for name, layer in model.layers.items():
         _mix(layer, UntiedBlock)
         layer.norm_after = norm_after
+        layer.updates = nn.ModuleDict({part: nn.Identity() for part in MIXINS})
         for part in _part_names(layer, parts):
             _untie_part(layer, part, {modality: getattr(twin.layers[name], part) for modality, twin in twins.items()})
     if "norm" in parts:

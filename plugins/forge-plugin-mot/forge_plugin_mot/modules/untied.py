@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from forge_kit.taps import TapPoint
 from forge_plugin_mot.modules.routing import Route, route_in, tokens_of
 
 if TYPE_CHECKING:
@@ -44,12 +45,24 @@ class UntiedBlock(nn.Module):
     """Mixin of a layer (`Block`): the norms of each position's modality, all after their parts if `norm_after`."""
 
     norm_after: bool
+    updates: nn.ModuleDict
+    """Identities, by the part whose results pass through them with those of all modalities, for taps."""
 
     def update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
-        if not self.norm_after:
-            updated: Tensor = super().update(name, x, batch, *cache)  # type: ignore[misc]
-            return updated
-        return self.normalise(f"{name}_norm", getattr(self, name)(x, batch, *cache), batch)
+        if self.norm_after:
+            updated = self.normalise(f"{name}_norm", getattr(self, name)(x, batch, *cache), batch)
+        else:
+            updated = super().update(name, x, batch, *cache)  # type: ignore[misc]
+        merged: Tensor = self.updates[name](updated)
+        return merged
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns those of the language model's layer, but for results that are merged later than there."""
+        points: dict[str, TapPoint] = dict(getattr(super(), "tap_points", dict)())
+        points |= {"attn_out": TapPoint("updates.attention"), "mlp_out": TapPoint("updates.ffn")}
+        if self.norm_after and "resid_mid" in points:
+            points["resid_mid"] = TapPoint("ffn", "input")
+        return points
 
     def normalise(self, name: str, x: Tensor, batch: Batch) -> Tensor:
         norm = getattr(self, name)
@@ -98,6 +111,10 @@ class UntiedFeedForward(nn.Module):
         others = [(route, copy(route.take(x), tokens_of(batch, modality))) for modality, copy, route in parts]
         merged: Tensor = self.merge(own, others)
         return merged
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """None: each modality has hidden activations of its own, for its own positions."""
+        return {}
 
     def flops(self, seq_len: int) -> float:
         """Returns those of one position, which goes through one of the parts, all of one size."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Model, Role
+from forge_kit.taps import TapPoint, tap_points
 from forge_plugin_vision.modules.cost import LayerCost, StepCost
 from forge_plugin_vision.modules.vision import Vision
 
@@ -110,6 +111,10 @@ class VisionLanguageModel(Base):
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         plan = super().tensor_parallel_plan()
         return {**plan, "vision.*": "partial"} if plan else plan
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        own: Mapping[str, TapPoint] = getattr(super(), "tap_points", dict)()
+        return {**own, **tap_points(self.vision, "vision", "vision")}
 
     def float8_exempt(self) -> Sequence[str]:
         return [*super().float8_exempt(), "vision.*"]

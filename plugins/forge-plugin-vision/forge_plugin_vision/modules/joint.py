@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from forge_kit.taps import TapPoint
 from forge_plugin_vision.kinds import GRIDS, PATCHES
 from forge_plugin_vision.modules.grafting import PLACES, VisionLanguageModel
 from forge_plugin_vision.modules.vision import SharedVision
@@ -44,6 +45,10 @@ class JointModel(VisionLanguageModel):
         if PATCHES in batch:
             x = x + self.vision(batch)
         return (x, *rest)
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns those of the parts, and the features at their positions, zeros where there is a token."""
+        return {**super().tap_points(), "vision.out": TapPoint("vision")}
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         plan = super().tensor_parallel_plan()

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 from forge_core.contracts.model import Role
 from forge_kit.modules import Linear
+from forge_kit.taps import TapPoint
 from forge_plugin_transformer.modules.rotary import rotate
+from forge_plugin_vision.modules.tower_points import STREAM, tower_points
 from forge_plugin_vision.modules.vit import attend as apart
 from forge_plugin_vision.modules.vit import is_known
 
@@ -228,3 +230,9 @@ class QwenVisionTransformer(nn.Module):
     def parameter_roles(self) -> Mapping[str, Role]:
         fused: dict[str, Role] = {f"blocks.{number}.qkv.weight": "fused" for number in range(len(self.blocks))}
         return fused if self.positions is None else fused | {"positions.weight": "embedding"}
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Patches are in the order of windows, where there are windows."""
+        parts = {"attn_out": "o", "mlp_out": "ffn"}
+        points = {**STREAM, **{name: TapPoint(part, axes="images") for name, part in parts.items()}}
+        return tower_points(self.blocks, points)

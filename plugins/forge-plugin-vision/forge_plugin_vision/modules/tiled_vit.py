@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 from forge_core.contracts.model import Role
 from forge_kit.modules import LayerNorm, Linear
+from forge_kit.taps import TapPoint
 from forge_plugin_vision.modules.activations import ACTIVATIONS
 from forge_plugin_vision.modules.gate import Gate
+from forge_plugin_vision.modules.tower_points import PLAIN, tower_points
 from forge_plugin_vision.tiled import PADDED_TO
 
 if TYPE_CHECKING:
@@ -221,6 +223,12 @@ class TiledVisionTransformer(nn.Module):
     def parameter_roles(self) -> Mapping[str, Role]:
         tables = ("class_token", "before.weight", "after.weight", "positions.weight", "positions.tiles.weight")
         return dict.fromkeys(tables, "embedding")
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Rows are images; a row has the positions of all tiles. What parts add has passed their gates."""
+        gated = {"attn_out": "attention_gate", "mlp_out": "ffn_gate"}
+        points = {**PLAIN, **{name: TapPoint(gate, axes="images") for name, gate in gated.items()}}
+        return tower_points(self.blocks, points)
 
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:

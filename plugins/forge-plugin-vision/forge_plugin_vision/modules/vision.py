@@ -5,7 +5,7 @@ Shapes: B rows, N images of a row at most, P patches of a row, V values of a pat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_kit.taps import TapPoint, tap_points
 from forge_plugin_vision.kinds import BROKEN, GRIDS, PATCHES, Grid
 from forge_plugin_vision.modules.images import Images
 
@@ -94,6 +95,11 @@ class Vision(nn.Module):
             self._auxiliary.metric(name, value / self._counted_by, "sequence")
         if BROKEN in batch:
             self._auxiliary.metric("vision/broken_documents", batch[BROKEN].sum().double() / self._counted_by)
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns those of the encoder, and what encoder and adapter return."""
+        ends = {f"{name}_out": TapPoint(name, axes="images") for name in ("encoder", "adapter")}
+        return tap_points(self.encoder, "encoder") | ends
 
     def flops(self) -> float:
         """Returns FLOPs of a row full of patches, forward and backward, if all trains.

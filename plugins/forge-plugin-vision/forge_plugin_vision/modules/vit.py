@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from forge_core.contracts.model import Role
 from forge_kit.modules import LayerNorm, Linear
+from forge_kit.taps import TapPoint
 from forge_plugin_vision.modules.activations import ACTIVATIONS
 from forge_plugin_vision.modules.positions import PositionTable
+from forge_plugin_vision.modules.tower_points import PLAIN, tower_points
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
@@ -216,3 +218,6 @@ class VisionTransformer(nn.Module):
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"positions.weight": "embedding", **({} if self.class_token is None else {"class_token": "embedding"})}
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        return tower_points(self.blocks, PLAIN)

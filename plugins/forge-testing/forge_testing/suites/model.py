@@ -21,9 +21,11 @@ from forge_core.contracts.optimizer import roles_of
 from forge_core.engine.build import build_bare_model
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_kit.batches import zero_batch
+from forge_kit.taps import tap_points
 from forge_testing.layouts import LAYOUTS
 from forge_testing.suites.base import explained
 from forge_testing.suites.parity import ParitySuite
+from forge_testing.tap_points import DIMENSIONS, seen_at_points
 
 B, S = 2, 8
 
@@ -144,6 +146,24 @@ class ModelSuite(ParitySuite):
         for other, name in model.tied_parameters().items():
             one, two = (model.get_parameter(key) for key in (other, name))
             assert one is two, f"tied_parameters has {other} and {name}, which are two parameters"
+
+    def test_its_tap_points_are_seen_once(self, tmp_path: Path) -> None:
+        """Each point is at a module that runs once in a forward pass, and has the dimensions of its axes."""
+        model = self._model(tmp_path)
+        if not (points := tap_points(model)):
+            pytest.skip("it has no tap_points, so nothing looks inside")
+        with explained("tap_points is wrong"):
+            seen = seen_at_points(model.eval(), self._batch(model))
+        for name, point in points.items():
+            if name not in seen:
+                continue
+            times, dimensions = len(seen[name]), DIMENSIONS[point.axes]
+            assert times == 1, (
+                f"the point {name} (module {point.module!r}, {point.side}) is passed {times} times, not 1"
+            )
+            shape = tuple(seen[name][0].shape)
+            good = len(shape) == dimensions and (point.axes == "images" or shape[:2] == (B, S))
+            assert good, f"the point {name} has shape {shape}, not ({B}, {S}, …) of {dimensions} dimensions"
 
     def test_its_flops_are_a_number(self, tmp_path: Path) -> None:
         """FLOPs are per token, positive, and not fewer for longer sequences."""

@@ -1,0 +1,84 @@
+"""Prompts of the commands, and texts of single tokens. Without torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_core.contracts.data import Tokenizer, begin_of_text
+from forge_core.contracts.errors import ForgeError, JobError
+
+if TYPE_CHECKING:
+    from forge_kit.trained import TrainedModel
+
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+SHOWN = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍", "$": r"\$"})
+"""What stands for characters that could not be seen; matplotlib reads a text between dollars as a formula."""
+
+
+def add_model(parser: argparse.ArgumentParser, picture: str) -> None:
+    """Add the arguments that name what was trained, and where the picture goes."""
+    parser.add_argument("path", metavar="RUN", help="a run folder (its newest checkpoint) or a checkpoint")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"picture to write (RUN/{picture}.png)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
+    parser.add_argument(
+        "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
+    )
+    parser.add_argument("--no-bos", action="store_true", help="prompts without the tokenizer's beginning of text")
+
+
+def load(options: argparse.Namespace) -> tuple[TrainedModel, Tokenizer]:
+    """Load a model whole, whatever layout it was trained under, and its tokenizer.
+
+    Raises:
+        JobError: there is no such run.
+        ForgeError: the model was trained without a tokenizer.
+    """
+    from forge_core import load_model
+
+    if not Path(options.path).exists():
+        raise JobError(f"{options.path}: no such run folder or checkpoint")
+    trained = load_model(options.path, device=options.device, run=options.run)
+    if trained.tokenizer is None:
+        raise ForgeError(f"the job of {options.path} has no tokenizer, so prompts cannot be read")
+    return trained, trained.tokenizer
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str, options: argparse.Namespace) -> list[int]:
+    """Returns the ids of a prompt, beginning as documents do in training.
+
+    Raises:
+        JobError: it has no tokens.
+    """
+    ids = [*([] if options.no_bos else begin_of_text(tokenizer)), *tokenizer.encode(text)]
+    if not ids:
+        raise JobError(f"the prompt {text!r} has no tokens")
+    return ids
+
+
+def token_text(tokenizer: Tokenizer, id_: int) -> str:
+    """Returns a token as a short text for a table or a picture; its number where it is no text of its own."""
+    text = tokenizer.decode([id_]).translate(SHOWN)
+    readable = text and UNREADABLE not in text and text.isprintable() and all(ord(letter) < 0x2600 for letter in text)
+    return text if readable else f"#{id_}"
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Returns `token_text` of each."""
+    return [token_text(tokenizer, id_) for id_ in ids]
+
+
+def picture_path(options: argparse.Namespace, name: str) -> Path:
+    """Returns where the picture goes: `--out`, or the run folder (that of a checkpoint's run)."""
+    if options.out is not None:
+        return Path(options.out)
+    path = Path(options.path)
+    folder = path.parent.parent if path.name.startswith("step-") else path
+    return folder / f"{name}.png"
+
+
+def title_of(trained: TrainedModel, what: str) -> str:
+    """Returns the title of a picture: run, step, and what is shown."""
+    return f"{trained.job.job.name}, step {trained.step:,}: {what}"

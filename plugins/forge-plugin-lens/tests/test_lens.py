@@ -1,0 +1,142 @@
+"""Reading, changing and showing what a model does inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_core.cli import main
+from forge_core.contracts.errors import ForgeError
+from forge_plugin_lens import attention_maps, logit_lens, patching_effects, read_points
+from forge_plugin_mla import MultiHeadLatentAttention
+from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_testing.runs import tiny_run
+
+HEADS = {"heads": 4, "kv_heads": 2}
+ATTENTIONS = {
+    "grouped": GroupedQueryAttention(**HEADS, qk_norm=True),
+    "window and scale": GroupedQueryAttention(**HEADS, window=5, scale=0.4),
+    "cap": GroupedQueryAttention(**HEADS, soft_cap=0.5),
+    "sinks": GroupedQueryAttention(**HEADS, sinks=True, window=7),
+    "latent": MultiHeadLatentAttention(heads=4, kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5),
+}
+IDS = torch.arange(16) * 7 % 32
+
+
+def network(folder, attention=ATTENTIONS["grouped"]):
+    ffn = SwiGLU(hidden=24)
+    component = Transformer(vocab_size=32, dim=16, layers=3, init_std=0.4, attention=attention, ffn=ffn)
+    return tiny_run(folder, model=component, precision="fp64", seq_len=16).model.eval()
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_the_maps_times_the_values_are_what_the_kernel_returns(tmp_path, name):
+    model = network(tmp_path, ATTENTIONS[name])
+    values = read_points(model, {"input_ids": IDS[None]}, ["layers.*.v", "layers.*.z"]).values
+    maps = attention_maps(model, IDS)
+    for layer in range(3):
+        v, z = (values[f"layers.{layer}.{point}"] for point in "vz")
+        v = v.repeat_interleave(4 // v.shape[2], 2)
+        mixed = torch.einsum("hst,bthe->bshe", maps.weights[layer], v)
+        assert z.std() > 0.01
+        assert (mixed - z).abs().max() < 1e-12
+
+
+def test_the_stream_is_the_sum_of_what_parts_add(tmp_path):
+    values = read_points(network(tmp_path), {"input_ids": IDS[None]}, ["layers.*"]).values
+    for layer in range(3):
+        pre, mid, post, attention, ffn = (
+            values[f"layers.{layer}.{point}"]
+            for point in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+        )
+        assert torch.equal(pre + attention, mid)
+        assert torch.equal(mid + ffn, post)
+
+
+def test_a_change_goes_on_from_its_point(tmp_path):
+    model, batch = network(tmp_path), {"input_ids": IDS[None]}
+    plain = read_points(model, batch, ["layers.1.mlp_out", "layers.1.resid_post"]).values
+    reading = read_points(model, batch, ["layers.1.resid_post"], {"layers.1.mlp_out": torch.zeros_like})
+    without = plain["layers.1.resid_post"] - plain["layers.1.mlp_out"]
+    assert (reading.values["layers.1.resid_post"] - without).abs().max() < 1e-14
+    again = read_points(model, batch, ["layers.1.mlp_out"]).values["layers.1.mlp_out"]
+    assert torch.equal(again, plain["layers.1.mlp_out"])
+
+
+def test_the_last_row_of_the_lens_is_the_model(tmp_path):
+    model = network(tmp_path)
+    lens = logit_lens(model, IDS, 3)
+    with torch.no_grad():
+        expected = model.head.logits(model({"input_ids": IDS[None]}))[0].softmax(-1).topk(3)
+    assert torch.equal(lens.top[-1], expected.indices)
+    assert (lens.probabilities[-1] - expected.values).abs().max() < 1e-14
+    assert lens.divergence[-1].abs().max() == 0
+    assert (lens.divergence[:-1] > 0).all()
+
+
+def test_patching_brings_back_the_answer_where_the_prompts_differ_and_at_the_end(tmp_path):
+    model, other = network(tmp_path), IDS.clone()
+    other[4] = 9
+    effects = patching_effects(model, IDS.tolist(), other.tolist(), 3, 5, ["layers.0.resid_pre", "layers.2.resid_post"])
+    first, last = torch.zeros(2, 16, dtype=torch.float64)
+    first[4] = last[-1] = 1
+    assert (effects.effects - torch.stack([first, last])).abs().max() < 1e-9
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    model = network(tmp_path)
+    with pytest.raises(ForgeError, match=r"no point of TransformerModel matches 'layers\.0\.resid_pots'; did you mean"):
+        read_points(model, {"input_ids": IDS[None]}, ["layers.0.resid_pots"])
+    with pytest.raises(ForgeError, match="the prompts have 16 and 15 tokens"):
+        patching_effects(model, IDS.tolist(), IDS[1:].tolist(), 3, 5)
+    with pytest.raises(ForgeError, match="there is no layer 3; the model has 0 to 2"):
+        attention_maps(model, IDS, [3])
+
+
+JOB = """
+[train]
+steps = 1
+global_batch_size = 2
+seq_len = 16
+[model]
+type = "transformer"
+dim = 16
+layers = 2
+attention = { type = "gqa", heads = 2 }
+[optimizer]
+type = "forge_testing:TinyAdamW"
+[data.tokenizer]
+type = "bytes"
+[[data.sources]]
+type = "text"
+path = "text.txt"
+held_out_every = 0
+"""
+
+
+def test_commands_write_tables_and_pictures(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    Path("text.txt").write_text("one two three " * 40)
+    Path("job.toml").write_text(JOB)
+    assert main(["run", "job.toml"]) == 0
+    capsys.readouterr()
+
+    def run(*argv: str) -> str:
+        assert main(list(argv)) == 0
+        return capsys.readouterr().out
+
+    table = run("lens", "runs/run", "--prompt", "one two", "--top", "2").splitlines()
+    assert [line.split()[0] for line in table] == ["layer", "embed", "layers.0", "layers.1", "picture:"]
+    assert "layers.1.resid_post" in run("lens", "runs/run", "--list").splitlines()
+    assert (
+        len(run("attention", "runs/run/checkpoints/step-1", "--prompt", "one two", "--layers", "1").splitlines()) == 4
+    )
+    patched = run("patch", "runs/run", "--clean", "one", "--corrupted", "two", "--answer", "a", "--other", "b")
+    assert patched.startswith("logit(a) - logit(b): clean")
+    for name in ("lens", "attention", "patch"):
+        assert Path(f"runs/run/{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["patch", "runs/run", "--clean", "one", "--corrupted", "two", "--answer", "ab"]) == 2
+    assert "'ab' is 2 tokens of this tokenizer" in capsys.readouterr().err
