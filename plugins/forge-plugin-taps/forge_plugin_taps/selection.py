@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from forge_core.contracts.errors import Problem, did_you_mean
-from forge_kit.taps import tap_points
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 
 def sampled_points(model: nn.Module) -> dict[str, TapPoint]:
     """Returns the model's points by name, but for those of images: their rows and positions are not those of tokens."""
+    from forge_kit.taps import tap_points  # brings torch, which a job that is checked does not need
+
     return {name: point for name, point in tap_points(model).items() if point.axes != "images"}
 
 
