@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).parent / "tests"))
 
+import forked_starts
 import watched
 
 # A busy machine is not an error: an example may take as long as it takes.
@@ -19,6 +21,9 @@ pytest_plugins = ["forge_testing.fixtures", "command_line"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    forked_starts.install()
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # `pytest_collection_modifyitems` orders files
     config.addinivalue_line("markers", "thorough: tries the tests themselves; see tests/watched.py for when it runs")
 
 
@@ -28,11 +33,29 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _spread_slow_files(items)
     if not watched.reason_to_run():
         left_out = pytest.mark.skip(reason=f"what it watches is unchanged since it passed; {watched.ALL}=all runs it")
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(left_out)
+
+
+def _spread_slow_files(items: list[pytest.Item]) -> None:
+    """Put files that have slow tests among the first, one in four, and the others by how many tests they have.
+
+    Processes of a parallel run take files in this order. pytest-xdist's own order, by the number of tests, would leave
+    the slow ones, which have few, to the end, when a process that has none left waits for the others; and slow tests
+    mostly wait, so that cores would be idle if all ran at once.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    ordered = sorted(files.values(), key=len, reverse=True)
+    slow = [file for file in ordered if any(item.get_closest_marker("slow") for item in file)]
+    others = iter([file for file in ordered if file not in slow])
+    spread = [file for one in slow for file in (one, *islice(others, 3))]
+    items[:] = [item for file in (*spread, *others) for item in file]
 
 
 @pytest.fixture(scope="module", autouse=True)

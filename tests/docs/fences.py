@@ -63,6 +63,9 @@ LOOKS = re.compile(
 )
 """Commands that take a moment, or half a minute, and change nothing but that they write new files."""
 
+SHELL = "|&;<>*$`(){}#~"
+"""Characters for which a command needs a shell."""
+
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 INCLUDE = re.compile(r"^--8<--\n(?P<path>.+)\n--8<--\n", re.MULTILINE)
 REQUIRED = {"train", "model", "data", "optimizer"}
@@ -151,9 +154,11 @@ def printed(command: str, folder: Path, installed: Path | None = None) -> str:
     if TRAINS.match(command):
         return _trained(command, folder)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(installed or ""), "COLUMNS": "100"}
+    environment = os.environ | {"PATH": path, "COLUMNS": "100"} | ({"PYTHONPATH": str(installed)} if installed else {})
+    alone = command.startswith("forge-run ") and not set(command) & set(SHELL)
+    forge_run = [sys.executable, "-m", "forge_core", *shlex.split(command)[1:]] if alone else []
     done = subprocess.run(
-        ["bash", "-c", command],
+        forge_run or ["bash", "-c", command],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -79,6 +80,8 @@ class Trouble(TrainingHook):
             torch.ones(64, 64) @ torch.ones(64, 64)
 '''
 
+LATE = re.compile(r"^warning: waiting for rank .*\n", re.MULTILINE)
+"""What ranks say on standard error when another one starts five seconds later, as happens on a busy machine."""
 TIME_LIMIT_S = 600
 """After which a process is taken to hang. Nothing here takes as long, however busy the machine is."""
 
@@ -105,7 +108,7 @@ class Job:
     def finish(self, process: subprocess.Popen) -> tuple[int, str, str]:
         """Exit code, standard output and standard error, once it has ended."""
         out, err = process.communicate(timeout=TIME_LIMIT_S)
-        return process.returncode, out, err
+        return process.returncode, out, LATE.sub("", err)
 
     def trouble(self, what: str = "", **fields: object) -> list[str]:
         """Overrides that add the hook `Trouble`."""

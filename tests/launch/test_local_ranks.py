@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 
+import forked_starts
 import pytest
 
 from .conftest import alive, children, wait_for_step, wait_until
@@ -14,8 +15,11 @@ from .conftest import alive, children, wait_for_step, wait_until
 pytestmark = pytest.mark.slow
 
 
+REAL = dict.fromkeys([forked_starts.REAL], "1")
+
+
 def test_two_ranks_train_and_only_the_first_speaks(job):
-    code, out, err = job.finish(job.start("--nproc", "2"))
+    code, out, err = job.finish(job.start("--nproc", "2", **REAL))
     assert (code, err) == (0, "")
     assert "replicate 2" in out
     assert out.count("step 6/6") == 2, "the step and its evaluation, once"
@@ -25,7 +29,7 @@ def test_two_ranks_train_and_only_the_first_speaks(job):
 
 
 def test_a_thread_that_is_inside_torch_at_the_end_does_not_abort_a_rank(job):
-    code, _, err = job.finish(job.start("--nproc", "2", *job.trouble("linger")))
+    code, _, err = job.finish(job.start("--nproc", "2", *job.trouble("linger"), **REAL))
     assert (code, err) == (0, "")
     assert (job.folder / "took-leave").exists()
 

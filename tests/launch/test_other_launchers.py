@@ -64,9 +64,9 @@ def test_a_rank_that_never_comes_is_named(job):
 
 def test_a_rank_that_does_not_come_is_named_long_before_the_limit(job):
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    code, _, err = job.finish(job.start("--launch.start_timeout_s=8", **shared, RANK="0"))
-    assert code == 1
-    waiting, ended = err.splitlines()
+    process = job.start("--launch.start_timeout_s=8", **shared, RANK="0")
+    waiting, ended = process.communicate()[1].splitlines()
+    assert process.returncode == 1
     assert waiting == "warning: waiting for rank 1 of 2, up to launch.start_timeout_s = 8 s"
     assert ended.endswith("1 did not arrive within launch.start_timeout_s = 8 s")
 

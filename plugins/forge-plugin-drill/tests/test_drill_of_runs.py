@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked_starts
 import pytest
 
 from forge_testing import TINY_JOB
@@ -62,6 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in {"FORGE_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv(forked_starts.REAL, "1")  # drills find their processes by `/proc/PID/environ`
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "hooks.py").write_text(HOOKS)
     return tmp_path

@@ -1,0 +1,248 @@
+"""`python -m forge_core …`, started by tests through `subprocess`, as a fork of a process that has imported torch.
+
+A process of `forge-run` takes 0.4 CPU seconds instead of 3.4 then: most of the cost of tests of launchers, signals and
+kills. `install` replaces the step of `subprocess.Popen` that forks and executes, so tests, and the launchers that they
+start, are written as for users. The process is a child of the one that asked for it, has its own standard streams,
+directory, environment, session and passed sockets, and runs `forge_core.__main__`.
+
+It has no interpreter of its own from the start: the hash seed is that of its siblings, torch is there before the job is
+read, nothing can hit it while it imports torch, and `/proc/PID/environ` is another process's. A test for which that
+matters sets `REAL=1` in the environment; the processes below are then started by `exec` as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+REAL = "FORGE_TESTS_REAL_STARTS"
+READ_AT_START = ("PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "TORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA")
+"""Variables that interpreters and libraries read once: with other values than here, a process is started by `exec`."""
+MEASURED = {"COV_CORE_SOURCE", "COVERAGE_PROCESS_START"}
+"""Variables by which pytest-cov measures processes, from their start on."""
+PR_SET_CHILD_SUBREAPER = 36
+
+_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+class Start(NamedTuple):
+    """What `subprocess.Popen` was asked to start."""
+
+    arguments: Sequence[str]
+    directory: str
+    environment: dict[str, str]
+    own_session: bool
+
+
+def install() -> None:
+    """From here on, `subprocess` forks processes of `forge-run`."""
+    subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
+
+
+def _fork_or_execute(
+    self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+    startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+    errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: int, own_session: bool,
+    process_group: int,
+) -> None:  # fmt: skip
+    environment = dict(os.environ if env is None else env)
+    plain = (preexec_fn, executable, gid, gids, uid, umask, process_group, shell) == (None,) * 5 + (-1, -1, False)
+    forks = plain and close_fds and _is_forge_run(args) and _alike(environment)
+    if not forks or (pass_fds and not _Template.below):
+        _execute(
+            self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+            p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+            own_session, process_group,
+        )  # fmt: skip
+        return
+    start = Start(list(map(str, args[3:])), os.fspath(cwd or os.getcwd()), environment, own_session)
+    streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+    self.pid = _fork_here(start, streams, pass_fds) if _Template.below else _template().fork(start, streams)
+    self._child_created = True
+    self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def _is_forge_run(args: Any) -> bool:
+    return isinstance(args, (list, tuple)) and list(map(str, args[:3])) == [sys.executable, "-m", "forge_core"]
+
+
+def _alike(environment: dict[str, str]) -> bool:
+    def read(variables: Any) -> dict[str, str]:
+        return {name: value for name, value in variables.items() if name.startswith(READ_AT_START)}
+
+    return REAL not in environment and not MEASURED & environment.keys() and read(environment) == read(os.environ)
+
+
+class _Template:
+    """The process that has imported torch, from the side of the tests."""
+
+    below = False
+    """Whether this process is itself a fork: then it forks itself, since children are to be its own."""
+
+    set_by_imports: ClassVar[dict[str, str]] = {}
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **quiet)
+        theirs.close()
+        self._socket, self._lock = ours, threading.Lock()
+        atexit.register(self._close)
+
+    def fork(self, start: Start, streams: Sequence[int]) -> int:
+        """Start a process, which becomes a child of this one; returns its pid."""
+        message = json.dumps(start).encode()
+        with self._lock:
+            # The template's child forks and ends; what it leaves behind goes to the next ancestor that wants orphans
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._socket, [len(message).to_bytes(4, "big")], streams)
+                self._socket.sendall(message)
+                return int.from_bytes(_receive(self._socket, 4), "big")
+            finally:
+                ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+    def _close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+@cache
+def _template() -> _Template:
+    return _Template()
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (more := connection.recv(size - len(data))):
+            raise EOFError
+        data += more
+    return data
+
+
+def _serve(connection: socket.socket) -> tuple[Start, list[int]] | None:
+    """Fork for each request; returns one in the process that is to become it, and None at the end."""
+    while True:
+        size, streams, _, _ = socket.recv_fds(connection, 4, 3)
+        if not size:
+            return None
+        fields = json.loads(_receive(connection, int.from_bytes(size, "big")))
+        told, telling = os.pipe()
+        if (middle := os.fork()) == 0:
+            gone, left = os.pipe()
+            if os.fork():
+                os._exit(0)
+            os.close(left)
+            os.read(gone, 1)  # until the process between has ended: only then is the parent the one that asked
+            if fields[-1]:
+                os.setsid()
+            os.write(telling, os.getpid().to_bytes(4, "big"))
+            return Start(*fields), streams
+        os.waitpid(middle, 0)
+        connection.sendall(os.read(told, 4))
+        for number in (*streams, told, telling):
+            os.close(number)
+
+
+def _fork_here(start: Start, streams: Sequence[int], kept: Sequence[int]) -> int:
+    """Start a rank, as a fork of this process, which is one itself."""
+    begun, beginning = os.pipe()
+    if child := os.fork():
+        os.close(beginning)
+        os.read(begun, 1)
+        os.close(begun)
+        return child
+    if start.own_session:
+        os.setsid()
+    atexit._clear()  # type: ignore[attr-defined]  # those of the launcher
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(f"{start.directory}/"):
+            del sys.modules[name]  # a file of the job, which the launcher has imported to check it: imported anew
+    _become(start, streams, kept)
+    code: Any = 1
+    try:
+        _run()
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _become(start: Start, streams: Sequence[int], kept: Sequence[int] = ()) -> None:
+    """Make this fork what a new process would be."""
+    for number, stream in enumerate([os.dup(stream) for stream in streams]):
+        os.dup2(stream, number)  # twice, since one of the streams may have the number of another one's place
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in kept:
+            with suppress(OSError):  # that of the listing itself
+                os.close(number)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+    os.chdir(start.directory)
+    os.environ.clear()
+    os.environ.update(_Template.set_by_imports | start.environment)
+    direct = bool(start.environment.get("PYTHONUNBUFFERED"))
+    sys.stdin, sys.stdout, sys.stderr = map(_stream, range(3), "rww", (sys.stdin, sys.stdout, sys.stderr))
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    sys.stdout.reconfigure(write_through=direct)  # type: ignore[union-attr]
+    sys.argv[1:] = start.arguments
+    sys.path[0] = start.directory
+
+
+def _stream(number: int, mode: str, old: Any) -> Any:
+    options: dict[str, Any] = {"encoding": old.encoding, "errors": old.errors}
+    return os.fdopen(number, mode, buffering=1 if number == 2 else -1, closefd=False, **options)
+
+
+def _run() -> None:
+    runpy.run_module("forge_core", run_name="__main__", alter_sys=True)
+
+
+def _main() -> None:
+    from forge_testing.processes import IMPORTED
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the terminal is for the tests
+    before = dict(os.environ)
+    for name in ("forge_core.cli.run", *IMPORTED):
+        importlib.import_module(name)
+    _Template.set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
+    gc.collect()
+    gc.freeze()
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        install_below()
+        _become(*request)
+        _run()
+
+
+def install_below() -> None:
+    """In a fork: the processes of `forge-run` that it starts are forks of it."""
+    _Template.below = True
+    install()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,89 @@
+"""A process of `forge-run` that tests start by a fork is what one started by `exec` is, and so are its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import forked_starts
+import pytest
+
+from forge_testing import TINY_JOB
+
+FACTS = """
+import json, os, signal, sys
+from attrs import define
+from forge_core import TrainingHook
+
+
+@define(kw_only=True, slots=False)
+class Facts(TrainingHook):
+    def on_step_end(self, context):
+        if context.step < context.job.train.steps:
+            return
+        rank = os.environ.get("RANK", "0")
+        facts = {
+            "argv": sys.argv[1:],
+            "path": sys.path[0],
+            "folder": os.getcwd(),
+            "main": sys.modules["__main__"].__name__,
+            "own session": os.getsid(0) == os.getpid(),
+            "parent": os.getppid(),
+            "streams": [os.path.basename(os.path.realpath(f"/proc/self/fd/{number}")) for number in range(3)],
+            "stdout": [sys.stdout.encoding, sys.stdout.errors, getattr(sys.stdout, "write_through", None)],
+            "variables": sorted(os.environ),
+            "signals": [getattr(signal.getsignal(n), "__qualname__", str(n)) for n in signal.valid_signals()],
+        }
+        with open(f"facts-{rank}.json", "w") as file:
+            json.dump(facts, file)
+"""
+
+
+def started(folder, ranks: int, **environment: str):
+    """What the last rank of a run says of itself, its loss, and how the run ended."""
+    folder.mkdir()
+    (folder / "facts.py").write_text(FACTS)
+    (folder / "job.toml").write_text('[job]\nname = "tiny"\n' + TINY_JOB)
+    command = [
+        sys.executable,
+        "-m",
+        "forge_core",
+        "job.toml",
+        "--hooks.facts.type=./facts.py:Facts",
+        f"--nproc={ranks}",
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert os.getsid(process.pid) == process.pid
+    code = process.wait()
+    facts = json.loads((folder / f"facts-{ranks - 1}.json").read_text())
+    rows = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    child = facts.pop("parent") == (os.getpid() if ranks == 1 else process.pid)
+    places = {name: facts.pop(name) for name in ("path", "folder")}
+    assert places == {"path": str(folder), "folder": str(folder)}
+    facts["variables"] = set(facts["variables"]) - {forked_starts.REAL}
+    return code, child, facts, [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_is_what_one_started_by_exec_is(tmp_path, ranks):
+    forked = started(tmp_path / "forked", ranks)
+    executed = started(tmp_path / "executed", ranks, **{forked_starts.REAL: "1"})
+    assert forked == executed
+    assert forked[:2] == (0, True)
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONPATH", forked_starts.REAL])
+def test_what_an_interpreter_reads_once_is_not_forked(name):
+    same = dict(os.environ)
+    assert forked_starts._alike(same)
+    assert not forked_starts._alike({**same, name: "3"})
