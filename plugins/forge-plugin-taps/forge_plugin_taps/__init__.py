@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from forge_plugin_taps.ablate import Ablate
+from forge_plugin_taps.edits import Add, Mean, Replace, SelectingEdit, Zero
 from forge_plugin_taps.kinds import GRADIENT, Edit, EditComponent, PointInfo, Sink, SinkComponent, TapsInfo
 from forge_plugin_taps.probe import Probe
 from forge_plugin_taps.statistics import Statistics
@@ -18,14 +20,19 @@ if TYPE_CHECKING:
 __all__ = [
     "GRADIENT",
     "TOKENS",
+    "Ablate",
+    "Add",
     "Edit",
     "EditComponent",
     "LocalPart",
+    "Mean",
     "Owners",
     "PointInfo",
     "Probe",
     "Recorder",
+    "Replace",
     "Sample",
+    "SelectingEdit",
     "Sink",
     "SinkComponent",
     "Split",
@@ -34,6 +41,7 @@ __all__ = [
     "Taps",
     "TapsInfo",
     "Where",
+    "Zero",
     "recorder_of",
 ]
 

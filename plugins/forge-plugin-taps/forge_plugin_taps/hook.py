@@ -37,8 +37,6 @@ class TapsHook(TrainingHook):
             raise ForgeError("the hook of [parallel.taps] needs the run loop's contexts, with `build`")
         self._recorder = recorder_of(context.model)
         info = self._recorder.agree()
-        for name, edit in self.component.edits.items():
-            self._recorder.add_edit(name, edit, info)
         edits = self.component.edits.items()
         self._recorder.current.edits = frozenset(name for name, edit in edits if edit.in_training)
         for name, component in self.component.sinks.items():

@@ -5,7 +5,7 @@ Shapes: N samples, the sampled positions of all sequences of a global batch; m o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import field, frozen
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.errors import Problem
+    from forge_core.contracts.layout import Layout
+    from forge_kit.taps import TapPoint
     from forge_plugin_taps.samples import Sample
     from forge_plugin_taps.where import Where
 
@@ -132,5 +135,10 @@ class EditComponent(Component["Edit"]):
     in_training: bool = False
     """Whether it is on in training. It is always on in evaluations and commands that name it."""
 
+    def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
+        """Yields why the edit cannot be made at some of the points that it matches, relative to itself."""
+        return ()
+
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        """Build it, when the model is; `taps` has the points that are captured on this rank."""
         raise NotImplementedError

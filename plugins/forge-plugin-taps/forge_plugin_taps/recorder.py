@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Model
-    from forge_plugin_taps.kinds import EditComponent
     from forge_plugin_taps.taps import Taps
 
 ATTRIBUTE = "taps_recorder"
@@ -91,8 +90,11 @@ class Recorder:
         """Returns what is captured, by all ranks together. Collective."""
         points = {name: axes for part in gather_objects(self._own_points()) for name, axes in part.items()}
         self.names = in_order(points)
+        return self._info(points)
+
+    def _info(self, points: Mapping[str, str]) -> TapsInfo:
         return TapsInfo(
-            points={name: PointInfo(points[name], layer_of(name)) for name in self.names},
+            points={name: PointInfo(points[name], layer_of(name)) for name in in_order(points)},
             interval=self.component.interval,
             rows=self._all_rows,
             positions=min(self.positions, self.context.job.train.seq_len),
@@ -105,11 +107,14 @@ class Recorder:
 
     # --- edits -------------------------------------------------------------------------------------------------------
 
-    def add_edit(self, name: str, component: EditComponent, info: TapsInfo) -> None:
-        """Build an edit, to be switched on by `editing`, at the points of this rank that it names."""
-        edit = self.context.build(component, taps=info)
-        for point in matching([component.point], list(self.sites)):
-            self.sites[point].edits.append((name, edit, partial(self._where, self.sites[point])))
+    def add_edits(self) -> None:
+        """Build the edits of the job at the points of this rank. They are on until a run loop says otherwise."""
+        info = self._info(self._own_points())
+        for name, component in self.component.edits.items():
+            edit = self.context.build(component, taps=info)
+            for point in matching([component.point], list(self.sites)):
+                self.sites[point].edits.append((name, edit, partial(self._where, self.sites[point])))
+        self.current.edits = frozenset(self.component.edits)
 
     @contextmanager
     def editing(self, names: Iterable[str]) -> Iterator[None]:
@@ -123,7 +128,16 @@ class Recorder:
     def _where(self, site: Site, x: Tensor, batch: Batch) -> Where:
         rest = site.axes == "rest" and x.shape[1] < batch["input_ids"].shape[1]
         first = self._tp[0] * x.shape[1] if rest else 0
-        return Where(site.name, site.axes, layer_of(site.name), self._split(site.axes, x.shape[2:]), batch, first)
+        return Where(
+            site.name,
+            site.axes,
+            layer_of(site.name),
+            self._split(site.axes, x.shape[2:]),
+            batch,
+            first,
+            self.current.outputs,
+            self.current.decoding,
+        )
 
     # --- a step ------------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,10 @@ class Current:
         self.batch: Any = None
         self.edits: frozenset[str] = frozenset()
         """Names of the edits that are on."""
+        self.outputs: tuple[Any, ...] = ()
+        """All outputs of the module that returned last, where there are several."""
+        self.decoding = False
+        """Whether a cache holds earlier positions."""
 
     def enter(self, batch: Any) -> None:
         """Note the micro-batch, in whose forward pass the sites are called from now on."""
@@ -98,6 +102,8 @@ class Site:
         """Values (False) and gradients (True) of each micro-batch (B, n, …), by the number of its first sequence."""
         self.edits: list[tuple[str, Edit, Callable[[Tensor, Any], Where]]] = []
         """Edits of the point by name, each with what it is told of a tensor and the batch."""
+        self.edited = False
+        """Whether an edit has been made since this was reset."""
         # A tensor and not a number, which would be another constant in the graph of each layer.
         self.number = torch.tensor(next(_numbers))
         _sites[int(self.number)] = self
@@ -106,6 +112,7 @@ class Site:
         """Edit x (B, S, …) and copy its sampled positions. Returns what goes on in its place."""
         for name, edit, where in self.edits:
             if name in self.current.edits:
+                self.edited = True
                 x = edit.apply(x, where(x, self.current.batch))
         marks = self.current.marks
         if marks is None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 from torch import Tensor, nn
 
+from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import blocks_of
 from forge_kit.taps import TapPoint
 from forge_plugin_taps.pattern import PatternSite
 from forge_plugin_taps.recorder import ATTRIBUTE, Recorder
-from forge_plugin_taps.selection import matching, sampled_points, with_gradients
+from forge_plugin_taps.selection import editable, matching, sampled_points, with_gradients
 from forge_plugin_taps.site import Current, Site
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class TapsStage(ParallelStage):
         gradients = set(matching(component.gradients, with_gradients(points)))
         blocks = blocks_of(model)
         carried: dict[int, dict[str, Site]] = {id(block): {} for block in blocks}
-        edited = set(matching([edit.point for edit in component.edits.values()], list(points)))
+        edited = set(matching([edit.point for edit in component.edits.values()], editable(points)))
         for name, point in points.items():
             if name not in values | gradients | edited:
                 continue
@@ -58,9 +59,14 @@ class TapsStage(ParallelStage):
                 carried[id(module)][point.side] = site
             else:
                 _hang(module, point, site)
+        recorder.add_edits()
+        names = {module: f"{name}." for name, module in model.named_modules()}
         for block in blocks:
             own = carried[id(block)]
-            block.forward = InBlock(block.forward, recorder.current, own.get("carry_in"), own.get("carry_out"))
+            edited_here = tuple(recorder.sites[name] for name in edited if points[name].module.startswith(names[block]))
+            block.forward = InBlock(
+                block.forward, recorder.current, own.get("carry_in"), own.get("carry_out"), edited_here, True
+            )
         for method in ("embed", "finish"):
             setattr(model, method, InBlock(getattr(model, method), recorder.current))
         setattr(model, ATTRIBUTE, recorder)
@@ -82,6 +88,10 @@ class InBlock:
     current: Current
     before: Site | None = None
     after: Site | None = None
+    edited: tuple[Site, ...] = ()
+    """Sites inside the block that have edits."""
+    is_layer: bool = False
+    """Whether it is a block, which may be called with a cache."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
@@ -90,13 +100,36 @@ class InBlock:
                 break
         else:
             self.current.refresh()
+        decoding = _is_decoding(args)
+        if self.is_layer and self.current.edits:
+            self.current.decoding = decoding
         if self.before is not None:
             carry, *others = args
             args = ((self.before.take(carry[0]), *carry[1:]), *others)
-        out = self.forward(*args, **kwargs)
+        out = self._decoded(args, kwargs) if self.edited and decoding else self.forward(*args, **kwargs)
         if self.after is not None:
             out = (self.after.take(out[0]), *out[1:])
         return out
+
+    def _decoded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's result where a cache holds earlier positions.
+
+        Raises:
+            ForgeError: the block computes otherwise then, without passing a point whose edit is on.
+        """
+        for site in self.edited:
+            site.edited = False
+        out = self.forward(*args, **kwargs)
+        for site in self.edited:
+            if not site.edited and any(name in self.current.edits for name, *_ in site.edits):
+                message = f"{site.name} is not passed where a cache holds keys and values, so its edit would be lost"
+                raise ForgeError(f"{message}; generate without the cache (--no-cache)")
+        return out
+
+
+def _is_decoding(args: tuple[Any, ...]) -> bool:
+    """Whether a layer was called with a cache: (carry, batch, cache)."""
+    return len(args) > 2 and isinstance(args[1], dict) and args[2] is not None
 
 
 def _hang_pattern(module: nn.Module, name: str, point: TapPoint, recorder: Recorder) -> PatternSite:
@@ -122,6 +155,8 @@ def _hang(module: nn.Module, point: TapPoint, site: Site) -> None:
         if isinstance(out, Tensor):
             return site.take(out)
         index = point.index
+        if site.edits:
+            site.current.outputs = out
         return (*out[:index], site.take(out[index]), *out[index + 1 :])
 
     if point.side == "input":

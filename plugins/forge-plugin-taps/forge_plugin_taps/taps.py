@@ -82,6 +82,8 @@ class Taps(ParallelComponent):
         for name, edit in self.edits.items():
             for problem in selection_problems("", [edit.point], editable(declared)):
                 yield Problem(f"edits.{name}.point", problem.message)
+            meant = {point: declared[point] for point in matching([edit.point], editable(declared))}
+            yield from (problem.below(f"edits.{name}") for problem in edit.point_problems(meant, layout))
         captured = matching(self.points, points)
         captured += [name + GRADIENT for name in matching(self.gradients, gradients)]
         for name, sink in self.sinks.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -37,12 +37,18 @@ class Where:
     """This rank's part of the micro-batch."""
     first: int
     """Number of the first position that x has, among those of the batch on this rank (sequence parallel)."""
+    outputs: tuple[Any, ...] = ()
+    """All that the point's module returns, where the point is one of several outputs."""
+    decoding: bool = False
+    """Whether the batch continues what a cache holds, so that it says itself which positions it has."""
 
     def places(self, x: Tensor) -> Tensor:
         """Returns the position in the sequence of each of x's (B, s, …): (B, s)."""
         import torch
 
         rows, length = x.shape[:2]
+        if self.decoding and "positions" in self.batch:
+            return self.batch["positions"][:, self.first : self.first + length]
         if "places" in self.batch:  # context parallel
             return self.batch["places"][:, self.first : self.first + length]
         return torch.arange(self.first, self.first + length, device=x.device).expand(rows, -1)

@@ -1,0 +1,134 @@
+"""The edits `add`, `zero`, `mean` and `replace`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge, min_len
+
+from forge_core.contracts.errors import Problem
+from forge_plugin_taps.kinds import Edit, EditComponent
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_kit.taps import TapPoint
+    from forge_plugin_taps.kinds import TapsInfo
+
+NUMBERS = deep_iterable(ge(0))
+EXPERTS_AT = "router_weights"
+"""Last part of the name of the point at which experts have numbers: their weights and choices pass together."""
+
+
+@frozen(kw_only=True)
+class SelectingEdit(EditComponent):
+    """Base of edits of heads, experts, features or positions: of all activations at the point unless some are named."""
+
+    heads: tuple[int, ...] = field(default=(), validator=NUMBERS)
+    """Numbers of heads, from 0 over all ranks, at `q`, `z` (query heads), `k` and `v` (key/value heads)."""
+    experts: tuple[int, ...] = field(default=(), validator=NUMBERS)
+    """Numbers of experts whose weights are meant, at `router_weights`."""
+    features: tuple[int, ...] = field(default=(), validator=NUMBERS)
+    """Numbers of features, from 0 over all ranks, at points without heads (`mlp_hidden`: neurons)."""
+    positions: tuple[int, ...] = field(default=(), validator=NUMBERS)
+    """Positions in the sequence, from 0."""
+
+    def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
+        for name, point in points.items():
+            if self.heads and point.axes != "heads":
+                yield Problem("heads", f"{name} has no heads; q, k, v and z have")
+            if self.features and point.axes == "heads":
+                yield Problem("features", f"{name} has heads; choose some by heads")
+            if self.experts and not name.endswith(EXPERTS_AT):
+                yield Problem("experts", f"{name} has no numbered experts; layers.*.{EXPERTS_AT} has")
+            if point.axes == "partial" and layout.tp > 1 and not isinstance(self, Zero):
+                yield Problem("point", f"each rank of tensor parallel has a part of the sum {name}; take mlp_out")
+            if self.positions and name == "embed":
+                yield Problem("positions", "generation does not tell embed which it has; take layers.0.resid_pre")
+            if not point.differentiable:
+                yield Problem("point", f"{name} has whole numbers, which are chosen and not computed")
+
+
+@frozen(kw_only=True)
+class Zero(SelectingEdit):
+    """Sets activations to zero: an ablation. The weights of other experts stay as they are where one is zero."""
+
+    def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        from forge_plugin_taps.editing import Selected
+
+        return Selected(self, context.device)
+
+
+@frozen(kw_only=True)
+class Add(SelectingEdit):
+    """Adds a vector to activations: steering. The same at each position."""
+
+    values: tuple[float, ...] = ()
+    """The vector, by numbers."""
+    file: str = ""
+    """Or a safetensors file with one tensor, of the shape of the activations behind positions."""
+    factor: float = 1.0
+    """Multiplies the vector."""
+
+    def problems(self, job: object, layout: object) -> Iterator[Problem]:
+        if bool(self.values) == bool(self.file):
+            yield Problem("values", 'the vector is either values = [...] or file = "..."; give one of them')
+        if self.file and not Path(self.file).is_file():
+            yield Problem("file", f"{self.file!r} is no file")
+
+    def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        from forge_plugin_taps.editing import Vector
+
+        return Vector(self, context.device)
+
+
+@frozen(kw_only=True)
+class Mean(SelectingEdit):
+    """Sets activations to their mean over all tokens of a store: an ablation that keeps what all tokens share."""
+
+    store: str = field(validator=min_len(1))
+    """Folder of a store, with steps in it, or of one step."""
+
+    def problems(self, job: object, layout: object) -> Iterator[Problem]:
+        yield from _store_problems(self.store, self.point)
+
+    def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        from forge_plugin_taps.editing import StoredMean
+
+        return StoredMean(self, context.device)
+
+
+@frozen(kw_only=True)
+class Replace(SelectingEdit):
+    """Sets activations to those of a stored sequence at the same positions (patching), in every sequence.
+
+    Positions that the store does not have stay as they are.
+    """
+
+    store: str = field(validator=min_len(1))
+    """Folder of a store, with steps in it, of which the last is taken, or of one step."""
+    row: int = field(default=0, validator=ge(0))
+    """Number of the sequence in the store."""
+
+    def problems(self, job: object, layout: object) -> Iterator[Problem]:
+        yield from _store_problems(self.store, self.point)
+
+    def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        from forge_plugin_taps.editing import StoredSequence
+
+        return StoredSequence(self, context.device)
+
+
+def _store_problems(folder: str, pattern: str) -> Iterator[Problem]:
+    from forge_plugin_taps.reading import points_in, steps_of
+    from forge_plugin_taps.selection import selection_problems
+
+    steps = steps_of(Path(folder))
+    if not steps:
+        yield Problem("store", f"{folder!r} has no step of a store; the sink `store` and forge-run extract make some")
+        return
+    for problem in selection_problems("", [pattern], points_in(steps[-1])):
+        yield Problem("store", f"{folder}: {problem.message}")

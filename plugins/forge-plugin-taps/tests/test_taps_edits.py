@@ -1,0 +1,185 @@
+"""Edits change what plain hooks change, under every layout; they are off in training unless asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from forge_core.contracts.errors import ForgeError
+from forge_core.data.reading import collate
+from forge_core.engine.evaluation import evaluate
+from forge_core.engine.trainer import Trainer
+from forge_plugin_lens import read_points
+from forge_plugin_moe import MoE, SoftmaxTopK
+from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel
+from forge_plugin_taps import Ablate, Add, Mean, Replace, Taps, Zero
+from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_testing import Numbers, job_problems, tiny_job
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import tiny_run
+
+LENGTH, DIM = 16, 16
+FFN = MoE(experts=4, hidden=16, first_dense=1, dense=SwiGLU(hidden=24), router=SoftmaxTopK(top_k=2))
+MODEL = Transformer(
+    vocab_size=32, dim=DIM, layers=2, init_std=0.3, attention=GroupedQueryAttention(heads=4, kv_heads=2), ffn=FFN
+)
+STEER = tuple(float(number) for number in torch.linspace(-2, 2, DIM))
+STORED = {"layers.0.resid_post": (DIM,), "layers.0.z": (4, 4)}
+LAYOUTS = {
+    "fsdp2_ep2": (2, {"fsdp": FSDP(), "ep": ExpertParallel(degree=2)}),
+    "tp2": (2, {"tp": TensorParallel(degree=2)}),
+    "tp2 whole": (2, {"tp": TensorParallel(degree=2, sequence_parallel=False)}),
+    "pp2": (2, {"pp": PipelineParallel(degree=2)}),
+    "cp2": (2, {"cp": ContextParallel(degree=2)}),
+}
+
+
+def store(folder: Path) -> dict[str, torch.Tensor]:
+    """A store of two sequences with three positions each, written by another library. Returns its tensors."""
+    step, generator = folder / "step-7", torch.Generator().manual_seed(3)
+    step.mkdir(parents=True, exist_ok=True)
+    values = {name: torch.randn(6, *shape, generator=generator, dtype=torch.float64) for name, shape in STORED.items()}
+    tokens = {"row": torch.tensor([0, 0, 0, 1, 1, 1]), "position": torch.tensor([2, 5, 7, 0, 6, 11])}
+    for name, tensor in values.items():
+        save_file({name: tensor}, step / f"{name}.safetensors")
+    save_file(tokens, step / "tokens.safetensors")
+    files = {f"{name}.safetensors": {} for name in (*values, "tokens")}
+    (step / "taps.json").write_text(json.dumps({"step": 7, "files": files}))
+    return values
+
+
+def edits(folder: Path):
+    return {
+        "heads": Zero(point="layers.*.z", heads=(1, 3)),
+        "neurons": Zero(point="layers.0.mlp_hidden", features=(0, 5, 20)),
+        "experts": Zero(point="layers.1.router_weights", experts=(2,)),
+        "steer": Add(point="layers.0.resid_post", values=STEER, factor=1.5, positions=(3, 9)),
+        "mean": Mean(point="layers.0.z", store=str(folder), heads=(2,)),
+        "patch": Replace(point="layers.0.resid_post", store=str(folder), row=1),
+    }
+
+
+def by_hand(name: str, model, batch, stored):
+    """The same changes of whole tensors, by plain hooks."""
+    choices = read_points(model, batch, ["layers.1.router_choices"]).values["layers.1.router_choices"]
+
+    def zero(x, *index):
+        x = x.clone()
+        x[index] = 0
+        return x
+
+    def steer(x):
+        x = x.clone()
+        x[:, [3, 9]] += 1.5 * torch.tensor(STEER, dtype=x.dtype)
+        return x
+
+    def mean(x):
+        x = x.clone()
+        x[:, :, 2] = stored["layers.0.z"].mean(0)[2]
+        return x
+
+    def patch(x):
+        x = x.clone()
+        x[:, [0, 6, 11]] = stored["layers.0.resid_post"][3:]
+        return x
+
+    heads = (slice(None), slice(None), [1, 3])
+    return {
+        "heads": {f"layers.{n}.z": lambda x: zero(x, *heads) for n in range(2)},
+        "neurons": {"layers.0.mlp_hidden": lambda x: zero(x, slice(None), slice(None), [0, 5, 20])},
+        "experts": {"layers.1.router_weights": lambda x: x.masked_fill(choices == 2, 0)},
+        "steer": {"layers.0.resid_post": steer},
+        "mean": {"layers.0.z": mean},
+        "patch": {"layers.0.resid_post": patch},
+    }[name]
+
+
+def built(folder, parallel, keys=None):
+    taps = Taps(points=("layers.0.resid_pre",), edits=edits(Path(folder) / "store"), **(keys or {}))
+    settings = {"precision": "fp64", "seq_len": LENGTH, "global_batch_size": 4, "micro_batch_size": 1}
+    return tiny_run(
+        folder, model=MODEL, parallel={**parallel, "taps": taps}, evaluations={"ablate": Ablate()},
+        data={"sources": (Numbers(held_out=6),)}, **settings,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("edits")
+    stored = store(folder / "store")
+    return folder, stored, evaluate(built(folder, {}), 0)
+
+
+def test_edits_change_the_loss_as_plain_hooks_do(one):
+    folder, stored, metrics = one
+    run = tiny_run(folder, model=MODEL, precision="fp64", seq_len=LENGTH, data={"sources": (Numbers(held_out=6),)})
+    model, held_out = run.model.eval(), run.datasets[0].held_out
+    batch = collate([held_out[number] for number in range(6)])
+
+    def loss(changes):
+        logits = model.head.logits(read_points(model, batch, [], changes).hidden)
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
+
+    assert metrics["ablate/loss"] == pytest.approx(loss({}), abs=1e-12)
+    for name in edits(folder):
+        expected = loss(by_hand(name, model, batch, stored))
+        assert metrics[f"ablate/{name}/loss"] == pytest.approx(expected, abs=1e-12)
+        assert metrics[f"ablate/{name}/change"] == pytest.approx(expected - loss({}), abs=1e-12)
+        assert abs(expected - loss({})) > 1e-5, name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_edits_are_the_same_under_every_layout(one, name):
+    folder, _, metrics = one
+    ranks, parallel = LAYOUTS[name]
+    for seen in run_on_ranks(ranks, lambda _: evaluate(built(folder, parallel), 0)):
+        assert seen == pytest.approx(metrics, abs=1e-12)
+
+
+def test_training_is_edited_only_if_asked(tmp_path):
+    def losses(**taps):
+        parallel = {"taps": Taps(points=("layers.0.resid_pre",), **taps)} if taps else {}
+        job = tiny_job(str(tmp_path / str(len(list(tmp_path.iterdir())))), model=MODEL, parallel=parallel, steps=2)
+        return Trainer(job).run().loss
+
+    plain = losses()
+    assert losses(edits={"heads": Zero(point="layers.*.z", heads=(1,))}) == plain
+    assert losses(edits={"heads": Zero(point="layers.*.z", heads=(1,), in_training=True)}) != plain
+
+
+def test_generation_is_edited_and_an_edit_that_a_cache_would_lose_is_refused(tmp_path):
+    model = built_with(tmp_path, {"steer": Add(point="layers.0.resid_post", values=STEER, positions=(3, 9))})
+    ids = torch.arange(12)[None]
+    whole, cache = model({"input_ids": ids}), model.new_cache(1, 12)
+    pieces = [model.decode({"input_ids": ids[:, part], "positions": torch.arange(12)[None, part]}, cache)
+              for part in (slice(0, 5), slice(5, 9), slice(9, 12))]  # fmt: skip
+    assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-12
+    model = built_with(tmp_path, {"heads": Zero(point="layers.*.z", heads=(1,))})
+    with pytest.raises(ForgeError, match=r"layers.0.z is not passed where a cache holds .* without the cache"):
+        model.decode({"input_ids": ids, "positions": torch.arange(12)[None]}, model.new_cache(1, 12))
+
+
+def built_with(folder, changes):
+    taps = Taps(points=("layers.0.resid_pre",), edits=changes)
+    return tiny_run(folder, model=MODEL, precision="fp64", parallel={"taps": taps}).model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (Zero(point="layers.*.zz"), "edits.x.point: 'layers.*.zz' matches no point"),
+        (Zero(point="layers.0.resid_mid", heads=(1,)), "edits.x.heads: layers.0.resid_mid has no heads"),
+        (Zero(point="layers.1.z", experts=(1,)), "edits.x.experts: layers.1.z has no numbered experts"),
+        (Zero(point="layers.1.router_choices"), "layers.1.router_choices has whole numbers"),
+        (Add(point="layers.0.z"), "edits.x.values: the vector is either values"),
+        (Mean(point="layers.0.z", store="nowhere"), "edits.x.store: 'nowhere' has no step of a store"),
+    ],
+)
+def test_edits_that_cannot_be_made_are_refused_when_the_job_is_checked(tmp_path, edit, message):
+    job = tiny_job(str(tmp_path), model=MODEL, parallel={"taps": Taps(edits={"x": edit})})
+    assert any(message in problem for problem in job_problems(job)), job_problems(job)
