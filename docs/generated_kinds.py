@@ -30,6 +30,7 @@ HOMES = {
     "forge_core.contracts.components": COMPONENTS,
     "forge_core.contracts.contexts": COMPONENTS,
     "forge_core.contracts.errors": "/reference/python.md",
+    "forge_kit.routers": COMPONENTS,
 }
 """Modules whose names are linked wherever they stand in a signature, and the page that documents them."""
 EVENTS_PAGE, HOOKS_PAGE = "/training-hooks.md", "/reference/hooks.md"
@@ -42,14 +43,16 @@ NO_BUILD = {
 """What kinds are asked for whose classes are not built."""
 BY_OTHER_SUITES = {"loader": "DatasetSuite", "packing": "DatasetSuite", "tokenizer": "DatasetSuite"}
 """Kinds without a suite of their own, and the one that tests them in the job around its component."""
+OF_KIT = ("router",)
+"""Kinds of forge-kit that have a page, as those of the core."""
 FIRST, EVERY = "of the first that does not give None", "of all together"
 Row = tuple[str, ...]
 
 
 def core_kinds(catalog: Catalog) -> list[str]:
-    """Kinds of the core whose components stand in jobs, in alphabetical order: all but commands."""
+    """Kinds whose components stand in jobs and that have a page each, in alphabetical order."""
     declared = sorted(offer.type for offer in catalog.offers("kind") if offer.distribution.name == CORE)
-    return [kind for kind in declared if kind != Command.kind]
+    return sorted([*OF_KIT, *(kind for kind in declared if kind != Command.kind)])
 
 
 def kind_rows(catalog: Catalog) -> list[Row]:
@@ -73,7 +76,7 @@ def facts(kind: str, catalog: Catalog) -> list[Row]:
 
 def plugin_kind_rows(catalog: Catalog) -> list[Row]:
     """Kind, what for, what a component implements, distribution: for each kind that an installed plugin declares."""
-    declared = [offer for offer in catalog.offers("kind") if offer.distribution.name != CORE]
+    declared = [offer for offer in catalog.offers("kind") if offer.distribution.name != CORE and offer.type not in OF_KIT]
     rows = []
     for offer in sorted(declared, key=lambda offer: offer.type):
         base = catalog.kind_base(offer.type)

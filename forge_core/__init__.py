@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         PackingComponent,
         ParallelComponent,
         Plugin,
-        RouterComponent,
         SchedulerComponent,
         StorageComponent,
         TokenizerComponent,
@@ -46,7 +45,8 @@ if TYPE_CHECKING:
     from forge_core.plugins.catalog import Catalog
 
     __version__: str
-    load_model: Any  # these two are forge-kit's, which the core does not import; `forge_kit` has their types
+    RouterComponent: Any  # these three are forge-kit's, which the core does not import; `forge_kit` has their types
+    load_model: Any
     read_metrics: Any
 
 _HOMES = {
@@ -59,6 +59,7 @@ _HOMES = {
     "forge_core.launch.progress_beacon": ["report_progress"],
     "forge_core.plugins.catalog": ["Catalog"],
     "forge_kit.metrics": ["read_metrics"],
+    "forge_kit.routers": ["RouterComponent"],
     "forge_kit.trained": ["load_model"],
 }
 """Public names by the module that defines them; all others are of `forge_core.contracts.components`."""

@@ -12,9 +12,11 @@ from forge_core.contracts import components
 from forge_core.contracts.components import default_type, when_resumed
 from forge_core.contracts.deprecation import deprecated_value
 from forge_core.contracts.layout import Layout
+from forge_core.moved import forwarding
 
 LOCAL_STORAGE = "forge-run/local"  # type of the core's storage in a resolved job
 WORKER_LOADER = "nodes"  # type of the loader that `data.workers` needs where the job names none; the core has none
+__getattr__ = forwarding(__name__, ["forge_plugin_checkpoints.parts"])  # `LoadSection` was here
 SAFE, FLAG = when_resumed("safe"), when_resumed("flag")
 """Meaning of a changed key for a run that continues; a key without either is as its section. Micro-batches are layout:
 the loss is normalised over the global batch, so that the curve does not depend on them."""
@@ -111,25 +113,6 @@ class DataSection:
 
 
 @frozen(kw_only=True)
-class LoadSection:
-    """`[checkpoint.load]`: weights to start a new run from; a run that has a checkpoint of its own ignores it.
-
-    Only weights are loaded: the optimizer, the step and the position in the data start afresh. Patterns are those of a
-    shell over the names of parameters and buffers (`layers.*`); `*` stands for any characters, dots included. Several
-    tables, `[[checkpoint.load]]`, take parts of the model from several checkpoints, each part from one of them.
-    """
-
-    path: str = field(validator=min_len(1))
-    """A checkpoint, or a run folder whose newest intact one is meant."""
-    include: tuple[str, ...] = field(default=("*",), validator=min_len(1))
-    """Patterns of the names to load."""
-    exclude: tuple[str, ...] = ()
-    """Patterns of the names not to load; they win over `include`."""
-    strict: bool = True
-    """Whether the checkpoint must have all that is to be loaded; false: what it lacks keeps its initial values."""
-
-
-@frozen(kw_only=True)
 class Retention:
     """The checkpoints to keep, by keys of `[checkpoint]`: one stays if any of these asks for it."""
 
@@ -184,11 +167,12 @@ class CheckpointSection(Retention):
     """Check before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
     storage: components.StorageComponent = default_type(LOCAL_STORAGE)
     """`[checkpoint.storage]`: where checkpoints are kept."""
-    load: LoadSection | tuple[LoadSection, ...] | None = None
-    """`[checkpoint.load]`: weights of another run to start from; by default training starts from random ones."""
+    load: components.LoadComponent | tuple[components.LoadComponent, ...] | None = None
+    """`[checkpoint.load]`: weights of another run to start from; by default training starts from random ones. Several
+    tables, `[[checkpoint.load]]`, take parts of the model from several places, each part from one of them."""
 
     @property
-    def loads(self) -> Mapping[str, LoadSection]:
+    def loads(self) -> Mapping[str, components.LoadComponent]:
         """Each table of `load` by its path in the job."""
         if isinstance(self.load, tuple):
             return {f"checkpoint.load.{number}": table for number, table in enumerate(self.load)}

@@ -13,27 +13,25 @@ from typing import Any
 
 REMOVED_IN = "0.3"
 CONTRACTS = "forge_core.contracts"
+TO_CONTRACTS = ("components", "deprecation", "errors", "hookspecs")
+TO_KIT = (
+    *("data.cache", "engine.matrix_optimizer", "engine.trained"),
+    *("launch.supervisor", "modules", "parallel.whole_matrices"),
+)
 MODULES: Mapping[str, Sequence[str]] = {
+    **{f"forge_core.{name}": [f"{CONTRACTS}.{name}"] for name in TO_CONTRACTS},
+    **{f"forge_core.{name}": [f"forge_kit.{name.rpartition('.')[2]}"] for name in TO_KIT},
     "forge_core.config.job": ["forge_core.job"],
     "forge_core.config.dump": ["forge_core.config.load"],
-    "forge_core.components": [f"{CONTRACTS}.components"],
     "forge_core.context": [f"{CONTRACTS}.contexts"],
-    "forge_core.deprecation": [f"{CONTRACTS}.deprecation"],
     "forge_core.cli.plugins": ["forge_plugin_author.plugins"],
     "forge_core.cross_entropy": ["forge_core.losses"],
-    "forge_core.errors": [f"{CONTRACTS}.errors"],
-    "forge_core.hookspecs": [f"{CONTRACTS}.hookspecs"],
     "forge_core.protocols": [f"{CONTRACTS}.{name}" for name in ("model", "data", "optimizer", "runtime")]
     + ["forge_kit.dispatch", "forge_kit.former_protocols", "forge_kit.modules"],
     "forge_core.engine.evaluation_context": [f"{CONTRACTS}.contexts"],
     "forge_core.engine.parameters": [f"{CONTRACTS}.optimizer"],
     "forge_core.engine.plain_executor": ["forge_core.engine.executor"],
     "forge_core.engine.state": ["forge_core.checkpoint.state"],
-    "forge_core.engine.matrix_optimizer": ["forge_kit.matrix_optimizer"],
-    "forge_core.parallel.whole_matrices": ["forge_kit.whole_matrices"],
-    "forge_core.modules": ["forge_kit.modules"],
-    "forge_core.data.cache": ["forge_kit.cache"],
-    "forge_core.engine.trained": ["forge_kit.trained"],
 }
 """Modules that were documented, each with the modules that now have its names."""
 TESTING = "forge_core.testing"

@@ -31,14 +31,14 @@ ANEW = (
 class Start:
     """Where a run starts from, decided before anything is built.
 
-    Either `checkpoint`, which it continues, or `weights`, checkpoints of which it only takes these, or neither.
+    Either `checkpoint`, which it continues, or `weights`, which it takes from elsewhere, or neither.
     """
 
     checkpoint: Path | None = None
     manifest: Mapping[str, Any] = field(factory=dict)
     """The manifest of `checkpoint`."""
-    weights: Sequence[tuple[Path, Mapping[str, Any]]] = ()
-    """For each table of `[checkpoint.load]` a checkpoint, with its manifest."""
+    weights: Mapping[str, Any] = field(factory=dict)
+    """For each table of `[checkpoint.load]` what its component has found."""
     changes: Sequence[Change] = ()
     """Changes in the job since the checkpoint was saved."""
     with_changes: bool = False
@@ -64,8 +64,7 @@ def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str
     located = find_checkpoint(resume, checkpoints, job.checkpoint.verify)
     if located is None:
         check_storage(run_folder(job))
-        tables = job.checkpoint.loads.values()
-        return Start(weights=[locate(Path(table.path), job.checkpoint.verify) for table in tables])
+        return Start(weights={table: component.find(job) for table, component in job.checkpoint.loads.items()})
     path, manifest = located
     # Distributions before the job: without one that is missing, the meaning of its keys is not known
     differing = compare_provenance(manifest["provenance"], collect_provenance(job, catalog), with_changes)

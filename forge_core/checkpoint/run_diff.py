@@ -132,7 +132,7 @@ class _Leaves:
         if f is None or "when_resumed" not in f.metadata:  # the field is closer to the key than the component's class
             means = cls.resumes_as or means
         is_default = f is not None and self._is_default(table, f)
-        yield f"{path}.type", _Leaf(table.get("type"), base.type_resumes_as or means, is_default)
+        yield f"{path}.type", _Leaf(table.get("type", base.usual_type), base.type_resumes_as or means, is_default)
         yield from self.table(path, cls, table, means)
 
     def _class(self, base: type[Component], type_: str) -> type[Component]:

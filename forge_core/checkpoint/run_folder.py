@@ -20,6 +20,7 @@ from forge_core.checkpoint.storage import LocalStorage
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.job import LOCAL_STORAGE
 from forge_core.launch.progress_beacon import report_progress
+from forge_core.moved import forwarding
 from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.runtime import Storage
     from forge_core.job import Job
 
+__getattr__ = forwarding(__name__, ["forge_kit.run_owner"])  # `owner` was here
 JOB = "job.toml"
 LOCK = ".lock"
 UNKNOWN = "another process"
@@ -80,15 +82,6 @@ def owned(folder: Path, advice: str = "give this run another job.name", patience
                         path.rmdir()
 
 
-def owner(folder: Path) -> str:
-    """The process that owns a run folder at this moment; empty if none does."""
-    try:
-        with (folder / LOCK).open() as lock:
-            return "" if _take(lock, fcntl.LOCK_SH) else lock.read().strip() or UNKNOWN
-    except FileNotFoundError:
-        return ""
-
-
 def _lock(folder: Path, advice: str, deadline: float) -> IO[str]:
     # A lock of the kernel and not the mere existence of a file: it goes when the process ends, however it ends
     while True:
@@ -97,7 +90,7 @@ def _lock(folder: Path, advice: str, deadline: float) -> IO[str]:
             lock = (folder / LOCK).open("a+")  # not "w": the name of an owner that is there must stay readable
         except OSError as error:
             raise JobError([Problem("job.output", f"{folder} cannot be written: {error.strerror}")]) from error
-        if not _take(lock, fcntl.LOCK_EX):
+        if not _take(lock):
             with lock:
                 lock.seek(0)
                 user = lock.read().strip() or UNKNOWN
@@ -111,11 +104,11 @@ def _lock(folder: Path, advice: str, deadline: float) -> IO[str]:
             lock.close()  # its last owner removed it between the two calls
 
 
-def _take(lock: IO[str], how: int) -> bool:
+def _take(lock: IO[str]) -> bool:
     """Try more than once: a process that only asks for the owner holds the lock for a moment."""
     for pause in (0.05, 0.1, 0):
         try:
-            fcntl.flock(lock, how | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             time.sleep(pause)
         else:

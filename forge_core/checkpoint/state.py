@@ -8,7 +8,7 @@ Randomness inside a step is seeded from (seed, step), so no generator's state ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from forge_core.contracts.errors import ResumeError
 from forge_core.contracts.model import Model
 from forge_core.contracts.optimizer import HasEvaluationWeights, PlacesState
 from forge_core.contracts.runtime import State
+from forge_core.moved import forwarding
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import gather_objects, local_part
 
+__getattr__ = forwarding(__name__, ["forge_kit.checkpoints"])  # `load_model` and `evaluated_names` were here
 MODEL = "model."
 """Starts the name of every parameter and persistent buffer in a checkpoint."""
 EVALUATION = "evaluation."
@@ -151,21 +153,6 @@ def restore_state(
     for owner, parts in held.items():
         own[owner].load_state_dict({**manifest["extras"][owner], **parts})
     return Progress(**manifest["progress"])
-
-
-def load_model(folder: Path, model: Model) -> None:
-    """Only the weights of a checkpoint, as they are evaluated."""
-    index = shared_index(folder)
-    where = evaluated_names(index.shapes)
-    tensors = {where.get(name, MODEL + name): tensor for name, tensor in model_tensors(model).items()}
-    load_tensors(folder, tensors, index)
-
-
-def evaluated_names(stored: Iterable[str]) -> dict[str, str]:
-    """Name of each parameter and buffer in the model -> name in a checkpoint of its weights as they are evaluated."""
-    trained = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
-    others = {name.removeprefix(EVALUATION): name for name in stored if name.startswith(EVALUATION)}
-    return trained | others
 
 
 def holders(hooks: Mapping[str, TrainingHook], plugins: Mapping[str, Plugin]) -> dict[str, TrainingHook | Plugin]:

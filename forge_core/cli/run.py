@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge_core.contracts.errors import JobError
 
@@ -86,20 +86,20 @@ def _train(
 def _supervise(options: argparse.Namespace, world: World, argv: list[str], overrides: list[str]) -> int:
     """Start the ranks, once the job is known to be right: each of them would report the same error."""
     from forge_core.config.load import load_job
+    from forge_core.contracts.components import LauncherComponent
     from forge_core.launch.rank_process import LOGS
-    from forge_core.launch.supervisor import Supervisor
+    from forge_core.plugins.catalog import Catalog
 
     if not world.alone:
         already = f"this process is one of {world.size} ranks already"
         raise JobError(f"--nproc starts ranks, and {already}; leave it out, or start one process only")
-    job = load_job(*options.files, overrides=overrides, world_size=options.nproc)
+    catalog = Catalog.installed()
+    launcher: Any = catalog.load(LauncherComponent.kind, "local", LauncherComponent)
+    job = load_job(*options.files, overrides=overrides, catalog=catalog, world_size=options.nproc)
     logs = Path(job.job.output) / job.job.name / LOGS
     # Each rank gets this command line; of two `--nproc` the last counts, and one process starts no others.
     command = [sys.executable, "-m", "forge_core", "run", *argv, "--nproc=1"]
-    ended = Supervisor(command, options.nproc, logs, job.launch.grace_s).run()
-    if ended.message:
-        print(ended.message, file=sys.stderr, flush=True)
-    return ended.code
+    return launcher().launch(command, options.nproc, logs, job.launch.grace_s)
 
 
 def _warn_of_idle_tasks() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,14 +11,14 @@ import attrs
 from forge_core.config.keys import walk_components
 from forge_core.config.mixture import mixture_problems
 from forge_core.contracts.components import Component, OptimizerComponent, ParallelComponent
-from forge_core.contracts.errors import JobError, PluginError, Problem, did_you_mean
+from forge_core.contracts.errors import JobError, PluginError, Problem
 from forge_core.contracts.layout import Layout
-from forge_core.job import LOCAL_STORAGE, WORKER_LOADER, Checked, Job
+from forge_core.job import WORKER_LOADER, Checked, Job
 from forge_core.parallel.layout import batch_problems, plan_layout
 from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
 
-READS = ("data.sources", "data.tokenizer")
+READS = ("data.sources", "data.tokenizer", "checkpoint.load")
 """Tables of components that read files, which need not exist where a job is only looked at."""
 
 
@@ -32,7 +31,7 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
     planned = not problems
     problems += batch_problems(job, layout) if planned else ()
     problems += [*mixture_problems(job), *_core_problems(job, catalog)]
-    problems += [*_load_problems(job), *_output_problems(job)] if with_data else ()
+    problems += _output_problems(job) if with_data else ()
     for path, component in walk_components(job):
         if with_data or not path.startswith(READS):
             problems += _component_problems(path, component, job, layout, catalog)
@@ -77,21 +76,6 @@ def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
             yield Problem("data.workers", f"workers need the loader {WORKER_LOADER!r}: {reason}")
 
 
-def _load_problems(job: Job) -> Iterator[Problem]:
-    # Only before the run begins: later it needs these weights no more, and they may be gone.
-    begun = (Path(job.job.output) / job.job.name / "job.toml").exists()
-    for table, load in job.checkpoint.loads.items() if not begun else ():
-        path = Path(load.path)
-        if _may_hold_checkpoints(path):
-            continue
-        if not path.is_dir():
-            hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*/")])
-            yield Problem(f"{table}.path", f"there is no folder {load.path!r}{hint}")
-        else:
-            what = "neither a checkpoint (it has no manifest.json) nor a run folder with checkpoints"
-            yield Problem(f"{table}.path", f"{load.path!r} is {what}")
-
-
 def _output_problems(job: Job) -> Iterator[Problem]:
     """Whether the run folder can be made, as is known before torch is imported and data read."""
     folder = Path(job.job.output) / job.job.name
@@ -99,15 +83,6 @@ def _output_problems(job: Job) -> Iterator[Problem]:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # not even by root, if it is read-only
         what = "cannot be written" if existing.is_dir() else "is a file"
         yield Problem("job.output", f"{str(existing)!r} {what}; name a folder that can hold run folders")
-
-
-def _may_hold_checkpoints(path: Path) -> bool:
-    if (path / "manifest.json").is_file() or any(path.glob("*/step-*/manifest.json")):
-        return True
-    # A storage other than the core's may keep them anywhere, which shows when the run starts.
-    jobs = (folder / "job.toml" for folder in (path, *[*path.parents][:2]))  # of a run, or of one of its checkpoints
-    job = next((tomllib.loads(job.read_text()) for job in jobs if job.is_file()), {})
-    return bool(job.get("checkpoint", {}).get("storage", {}).get("type", LOCAL_STORAGE) != LOCAL_STORAGE)
 
 
 # --- rules of components and plugins: that one fails is a problem like any other ---------------------------------

@@ -121,6 +121,7 @@ class _Structurer:
     def _component(self, value: Mapping[str, Any], base: type[Component], default: str | None) -> Any:
         if "type" in value and not self._here.startswith(self._needed):
             return self._if_available(value, base)
+        default = default or base.usual_type
         if default is None or "type" in value:
             cls = self.read("type", self._named_class, value, base)
             _demand_valid([cls])  # without its class, nothing is known of the other keys

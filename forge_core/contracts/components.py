@@ -9,7 +9,7 @@ it configures; `model`, `data`, `optimizer` and `runtime` beside this module des
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -19,10 +19,10 @@ from attrs.validators import ge, matches_re, min_len, optional
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import MeshDimension
+from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from forge_core.contracts import contexts
     from forge_core.contracts.contexts import BuildContext
@@ -37,10 +37,13 @@ if TYPE_CHECKING:
         Tokenizer,
     )
     from forge_core.contracts.layout import Layout
-    from forge_core.contracts.model import Model
+    from forge_core.contracts.model import Model, Outline
     from forge_core.contracts.optimizer import NamedParameters, Schedule
     from forge_core.contracts.runtime import Executor, Logger, LossFunction, ParallelStage, Storage
     from forge_core.job import Job
+
+
+__getattr__ = forwarding(__name__, ["forge_kit.routers"])  # `RouterComponent` was here
 
 
 @frozen
@@ -76,6 +79,8 @@ class Component(Generic[Built]):
     """Effect of a changed key, or of adding or removing the component. None: that of the component around it."""
     type_resumes_as: ClassVar[WhenResumed | None] = None
     """Effect of another type in this component's table, where that is more serious than a changed key."""
+    usual_type: ClassVar[str | None] = None
+    """Type of a table of this kind that names none, whatever the default of its field; None: it must name one."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Mistakes that only show across fields or sections; paths are relative to this component's table."""
@@ -119,26 +124,6 @@ class ModelComponent(Component["Model"]):
         return {}
 
     def build(self, context: BuildContext) -> Model:
-        raise NotImplementedError
-
-
-@frozen(kw_only=True)
-class RouterComponent(Component["nn.Module"]):
-    """Builds the module that assigns tokens to experts.
-
-    It maps `(x (B, S, D), batch)` to the weights, float32 or wider, and the numbers of K experts for each token, both
-    (B, S, K). -1 means no expert, and needs an attribute `leaves_out = True`. Its attribute `experts_per_token` is
-    their mean number. Losses attach to the weights (`context.auxiliary.attach`).
-    """
-
-    kind = "router"
-
-    def expert_problems(self, experts: int) -> Iterable[Problem]:
-        """Mistakes that show once the number of experts is known; paths as for `problems`."""
-        return ()
-
-    def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
-        """Build the router of layer `context.layer`, for tokens of width `dim` and a number of routed `experts`."""
         raise NotImplementedError
 
 
@@ -418,6 +403,47 @@ class StorageComponent(Component["Storage"]):
 
     def build(self, context: BuildContext) -> Storage:
         raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class LauncherComponent(Component):
+    """Starts the ranks of a run on this machine, for `forge-run --nproc`; a run under torchrun or srun needs none."""
+
+    kind = "launcher"
+
+    def launch(self, command: Sequence[str], ranks: int, logs: Path, grace_s: float) -> int:
+        """Run a command as several ranks, whose logs are in `logs`; returns the exit code, after printing the reason.
+
+        After a request to stop they have `grace_s` seconds to end; 0: as many as they need.
+        """
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class LoadComponent(Component):
+    """Gives a new run weights from elsewhere: a table of `[checkpoint.load]`. A run that continues does without."""
+
+    kind = "load"
+    resumes_as = "safe"
+    usual_type = "parts"
+
+    def find(self, job: Job) -> Any:
+        """Find and verify what `load` will read, which receives the result. Called before data and model are built."""
+        raise NotImplementedError
+
+    def load(
+        self, found: Any, table: str, context: BuildContext, model: Model, outline: Outline
+    ) -> tuple[Collection[str], Iterable[str]]:
+        """Fill parameters and buffers of `model`, to which all stages have been applied. Collective.
+
+        Returns the names, in the whole model, of all that some rank has filled, and lines for the user. `table` is the
+        path of this component's table, for errors.
+        """
+        raise NotImplementedError
+
+    def names(self) -> Collection[str]:
+        """Names of parameters and buffers that it fills where the model has them."""
+        return ()
 
 
 @frozen(kw_only=True)

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 from attrs import field, frozen
 from attrs.validators import matches_re
 
+from forge_core.moved import forwarding
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
+
+__getattr__ = forwarding(__name__, ["forge_kit.tokenizers"])  # `BeginsText` and `begin_of_text` were here
 
 Batch = dict[str, "Tensor"]
 """Tensors whose first dimension is B. `input_ids` (B, S) int64; `labels` (B, S) int64, the target *of each position*
@@ -212,15 +216,3 @@ class Tokenizer(Protocol):
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) that differs whenever an encoding or `begin_of_text` could differ."""
-
-
-@runtime_checkable
-class BeginsText(Protocol):
-    """A tokenizer whose models expect certain ids, such as that of `<s>`, before every document and prompt."""
-
-    begin_of_text: Sequence[int]
-
-
-def begin_of_text(tokenizer: Tokenizer) -> list[int]:
-    """Ids to put before every document and prompt, see `BeginsText`; most tokenizers have none."""
-    return list(tokenizer.begin_of_text) if isinstance(tokenizer, BeginsText) else []

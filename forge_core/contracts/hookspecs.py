@@ -55,7 +55,7 @@ class ForgeHooks:
 
     @hookspec(firstresult=True)
     def forge_build_router(
-        self, component: components.RouterComponent, context: BuildContext, dim: int, experts: int
+        self, component: components.Component, context: BuildContext, dim: int, experts: int
     ) -> nn.Module | None:
         """Build one router; called for every layer that has one, whose number is `context.layer`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from operator import methodcaller
 
 from attrs import field, frozen
 from attrs.validators import matches_re
@@ -72,25 +73,8 @@ class Layout:
         """Returns the ranks along a dimension; 1 where no stage of the job has it."""
         return self.degrees.get(name, 1)
 
-    @property
-    def pp(self) -> int:
-        return self.degree("pp")
-
-    @property
-    def replicate(self) -> int:
-        return self.degree("replicate")
-
-    @property
-    def shard(self) -> int:
-        return self.degree("shard")
-
-    @property
-    def cp(self) -> int:
-        return self.degree("cp")
-
-    @property
-    def tp(self) -> int:
-        return self.degree("tp")
+    # The usual dimensions by name: `layout.tp` is `layout.degree("tp")`.
+    pp, replicate, shard, cp, tp = (property(methodcaller("degree", dimension.name)) for dimension in DIMENSIONS)
 
     @property
     def world_size(self) -> int:

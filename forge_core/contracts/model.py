@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import SURE, closest
+from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
+
+__getattr__ = forwarding(__name__, ["forge_kit.generation"])  # `Generates` was here
 
 Carry = tuple[Tensor, ...]
 """Activations passed from layer to layer, and from pipeline stage to pipeline stage."""
@@ -82,20 +86,6 @@ class ChangesWithUpdates(Protocol):
         """Update the buffers, by the counts of all ranks in `context.auxiliary.counted`; called on every rank."""
         # Only the engine knows when a step is over, under accumulation, recomputation and pipelines. It does not call
         # this after a skipped update; after a skip that only the device knows of, all counts are zero.
-
-
-@runtime_checkable
-class Generates(Protocol):
-    """A model that can decode with a cache of past positions."""
-
-    def new_cache(self, batch_size: int, length: int) -> Any:
-        """Returns an empty cache for up to `length` positions of `batch_size` rows, on the model's device."""
-
-    def decode(self, batch: Batch, cache: Any) -> Tensor:
-        """Run `forward` on the next positions of each row, after those in `cache`, and extend `cache`.
-
-        `batch["positions"]` (B, S) has each token's position; a negative one marks left padding, to be ignored.
-        """
 
 
 class Model(nn.Module):
@@ -200,6 +190,28 @@ class Model(nn.Module):
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         """Returns kernels chosen by measurement for sequences of this length: (operation, choice, reason)."""
         return ()
+
+
+@frozen(kw_only=True)
+class Outline:
+    """Facts of a whole model, taken before stages change it: a pipeline rank keeps only some of its layers."""
+
+    roles: Mapping[str, Role]
+    """Role of each parameter, by name."""
+    sizes: Mapping[str, int]
+    """Elements of each parameter, by name; tied ones once."""
+    tensors: Mapping[str, torch.Size]
+    """Shapes of parameters and persistent buffers, by name; tied ones once."""
+    ties: Mapping[str, str]
+    """Other names of tied parameters, with the name under which each is listed."""
+    flops: float | None
+    """Model FLOPs a token at the job's sequence length, if the model states them."""
+    backend_choices: Sequence[tuple[str, str, str]]
+    """Kernels that the model chose: (what, choice, why)."""
+
+    def names(self, listed: Iterable[str]) -> dict[str, Sequence[str]]:
+        """Each of the listed names with all names of its tensor, any of which a user's pattern may fit."""
+        return {name: (name, *(other for other, first in self.ties.items() if first == name)) for name in listed}
 
 
 DECLARED = [name for name, member in vars(Model).items() if isfunction(member) and not name.startswith("_")]

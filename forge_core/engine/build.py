@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ from forge_core.contracts.components import DatasetComponent, TrainingHook
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Dataset, Documents, DocumentStream, Stream, Tokenizer
 from forge_core.contracts.errors import JobError, Problem
-from forge_core.contracts.model import Model, Role
+from forge_core.contracts.model import Model, Outline
 from forge_core.contracts.optimizer import NamedParameters, roles_of
 from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 from forge_core.data.loader import held_out
 from forge_core.data.packing import WindowPacking
 from forge_core.data.windows import StreamWindows
 from forge_core.engine.executor import Brought, SplittingExecutor
-from forge_core.engine.groups import Names, Rates, apply_settings, check_groups, check_modes
+from forge_core.engine.groups import Rates, apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon
@@ -37,28 +37,6 @@ from forge_core.parallel.mesh import choose_device, make_mesh, world_size
 from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages, with_owner
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import RunContext
-
-
-@frozen(kw_only=True)
-class Outline:
-    """Facts of a whole model, taken before stages change it: a pipeline rank keeps only some of its layers."""
-
-    roles: Mapping[str, Role]
-    """Role of each parameter, by name."""
-    sizes: Mapping[str, int]
-    """Elements of each parameter, by name; tied ones once."""
-    tensors: Mapping[str, torch.Size]
-    """Shapes of parameters and persistent buffers, by name; tied ones once."""
-    ties: Mapping[str, str]
-    """Other names of tied parameters, with the name under which each is listed."""
-    flops: float | None
-    """Model FLOPs a token at the job's sequence length, if the model states them."""
-    backend_choices: Sequence[tuple[str, str, str]]
-    """Kernels that the model chose: (what, choice, why)."""
-
-    def names(self, listed: Iterable[str]) -> Names:
-        """Each of the listed names with all names of its tensor, any of which a user's pattern may fit."""
-        return {name: (name, *(other for other, first in self.ties.items() if first == name)) for name in listed}
 
 
 @frozen

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.components import ParameterGroup
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Outline
     from forge_core.contracts.optimizer import NamedParameters, Schedule
-    from forge_core.engine.build import Outline
     from forge_core.job import Job
 
 Group = dict[str, Any]

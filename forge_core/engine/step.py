@@ -21,6 +21,7 @@ from forge_core.contracts.model import ChangesWithUpdates
 from forge_core.contracts.runtime import StepOutput
 from forge_core.engine.build import Run
 from forge_core.parallel import mesh
+from forge_core.parallel.initialise import seed_of
 from forge_core.parallel.layout import micro_batches
 
 AUXILIARY = "auxiliary:"
@@ -281,8 +282,7 @@ def seed_step(seed: int, step: int, part: int, device: torch.device) -> None:
 
     Ranks that compute the same tokens in the same layers have the same part: together they must draw the same.
     """
-    key = f"{seed}:step:{step}:{part}".encode()
-    number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+    number = seed_of(f"{seed}:step:{step}:{part}")
     # Not `torch.manual_seed`: without CUDA it keeps a note, with a traceback, of every call until CUDA starts.
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":

@@ -166,12 +166,12 @@ class SeededFill:
                 # The whole block, also where this rank holds a part of its rows or columns, and in float32 whatever the
                 # parameter's dtype: other shapes and dtypes would draw other numbers.
                 drawn = torch.empty((last - first, *whole_shape[1:]), dtype=torch.float32, device=self._device)
-                fill(drawn, torch.Generator(self._device).manual_seed(_number(f"{self._seed}:{self._name}:{block}")))
+                fill(drawn, torch.Generator(self._device).manual_seed(seed_of(f"{self._seed}:{self._name}:{block}")))
                 low, high = max(first, start), min(last, stop)
                 local[low - start : high - start].copy_(drawn[low - first : high - first][rest])
 
 
-def _number(key: str) -> int:
+def seed_of(key: str) -> int:
     """A seed made of a text; 63 bits, which every generator takes."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -264,7 +264,7 @@ def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], de
     whole = _whole_copy(module, device)
     # `reset_parameters` takes numbers from the default generators only, which are put back afterwards.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(_number(f"{seed}:{name}"))
+        torch.manual_seed(seed_of(f"{seed}:{name}"))
         whole.reset_parameters()
         for key, parameter in own:
             SeededFill(parameter, key, seed, device).copy(getattr(whole, key))

@@ -147,10 +147,10 @@ def exporting_from_memory(published: Path, run: Path, out: Path) -> Callable[[],
     import torch
 
     from forge_core.checkpoint.resume import locate
-    from forge_core.checkpoint.state import load_model
     from forge_core.config.load import parse_job
     from forge_core.engine.build import build_context, build_model
     from forge_core.plugins.catalog import Catalog
+    from forge_kit.checkpoints import load_model
     from forge_plugin_weights.importing import import_folder
     from forge_plugin_weights.parallel_export import export_training
 

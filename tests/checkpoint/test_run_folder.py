@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from forge_core.checkpoint.run_folder import LOCK, owned, owner
+from forge_core.checkpoint.run_folder import LOCK, owned
 from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.errors import ForgeError
+from forge_kit.run_owner import owner
 from forge_testing.processes import HANG_S
 
 KILLED_WITH_A_WORKER = """

@@ -17,6 +17,7 @@ from forge_core.contracts.components import (
     DatasetComponent,
     EvaluationComponent,
     ExecutorComponent,
+    LoadComponent,
     LoaderComponent,
     LoggerComponent,
     LossComponent,
@@ -25,7 +26,6 @@ from forge_core.contracts.components import (
     PackingComponent,
     ParallelComponent,
     Plugin,
-    RouterComponent,
     SchedulerComponent,
     StorageComponent,
     TokenizerComponent,
@@ -35,6 +35,7 @@ from forge_core.contracts.components import (
 from forge_core.contracts.errors import Problem
 from forge_core.contracts.hookspecs import hookimpl
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
+from forge_kit.routers import RouterComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
@@ -64,6 +65,14 @@ class Plain(ExecutorComponent):
 @frozen(kw_only=True)
 class Thread(LoaderComponent):
     """Reads ahead in a thread."""
+
+
+@frozen(kw_only=True)
+class Parts(LoadComponent):
+    """Weights of another run."""
+
+    path: str
+    exclude: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -342,6 +351,7 @@ PLUGINS: dict[str, dict[str, dict[str, Any]]] = {
         "ffn": {"swiglu": SwiGLU},
     },
     "forge-plugin-moe": {"ffn": {"moe": MoE}, "router": {"topk": TopK}},
+    "forge-plugin-checkpoints": {"kind": {"load": LoadComponent}, "load": {"parts": Parts}},
     "forge-plugin-adamw": {"optimizer": {"adamw": AdamW}},
     "forge-plugin-muon": {"optimizer": {"muon": Muon}},
     "forge-plugin-lookahead": {"optimizer": {"lookahead": Lookahead}},

@@ -25,7 +25,7 @@ import generated_kinds
 
 DOCS = ROOT / "docs"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-KINDS = sorted(PROJECT["entry-points"]["forge.kind"].keys() - {"command"})
+KINDS = sorted({*PROJECT["entry-points"]["forge.kind"], *generated_kinds.OF_KIT} - {"command"})
 """Those whose components stand in jobs; a command is a function."""
 
 

@@ -7,7 +7,7 @@ import torch
 from attrs import define, field
 
 from forge_core.contracts.components import TrainingHook
-from forge_core.parallel.replicate import Replicate
+from forge_core.parallel.stages import Replicate
 from forge_plugin_parallel import TensorParallel
 from forge_testing import SplittableModel
 from forge_testing.processes import run_on_ranks

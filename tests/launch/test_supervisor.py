@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
-from forge_core.launch.supervisor import Supervisor
+from forge_core.plugins.catalog import Catalog
+from forge_kit.supervisor import Supervisor
 
 from .conftest import alive, wait_until
 
@@ -40,7 +42,7 @@ while not (os.path.exists("rank-0") and os.path.exists("rank-1")):  # on a busy 
 def supervise(tmp_path, monkeypatch):
     """Run a script as two ranks."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("forge_core.launch.supervisor.FAREWELL_S", 0.5)
+    monkeypatch.setattr("forge_kit.supervisor.FAREWELL_S", 0.5)
 
     def run(script, grace_s=0.0):
         command = [sys.executable, "-c", RANK + textwrap.dedent(script)]
@@ -148,3 +150,11 @@ def test_the_children_of_a_rank_are_killed_with_it(supervise, tmp_path):
     assert supervise(script).code == 1
     child = int((tmp_path / "child").read_text())
     assert wait_until(lambda: not alive(child))
+
+
+def test_without_a_launcher_nproc_names_what_installs_one(monkeypatch, capsys):
+    others = [offer for offer in Catalog.installed().offers() if offer.kind != "launcher"]
+    monkeypatch.setattr(Catalog, "installed", lambda: Catalog(others))
+    assert main(["run", "job.toml", "--nproc=2"]) == ExitCode.BAD_JOB
+    assert "no launcher 'local' is installed" in (text := capsys.readouterr().err)
+    assert text.endswith("pip install forge-kit\n")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from forge_core.contracts.components import TrainingHook
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import sum_gradients
-from forge_core.parallel.replicate import Replicate
+from forge_core.parallel.stages import Replicate
 from forge_testing import Numbers, tiny_job
 from forge_testing.processes import run_on_ranks
 
@@ -59,7 +59,7 @@ def test_the_curve_is_that_of_one_process(tmp_path, single, ranks, micro_batch_s
 
 
 def test_without_the_reduction_the_curve_differs(tmp_path, single, monkeypatch):
-    from forge_core.parallel.replicate import ReplicateStage
+    from forge_core.parallel.stages import ReplicateStage
 
     monkeypatch.setattr(ReplicateStage, "complete_gradients", lambda self, model: None)
     run_on_ranks(2, lambda rank: Trainer(job(tmp_path), echo=lambda text: None).run() and None)

@@ -12,7 +12,7 @@ from layouts import FSDP_ALL_REDUCE, FSDP_SCATTER, NORM, SUM, TP_COMPLETION, TRA
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.job import Job
-from forge_core.parallel.replicate import Replicate
+from forge_core.parallel.stages import Replicate
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_moe import MoE

@@ -15,13 +15,13 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from forge_core.contracts.components import RouterComponent
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Batch
 from forge_core.job import Job
-from forge_core.parallel.replicate import Replicate
+from forge_core.parallel.stages import Replicate
 from forge_core.plugins.catalog import Catalog
 from forge_kit.modules import Linear
+from forge_kit.routers import RouterComponent
 from forge_plugin_compile import Compile
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_packing import Isolate

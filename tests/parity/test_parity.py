@@ -45,7 +45,7 @@ class OwnPart:
 def without(reduction: str) -> AbstractContextManager:
     """Within this context, one of a layout's reductions is missing."""
     patches = {
-        SUM: ("forge_core.parallel.replicate.ReplicateStage.complete_gradients", lambda self, model: None),
+        SUM: ("forge_core.parallel.stages.ReplicateStage.complete_gradients", lambda self, model: None),
         FSDP_SCATTER: ("forge_plugin_parallel.fsdp_stage.FSDPStage.apply", _sharding_without_sum),
         FSDP_ALL_REDUCE: ("forge_plugin_parallel.fsdp_stage.data_mesh", lambda context: context.mesh["shard"]),
         TP_COMPLETION: (

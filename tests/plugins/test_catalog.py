@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from forge_core.contracts.components import LossComponent, OptimizerComponent, RouterComponent
+from forge_core.contracts.components import LossComponent, OptimizerComponent
 from forge_core.contracts.errors import ExitCode, PluginError
 from forge_core.plugins.catalog import (
     Catalog,
@@ -28,6 +28,7 @@ from forge_core.plugins.catalog import (
     core_version,
     declared_entry_points,
 )
+from forge_kit.routers import RouterComponent
 
 Install = Callable[..., Path]
 

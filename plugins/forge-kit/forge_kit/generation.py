@@ -23,6 +23,20 @@ ATTRIBUTE = "joint_generation"
 
 
 @runtime_checkable
+class Generates(Protocol):
+    """A model that can decode with a cache of past positions."""
+
+    def new_cache(self, batch_size: int, length: int) -> Any:
+        """Returns an empty cache for up to `length` positions of `batch_size` rows, on the model's device."""
+
+    def decode(self, batch: Batch, cache: Any) -> Tensor:
+        """Run `forward` on the next positions of each row, after those in `cache`, and extend `cache`.
+
+        `batch["positions"]` (B, S) has each token's position; a negative one marks left padding, to be ignored.
+        """
+
+
+@runtime_checkable
 class VoidsCache(Protocol):
     """A module of a model whose caches are void once a row is longer than certain lengths.
 

@@ -15,6 +15,7 @@ from forge_core.cli.command_line import positive
 from forge_core.contracts.errors import JobError
 from forge_core.job import LaunchSection
 from forge_core.launch.world import join_world
+from forge_kit.supervisor import Local
 
 if TYPE_CHECKING:
     from forge_core.contracts.runtime import Executor
@@ -64,21 +65,13 @@ def run_on_ranks(command: str, argv: Sequence[str], started: int | None, work: C
     if ranks_asked_for(started) == 1:
         return work()
     if started is not None and started > 1:
-        return _supervise([sys.executable, "-m", "forge_core", command, *argv, "--nproc=1"], started)
+        again = [sys.executable, "-m", "forge_core", command, *argv, "--nproc=1"]
+        return Local().launch(again, started, Path(os.devnull), GRACE_S)
     from forge_core.launch.rank_process import this_process
     from forge_core.launch.stop_requests import end_at_once
 
     with this_process.stoppable(), this_process.delivering_stop_requests(lambda number: end_at_once()):
         return this_process.run(join_world(), lambda log: _as_rank(work))
-
-
-def _supervise(command: Sequence[str], ranks: int) -> int:
-    from forge_core.launch.supervisor import Supervisor
-
-    ended = Supervisor(command, ranks, Path(os.devnull), GRACE_S).run()
-    if ended.message:
-        print(ended.message, file=sys.stderr, flush=True)
-    return ended.code
 
 
 def _as_rank(work: Callable[[], int]) -> int:

@@ -16,7 +16,6 @@ from torch import Tensor
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.run_diff import check_tokenizer
 from forge_core.checkpoint.run_folder import TOKENIZER, run_folder
-from forge_core.checkpoint.state import load_model as load_weights
 from forge_core.config.load import MODEL_TABLES, parse_job
 from forge_core.config.tree import Overrides
 from forge_core.contracts.data import Tokenizer
@@ -28,6 +27,7 @@ from forge_core.parallel import mesh
 from forge_core.parallel.initialise import DTYPES
 from forge_core.plugins.catalog import Catalog, first_party
 from forge_core.plugins.manager import RunContext
+from forge_kit.checkpoints import load_model as load_weights
 
 WANTED = "a model takes ids of tokens, (S) or (B, S); model.tokenizer.encode(text) makes them"
 

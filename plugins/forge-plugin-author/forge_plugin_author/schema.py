@@ -112,7 +112,7 @@ class _Writer:
     def _component(self, base: type[Component], default: str | None = None) -> Schema:
         named = self._shared(base.__name__, lambda: self._by_type(base))
         for spellings, cls in self._offers(base):
-            if default in spellings:
+            if (default or base.usual_type) in spellings:
                 return {"if": {"required": ["type"]}, "then": named, "else": self._table(spellings[0], cls)}
         return named
 

@@ -90,9 +90,9 @@ def test_a_folder_that_cannot_be_made_is_told(forge_run: Run, tmp_path: Path) ->
 # --- what is written -----------------------------------------------------------------------------------------------
 
 
-def test_there_is_a_template_for_every_kind_of_the_core() -> None:
+def test_there_is_a_template_for_every_kind_of_the_core_and_for_routers() -> None:
     entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert sorted(entry_points["forge.kind"].keys() - {"command"}) == KINDS  # a command is a function
+    assert sorted({*entry_points["forge.kind"], "router"} - {"command"}) == KINDS  # a command is a function
 
 
 def test_it_ends_with_what_to_do_next(forge_run: Run, tmp_path: Path) -> None:

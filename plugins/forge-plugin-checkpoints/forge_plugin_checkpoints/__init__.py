@@ -1,1 +1,5 @@
-"""The command `forge-run checkpoints`: list, verify, compare, export and delete checkpoints of a Forge run."""
+"""The command `forge-run checkpoints` (list, verify, compare, export, delete), and `[checkpoint.load]`."""
+
+from forge_plugin_checkpoints.parts import Parts
+
+__all__ = ["Parts"]

@@ -133,7 +133,7 @@ class Row:
 
 def list_checkpoints(options: argparse.Namespace) -> int:
     """List the checkpoints: step, date, size, tokens, loss of the last evaluation, and whether all files are there."""
-    from forge_core.checkpoint.run_folder import owner
+    from forge_kit.run_owner import owner
 
     storage = _storage(options.run)
     rows = list(_rows(storage, "full" if options.full else "sizes"))

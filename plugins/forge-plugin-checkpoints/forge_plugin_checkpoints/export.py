@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_core.checkpoint.state import evaluated_names
 from forge_core.contracts.errors import CheckpointError
-from forge_kit.checkpoints import stored_tensors
+from forge_kit.checkpoints import evaluated_names, stored_tensors
 from forge_kit.whole_tensors import Stored, batches, read_whole, tensor_bytes
 
 SUFFIX = ".safetensors"

@@ -13,8 +13,8 @@ from forge_core.checkpoint.state import model_tensors
 from forge_core.cli import main
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import CheckpointError
-from forge_core.job import LoadSection
 from forge_plugin_checkpoints.importing import import_weights
+from forge_plugin_checkpoints.parts import Parts
 
 
 class First(TrainingHook):
@@ -36,7 +36,7 @@ def test_a_run_starts_from_imported_weights(tmp_path, build, make_job, train):
     path = import_weights({**stored, "vision.extra": torch.ones(2, 3)}, tmp_path / "imported")
     assert path.parent.parent == tmp_path / "imported"
     first = First()
-    train(make_job(checkpoint={"load": LoadSection(path=str(tmp_path / "imported"))}), first)
+    train(make_job(checkpoint={"load": Parts(path=str(tmp_path / "imported"))}), first)
     for name, tensor in first.weights.items():
         assert torch.equal(tensor, stored[name].float()), name
 

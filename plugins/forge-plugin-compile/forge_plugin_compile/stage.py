@@ -11,9 +11,9 @@ from attrs import frozen
 from torch import nn
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_core.contracts.model import Generates
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import blocks_of
+from forge_kit.generation import Generates
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Model

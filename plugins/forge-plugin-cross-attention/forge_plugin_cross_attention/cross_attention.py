@@ -95,7 +95,7 @@ class CrossAttention(FusionComponent):
         return 'with model.fusion.sees = "last" a position sees the last of them only; set it to "together" or "all"'
 
     def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
-        from forge_core.contracts.model import Generates
+        from forge_kit.generation import Generates
         from forge_plugin_cross_attention.modules.model import CrossAttentionModel, GeneratingModel, add_blocks
         from forge_plugin_vision.modules.grafting import TokensOnly, derived, embedding_width, graft
 

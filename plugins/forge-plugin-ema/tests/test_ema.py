@@ -15,8 +15,8 @@ from forge_core.config.rules import check_rules
 from forge_core.contracts.components import OptimizerComponent, TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_core.engine.build import build_context, build_run
-from forge_core.job import LoadSection
 from forge_core.plugins.catalog import Catalog
+from forge_plugin_checkpoints import Parts
 from forge_plugin_ema import EMA
 from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP
@@ -79,7 +79,7 @@ def test_evaluation_sees_the_average_and_training_never_does(make_job, train, li
 def test_another_run_starts_from_the_average(make_job, train, tmp_path):
     ended = train(make_job(plugins={"ema": EMA(decay=0.5)}))
     keep = Keep()
-    load = LoadSection(path=str(ended.folder))
+    load = Parts(path=str(ended.folder))
     train(make_job(steps=1, job={"name": "next"}, checkpoint={"load": load}), keep)
     for name, weight in exported(ended.folder, tmp_path).items():
         assert torch.equal(weight, keep.weights[0][name])

@@ -22,8 +22,7 @@ from forge_core.engine.build import build_context, build_run
 from forge_core.engine.reporting import describe_run
 from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
-from forge_core.parallel.replicate import Replicate
-from forge_core.parallel.stages import order_stages
+from forge_core.parallel.stages import Replicate, order_stages
 from forge_core.plugins.catalog import Catalog
 from forge_kit.modules import Linear
 from forge_plugin_compile import Compile

@@ -10,8 +10,9 @@ from typing import Any
 
 from attrs import frozen
 
-from forge_core.checkpoint.run_folder import JOB, owner
+from forge_core.checkpoint.run_folder import JOB
 from forge_core.contracts.errors import JobError
+from forge_kit.run_owner import owner
 from forge_plugin_goodput.accounting import Account, account_of
 from forge_plugin_goodput.events import EVENTS, read_events, whole_lines
 from forge_plugin_goodput.failure_rate import GPU_YEARS, LONGEST_S

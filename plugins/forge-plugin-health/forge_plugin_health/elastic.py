@@ -119,7 +119,7 @@ class Run:
 
     def start(self, ranks: int) -> Attempt:
         """Start the ranks, and wait until they have ended."""
-        from forge_core.launch.supervisor import Supervisor
+        from forge_kit.supervisor import Supervisor
 
         folder, began = Path(self.job.job.output) / self.job.job.name, self.step()
         resume = "auto" if self.starts and self.resume == "never" else self.resume

@@ -179,7 +179,7 @@ def test_a_spare_process_becomes_a_rank(elastic):
         "import os, sys, time\n"
         "os.environ['OMP_NUM_THREADS'] = '1'\n"
         "from pathlib import Path\n"
-        "from forge_core.launch.supervisor import Supervisor\n"
+        "from forge_kit.supervisor import Supervisor\n"
         "from forge_plugin_health.spares import Spares\n"
         "spares = Spares(2, after_s=0)\n"
         "spares._refill()\n"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import JobError
+from forge_kit.tokenizers import begin_of_text
 from forge_plugin_huggingface.chat import ChatTokenizer, Tools
 from forge_plugin_huggingface.rows import SourceRow
 

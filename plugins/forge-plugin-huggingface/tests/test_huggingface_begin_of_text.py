@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from forge_core.contracts.data import BeginsText, begin_of_text
 from forge_core.contracts.errors import JobError
+from forge_kit.tokenizers import BeginsText, begin_of_text
 from forge_plugin_huggingface import Auto
 
 BEGIN, START, END = 3, 1, 0

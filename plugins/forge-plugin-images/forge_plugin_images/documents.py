@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from attrs import frozen
 
-from forge_core.contracts.data import Tokenizer, begin_of_text
+from forge_core.contracts.data import Tokenizer
+from forge_kit.tokenizers import begin_of_text
 from forge_plugin_images.decoding import ImageFile, decode, size_of
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.records import ImageSource, Record, Records

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from forge_core.contracts.components import Unavailable
-from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.data.reading import collate
+from forge_kit.tokenizers import begin_of_text
 from forge_plugin_images.content import MARK
 from forge_plugin_images.decoding import BrokenImage, FileImage, decode
 from forge_plugin_images.processing import ImageProcessor

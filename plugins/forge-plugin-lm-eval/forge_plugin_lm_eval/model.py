@@ -16,9 +16,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.products import size_multiple
+from forge_kit.tokenizers import begin_of_text
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import stop_ids
 from forge_plugin_lm_eval.chats import WritesChats

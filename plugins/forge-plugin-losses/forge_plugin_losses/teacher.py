@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.resume import locate
-from forge_core.checkpoint.state import load_model
 from forge_core.config.load import MODEL_TABLES, parse_job
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import CheckpointError
@@ -25,6 +24,7 @@ from forge_core.engine.build import build_bare_model
 from forge_core.job import JobSection
 from forge_core.parallel.initialise import allocate, materialise
 from forge_core.plugins.manager import Plugins, RunContext
+from forge_kit.checkpoints import load_model
 
 COMPUTED_IN: frozenset[Role] = frozenset(("embedding", "head", "matrix", "stack", "fused"))
 """Roles of parameters that are cast to the compute dtype wherever they are used."""

@@ -21,7 +21,7 @@ from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
 from forge_core.contracts.layout import Layout
 from forge_core.engine.build import build_context
 from forge_core.engine.trainer import Trainer
-from forge_core.parallel.replicate import Replicate
+from forge_core.parallel.stages import Replicate
 from forge_kit.checkpoints import stored_tensors
 from forge_kit.modules import LinearHead
 from forge_plugin_losses import ChunkedCrossEntropy, Distillation

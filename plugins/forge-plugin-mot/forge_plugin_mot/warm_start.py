@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from fnmatch import fnmatchcase
-from pathlib import Path
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from attrs import define
@@ -13,7 +11,7 @@ from forge_core.contracts.components import TrainingHook
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import CheckpointContext, TrainContext
-    from forge_core.job import Job, LoadSection
+    from forge_core.job import Job
 
 
 @define(kw_only=True, slots=False)
@@ -51,19 +49,4 @@ def copy_text(model: Any, but: Collection[str] = ()) -> None:
 
 def loaded_names(job: Job) -> set[str]:
     """Returns names of the parameters and buffers that `[checkpoint.load]` has loaded."""
-    return {name for section in job.checkpoint.loads.values() for name in _selected(section)}
-
-
-def _selected(section: LoadSection) -> Iterable[str]:
-    from forge_core.checkpoint.resume import locate
-    from forge_core.checkpoint.state import evaluated_names
-    from forge_kit.checkpoints import stored_tensors
-
-    folder, _ = locate(Path(section.path), "sizes")
-    for name in evaluated_names(stored_tensors(folder)):
-        if _fits(name, section.include) and not _fits(name, section.exclude):
-            yield name
-
-
-def _fits(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return {name for component in job.checkpoint.loads.values() for name in component.names()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from forge_core.checkpoint.state import model_tensors
 from forge_core.contracts.components import TrainingHook
 from forge_core.engine.trainer import Trainer
-from forge_core.job import LoadSection
+from forge_plugin_checkpoints.parts import Parts
 from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_mot.warm_start import copy_text
 from forge_plugin_vision import Joint
@@ -60,7 +60,7 @@ def test_a_new_run_starts_from_a_checkpoint_of_text(
     tiny_rows: MakeRows, language: Any, make_job: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
     text = train(make_job(model=language, precision="fp64", job={"name": "text"}))
-    load = {"load": LoadSection(path=str(text.folder), strict=False)}
+    load = {"load": Parts(path=str(text.folder), strict=False)}
     first = first_weights(tiny_rows(MixtureOfTransformers(), steps=1, checkpoint=load), train)
     initial = first_weights(tiny_rows(COLD, steps=1, job={"name": "cold"}), train)
     assert not torch.equal(first["layers.0.ffn.up.weight"], initial["layers.0.ffn.up.weight"])
@@ -82,7 +82,7 @@ def test_what_a_checkpoint_has_of_a_modality_is_kept(tiny_rows: MakeRows, train:
 def first_of(
     folder: Any, tiny_rows: MakeRows, train: Callable[..., Any], exclude: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    load = {"load": LoadSection(path=str(folder), exclude=exclude)}
+    load = {"load": Parts(path=str(folder), exclude=exclude)}
     job = tiny_rows(MixtureOfTransformers(), steps=1, checkpoint=load, job={"name": f"after-{len(exclude)}"})
     return first_weights(job, train)
 

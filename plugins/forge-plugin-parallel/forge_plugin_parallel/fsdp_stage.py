@@ -19,10 +19,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.pipelining import PipelineStage
 
-from forge_core.contracts.model import Generates
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import further_blocks
-from forge_kit.generation import join
+from forge_kit.generation import Generates, join
 from forge_plugin_parallel.generation import ShardedGeneration
 
 if TYPE_CHECKING:

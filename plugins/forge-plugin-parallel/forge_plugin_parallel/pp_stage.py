@@ -11,11 +11,10 @@ from attrs import define
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.model import Generates
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import group_timeout, sum_gradients
-from forge_kit.generation import join
+from forge_kit.generation import Generates, join
 from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
 from forge_plugin_parallel.generation import PipelinedGeneration, SectionDecode
 from forge_plugin_parallel.pp import V_SHAPED

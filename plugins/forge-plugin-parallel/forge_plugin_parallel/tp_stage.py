@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from forge_core.contracts.model import Generates, VocabShard
+from forge_core.contracts.model import VocabShard
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import local_part, sum_gradients
-from forge_kit.generation import join
+from forge_kit.generation import Generates, join
 from forge_kit.modules import MatrixShard
 from forge_plugin_parallel.generation import SameRows, WholeSequences
 from forge_plugin_parallel.tp_plan import ways_of

@@ -10,7 +10,7 @@ import real
 from attrs import evolve
 
 from forge_core.parallel.mesh import leave_group
-from forge_core.parallel.replicate import Replicate
+from forge_core.parallel.stages import Replicate
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_losses import ChunkedCrossEntropy
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from forge_core.checkpoint.run_folder import JOB, LOCK, owner, storage_of
+from forge_core.checkpoint.run_folder import JOB, LOCK, storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
+from forge_kit.run_owner import owner
 
 State = Literal["running", "finished", "stopped", "died", "imported"]
 STATES: Mapping[State, str] = {

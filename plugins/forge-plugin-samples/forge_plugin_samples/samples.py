@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.layout import Layout
-    from forge_core.contracts.model import Generates
     from forge_core.job import Job
+    from forge_kit.generation import Generates
 
 
 @define(kw_only=True, slots=False)
@@ -56,10 +56,9 @@ class Samples(TrainingHook):
 
     def on_train_begin(self, context: TrainContext) -> None:
         """Refuse before the first step what only shows now; hooks passed from Python have not been checked at all."""
-        from forge_core.contracts.model import Generates
         from forge_core.parallel.layout import plan_layout
         from forge_core.parallel.mesh import world_size
-        from forge_kit.generation import generates_jointly
+        from forge_kit.generation import Generates, generates_jointly
 
         layout, _ = plan_layout(context.job, world_size())
         problems = [*self.problems(context.job, layout), *self._stop_problems(context.tokenizer)]

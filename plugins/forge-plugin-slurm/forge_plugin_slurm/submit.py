@@ -13,12 +13,13 @@ from pathlib import Path
 
 from attrs import field, frozen
 
-from forge_core.checkpoint.run_folder import owner, run_folder
+from forge_core.checkpoint.run_folder import run_folder
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_kit.run_owner import owner
 from forge_plugin_slurm import scheduler
 from forge_plugin_slurm.cluster import OURS, SHORT, Cluster, read_cluster
 from forge_plugin_slurm.hook import Slurm

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import field, frozen
 
-from forge_core.contracts.data import IGNORED_LABEL, begin_of_text
+from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import DataError
 from forge_kit.batches import length_multiple
+from forge_kit.tokenizers import begin_of_text
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer

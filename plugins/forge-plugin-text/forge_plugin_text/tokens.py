@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge_core import report_progress
-from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import JobError
 from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
 from forge_kit.token_file import Header, TokenFile, TokenFileWriter
+from forge_kit.tokenizers import begin_of_text
 from forge_plugin_text.corpus import TextCorpus
 from forge_plugin_text.reading import Document
 

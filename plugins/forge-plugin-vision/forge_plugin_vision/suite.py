@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge_core.contracts.data import Batch
-from forge_core.contracts.model import Generates
 from forge_core.data.reading import collate
+from forge_kit.generation import Generates
 from forge_plugin_vision.kinds import GRIDS, PATCHES, Grid
 from forge_plugin_vision.testing import RandomImages
 from forge_plugin_vision.vision import VisionLanguage

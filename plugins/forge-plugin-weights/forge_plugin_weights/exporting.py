@@ -15,14 +15,13 @@ from attrs import frozen
 
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.run_folder import TOKENIZER
-from forge_core.checkpoint.state import evaluated_names
 from forge_core.checkpoint.storage import fetch, threads
 from forge_core.checkpoint.tensors import Index, shared_index
 from forge_core.config.load import MODEL_TABLES, parse_job, to_toml
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.checkpoints import stored_tensors
+from forge_kit.checkpoints import evaluated_names, stored_tensors
 from forge_plugin_weights.card import write_card
 from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, plan_files, writer_of
 from forge_plugin_weights.importing import (

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.run_folder import TOKENIZER
-from forge_core.checkpoint.state import evaluated_names
 from forge_core.config.load import MODEL_TABLES, parse_job, to_toml
-from forge_core.contracts.data import Tokenizer, begin_of_text
+from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.contracts.model import Initialises
 from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
-from forge_kit.checkpoints import stored_tensors
+from forge_kit.checkpoints import evaluated_names, stored_tensors
+from forge_kit.tokenizers import begin_of_text
 from forge_kit.whole_tensors import read_whole
 from forge_plugin_weights.importing import CONFIG, Source, imported_job, match_model, run_of
 from forge_plugin_weights.kinds import Part, Shapes

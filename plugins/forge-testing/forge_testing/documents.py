@@ -9,8 +9,8 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from forge_core.contracts.components import DatasetComponent
-from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import JobError
+from forge_kit.tokenizers import begin_of_text
 from forge_testing.tiny import VOCABULARY
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import json
 from forge_core.losses import CrossEntropy
 from forge_core.metrics.console import Console
 from forge_core.metrics.jsonl import JsonLines
-from forge_core.parallel.replicate import Replicate
+from forge_core.parallel.stages import Replicate
 from forge_core.schedules import Constant
 from forge_testing import Numbers, PatchModel, PatchNumbers, RandomDocuments, SplittableModel, TinyAdamW, TinyModel
 from forge_testing.distribution import check_distribution

@@ -20,8 +20,9 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from forge_core.contracts.data import Tokenizer, begin_of_text
+from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
+from forge_kit.tokenizers import begin_of_text
 from forge_plugin_memmap.prepare.documents import PIECE_CHARACTERS, Drop, Dropped, Item, Text, pieces, utf8_size
 from forge_plugin_memmap.prepare.inputs import Chunk
 from forge_plugin_memmap.tokenizer_folder import load_kept

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.model import Generates, Head, Model
+from forge_core.contracts.model import Head, Model
 from forge_core.contracts.optimizer import roles_of
 from forge_core.engine.build import build_bare_model
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_kit.batches import zero_batch
+from forge_kit.generation import Generates
 from forge_kit.taps import tap_points
 from forge_testing.layouts import LAYOUTS
 from forge_testing.suites.base import explained

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from attrs import define
+from attrs import define, frozen
 
+from forge_core.contracts.components import LauncherComponent
 from forge_core.contracts.errors import ExitCode
 from forge_core.launch.failure_report import FailureReport
 from forge_core.launch.stop_requests import STOP_SIGNALS, StopRequests
@@ -62,6 +64,17 @@ class RankHandle:
         with suppress(OSError):
             line, newline, _ = self.control.recv(1 << 20, socket.MSG_DONTWAIT).partition(b"\n")
             self.report = FailureReport.from_json(line) if newline else None
+
+
+@frozen(kw_only=True)
+class Local(LauncherComponent):
+    """Starts the ranks as processes of this machine, and ends them all when one fails."""
+
+    def launch(self, command: Sequence[str], ranks: int, logs: Path, grace_s: float) -> int:
+        ended = Supervisor(command, ranks, logs, grace_s).run()
+        if ended.message:
+            print(ended.message, file=sys.stderr, flush=True)
+        return ended.code
 
 
 class Ended(NamedTuple):

@@ -9,13 +9,15 @@ import torch
 from attrs import frozen
 
 from forge_core import load_job
+from forge_core.checkpoint.run_diff import text_changes
 from forge_core.checkpoint.state import model_tensors
 from forge_core.config.load import dump_job, parse_job
 from forge_core.config.rules import check_rules
-from forge_core.contracts.components import OptimizerComponent, TrainingHook
+from forge_core.contracts.components import LoadComponent, OptimizerComponent, TrainingHook
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.engine.trainer import Trainer
-from forge_core.job import LoadSection
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_checkpoints.parts import Parts
 from forge_testing import TINY_JOB, TinyModel, tiny_job
 from forge_testing.processes import run_on_ranks
 from forge_testing.tiny import VOCABULARY
@@ -84,7 +86,7 @@ def start(make_job, train, said, tmp_path):
 
     def run(load, **changes):
         kept = Weights()
-        section = LoadSection(path=str(tmp_path / "base"), **load)
+        section = Parts(path=str(tmp_path / "base"), **load)
         train(make_job(**{"steps": 1} | changes, checkpoint={"load": section}), kept, echo=said.append)
         return kept
 
@@ -110,7 +112,7 @@ def test_the_precision_may_be_another(base, start):
 
 def test_the_checkpoint_itself_may_be_named(base, make_job, train, tmp_path):
     kept = Weights()
-    section = LoadSection(path=str(tmp_path / "base/checkpoints/step-2"))
+    section = Parts(path=str(tmp_path / "base/checkpoints/step-2"))
     train(make_job(steps=1, checkpoint={"load": section}), kept)
     assert loaded(base, kept.first) == set(base)
 
@@ -204,7 +206,7 @@ def test_a_run_that_has_a_checkpoint_ignores_it_and_says_so_even_if_its_source_i
 ):
     start({"exclude": ("head.*",)})
     shutil.rmtree(tmp_path / "base")
-    section = LoadSection(path=str(tmp_path / "base"), exclude=("head.*",))
+    section = Parts(path=str(tmp_path / "base"), exclude=("head.*",))
     assert train(make_job(steps=2, checkpoint={"load": section}), Weights(), echo=said.append).step == 2
     assert said[-2].startswith(f"continuing from {tmp_path}/run/checkpoints/step-1")
     assert "[checkpoint.load] has no effect: it is for a run that has no checkpoint yet" in said[-2]
@@ -212,7 +214,7 @@ def test_a_run_that_has_a_checkpoint_ignores_it_and_says_so_even_if_its_source_i
 
 def test_a_wrong_path_is_a_problem_of_the_job(base, make_job, catalog, tmp_path):
     def problems(path):
-        job = make_job(checkpoint={"load": LoadSection(path=str(path))})
+        job = make_job(checkpoint={"load": Parts(path=str(path))})
         return [str(problem) for problem in check_rules(job, catalog)]
 
     assert problems(tmp_path / "base") == problems(tmp_path / "base/checkpoints/step-2") == []
@@ -249,7 +251,7 @@ def test_another_tokenizer_is_told_of_weights_that_belong_to_tokens(base, start,
 def test_every_rank_gets_the_weights(base, tmp_path):
     def train_on(rank):
         kept = Weights()
-        section = LoadSection(path=str(tmp_path / "base"), exclude=("norm.*",))
+        section = Parts(path=str(tmp_path / "base"), exclude=("norm.*",))
         job = tiny_job(str(tmp_path), steps=1, checkpoint={"load": section})
         Trainer(job, hooks=[kept], echo=lambda text: None).run()
         return kept.first
@@ -328,3 +330,46 @@ def test_mistakes_name_their_table(base, other, tmp_path):
     job = load_job(job_file(tmp_path, [LOWER, ("other", 'include = ["layer.1.*"]')]))
     with pytest.raises(JobError, match=r"checkpoint\.load\.1\.include: 'layer\.1\.\*' fits no parameter"):
         Trainer(job, echo=lambda text: None).run()
+
+
+# --- the kind ----------------------------------------------------------------------------------------------------
+
+
+def test_without_this_distribution_a_job_gets_the_line_that_installs_it(base, tmp_path):
+    others = [offer for offer in Catalog.installed().offers() if offer.distribution.name != "forge-plugin-checkpoints"]
+    with pytest.raises(JobError) as caught:
+        load_job(job_file(tmp_path, [LOWER]), catalog=Catalog(others))
+    assert "checkpoint.load.0.type: no load 'parts' is installed" in str(caught.value)
+    assert str(caught.value).endswith("pip install forge-plugin-checkpoints")
+
+
+def test_a_table_saved_before_it_had_a_type_has_not_changed(base, tmp_path, catalog):
+    now = dump_job(load_job(job_file(tmp_path, [LOWER])), catalog)
+    before = now.replace('type = "forge-plugin-checkpoints/parts"\n', "")
+    assert before != now
+    assert text_changes(before, now, catalog) == []
+
+
+@frozen(kw_only=True)
+class Zeros(LoadComponent):
+    """Weights that are 0."""
+
+    def find(self, job):
+        return "found"
+
+    def load(self, found, table, context, model, outline):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.startswith("head"):
+                    parameter.zero_()
+        return ["head.weight"], [f"{table}: {found}"]
+
+
+def test_weights_may_come_from_a_component_of_ones_own(base, make_job, train, said, tmp_path):
+    kept = Weights()
+    train(make_job(steps=1, checkpoint={"load": Zeros()}), kept, echo=said.append)
+    assert not kept.first["head.weight"].any()
+    assert said[0] == "checkpoint.load: found"
+    both = (Parts(path=str(tmp_path / "base")), Zeros())
+    with pytest.raises(CheckpointError, match=r"\[checkpoint.load.0\] and \[checkpoint.load.1\] both load head.weight"):
+        train(make_job(steps=1, job={"name": "both"}, checkpoint={"load": both}))

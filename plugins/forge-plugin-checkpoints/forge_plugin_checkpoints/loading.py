@@ -1,0 +1,123 @@
+"""Chooses the tensors of a checkpoint that a table of `[checkpoint.load]` names, and loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+from torch import Size
+
+from forge_core.checkpoint.state import model_tensors
+from forge_core.checkpoint.tensors import load_tensors, shared_index
+from forge_core.contracts.errors import SHOWN, JobError, Problem, ResumeError, did_you_mean, listed
+from forge_kit.checkpoints import evaluated_names
+from forge_plugin_checkpoints.parts import Parts, fits
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Model, Outline
+
+
+@frozen
+class Selection:
+    """Names of parameters and buffers by what a table makes of them."""
+
+    loaded: Mapping[str, str]
+    """With the name in the checkpoint."""
+    others: Mapping[str, Sequence[str]]
+    """By the reason why they are not loaded."""
+
+
+def load(
+    parts: Parts,
+    table: str,
+    folder: Path,
+    manifest: Mapping[str, Any],
+    context: BuildContext,
+    model: Model,
+    outline: Outline,
+) -> tuple[Collection[str], Iterable[str]]:
+    """Load what `parts`, the table at the path `table`, names of the checkpoint in `folder`; see `LoadComponent.load`.
+
+    Raises:
+        JobError: a pattern fits nothing.
+        ResumeError: the checkpoint lacks something, or has it in another shape.
+    """
+    index = shared_index(folder)
+    # Weights as they are evaluated, where an optimizer trains others: those only serve the run that trained them.
+    where = evaluated_names(index.shapes)
+    selection = select(
+        parts, table, folder, where, {name: index.shapes[full][0] for name, full in where.items()}, outline
+    )
+    own = model_tensors(model)
+    load_tensors(folder, {full: own[name] for name, full in selection.loaded.items() if name in own}, index)
+    return selection.loaded, list(_describe(selection, folder, manifest, context, outline))
+
+
+def select(
+    parts: Parts, table: str, folder: Path, where: Mapping[str, str], stored: Mapping[str, Size], outline: Outline
+) -> Selection:
+    """What to load: `where` has the name in the checkpoint of each parameter and buffer, and `stored` its shape."""
+    names = outline.names(outline.tensors)  # of the whole model: all ranks of a pipeline select, and refuse, the same
+    _check_patterns(parts, table, names, stored)
+    wanted = {name for name, every in names.items() if parts.selects(every)}
+    selected, missing = ([n for n in names if n in wanted and (n in stored) is there] for there in (True, False))
+    _check_shapes(table, folder, selected, outline.tensors, stored)
+    if missing and parts.strict:
+        raise ResumeError(
+            f"{folder} lacks some of what [{table}] selects: {listed(missing)}. Exclude these, or set "
+            "strict = false to let them keep their initial values"
+        )
+    others = {
+        "skipped, as include and exclude say": [name for name in names if name not in wanted],
+        "not in the checkpoint, initial values kept": missing,
+        "only in the checkpoint": [name for name in stored if name not in names],
+    }
+    return Selection({name: where[name] for name in selected}, others)
+
+
+def _describe(
+    selection: Selection, folder: Path, manifest: Mapping[str, Any], context: BuildContext, outline: Outline
+) -> Iterator[str]:
+    yield f"weights from {folder}, step {manifest['step']}:"
+    fates = {"loaded": list(selection.loaded), **selection.others}
+    yield from (f"  {len(names)} {title}: {listed(names)}" for title, names in fates.items() if names)
+    tokenizer = None if context.tokenizer is None else context.tokenizer.fingerprint()
+    if manifest["provenance"].get("tokenizer") != tokenizer and _has_rows_of_tokens(selection.loaded, outline):
+        yield "  they were trained with another tokenizer: token ids mean other texts now"
+
+
+def _has_rows_of_tokens(names: Iterable[str], outline: Outline) -> bool:
+    """Whether any of these tensors has a row for each token; a table of positions is an embedding, too."""
+    shapes = outline.tensors
+    rows = {shapes[n][:1] for n, every in outline.names(shapes).items() if any(o.startswith("head.") for o in every)}
+    return any(outline.roles.get(n) in ("embedding", "head") and shapes[n][:1] in rows for n in names)
+
+
+def _check_patterns(parts: Parts, table: str, names: Mapping[str, Sequence[str]], stored: Iterable[str]) -> None:
+    """`include` must name parts of the model; `exclude` may also name what only the checkpoint has."""
+    own = [name for every in names.values() for name in every]
+    fitting = {"include": ("the model", own), "exclude": ("model or checkpoint", [*own, *stored])}
+    problems = [
+        Problem(f"{table}.{key}", f"{pattern!r} fits no parameter of {whose}{did_you_mean(pattern, known)}")
+        for key, (whose, known) in fitting.items()
+        for pattern in getattr(parts, key)
+        if not fits(known, [pattern])
+    ]
+    if problems:
+        raise JobError(problems)
+
+
+def _check_shapes(
+    table: str, folder: Path, names: Sequence[str], own: Mapping[str, Size], stored: Mapping[str, Size]
+) -> None:
+    if wrong := [name for name in names if own[name] != stored[name]]:
+        shapes = "; ".join(f"{n} is {list(stored[n])} there, {list(own[n])} in this model" for n in wrong[:SHOWN])
+        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        names_to_exclude = ", ".join(f'"{name}"' for name in wrong[:SHOWN]) + (", …" if len(wrong) > SHOWN else "")
+        raise ResumeError(
+            f"{folder} does not fit the model: {shapes}{more}. To train these anew, add to [{table}]: "
+            f"exclude = [{names_to_exclude}]"
+        )
