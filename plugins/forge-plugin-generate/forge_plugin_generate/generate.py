@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from attrs import field, frozen
@@ -11,9 +10,9 @@ from attrs.validators import ge, gt, le
 from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.model import Generates, Model
-from forge_kit.generation import joint_generation
-from forge_plugin_generate.running_rows import RunningRows
+from forge_core.contracts.model import Model
+from forge_kit.generation import Generates, JointGeneration, joint_generation
+from forge_plugin_generate.running_rows import RowEnd, RunningRows
 
 
 @frozen(kw_only=True)
@@ -69,8 +68,6 @@ def generate(
     seed, and return the same rows; those of `fsdp` have prompts of their own, at least one, and go on until the rows of
     all of them have ended.
 
-    Rows that have ended are not computed for long: others take their place, or the batch becomes smaller.
-
     Args:
         model: a model with a cache, in evaluation mode.
         prompts: token ids, none empty; they may differ in length. Negative ones stand for what `entries` has, such as
@@ -88,46 +85,52 @@ def generate(
             others have ended. 0: all.
 
     Raises:
-        ForgeError: there is no prompt, or an empty one; the model has no cache (it is no
-            `forge_core.contracts.model.Generates`); or several ranks share the rows, and there is no seed;
+        ForgeError: a prompt is missing or empty, the model has no cache, or there is no seed for rows that ranks share;
             or prompts wait that are drawn or have `entries`.
     """
+    sampling = sampling or Sampling()
+    joint = _check(model, prompts, sampling, seed, batch_size, entries)
+    draws = Draws(sampling, seed, len(prompts), next(model.parameters()).device)
+    end, size = RowEnd([end_of_text, *stop], max_tokens, until), batch_size or len(prompts)
+    return RunningRows(joint, prompts, end, draws, batch_size=size, use_cache=use_cache, entries=entries or {}).run()
+
+
+def _check(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    seed: int | None,
+    batch_size: int,
+    entries: Mapping[str, Tensor] | None,
+) -> JointGeneration:
+    """Returns how the ranks of the model generate together; raises as `generate`."""
     if not prompts:
         raise ForgeError("there is no prompt; pass at least one on every rank")
     if not all(prompts):
         raise ForgeError("a prompt is empty; pass at least one token")
     if not isinstance(model, Generates):
         raise ForgeError(f"{type(model).__name__} cannot generate: it has no new_cache and decode")
-    sampling, joint = sampling or Sampling(), joint_generation(model)
+    joint = joint_generation(model)
     if joint.same_rows and seed is None and sampling.temperature:
         raise ForgeError("ranks that share a model draw the same tokens only with a seed; pass one")
     if 0 < batch_size < len(prompts) and (sampling.temperature or entries):
         raise ForgeError("rows wait for others only without draws and further entries; pass each batch by itself")
-    device = next(model.parameters()).device
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    rows = RunningRows(
-        joint,
-        prompts,
-        max_tokens=max_tokens,
-        draw=partial(_draw, sampling, generator, len(prompts)),
-        stops=[end_of_text, *stop],
-        until=until,
-        batch_size=batch_size or len(prompts),
-        use_cache=use_cache,
-        entries=entries or {},
-    )
-    while not joint.all_done(rows.finished):
-        rows.step()
-    return rows.written
+    return joint
 
 
-def _draw(
-    sampling: Sampling, generator: torch.Generator | None, count: int, logits: Tensor, rows: Sequence[int]
-) -> Tensor:
-    """Returns the tokens (B,) of some of `count` rows. What one draws does not depend on which others are left."""
-    if sampling.temperature == 0 or len(rows) == count:
-        return sampling.draw(logits, generator)
-    index = torch.tensor(rows, device=logits.device)
-    every = logits.new_zeros(count, logits.shape[-1])
-    every[index] = logits
-    return sampling.draw(every, generator)[index]
+class Draws:
+    """Draws the next token of each of `count` rows. What one draws does not depend on which others are left."""
+
+    def __init__(self, sampling: Sampling, seed: int | None, count: int, device: torch.device) -> None:
+        """Without a `seed`, torch's default generator draws."""
+        self._sampling, self._count = sampling, count
+        self._generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """(B, V) logits of the rows of these numbers -> (B,) tokens."""
+        if self._sampling.temperature == 0 or len(rows) == self._count:
+            return self._sampling.draw(logits, self._generator)
+        index = torch.tensor(rows, device=logits.device)
+        every = logits.new_zeros(self._count, logits.shape[-1])
+        every[index] = logits
+        return self._sampling.draw(every, self._generator)[index]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import JobError
+from forge_kit.tokenizers import begin_of_text
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from forge_kit.generation import JointGeneration
@@ -22,22 +23,36 @@ SHRINK = 2
 """Without rows that wait, those that have ended are left out when one in so many is left."""
 
 
+@frozen
+class RowEnd:
+    """When a row ends."""
+
+    stops: Sequence[int]
+    """Ids at which it ends, which do not belong to it; the first one pads."""
+    max_tokens: int
+    """New tokens at most."""
+    until: Callable[[Sequence[int]], bool] | None = None
+    """Is called with the new tokens of a row after each, and returns whether it ends with them."""
+
+    def is_reached(self, written: Sequence[int]) -> bool:
+        """Whether a row of these new tokens has ended."""
+        return len(written) == self.max_tokens or (self.until is not None and self.until(written))
+
+
 class RunningRows:
     """The state of a generation. `step` runs the model once, for the next token of the rows in turn.
 
-    A row has ended after a stop, after `max_tokens`, or when `until` says so; rows that wait then take its place, in
-    order. Where a model's cache cannot be joined (`forge_kit.generation.JoinsRows`), they wait until all have ended.
+    Rows that have ended are not computed for long: those that wait take their place, in order, or the batch becomes
+    smaller. Where a model's cache cannot be joined (`forge_kit.generation.JoinsRows`), they wait until all have ended.
     """
 
     def __init__(
         self,
         joint: JointGeneration,
         prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int,
+        end: RowEnd,
         draw: Callable[[Tensor, Sequence[int]], Tensor],
-        stops: Sequence[int],
-        until: Callable[[Sequence[int]], bool] | None,
+        *,
         batch_size: int,
         use_cache: bool,
         entries: Mapping[str, Tensor],
@@ -47,10 +62,8 @@ class RunningRows:
         Args:
             joint: runs the model, on every rank.
             prompts: ids of each row.
-            max_tokens: tokens of a row at most.
+            end: when a row ends.
             draw: (logits (B, V), numbers of the rows) -> tokens (B,).
-            stops: ids at which a row ends; the first one pads.
-            until: see `generate`.
             batch_size: B at most.
             use_cache: whether positions are computed once.
             entries: further entries of the batch of all prompts, which then have to run together.
@@ -59,13 +72,13 @@ class RunningRows:
         """New tokens of each row so far, without the stop."""
         self._joint, self._model = joint, joint.model
         self._device = next(self._model.parameters()).device
-        self._prompts, self._max_tokens, self._draw, self._until = prompts, max_tokens, draw, until
-        self._pad, self._stops = stops[0], frozenset(stops)
+        self._prompts, self._end, self._draw = prompts, end, draw
+        self._pad = end.stops[0]
         self._batch_size, self._use_cache, self._entries = batch_size, use_cache, dict(entries)
         self._limits = joint.cache_limits()
         self._joins: bool | None = None
         """Whether caches can be joined; known from the first one."""
-        self._waiting = deque(range(len(prompts) if max_tokens else 0))
+        self._waiting = deque(range(len(prompts) if end.max_tokens else 0))
         self._running: list[int] = []
         """The rows of the cache, by number, with those that have ended since it was made."""
         self._active: set[int] = set()
@@ -78,6 +91,12 @@ class RunningRows:
     def finished(self) -> bool:
         """Whether all rows have ended."""
         return not self._active and not self._waiting
+
+    def run(self) -> list[list[int]]:
+        """Go on until the rows of all ranks have ended; returns the new tokens of each row of this one."""
+        while not self._joint.all_done(self.finished):
+            self.step()
+        return self.written
 
     def step(self) -> None:
         """Run the model once: on rows that are admitted, else on the next position of those that run.
@@ -178,7 +197,7 @@ class RunningRows:
 
     def _left(self, rows: Sequence[int]) -> int:
         """Returns for how many further positions these rows need room."""
-        return self._max_tokens - min(len(self.written[number]) for number in rows)
+        return self._end.max_tokens - min(len(self.written[number]) for number in rows)
 
     def _is_void(self) -> bool:
         """Whether a row that runs has exceeded a length beyond which its cache is void by its last token."""
@@ -190,12 +209,12 @@ class RunningRows:
         for number, id_ in zip(rows, token.tolist(), strict=True):
             if number not in self._active:
                 continue
-            if id_ in self._stops:
+            if id_ in self._end.stops:
                 self._active.discard(number)
                 continue
             written = self.written[number]
             written.append(id_)
-            if len(written) == self._max_tokens or (self._until is not None and self._until(written)):
+            if self._end.is_reached(written):
                 self._active.discard(number)
 
     def _index(self, rows: Sequence[int], among: Sequence[int] | None = None) -> Tensor:
