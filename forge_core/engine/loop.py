@@ -142,7 +142,8 @@ class Loop:
         self.requests.rollback, self.requests.non_finite, self.progress.skipped_in_a_row = None, "", 0
         last = self.progress.leave_out_until = step + rollback.leave_out
         left_out = f"; the data of steps {step + 1} to {last} are left out" if rollback.leave_out else ""
-        self._echo(f"step {step}: went back to the state of step {before.step}: {rollback.reason}{left_out}")
+        way = "back" if before.step <= step else "forward"  # a group of ranks that was behind takes another's state
+        self._echo(f"step {step}: went {way} to the state of step {before.step}: {rollback.reason}{left_out}")
         if rollback.with_data:
             for name, value in asdict(before).items():
                 setattr(self.progress, name, value)

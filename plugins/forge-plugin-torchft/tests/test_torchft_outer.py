@@ -7,19 +7,24 @@ import torch
 
 pytest.importorskip("torchft", reason="torchft is not installed: it has wheels for Linux")
 
-from torchft_groups import Group, Lighthouse, OneProcess, apart, group_job, pick, plain_job
+from torchft_groups import Group, Lighthouse, OneProcess, Watch, apart, group_job, pick, plain_job
 
 from forge_plugin_torchft import DiLoCo, LocalSGD
 
 STEPS = 8
 
 
-def by_paper(tmp_path, sync_every, meet):
-    """Two workers, each on its rows; after every `sync_every` steps `meet(workers)` sets their weights."""
+def by_paper(tmp_path, sync_every, meet, dead_from=STEPS + 1):
+    """Two workers, each on its rows; after every `sync_every` steps `meet(workers)` sets their weights.
+
+    From the step `dead_from` on there is only the first one.
+    """
     workers = [OneProcess(plain_job(tmp_path, train={"steps": STEPS}), tmp_path) for _ in range(2)]
     if isinstance(meet, Outer):
         meet.begin(workers[0].weights)
     for step in range(1, STEPS + 1):
+        if step == dead_from:
+            workers.pop()
         for group, worker in enumerate(workers):
             worker.gradients(pick(worker.rows(), [group], 2))
             worker.update()
@@ -84,3 +89,30 @@ def test_local_sgd_is_the_mean_of_the_weights(tmp_path):
     for own, reference in zip(weights, expected, strict=True):
         for name, weight in reference.items():
             torch.testing.assert_close(own[name], weight, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def test_groups_that_stop_within_a_round_continue_it(tmp_path):
+    hook = DiLoCo(sync_every=4)
+    with Lighthouse() as address:
+        for stop_at in (6, 0):  # two steps after the first agreement
+            jobs = [group_job(tmp_path, address, n, train={"steps": STEPS}, hooks={"outer": hook}) for n in (0, 1)]
+            groups = [Group(job, Watch(stop_at=stop_at)) for job in jobs]
+            weights = [group.wait() for group in groups]
+    expected = apart(lambda: by_paper(tmp_path, 4, Outer(0.7, 0.9, 1)))
+    for own, reference in zip(weights, expected, strict=True):
+        for name, weight in reference.items():
+            torch.testing.assert_close(own[name], weight, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def test_a_group_that_dies_within_a_round_costs_its_own_work_of_it_alone(tmp_path):
+    hook = DiLoCo(sync_every=4)
+    with Lighthouse() as address:
+        jobs = [group_job(tmp_path, address, n, train={"steps": STEPS}, hooks={"outer": hook}) for n in (0, 1)]
+        groups = [Group(jobs[0]), Group(jobs[1], Watch(kill_at=7))]
+        weights, nothing = [group.wait() for group in groups]
+    assert nothing is None
+    [expected] = apart(lambda: by_paper(tmp_path, 4, Outer(0.7, 0.9, 1), dead_from=7))
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-11, atol=1e-12, msg=name)
+    met = [line["participants"] for line in groups[0].lines() if "participants" in line]
+    assert met == [2, 1]
