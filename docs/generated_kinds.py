@@ -76,9 +76,11 @@ def facts(kind: str, catalog: Catalog) -> list[Row]:
 
 def plugin_kind_rows(catalog: Catalog) -> list[Row]:
     """Kind, what for, what a component implements, distribution: for each kind that an installed plugin declares."""
-    declared = [offer for offer in catalog.offers("kind") if offer.distribution.name != CORE and offer.type not in OF_KIT]
     rows = []
+    declared = [offer for offer in catalog.offers("kind") if offer.distribution.name != CORE]
     for offer in sorted(declared, key=lambda offer: offer.type):
+        if offer.type in OF_KIT:
+            continue
         base = catalog.kind_base(offer.type)
         asked = "<br>".join(signature(method) for method in asked_of(base))
         rows.append((f"`{offer.type}`", one_paragraph(class_doc(base)), asked, f"`{offer.distribution.name}`"))

@@ -425,7 +425,7 @@ class LoadComponent(Component):
 
     kind = "load"
     resumes_as = "safe"
-    usual_type = "parts"
+    usual_type = "forge-plugin-checkpoints/parts"
 
     def find(self, job: Job) -> Any:
         """Find and verify what `load` will read, which receives the result. Called before data and model are built."""

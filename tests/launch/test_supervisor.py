@@ -153,7 +153,7 @@ def test_the_children_of_a_rank_are_killed_with_it(supervise, tmp_path):
 
 
 def test_without_a_launcher_nproc_names_what_installs_one(monkeypatch, capsys):
-    others = [offer for offer in Catalog.installed().offers() if offer.kind != "launcher"]
+    others = [offer for offer in Catalog.installed().offers() if offer.distribution.name != "forge-kit"]
     monkeypatch.setattr(Catalog, "installed", lambda: Catalog(others))
     assert main(["run", "job.toml", "--nproc=2"]) == ExitCode.BAD_JOB
     assert "no launcher 'local' is installed" in (text := capsys.readouterr().err)

@@ -339,7 +339,7 @@ def test_without_this_distribution_a_job_gets_the_line_that_installs_it(base, tm
     others = [offer for offer in Catalog.installed().offers() if offer.distribution.name != "forge-plugin-checkpoints"]
     with pytest.raises(JobError) as caught:
         load_job(job_file(tmp_path, [LOWER]), catalog=Catalog(others))
-    assert "checkpoint.load.0.type: no load 'parts' is installed" in str(caught.value)
+    assert "checkpoint.load.0: forge-plugin-checkpoints is not installed" in str(caught.value)
     assert str(caught.value).endswith("pip install forge-plugin-checkpoints")
 
 
