@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_core.contracts.data import Tokenizer, begin_of_text
+from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
+from forge_kit.tokenizers import begin_of_text
 
 if TYPE_CHECKING:
     from forge_kit.trained import TrainedModel
