@@ -13,8 +13,8 @@ from forge_plugin_profile.trace import Activity, HostEvent, Owner, Trace
 
 FORWARD_AND_BACKWARD = "forward and backward"
 OUTSIDE = "outside the layers"
-OPERATORS = 20
-"""Operators that are listed."""
+OPERATORS, WITH_MOST_FLOPS = 20, 5
+"""Operators that are listed: those with the longest time of their own, and those with most FLOPs."""
 US = 1e-6
 MEMBERS = ("compute", "communication", "copy")
 
@@ -241,4 +241,6 @@ def _operators(trace: Trace, scale: float) -> list[dict[str, Any]]:
         name = each.operator or each.name
         row = rows.setdefault(name, {"name": name, "calls": 0.0, "own_s": 0.0, "flops": 0.0})
         row["own_s"] += scale * (each.end - each.start)
-    return sorted(rows.values(), key=lambda row: -row["own_s"])[:OPERATORS]
+    by_time = sorted(rows.values(), key=lambda row: -row["own_s"])
+    by_flops = sorted((row for row in by_time[OPERATORS:] if row["flops"]), key=lambda row: -row["flops"])
+    return by_time[:OPERATORS] + by_flops[:WITH_MOST_FLOPS]

@@ -29,7 +29,8 @@ class Profile(TrainingHook):
     `profile/step-N/` in the run folder, N the first step of the window, receives a trace of each chosen rank,
     `rank-R.pt.trace.json.gz`, for Perfetto (ui.perfetto.dev) and HTA, and the summary `profile.md` and `profile.json`.
     Recording slows the steps of the window, and writing the trace keeps all ranks waiting once; losses and weights stay
-    equal to the bit. Blocks are marked from outside of what is compiled, and only within the window.
+    equal to the bit. Blocks are marked from outside of what is compiled, and only within the window. A run that is
+    stopped within the window has a profile of the steps until then; one that fails there has none.
     """
 
     resumes_as: ClassVar[WhenResumed | None] = "safe"
@@ -94,8 +95,6 @@ class Profile(TrainingHook):
         # Nothing here may wait for other ranks. The engine has put words to an error of memory, hence the text.
         if self._history is not None and (memory_words(error) or "memory ran out" in str(error)):
             self._history.write_at_end(context)
-        if self._recording is not None:
-            self._recording.stop()
         self._close()
 
     def _next_window(self, step: int) -> int:
@@ -134,6 +133,8 @@ class Profile(TrainingHook):
         finish(context, self._first, recording, self._history)
 
     def _close(self) -> None:
+        if self._recording is not None:  # of a run that ends before the window, or fails within it
+            self._recording.stop()
         if self._history is not None:
             self._history.close()
         self._recording = self._history = None

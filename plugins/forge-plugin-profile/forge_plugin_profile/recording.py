@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FOLDER = "profile"
 """In the run folder."""
-SUMMARY = "profile.json"
+SUMMARY, REPORT = "profile.json", "profile.md"
 
 
 class Recording:
@@ -114,7 +114,9 @@ def finish(context: TrainContext, first: int, recording: Recording | None, histo
         history.write(folder / f"rank-{global_rank()}.memory.pickle")
     gathered = gather_objects(facts)
     if global_rank() == 0:
-        write_summary(folder, [each for each in gathered if each is not None])
+        write_summary(folder, facts_of_ranks := [each for each in gathered if each is not None])
+        if facts_of_ranks and (folder / REPORT).is_file():
+            context.log_artifact(folder / REPORT, f"profile-step-{first}.md")
 
 
 def write_summary(folder: Path, facts: list[dict[str, Any]]) -> None:
@@ -124,6 +126,6 @@ def write_summary(folder: Path, facts: list[dict[str, Any]]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)  # rank 0 need not be among those that record
         (folder / SUMMARY).write_text(json.dumps({"ranks": facts}, indent=1) + "\n", encoding="utf-8")
-        (folder / "profile.md").write_text(report(facts), encoding="utf-8")
+        (folder / REPORT).write_text(report(facts), encoding="utf-8")
     except OSError as error:
         warnings.warn(f"hooks.profile: no summary: {error}", stacklevel=2)

@@ -7,8 +7,10 @@ import json
 
 import pytest
 import torch
+from attrs import define
 from torch._dynamo.utils import counters
 
+from forge_core import TrainingHook
 from forge_core.cli import main
 from forge_core.contracts.layout import Layout
 from forge_core.launch.progress_beacon import ProgressBeacon
@@ -146,12 +148,26 @@ def test_compiled_blocks_have_no_more_graphs_and_the_same_curve(tmp_path, catalo
     assert "By part" not in text, "what is inside of compiled code is not"
 
 
-def test_nothing_of_it_stays_behind(tmp_path, catalog, train, make_job):
-    run = tiny_run(tmp_path, model=MODEL)
+@define(kw_only=True, slots=False)
+class Keep(TrainingHook):
+    """Keeps the model, and ends the run after some step."""
+
+    step: int
+
+    def on_step_end(self, context):
+        self.model = context.model
+        if context.step == self.step:
+            context.request_stop("as the test says")
+
+
+@pytest.mark.parametrize("steps", [2, 4], ids=["stopped while it warms up", "whole"])
+def test_nothing_of_it_stays_behind(tmp_path, train, make_job, steps):
     listeners = [*ProgressBeacon.listeners]
-    train(make_job(model=MODEL, steps=4, hooks={"profile": Profile(start=2, steps=1)}))
+    kept = Keep(step=steps)
+    train(make_job(model=MODEL, steps=4, hooks={"profile": Profile(start=3, steps=1)}), kept)
     assert ProgressBeacon.listeners == listeners
-    assert all(module._compiled_call_impl is None for module in run.model.modules())
+    assert all(module._compiled_call_impl is None for module in kept.model.modules())
+    assert (tmp_path / "run" / "profile").exists() == (steps == 4)
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "tp2", "pp2"])
