@@ -83,7 +83,7 @@ def gpu_trace(slower: float = 0.0) -> dict[str, Any]:
 
 
 def cpu_trace() -> dict[str, Any]:
-    """One step on a CPU: compute from 100 to 300 and 500 to 600, gloo from 250 to 450, a wait of autograd's to 500."""
+    """One step on a CPU: compute from 100 to 300, 500 to 600 and 660 to 665, gloo from 250 to 450, a wait to 500."""
     events = Events()
     events.mark("ProfilerStep#5", 0, STEP)
     events.mark("phase: forward and backward", 50, 700)
@@ -96,5 +96,8 @@ def cpu_trace() -> dict[str, Any]:
     backward = {"Sequence_number": 7, "Fwd_thread_id": 1}
     events.host("autograd::engine::evaluate_function: MmBackward0", 330, 610, **backward)
     events.host("aten::mm", 500, 600)
+    events.host("autograd::engine::evaluate_function: ViewBackward0", 630, 650, **backward)
+    events.host("aten::add", 660, 665)  # of the next micro-batch
+    events.host("autograd::engine::evaluate_function: ViewBackward0", 680, 690, **backward)
     events.mark("block: layers.0", 800, 810)  # outside of any pass: none of the layer's time
     return events.content({**FACTS, "recorded_steps": 1, "peak_flops": None})

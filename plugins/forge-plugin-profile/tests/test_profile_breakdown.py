@@ -80,15 +80,15 @@ def test_without_a_peak_layers_are_measured_by_each_other(on_gpu):
 
 def test_on_a_cpu_threads_of_the_backend_communicate_and_waits_are_no_compute(on_cpu):
     assert on_cpu["step_s"] == pytest.approx(1000 * US)
-    assert on_cpu["busy_s"]["compute"] == pytest.approx(300 * US)
+    assert on_cpu["busy_s"]["compute"] == pytest.approx(305 * US)
     assert on_cpu["busy_s"]["communication"] == pytest.approx(200 * US)
     assert on_cpu["exposed_s"] == pytest.approx(150 * US)
-    assert on_cpu["idle"] == pytest.approx((1000 - 450) / 1000)
+    assert on_cpu["idle"] == pytest.approx((1000 - 455) / 1000)
     assert rows(on_cpu, "layers", "forward_s", "backward_s", "communication_s") == {
         "layers.0": (200, 100, 0),
-        "outside the layers": (0, 0, 200),  # no launch says which layer a thread of gloo works for
+        "outside the layers": (5, 0, 200),  # no launch says which layer a thread of gloo works for
     }
-    assert rows(on_cpu, "phases", "host_s", "communication_s") == {"forward": (370, 200), "backward": (280, 60)}
+    assert rows(on_cpu, "phases", "host_s", "communication_s") == {"forward": (320, 200), "backward": (330, 60)}
 
 
 def test_operators_have_their_own_time_and_flops(on_gpu, on_cpu):
