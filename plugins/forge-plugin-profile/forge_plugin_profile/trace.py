@@ -20,10 +20,11 @@ FORGE = "forge"
 ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 STEP = "ProfilerStep#"
-COMPUTING = ("CompiledFunction", "## Call CompiledFxGraph")
-"""Beginnings of names of operators of compiled code, which have no `::`."""
-NOT_COMPUTING = ("autograd::", "torch::autograd::", "c10d::", "_c10d_functional::", "c10d_functional::")
-"""The engine of autograd, whose time of its own is bookkeeping and waits, and calls that only enqueue a collective."""
+COMPUTING = "CompiledFunction"
+"""Beginning of the names of compiled code, which have no `::`."""
+NOT_COMPUTING = ("autograd::", "torch::autograd::", "c10d::", "_c10d_functional::", "c10d_functional::", "TorchDynamo")
+"""The engine of autograd, whose time of its own is bookkeeping and waits; calls that only enqueue a collective; the
+look-up of compiled code."""
 COLLECTIVES = ("gloo:", "nccl", "rccl", "ucc:", "mpi:")
 """Beginnings of names of what communicates: kernels of a GPU, ranges of the threads of a backend of the CPU."""
 

@@ -69,6 +69,20 @@ def test_each_rank_writes_traces_that_know_their_rank_and_their_steps(profiled):
     assert not [path for path in profiled.rglob("*") if "unfinished" in path.name]
 
 
+def test_ranges_of_steps_and_phases_nest(profiled):
+    """One that begins in another and ends after it is drawn wrongly by viewers."""
+    with gzip.open(profiled / "profile" / "step-3" / "rank-0.pt.trace.json.gz") as file:
+        spans = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
+    ranges = sorted((e["ts"], -e["ts"] - e["dur"]) for e in spans if e["name"].startswith(("ProfilerStep", "phase:")))
+    around = []
+    for start, minus_end in ranges:
+        while around and around[-1] <= start:
+            around.pop()
+        assert not around or -minus_end <= around[-1] + 0.01
+        around.append(-minus_end)
+    assert len(ranges) > 10
+
+
 def test_the_summary_says_where_a_step_goes(profiled):
     [facts, other] = json.loads((profiled / "profile" / "step-7" / "profile.json").read_text())["ranks"]
     assert (facts["rank"], other["rank"], facts["steps"], facts["first_step"]) == (0, 1, 2, 7)
@@ -142,10 +156,14 @@ def test_compiled_blocks_have_no_more_graphs_and_the_same_curve(tmp_path, catalo
         return losses, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
     plain = run("plain")
-    assert run("profiled", hooks={"profile": Profile(start=2, steps=2)}) == plain
-    text = (tmp_path / "profiled" / "profile" / "step-2" / "profile.md").read_text()
+    assert run("profiled", hooks={"profile": Profile(start=1, steps=2)}) == plain  # marked before the first trace
+    window = tmp_path / "profiled" / "profile" / "step-1"
+    text = (window / "profile.md").read_text()
     assert "| layers.1 " in text, "blocks are marked"
     assert "By part" not in text, "what is inside of compiled code is not"
+    with gzip.open(window / "rank-0.pt.trace.json.gz") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("CompiledFunction") == 4, "two layers in two steps ran compiled"
 
 
 @define(kw_only=True, slots=False)
@@ -170,24 +188,16 @@ def test_nothing_of_it_stays_behind(tmp_path, train, make_job, steps):
     assert (tmp_path / "run" / "profile").exists() == (steps == 4)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "tp2", "pp2"])
-def test_layers_have_the_flops_of_the_whole_model_under_every_layout(tmp_path, catalog, name):
+def test_layers_have_the_flops_of_the_whole_model_under_every_layout(tmp_path, catalog):
+    def of(name):
+        case = {"parallel": LAYOUTS[name].stages(catalog), "micro_batch_size": LAYOUTS[name].micro_batch_size}
+        return layer_flops(tiny_run(tmp_path, model=MODEL, global_batch_size=8, **case).model, 8)
+
+    names = ("fsdp2", "tp2", "pp2")
+    first, second = run_on_ranks(2, lambda rank: {name: of(name) for name in names})
     whole = layer_flops(tiny_run(tmp_path, model=MODEL).model, 8)
-    case = LAYOUTS[name]
-
-    def on_rank(rank):
-        run = tiny_run(
-            tmp_path,
-            model=MODEL,
-            parallel=case.stages(catalog),
-            micro_batch_size=case.micro_batch_size,
-            global_batch_size=8,
-        )
-        return layer_flops(run.model, 8)
-
-    first, second = run_on_ranks(2, on_rank)
-    assert {**first, **second} == whole
-    assert len(first) + len(second) == (2 if name == "pp2" else 4)
+    assert all({**first[name], **second[name]} == whole for name in names)
+    assert [len(first[name]) for name in names] == [2, 2, 1]
 
 
 def test_a_window_that_the_run_ends_in_has_the_steps_that_there_were(train, make_job, tmp_path):
