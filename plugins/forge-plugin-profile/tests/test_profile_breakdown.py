@@ -107,6 +107,16 @@ def test_what_became_slower_is_named(on_gpu):
     assert "A step of after is 0.06 ms slower (6.9 %)." in text
 
 
+def test_a_trace_of_any_other_program_has_what_needs_no_marks(on_gpu):
+    content = gpu_trace()
+    content["traceEvents"] = [e for e in content["traceEvents"] if not e["name"].startswith(("phase", "block", "part"))]
+    facts = breakdown(trace_of({key: value for key, value in content.items() if key != "forge"}))
+    for key in ("step_s", "idle", "busy_s", "exposed_s"):
+        assert facts[key] == on_gpu[key]
+    assert facts["layers"] == facts["parts"] == []
+    assert report([facts]).startswith("# 2 steps, rank 3\n")
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

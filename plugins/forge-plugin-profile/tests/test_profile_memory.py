@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +21,9 @@ CUDA = torch.device("cuda", 0)
 def recorder(monkeypatch):
     """Calls of torch's recorder, in order; and a run whose hook believes in a GPU, but records the CPU."""
     calls = []
+    signature = inspect.signature(torch.cuda.memory._record_memory_history_impl)  # of torch's own
     memory = SimpleNamespace(
-        _record_memory_history=lambda **how: calls.append(how),
+        _record_memory_history=lambda **how: (signature.bind(**how), calls.append(how)),
         _dump_snapshot=lambda path: (calls.append(Path(path).name), Path(path).write_bytes(b"history"))[0],
     )
     monkeypatch.setattr(torch.cuda, "memory", memory)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+from typing import ClassVar
 
 import pytest
 import torch
-from attrs import define
+from attrs import define, frozen
 from torch._dynamo.utils import counters
 
-from forge_core import TrainingHook
+from forge_core import LoggerComponent, TrainingHook
 from forge_core.cli import main
 from forge_core.contracts.layout import Layout
 from forge_core.launch.progress_beacon import ProgressBeacon
@@ -48,9 +49,8 @@ def profiled(tmp_path_factory, catalog):
     def on_rank(rank):
         from forge_core.engine.trainer import Trainer
 
-        hooks = {"profile": Profile(start=3, steps=2, every=4, ranks="all", stacks=rank > 1)}
-        case = LAYOUTS["fsdp2"]
-        parts = {"parallel": case.stages(catalog), "micro_batch_size": case.micro_batch_size, "global_batch_size": 8}
+        hooks = {"profile": Profile(start=3, steps=2, every=4, ranks="all")}
+        parts = {"parallel": LAYOUTS["fsdp2"].stages(catalog), "micro_batch_size": 4, "global_batch_size": 8}
         job = tiny_job(str(folder), catalog, model=MODEL, steps=8, hooks=hooks, **parts)
         return losses_of(Trainer(job, catalog=catalog, echo=lambda text: None).run())
 
@@ -200,8 +200,28 @@ def test_layers_have_the_flops_of_the_whole_model_under_every_layout(tmp_path, c
     assert [len(first[name]) for name in names] == [2, 2, 1]
 
 
+@frozen(kw_only=True)
+class Files(LoggerComponent):
+    """A logger that takes files."""
+
+    taken: ClassVar[dict[str, str]] = {}
+
+    def build(self, context):
+        return self
+
+    def start(self, step):
+        self.taken.clear()
+
+    def artifact(self, path, name, step):
+        self.taken[name] = path.read_text()
+
+    def log(self, record): ...
+    def close(self): ...
+
+
 def test_a_window_that_the_run_ends_in_has_the_steps_that_there_were(train, make_job, tmp_path):
-    train(make_job(steps=3, hooks={"profile": Profile(start=2, steps=5)}))
+    train(make_job(steps=3, hooks={"profile": Profile(start=2, steps=5)}, loggers={"files": Files()}))
+    assert Files.taken["profile-step-2.md"].startswith("# Steps 2 to 3, rank 0")
     [facts] = json.loads((tmp_path / "run" / "profile" / "step-2" / "profile.json").read_text())["ranks"]
     assert facts["steps"] == 2
 
