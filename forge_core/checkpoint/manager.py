@@ -293,10 +293,6 @@ class Saver:
         else:
             self._on_saved(step, path)  # here and not in the thread: hooks must run in the main thread
 
-    def tidy(self, intact: int) -> None:
-        """Delete what a process that was killed right after saving the step `intact` left undeleted."""
-        self._checkpoints.tidy(intact)
-
     def abandon(self, error: BaseException) -> None:
         """The run fails with `error`: wait for the background save, which may be good, and note if it failed too."""
         try:

@@ -186,7 +186,7 @@ class Loop:
         self._saver.settle()
         before, self._saver.ended = self._saver.ended, self.requests.stop if self.requests.final else ""
         if self._saver.saved_step == self.progress.step and self._saver.ended == before:
-            self._saver.tidy(self.progress.step)
+            self._checkpoints.tidy(self.progress.step)  # as a process that was killed right after a save has not
             return
         try:
             self._save(final=True)

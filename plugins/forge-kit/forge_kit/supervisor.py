@@ -27,6 +27,7 @@ from forge_core.contracts.errors import ExitCode
 from forge_core.launch.failure_report import FailureReport
 from forge_core.launch.stop_requests import STOP_SIGNALS, StopRequests
 from forge_core.launch.world import CONTROL, LISTENING
+from forge_kit.control_group import MemoryGroup
 
 POLL_S = 0.05
 SIMULTANEOUS_S = 0.3
@@ -99,6 +100,7 @@ class Supervisor:
         self._second_signal = threading.Event()
         self._asked: int | None = None
         self._asked_at = 0.0
+        self._kills = MemoryGroup().kills()
 
     def run(self) -> Ended:
         """Start the ranks and wait until all have ended."""
@@ -176,7 +178,7 @@ class Supervisor:
         deadline = time.monotonic() + (FAREWELL_S / 2 if in_hang else FAREWELL_S)
         while None in self._poll() and time.monotonic() < deadline and not self._second_signal.is_set():
             time.sleep(POLL_S)
-        ended = _ended_by(first)
+        ended = _ended_by(first, self._kills)
         if ended.message and ended.code != ExitCode.BAD_JOB and self._logs.is_dir():
             return Ended(ended.code, f"{ended.message}\nlogs of all ranks: {self._logs}")
         return ended
@@ -215,7 +217,7 @@ def _order(rank: RankHandle) -> tuple[int, float]:
     return (0 if rank.code >= 0 or -rank.code in LOST else 2, 0.0)
 
 
-def _ended_by(first: RankHandle) -> Ended:
+def _ended_by(first: RankHandle, kills: int) -> Ended:
     if first.report is not None:
         return Ended(first.report.code, first.report.text)
     assert first.code is not None
@@ -226,5 +228,14 @@ def _ended_by(first: RankHandle) -> Ended:
     cause = f"left with exit code {first.code} and without a report"
     if first.code < 0:
         cause = f"was killed by {signal.Signals(-first.code).name}"
-        cause += ": the machine may be short of memory" if first.code == -signal.SIGKILL else ""
+        cause += f": {_memory_words(kills)}" if first.code == -signal.SIGKILL else ""
     return Ended(ExitCode.FAILED, f"forge-run: rank {first.rank} {cause}; the other ranks were ended")
+
+
+def _memory_words(kills: int) -> str:
+    """Whether memory was the cause of a SIGKILL; `kills` are those for lack of memory from before the run."""
+    group = MemoryGroup()
+    if group.kills() <= kills:
+        return "the machine may be short of memory"
+    limit = f", {group.limit() / 1e9:.1f} GB" if group.limit() else ""
+    return f"memory ran out within the limit of its control group{limit} (Linux's OOM killer)"

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from forge_core.job import Job
     from forge_plugin_goodput.events import EventLog
 
+WAITS = ("wait_share", "slowest_rank")
+"""Metrics of the hook `stragglers` (forge-plugin-health), if it runs before this one."""
 LEAST_SAVE_S = 1e-4
 """Seconds in the phase `save` between two steps from which something was saved that is not committed yet."""
 
@@ -58,6 +60,7 @@ class Goodput(TrainingHook):
         self._step, self._saved = context.step, context.step
         self._first: int | None = None
         self._count = self._skipped = 0
+        self._waits: dict[str, float] = {}
         self._due = 0.0  # the first step has a line of its own: it compiles
         self._in_background: dict[int, float] = {}
         self._left_s = 0.0
@@ -84,6 +87,7 @@ class Goodput(TrainingHook):
         self._step = context.step
         self._count += 1
         self._skipped += bool(context.skipped)
+        self._waits |= {name: round(context.logged[name], 4) for name in WAITS if name in context.logged}
         total = sum(seconds.values())
         context.log("goodput", self._goodput(seconds, total))
         if total >= self._due:
@@ -160,8 +164,8 @@ class Goodput(TrainingHook):
         assert self._log is not None
         skipped = {"skipped": self._skipped} if self._skipped else {}
         steps = {"first": self._first, "step": self._step, "n": self._count}
-        self._log.add("steps", seconds, _of_steps, **steps, **skipped)
-        self._first, self._count, self._skipped = self._step + 1, 0, 0
+        self._log.add("steps", seconds, _of_steps, **steps, **skipped, **self._waits)
+        self._first, self._count, self._skipped, self._waits = self._step + 1, 0, 0, {}
 
     def _note_save(self, seconds: Mapping[str, float], step: int, **facts: Any) -> None:
         assert self._log is not None

@@ -285,3 +285,24 @@ def test_jobs_of_slurm_are_read_beside_the_events(make_job, train, monkeypatch, 
     (folder / "events.jsonl").unlink()
     assert main(["goodput", str(folder)]) == 0
     assert "attempts.jsonl has 2 SLURM jobs" in capsys.readouterr().out
+
+
+@define(kw_only=True, slots=False)
+class Waits(TrainingHook):
+    """Logs at step 2 what the hook `stragglers` does at some."""
+
+    def on_step_end(self, context):
+        if context.step == 2:
+            context.log("wait_share", 0.25)
+            context.log("slowest_rank", 1)
+
+
+def test_lines_of_steps_have_the_share_of_waits_where_a_hook_before_measures_it(tmp_path, catalog):
+    hooks = {"stragglers": Waits(), "goodput": Goodput(every_s=1e-9)}
+    folder = Trainer(tiny_job(str(tmp_path), catalog, steps=3, hooks=hooks), catalog=catalog).run().folder
+    steps = [line for line in read_events(folder / "events.jsonl") if line["event"] == "steps"]
+    assert [(line.get("wait_share"), line.get("slowest_rank")) for line in steps] == [
+        (None, None),
+        (0.25, 1),
+        (None, None),
+    ]
