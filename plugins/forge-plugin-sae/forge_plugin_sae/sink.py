@@ -1,0 +1,128 @@
+"""Sparse autoencoders that train while the model does. N samples of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from forge_core.contracts.errors import ForgeError, did_you_mean
+from forge_core.parallel.mesh import gather_objects
+from forge_plugin_sae.model import save
+from forge_plugin_sae.training import Trainer
+from forge_plugin_taps import Owners, Sink
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_plugin_sae.sae import SAE
+    from forge_plugin_taps import Sample, TapsInfo
+
+METRICS = ("explained_variance", "l0", "loss", "dead", "updates")
+
+
+class SAESink(Sink):
+    """One `Trainer` for each point, on the rank that owns the point."""
+
+    def __init__(self, settings: SAE, context: BuildContext, taps: TapsInfo) -> None:
+        self.settings, self.context = settings, context
+        self.targets = _targets(settings, taps)
+        """Point -> the point to reconstruct: itself, of an autoencoder."""
+        self.owners = Owners(self.targets, context.device)
+        self.trainers: dict[str, Trainer] = {}
+        """Of this rank's points, once their widths are known: from the first sample, or a checkpoint."""
+        self.rows = 0
+        """Samples received of each point; the same on every rank."""
+        self.updated = False
+
+    def consume(self, sample: Sample) -> None:
+        before = self._batches()
+        inputs = {name: [name] if target == name else [name, target] for name, target in self.targets.items()}
+        for name, (x_ND, *target_NE) in self.owners.gather(sample, inputs).items():
+            if name not in self.trainers:
+                self.trainers[name] = self._new_trainer(name, x_ND.shape[1], *(part.shape[1] for part in target_NE))
+            self.trainers[name].add(x_ND, *target_NE)
+        self.rows += len(sample)
+        self.updated = self._batches() > before
+
+    def _batches(self) -> int:
+        """Updates of each trainer so far. A function of the rows, so that ranks know it of trainers they do not own."""
+        return max(0, self.rows - self.settings.buffer) // self.settings.batch
+
+    def _new_trainer(self, name: str, width: int, target_width: int | None = None) -> Trainer:
+        if problem := self.settings.activation.size_problem(self.settings.latents_of(width)):
+            raise ForgeError(f"taps: sink {self.settings.folder}: {name} has {width} features: {problem}")
+        seed = f"{self.context.job.job.seed}:{self.settings.folder}:{name}"
+        return Trainer(self.settings, width, target_width, seed, self.context.device)
+
+    def metrics(self) -> Mapping[str, float | Tensor]:
+        if not self.updated:
+            return {}
+        shared = self.owners.share({name: trainer.metrics() for name, trainer in self.trainers.items()}, METRICS)
+        return {f"sae/{self.settings.folder}/{name}": value for name, value in shared.items()}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        trained = self.trainers.items()
+        own = {f"{name}/{key}": tensor for name, trainer in trained for key, tensor in trainer.state().items()}
+        return {**own, "rows": self.rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rows = state["rows"]
+        saved = {name.partition("/")[0] for name, value in state.items() if isinstance(value, Tensor)}
+        if saved and (changed := sorted(saved ^ set(self.targets))):
+            names = ", ".join(changed)
+            raise ForgeError(
+                f"taps: sink {self.settings.folder}: the checkpoint has other points; they differ in {names}"
+            )
+        self.trainers = {}
+        for name, own in self.owners.of_rank(state).items():
+            width, target_width = own["coder.W_enc"].shape[0], own["coder.W_dec"].shape[1]
+            self.trainers[name] = self._new_trainer(name, width, None if self.targets[name] == name else target_width)
+            self.trainers[name].load(own)
+
+    def close(self, final: bool) -> None:
+        if not final:
+            return
+        for name, trainer in self.trainers.items():
+            trainer.finish()
+            if self.context.folder is not None:
+                figures = {key: float(value) for key, value in trainer.metrics().items()}
+                folder = self.context.folder / self.settings.folder / name
+                save(trainer.coder, folder, metadata(name, self.targets[name], self.context.job.job.name, figures))
+        gather_objects(None)  # nobody goes on to read what another rank has yet to write
+
+
+def metadata(name: str, target: str, model: str, figures: Mapping[str, float]) -> dict[str, Any]:
+    """What `cfg.json` says of the training, by SAELens' names where it has one."""
+    of_target = {} if target == name else {"hook_name_out": target}
+    return {
+        "model_name": model,
+        "hook_name": name,
+        **of_target,
+        "trained_by": "forge-plugin-sae",
+        "last": dict(figures),
+    }
+
+
+def _targets(settings: SAE, taps: TapsInfo) -> dict[str, str]:
+    """Each point and what its autoencoder reconstructs.
+
+    Raises:
+        ForgeError: the points cannot be trained on, or a transcoder's target is not among them.
+    """
+    outputs = [name for name in taps.points if settings.output and name.rpartition(".")[2] == settings.output]
+    targets = {}
+    for name, info in taps.points.items():
+        if info.axes == "pattern":
+            raise ForgeError(f"taps: sink {settings.folder}: {name} is attention, whose width is that of the sequence")
+        if name in outputs:
+            continue
+        layer = name.rpartition(".")[0]
+        target = f"{layer}.{settings.output}".lstrip(".") if settings.output else name
+        if target not in taps.points:
+            hint = did_you_mean(target, taps.points)
+            raise ForgeError(f"taps: sink {settings.folder}: {target}, the output for {name}, is not captured{hint}")
+        targets[name] = target
+    if not targets:
+        raise ForgeError(f"taps: sink {settings.folder} has no point but its output {settings.output}")
+    return targets

@@ -1,0 +1,135 @@
+"""The sink in jobs of a stranger's model: files, metrics, several ranks, runs that continue, mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from sae_stranger import job, run, sae
+
+from forge_core.contracts.errors import ForgeError
+from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
+from forge_plugin_sae import BatchTopK, JumpReLU, TopK
+from forge_plugin_sae.model import load
+from forge_plugin_sae.training import Trainer
+from forge_plugin_taps import Store
+from forge_testing.processes import run_on_ranks
+from forge_testing.tiny import job_problems
+
+TRANSCODERS = {"points": ("*.resid_pre", "*.mlp_out"), "output": "mlp_out", "folder": "transcoders"}
+SINKS = {
+    "sae": sae(activation=BatchTopK(k=3)),
+    "transcoders": sae(activation=JumpReLU(target_l0=3.0, bandwidth=0.1), **TRANSCODERS),
+}
+KEYS = {"explained_variance", "l0", "loss", "dead", "updates"}
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    paths = sorted(folder.glob("*/layers.*/cfg.json"))
+    return {str(path.parent.relative_to(folder)): load(path.parent).state_dict() for path in paths}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return run(job(tmp_path_factory.mktemp("alone"), sinks={**SINKS, "store": Store()}))
+
+
+def test_every_point_has_its_autoencoder_and_every_pair_its_transcoder(alone):
+    assert sorted(weights(alone)) == [
+        *(f"sae/layers.{number}.resid_post" for number in range(2)),
+        *(f"transcoders/layers.{number}.resid_pre" for number in range(2)),
+    ]
+    config = json.loads((alone / "transcoders/layers.1.resid_pre/cfg.json").read_text())
+    assert config["metadata"]["hook_name"] == "layers.1.resid_pre"
+    assert config["metadata"]["hook_name_out"] == "layers.1.mlp_out"
+
+
+def test_a_transcoder_maps_its_point_to_its_output(alone):
+    from safetensors.torch import load_file
+
+    step, point = alone / "taps/step-8", "layers.0.resid_pre"
+    x, y = (load_file(step / f"{name}.safetensors")[name] for name in (point, "layers.0.mlp_out"))
+    coder = load(alone / "transcoders" / point)
+    left = (y - coder(x)).square().sum() / (y - y.mean(0)).square().sum()
+    assert left < 0.85  # 512 rows teach little, but more than the mean
+
+
+def test_lines_have_the_figures_of_steps_with_updates(alone):
+    logged = {line["step"]: line for line in lines(alone) if "loss" in line}
+    of_step = {step: {name for name in line if name.startswith("sae/sae/")} for step, line in logged.items()}
+    assert not of_step[1]  # the buffer takes all of its 64 rows
+    assert of_step[2] == {f"sae/sae/layers.{number}.resid_post/{key}" for number in range(2) for key in KEYS}
+    assert [logged[step]["sae/sae/layers.0.resid_post/updates"] for step in (2, 8)] == [2, 14]
+    assert logged[8]["sae/sae/layers.0.resid_post/l0"] == pytest.approx(3, abs=1e-9)
+    first, last = (logged[step]["sae/sae/layers.0.resid_post/explained_variance"] for step in (2, 8))
+    assert last > max(first, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}), (2, {"pp": PipelineParallel(degree=2)})],
+    ids=["fsdp2_tp2", "pp2"],
+)
+def test_autoencoders_are_the_same_under_every_layout(alone, tmp_path, ranks, layout):
+    run_on_ranks(ranks, lambda rank: run(job(tmp_path, sinks=SINKS, parallel=layout)))
+    found, expected = weights(tmp_path / "run"), weights(alone)
+    assert found.keys() == expected.keys()
+    for name, state in expected.items():
+        for key, tensor in state.items():
+            torch.testing.assert_close(found[name][key], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_two_ranks_that_continue_train_the_same_to_the_bit(alone, tmp_path):
+    def both(rank):
+        return [run(job(tmp_path, **settings, job={"name": name})) for name in names]
+
+    settings = {"sinks": SINKS, "parallel": {"fsdp": FSDP()}, "checkpoint": {"interval": 3, "keep": 0}}
+    names = ["whole", "parts"]
+    run_on_ranks(2, both)
+    parts = tmp_path / "parts"
+    for left_behind in ("checkpoints/step-8", "checkpoints/step-6", "sae", "transcoders"):
+        shutil.rmtree(parts / left_behind)
+    names = ["parts"]
+    run_on_ranks(2, both)
+    expected = weights(tmp_path / "whole")
+    assert len(expected) == 4
+    for name, state in weights(parts).items():
+        for key, tensor in expected.pop(name).items():
+            assert torch.equal(state[key], tensor), (name, key)
+    assert not expected
+    for a, b in zip(lines(tmp_path / "whole"), lines(parts), strict=True):
+        assert {k: v for k, v in a.items() if "sae" in k} == {k: v for k, v in b.items() if "sae" in k}
+
+
+def test_each_point_is_trained_by_one_rank(tmp_path, monkeypatch):
+    def trained(rank):
+        seen = []
+        own = Trainer.add
+        monkeypatch.setattr(Trainer, "add", lambda self, *parts: (seen.append(id(self)), own(self, *parts))[1])
+        run(job(tmp_path, parallel={"fsdp": FSDP()}))
+        return len(set(seen))
+
+    assert run_on_ranks(2, trained) == [1, 1]
+
+
+def test_mistakes_are_refused_when_the_job_is_checked(tmp_path):
+    sinks = {"a": sae(batch=65), "b": sae(activation=TopK(k=25)), "c": sae(folder="c", activation=JumpReLU())}
+    problems = "\n".join(job_problems(job(tmp_path, sinks=sinks)))
+    assert "sinks.a.batch: 65 exceeds the buffer of 64 rows" in problems
+    assert "sinks.b.activation: k = 25 exceeds the 24 latents; lower k, or add latents" in problems
+    assert "sinks.b.folder: 'sae' is that of another sink too" in problems
+    assert "sinks.c.activation: target_l0 = 32 exceeds the 24 latents" in problems
+
+
+def test_an_output_that_is_not_captured_is_named(tmp_path):
+    sinks = {"sae": sae(points=("*.resid_pre",), output="mlp_in")}
+    with pytest.raises(ForgeError, match=r"layers.0.mlp_in, the output for layers.0.resid_pre, is not captured"):
+        run(job(tmp_path, sinks=sinks))
+    with pytest.raises(ForgeError, match="layers.0.resid_post has 16 features: k = 32 exceeds the 16 latents"):
+        run(job(tmp_path, sinks={"sae": sae(latents=0, expansion=1, activation=TopK())}, job={"name": "b"}))
