@@ -1,6 +1,8 @@
-"""Sparse autoencoders and transcoders on a run's activations: sink `sae`, kind `sparsity`, command `sae`."""
+"""Sparse autoencoders on a run's activations: sink, edit, evaluation and command `sae`; kind `sparsity`."""
 
 from forge_plugin_sae.activations import L1, BatchTopK, JumpReLU, SparsityComponent, TopK
+from forge_plugin_sae.edits import SAEEdit
+from forge_plugin_sae.evaluation import LossRecovered
 from forge_plugin_sae.sae import SAE
 
-__all__ = ["L1", "SAE", "BatchTopK", "JumpReLU", "SparsityComponent", "TopK"]
+__all__ = ["L1", "SAE", "BatchTopK", "JumpReLU", "LossRecovered", "SAEEdit", "SparsityComponent", "TopK"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, gt, lt
@@ -12,6 +12,9 @@ from attrs.validators import deep_iterable, ge, gt, lt
 from forge_core.contracts.components import default_type
 from forge_core.contracts.errors import Problem
 from forge_plugin_sae.activations import SparsityComponent
+
+if TYPE_CHECKING:
+    import torch
 
 
 @frozen(kw_only=True, slots=False)  # a component has its base's slots, and Python combines no two such layouts
@@ -44,6 +47,13 @@ class Training:
     Gao et al. take 10 million."""
     precision: Literal["fp32", "fp64"] = "fp32"
     """Precision of weights, activations and sums."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of `precision`."""
+        import torch
+
+        return torch.float64 if self.precision == "fp64" else torch.float32
 
     def latents_of(self, width: int) -> int:
         """Latents of an autoencoder whose input has that width."""

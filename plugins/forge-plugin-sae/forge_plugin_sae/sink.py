@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError, did_you_mean
-from forge_core.parallel.mesh import gather_objects
-from forge_plugin_sae.model import save
+from forge_core.parallel.mesh import gather_objects, world_size
+from forge_plugin_sae.model import SparseCoder, save
 from forge_plugin_sae.training import Trainer
 from forge_plugin_taps import Owners, Sink
 
@@ -29,6 +30,10 @@ class SAESink(Sink):
         self.targets = _targets(settings, taps)
         """Point -> the point to reconstruct: itself, of an autoencoder."""
         self.owners = Owners(self.targets, context.device)
+        used = {*self.targets, *self.targets.values()}
+        splits = context.layout.tp > 1
+        self.divided = [name for name in used if splits and taps.points[name].axes in ("heads", "hidden")]
+        """Points of which no rank has all features; they are whole only where they are gathered."""
         self.trainers: dict[str, Trainer] = {}
         """Of this rank's points, once their widths are known: from the first sample, or a checkpoint."""
         self.rows = 0
@@ -60,6 +65,26 @@ class SAESink(Sink):
             return {}
         shared = self.owners.share({name: trainer.metrics() for name, trainer in self.trainers.items()}, METRICS)
         return {f"sae/{self.settings.folder}/{name}": value for name, value in shared.items()}
+
+    def coders(self) -> dict[str, SparseCoder]:
+        """Returns the autoencoders as they are now, on every rank; none before their first update. Collective."""
+        if not self._batches():
+            return {}
+        own = {name: (trainer.width, *trainer.coder.W_dec.shape) for name, trainer in self.trainers.items()}
+        known = {name: sizes for part in gather_objects(own) for name, sizes in part.items()}
+        coders = {}
+        for name, target in self.targets.items():
+            width, latents, outputs = known[name]
+            if self.owners.owns(name):
+                coders[name] = self.trainers[name].coder
+            else:
+                activation = self.settings.activation.activation(latents)
+                coder = SparseCoder(activation, width, latents, None if target == name else outputs)
+                coders[name] = coder.to(self.context.device, self.settings.dtype).eval()
+            if world_size() > 1:
+                for tensor in coders[name].state_dict().values():
+                    torch.distributed.broadcast(tensor, self.owners.rank_of[name])
+        return coders
 
     def state_dict(self) -> Mapping[str, Any]:
         trained = self.trainers.items()

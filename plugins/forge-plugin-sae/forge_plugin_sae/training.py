@@ -40,7 +40,7 @@ class Trainer:
             device: of weights and buffer.
         """
         self.settings, self.width = settings, width
-        self.dtype = torch.float64 if settings.precision == "fp64" else torch.float32
+        self.dtype = settings.dtype
         latents = settings.latents_of(width)
         self.coder = SparseCoder(settings.activation.activation(latents), width, latents, target_width)
         self.coder.to(device, self.dtype)

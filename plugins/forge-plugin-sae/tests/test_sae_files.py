@@ -35,7 +35,10 @@ def coder_of(activation, target_width=None):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_is_for_activations_as_they_are(tmp_path, kind, target_width):
     activation, *architectures = KINDS[kind]
-    coder, x = coder_of(activation, target_width), torch.randn(9, 5, generator=torch.Generator().manual_seed(2)).double()
+    coder, x = (
+        coder_of(activation, target_width),
+        torch.randn(9, 5, generator=torch.Generator().manual_seed(2)).double(),
+    )
     save(coder, tmp_path / "sae", {"hook_name": "layers.1.resid_post"})
     config = json.loads((tmp_path / "sae/cfg.json").read_text())
     assert config["architecture"] == architectures[target_width is not None]

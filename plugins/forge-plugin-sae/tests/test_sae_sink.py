@@ -131,5 +131,5 @@ def test_an_output_that_is_not_captured_is_named(tmp_path):
     sinks = {"sae": sae(points=("*.resid_pre",), output="mlp_in")}
     with pytest.raises(ForgeError, match=r"layers.0.mlp_in, the output for layers.0.resid_pre, is not captured"):
         run(job(tmp_path, sinks=sinks))
-    with pytest.raises(ForgeError, match="layers.0.resid_post has 16 features: k = 32 exceeds the 16 latents"):
+    with pytest.raises(ForgeError, match=r"layers.0.resid_post has 16 features: k = 32 exceeds the 16 latents"):
         run(job(tmp_path, sinks={"sae": sae(latents=0, expansion=1, activation=TopK())}, job={"name": "b"}))

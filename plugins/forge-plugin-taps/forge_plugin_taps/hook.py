@@ -43,6 +43,7 @@ class TapsHook(TrainingHook):
             names = component.received(info)
             own = evolve(info, points={point: info.points[point] for point in names})
             self._sinks[name] = context.build.build(component, taps=own), names
+            self._recorder.sinks[name] = self._sinks[name][0]
         self._give_state(self._restored)
         for sink, _ in self._sinks.values():
             sink.start(context.step)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Model
+    from forge_plugin_taps.kinds import Edit, Sink
     from forge_plugin_taps.taps import Taps
 
 ATTRIBUTE = "taps_recorder"
@@ -56,6 +57,8 @@ class Recorder:
         self.current = Current(context.auxiliary)
         self.sites: dict[str, Site] = {}
         """Of this rank, by point."""
+        self.sinks: dict[str, Sink] = {}
+        """By the names of their tables, for evaluations; none before the run begins."""
         self.names: Sequence[str] = ()
         """Captured points of all ranks, gradients among them; set by `agree`."""
         self.positions = job.train.seq_len if component.positions == "all" else int(component.positions)
@@ -113,8 +116,20 @@ class Recorder:
         for name, component in self.component.edits.items():
             edit = self.context.build(component, taps=info)
             for point in matching([component.point], list(self.sites)):
-                self.sites[point].edits.append((name, edit, partial(self._where, self.sites[point])))
+                self.put_edit(name, edit, point)
         self.current.edits = frozenset(self.component.edits)
+
+    def put_edit(self, name: str, edit: Edit, point: str) -> None:
+        """Put an edit, to be switched on by `editing`, at a captured point that this rank has; in place of its last."""
+        if point in self.sites:
+            self.take_edits([name], point)
+            self.sites[point].edits.append((name, edit, partial(self._where, self.sites[point])))
+
+    def take_edits(self, names: Iterable[str], point: str) -> None:
+        """Remove edits of these names from a point, if this rank has it."""
+        if point in self.sites:
+            edits = self.sites[point].edits
+            edits[:] = [edit for edit in edits if edit[0] not in names]
 
     @contextmanager
     def editing(self, names: Iterable[str]) -> Iterator[None]:

@@ -49,9 +49,13 @@ class StatisticsSink(Sink):
         self.edges = torch.tensor(settings.edges, dtype=torch.float64, device=context.device)
         self.logged: dict[str, Tensor] = {}
         self._lines: Any = None
+        self._pending: tuple[int, Tensor] | None = None
+        """Step and figures (P, scalars + K), which are being copied to the host."""
 
     def start(self, step: int) -> None:
         folder = self.context.folder
+        self._pending = None
+        self.close(final=False)  # in a roll-back, the file is open
         if folder is not None and global_rank() == 0:
             (folder / self.settings.file).parent.mkdir(parents=True, exist_ok=True)
             self._lines = JsonLines(file=self.settings.file).build(self.context)
@@ -64,12 +68,22 @@ class StatisticsSink(Sink):
         largest = self._all_reduce({name: self._largest(own.get(name), self.units[name]) for name in self.names}, "MAX")
         means = {name: sums[name][1] / self._count(name, sample) for name in self.names}
         powers = self._all_reduce({name: _central(own.get(name), means[name]) for name in self.names})
-        points = {}
-        for name in self.names:
-            points[name] = self._figures(sums[name], largest[name], powers[name], self._count(name, sample))
+        points = {
+            name: self._figures(sums[name], largest[name], powers[name], self._count(name, sample))
+            for name in self.names
+        }
         chosen = [(key, SCALARS.index(key)) for key in self.settings.log]
         self.logged = {f"taps/{name}/{key}": points[name][0][at] for name in self.names for key, at in chosen}
-        self._write(sample.step, points)
+        if self._lines is not None:
+            figures = torch.stack([torch.cat(parts) for parts in points.values()])
+            self._pending = sample.step, figures.to("cpu", non_blocking=True)
+
+    def settle(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            if self.context.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            self._write(*pending)
 
     def metrics(self) -> Mapping[str, float | Tensor]:
         return self.logged
@@ -77,6 +91,7 @@ class StatisticsSink(Sink):
     def close(self, final: bool) -> None:
         if self._lines is not None:
             self._lines.close()
+            self._lines = None
 
     def _count(self, name: str, sample: Sample) -> int:
         return len(sample) * self.units[name]
@@ -119,12 +134,9 @@ class StatisticsSink(Sink):
         scalars = [norm, sums[1] / count, variance, kurtosis, largest.max(), dead, sums[0]]
         return torch.stack(scalars), sums[-bins:]
 
-    def _write(self, step: int, points: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        if self._lines is None:
-            return
-        whole = torch.stack([torch.cat(parts) for parts in points.values()]).tolist()  # one wait for the device
+    def _write(self, step: int, figures: Tensor) -> None:
         lines = {}
-        for name, row in zip(points, whole, strict=True):
+        for name, row in zip(self.names, figures.tolist(), strict=True):
             scalars = dict(zip(SCALARS, row[: len(SCALARS)], strict=True))
             lines[name] = {
                 **{key: value if math.isfinite(value) else str(value) for key, value in scalars.items()},

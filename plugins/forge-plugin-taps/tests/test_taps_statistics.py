@@ -102,6 +102,7 @@ def test_values_that_are_not_finite_are_counted():
     written = []
     sink._lines = SimpleNamespace(log=written.append)
     sink.consume(Two())
+    sink.settle()
     assert {name: float(value) for name, value in sink.metrics().items()} == {"taps/x/not_finite": 2}
     assert written[0]["points"]["x"]["histogram"] == [1, 1]
     assert written[0]["points"]["x"]["mean"] == "nan"

@@ -1,0 +1,59 @@
+"""The edit `sae`: reconstructions in place of activations, and latents set by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import min_len
+
+from forge_core.contracts.errors import ForgeError, Problem
+from forge_plugin_taps import EditComponent
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+    from forge_plugin_taps import Edit, TapsInfo
+
+
+@frozen(kw_only=True)
+class SAEEdit(EditComponent):
+    """Puts an autoencoder's reconstruction in place of activations, with some latents set to values."""
+
+    folder: str = field(validator=min_len(1))
+    """Folder with one autoencoder for each point, as the sink and the command `sae` write them, or SAELens."""
+    latents: Mapping[str, float] = field(factory=dict)
+    """Values of latents by number (`latents = {"17" = 4.0}`), at every position; the others are as encoded."""
+    keep_error: bool = True
+    """Whether what the autoencoder does not explain is added again, so that only what `latents` change changes."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if wrong := [number for number in self.latents if not number.isdecimal()]:
+            yield Problem("latents", f"{wrong[0]!r} is no number of a latent; they count from 0")
+        if self.keep_error and not self.latents:
+            yield Problem(
+                "latents", "none is set, so that with keep_error nothing changes; set some, or keep_error = false"
+            )
+        if not Path(self.folder).is_dir():
+            yield Problem("folder", f"there is no folder {self.folder}; the sink sae writes RUN/sae when a run ends")
+
+    def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        from forge_plugin_sae.reconstruction import Steer
+
+        return Steer(self, context.device)
+
+
+def folder_of(folder: Path, point: str) -> Path:
+    """Where the autoencoder of a point is.
+
+    Raises:
+        ForgeError: it is not there.
+    """
+    path = folder / point
+    if not (path / "cfg.json").is_file():
+        there = sorted(each.parent.name for each in folder.glob("*/cfg.json"))
+        raise ForgeError(f"{folder} has no autoencoder of {point}; it has {', '.join(there) or 'none'}")
+    return path

@@ -1,0 +1,149 @@
+"""Reconstructions in place of activations: held-out losses, and latents set by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from sae_stranger import job, run, sae
+
+from forge_core.contracts.errors import ForgeError
+from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
+from forge_plugin_sae import LossRecovered, SAEEdit
+from forge_plugin_sae.model import load
+from forge_testing import Numbers
+from forge_testing.processes import run_on_ranks
+from forge_testing.tiny import job_problems
+
+SINKS = {
+    "sae": sae(),
+    "transcoders": sae(points=("*.resid_pre", "*.mlp_out"), output="mlp_out", folder="transcoders"),
+}
+EVALUATIONS = {name: LossRecovered(sink=name, sequences=6) for name in SINKS}
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluated(folder):
+    """Figures of the sparse coders at the last evaluation."""
+    (last,) = [line for line in lines(folder) if "eval/loss" in line][-1:]
+    return {name.removeprefix("eval/sae/"): value for name, value in last.items() if name.startswith("eval/sae/")}
+
+
+def made(folder, **changes):
+    return job(folder, sinks=SINKS, eval={"interval": 4}, evaluations=EVALUATIONS, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return run(made(tmp_path_factory.mktemp("alone")))
+
+
+def test_loss_recovered_is_that_of_the_model_run_by_hand(tmp_path, monkeypatch):
+    """Beside the same model, whose layer is replaced by hand."""
+    from forge_plugin_sae import recovered as module
+
+    seen = {}
+
+    def spy(settings, context):
+        (coder,) = module_recorder(context.model).sinks["sae"].coders().values()
+        figures = original(settings, context)
+        (batch,) = context.batches(context.held_out, 0)
+        seen.update(figures=figures, expected=by_hand(context, batch, coder))
+        return figures
+
+    def by_hand(context, batch, coder):
+        def loss(change):
+            (x,) = context.model.embed(batch)
+            for number, layer in context.model.layers.items():
+                x = x + layer.pair(x)
+                x = change(x) if number == "0" else x
+            logits = context.model.head.logits(context.model.finish((x,), batch))
+            return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+
+        clean, mine, zero = loss(lambda x: x), loss(coder), loss(torch.zeros_like)
+        return {"loss": mine, "loss_recovered": (zero - mine) / (zero - clean)}
+
+    original, module_recorder = module.recovered, module.recorder_of
+    monkeypatch.setattr(module, "recovered", spy)
+    sinks = {"sae": sae(points=("layers.0.resid_post",))}
+    data = {"sources": (Numbers(held_out=8),)}
+    evaluations = {"sae": LossRecovered(sequences=0)}
+    changes = {"data": data, "evaluations": evaluations, "micro_batch_size": 8}
+    run(job(tmp_path, sinks=sinks, **changes))
+    figures = {name.rpartition("/")[2]: value for name, value in seen["figures"].items()}
+    assert seen["expected"] == pytest.approx({name: figures[name] for name in seen["expected"]}, rel=1e-9)
+    assert 0 < figures["l0"] <= 3
+    assert figures["explained_variance"] > 0.3
+
+
+def test_every_autoencoder_and_transcoder_is_evaluated(alone):
+    figures = evaluated(alone)
+    assert {name.rpartition("/")[0] for name in figures} == {
+        *(f"sae/layers.{number}.resid_post" for number in range(2)),
+        *(f"transcoders/layers.{number}.resid_pre" for number in range(2)),
+    }
+    assert all(value > 0 for name, value in figures.items() if name.endswith("/loss"))
+
+
+def test_the_model_goes_on_as_if_nothing_had_been_replaced(alone, tmp_path):
+    plain = run(job(tmp_path, sinks={}, eval={"interval": 4}))
+    a, b = ([line["loss"] for line in lines(folder) if "loss" in line] for folder in (alone, plain))
+    assert a == b
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}), (2, {"pp": PipelineParallel(degree=2)})],
+    ids=["fsdp2_tp2", "pp2"],
+)
+def test_losses_are_the_same_under_every_layout(alone, tmp_path, ranks, layout):
+    run_on_ranks(ranks, lambda rank: run(made(tmp_path, parallel=layout)))
+    assert evaluated(tmp_path / "run") == pytest.approx(evaluated(alone), rel=1e-7, abs=1e-9)
+
+
+def test_latents_that_are_set_move_activations_along_their_directions(alone):
+    steer = SAEEdit(point="*", folder=str(alone / "sae"), latents={"5": 2.0}).build(at := context(), taps=None)
+    x, point = torch.randn(2, 3, 16, dtype=torch.float64), "layers.0.resid_post"
+    coder = load(alone / "sae" / point)
+    moved = steer.apply(x, where(point)) - x
+    torch.testing.assert_close(moved, (2.0 - coder.encode(x)[..., 5:6]) * coder.W_dec[5])
+    whole = SAEEdit(point="*", folder=str(alone / "sae"), keep_error=False).build(at, taps=None)
+    torch.testing.assert_close(whole.apply(x, where(point)), coder(x))
+
+
+def test_edits_that_cannot_be_are_refused(alone, tmp_path):
+    edits = {
+        "a": SAEEdit(point="layers.0.resid_post", folder=str(alone / "sae")),
+        "b": SAEEdit(point="layers.0.resid_post", folder="nowhere", latents={"x": 1.0}),
+    }
+    problems = "\n".join(job_problems(job(tmp_path, taps={"edits": edits}, evaluations={"e": LossRecovered(sink="s")})))
+    assert "edits.a.latents: none is set, so that with keep_error nothing changes" in problems
+    assert "edits.b.folder: there is no folder nowhere" in problems
+    assert "edits.b.latents: 'x' is no number of a latent" in problems
+    assert "evaluations.e.sink: there is no sink 's' of type sae; the job has sae" in problems
+    for point, latents, message in (
+        ("layers.7.resid_post", {"1": 1.0}, "has no autoencoder of layers.7.resid_post; it has layers.0.resid_post"),
+        ("layers.0.resid_post", {"24": 1.0}, "has 24 latents, and latents has number 24"),
+    ):
+        edit = SAEEdit(point="*", folder=str(alone / "sae"), latents=latents).build(context(), taps=None)
+        with pytest.raises(ForgeError, match=message):
+            edit.apply(torch.zeros(1, 1, 16), where(point))
+    edit = SAEEdit(point="*", folder=str(alone / "transcoders"), latents={"1": 1.0}).build(context(), taps=None)
+    with pytest.raises(ForgeError, match="is a transcoder"):
+        edit.apply(torch.zeros(1, 1, 16), where("layers.0.resid_pre"))
+
+
+def context():
+    from types import SimpleNamespace
+
+    return SimpleNamespace(device=torch.device("cpu"))
+
+
+def where(point):
+    from types import SimpleNamespace
+
+    return SimpleNamespace(point=point, split=None)
