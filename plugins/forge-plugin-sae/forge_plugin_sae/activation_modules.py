@@ -17,11 +17,11 @@ class Activation(nn.Module):
     `forward` is for training, where it may depend on the batch; `infer` treats each row by itself.
     """
 
-    architecture = "standard"
-    """The class of SAELens whose `encode` is `infer`; see `export`."""
+    architecture = ""
+    """Architecture in SAELens that encodes as `infer` does; empty: it has none, and will refuse the file."""
 
     def forward(self, pre_NF: Tensor) -> Tensor:
-        return pre_NF.relu()
+        raise NotImplementedError
 
     def infer(self, pre_NF: Tensor) -> Tensor:
         return self(pre_NF)
@@ -127,9 +127,14 @@ class JumpReLUActivation(Activation):
 class L1Activation(Activation):
     """ReLU, whose sum is penalised."""
 
+    architecture = "standard"
+
     def __init__(self, coefficient: float) -> None:
         super().__init__()
         self.coefficient = coefficient
+
+    def forward(self, pre_NF: Tensor) -> Tensor:
+        return pre_NF.relu()
 
     def penalty(self, pre_NF: Tensor, latents_NF: Tensor) -> Tensor:
         return self.coefficient * latents_NF.sum(-1).mean()

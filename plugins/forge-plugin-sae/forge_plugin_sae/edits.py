@@ -38,7 +38,7 @@ class SAEEdit(EditComponent):
                 "latents", "none is set, so that with keep_error nothing changes; set some, or keep_error = false"
             )
         if not Path(self.folder).is_dir():
-            yield Problem("folder", f"there is no folder {self.folder}; the sink sae writes RUN/sae when a run ends")
+            yield Problem("folder", f"{self.folder} does not exist; the sink sae writes RUN/sae when a run ends")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
         from forge_plugin_sae.reconstruction import Steer

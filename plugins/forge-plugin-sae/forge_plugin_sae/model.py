@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_sae.activation_modules import Activation, JumpReLUActivation, TopKActivation
+from forge_plugin_sae.activation_modules import Activation, JumpReLUActivation, L1Activation, TopKActivation
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 """Names of the files, as SAELens has them."""
@@ -113,10 +113,10 @@ def save(coder: SparseCoder, folder: Path, metadata: Mapping[str, Any]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = coder.folded()
-    name, own = coder.activation.architecture, coder.activation.settings()
+    name, own = coder.activation.architecture or type(coder.activation).__name__, coder.activation.settings()
     width, latents = coder.W_enc.shape
     config: dict[str, Any] = {
-        "architecture": TRANSCODER[name] if coder.transcodes else name,
+        "architecture": TRANSCODER.get(name, name) if coder.transcodes else name,
         "d_in": width,
         "d_sae": latents,
         "dtype": str(coder.W_enc.dtype).removeprefix("torch."),
@@ -167,7 +167,7 @@ def _activation(kind: str, config: Mapping[str, Any], threshold: Tensor | None) 
     if kind == "topk":
         return TopKActivation(config["k"])
     if threshold is None:
-        return Activation()
+        return L1Activation(0.0)
     settings: Any = SimpleNamespace(bandwidth=0.0, target_l0=0.0, coefficient=0.0, threshold=0.0)  # for training only
     return JumpReLUActivation(len(threshold), settings)
 

@@ -19,7 +19,7 @@ class Quality:
         self.rows += len(target_NE)
         target, error = target_NE.double(), error_NE.double()
         self.sums[: self.width] += target.sum(0)
-        active = (latents_NF > 0).sum().double()
+        active = (latents_NF != 0).sum().double()
         total = torch.zeros_like(active) if loss is None else loss.double() * len(target)
         self.sums[self.width :] += torch.stack([target.square().sum(), error.square().sum(), active, total])
 

@@ -27,7 +27,7 @@ class SAESink(Sink):
 
     def __init__(self, settings: SAE, context: BuildContext, taps: TapsInfo) -> None:
         self.settings, self.context = settings, context
-        self.targets = _targets(settings, taps)
+        self.targets = targets_of(settings, taps)
         """Point -> the point to reconstruct: itself, of an autoencoder."""
         self.owners = Owners(self.targets, context.device)
         used = {*self.targets, *self.targets.values()}
@@ -129,7 +129,7 @@ def metadata(name: str, target: str, model: str, figures: Mapping[str, float]) -
     }
 
 
-def _targets(settings: SAE, taps: TapsInfo) -> dict[str, str]:
+def targets_of(settings: SAE, taps: TapsInfo) -> dict[str, str]:
     """Each point and what its autoencoder reconstructs.
 
     Raises:
@@ -139,15 +139,15 @@ def _targets(settings: SAE, taps: TapsInfo) -> dict[str, str]:
     targets = {}
     for name, info in taps.points.items():
         if info.axes == "pattern":
-            raise ForgeError(f"taps: sink {settings.folder}: {name} is attention, whose width is that of the sequence")
+            raise ForgeError(f"sae: {name} is attention, whose width is that of the sequence")
         if name in outputs:
             continue
         layer = name.rpartition(".")[0]
         target = f"{layer}.{settings.output}".lstrip(".") if settings.output else name
         if target not in taps.points:
             hint = did_you_mean(target, taps.points)
-            raise ForgeError(f"taps: sink {settings.folder}: {target}, the output for {name}, is not captured{hint}")
+            raise ForgeError(f"sae: {target}, the output for {name}, is not captured{hint}")
         targets[name] = target
     if not targets:
-        raise ForgeError(f"taps: sink {settings.folder} has no point but its output {settings.output}")
+        raise ForgeError(f"sae: there is no point but the output {settings.output}")
     return targets

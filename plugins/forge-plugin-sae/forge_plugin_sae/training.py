@@ -121,7 +121,7 @@ class Trainer:
     def _count(self, latents_NF: Tensor) -> None:
         self.rows += len(latents_NF)
         self.idle_F += len(latents_NF)
-        self.idle_F.masked_fill_((latents_NF > 0).any(0), 0)
+        self.idle_F.masked_fill_((latents_NF != 0).any(0), 0)
 
     def _revival_loss(self, pre_NF: Tensor, error_NE: Tensor) -> Tensor:
         """The squared error of dead latents as an explanation of `error_NE`, over the variance of that.

@@ -122,7 +122,7 @@ def test_edits_that_cannot_be_are_refused(alone, tmp_path):
     }
     problems = "\n".join(job_problems(job(tmp_path, taps={"edits": edits}, evaluations={"e": LossRecovered(sink="s")})))
     assert "edits.a.latents: none is set, so that with keep_error nothing changes" in problems
-    assert "edits.b.folder: there is no folder nowhere" in problems
+    assert "edits.b.folder: nowhere does not exist" in problems
     assert "edits.b.latents: 'x' is no number of a latent" in problems
     assert "evaluations.e.sink: there is no sink 's' of type sae; the job has sae" in problems
     for point, latents, message in (

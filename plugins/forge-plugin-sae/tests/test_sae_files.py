@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_sae import L1, BatchTopK, JumpReLU, TopK
+from forge_plugin_sae.activation_modules import Activation
 from forge_plugin_sae.model import SparseCoder, load, save
 
 KINDS = {
@@ -63,6 +64,23 @@ def test_what_is_saved_is_for_activations_as_they_are(tmp_path, kind, target_wid
     torch.testing.assert_close(again.encode(x), coder.encode(x) / coder.scale_out)
     torch.testing.assert_close(own["W_dec"].norm(dim=1), torch.ones(12).double())
     assert (latents > 0).any()
+
+
+class Absolute(Activation):
+    """Your own: SAELens knows no class that encodes like it."""
+
+    def forward(self, pre):
+        indices = pre.abs().topk(2).indices
+        return torch.zeros_like(pre).scatter(-1, indices, pre.gather(-1, indices))
+
+
+def test_an_activation_of_ones_own_is_not_saved_as_another(tmp_path):
+    coder = SparseCoder(Absolute(), 5, 12)
+    coder.draw(torch.Generator().manual_seed(0))
+    assert (coder.encode(torch.ones(1, 5)) < 0).any()
+    save(coder, tmp_path, {})
+    with pytest.raises(ForgeError, match="the architecture is 'Absolute'"):
+        load(tmp_path)
 
 
 def test_what_would_be_read_wrong_is_refused(tmp_path):

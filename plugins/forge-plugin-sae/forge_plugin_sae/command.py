@@ -1,0 +1,74 @@
+"""`forge-run sae`: sparse autoencoders on what a run has stored."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_core.cli.command_line import columns, parse_job_arguments, positive, with_examples
+from forge_core.contracts.errors import ExitCode, JobError
+from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import load_component
+from forge_plugin_sae.sae import SAE
+from forge_plugin_taps import SinkComponent
+
+if TYPE_CHECKING:
+    from forge_plugin_sae.stored import Trained
+
+FILES = "a run or its folder of samples (taps), then TOML files with a table [sae], with the keys of the sink"
+TABLE = '[sae]\ntype = "sae"\n'
+
+
+def command(argv: list[str]) -> int:
+    """Train sparse autoencoders or transcoders on the activations that a run has stored, and measure them."""
+    parser = argparse.ArgumentParser("forge-run sae", description=command.__doc__)
+    parser.add_argument("--epochs", type=positive, default=1, metavar="N", help="passes over the samples (1)")
+    parser.add_argument(
+        "--held-out", type=_share, default=0.1, metavar="SHARE", help="share of sequences to measure on only (0.1)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write; by default RUN/sae, by sae.folder")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to train (auto)")
+    with_examples(
+        parser,
+        "forge-run sae runs/small --sae.latents=512 --sae.activation.k=16",
+        "forge-run sae runs/small/taps sae.toml --epochs 4 --out saes",
+    )
+    options, (source, *files), overrides = parse_job_arguments(parser, argv, FILES)
+    settings = _settings(files, overrides)
+    from forge_plugin_sae.stored import Samples, train  # imports torch
+
+    samples = Samples.of(Path(source))
+    out = options.out or samples.folder.parent / settings.folder
+    if out.exists():
+        raise JobError(f"{out} exists: name another folder by --out, or by --sae.folder, or remove it")
+    trained = train(settings, samples, options.epochs, options.held_out, options.device, out)
+    print(_table(trained))
+    print(f"written to {out}")
+    return ExitCode.FINISHED
+
+
+def _settings(files: Sequence[str], overrides: Sequence[str]) -> SAE:
+    component = load_component("sae", SinkComponent, Catalog.installed(), [TABLE, *files], overrides)
+    if not isinstance(component, SAE):
+        raise JobError(f"[sae] is of type {type(component).__name__}; leave out its key type")
+    if problems := list(component.setting_problems()):
+        raise JobError([problem.below("sae") for problem in problems])
+    return component
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError("must be at least 0 and below 1")
+    return value
+
+
+def _table(trained: Sequence[Trained]) -> str:
+    rows: list[Sequence[str]] = [("point", "latents", "rows", "updates", "explained variance", "L0", "dead")]
+    for each in trained:
+        figures = [f"{each.figures.get(key, float('nan')):.4g}" for key in ("explained_variance", "l0")]
+        dead = f"{each.dead} of {each.latents}"
+        rows.append((each.point, str(each.latents), str(each.rows), str(each.updates), *figures, dead))
+    return columns(rows)

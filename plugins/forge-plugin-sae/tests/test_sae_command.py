@@ -1,0 +1,91 @@
+"""`forge-run sae`, on what a run has stored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from sae_stranger import job, run, sae
+
+from forge_core.cli import main
+from forge_plugin_sae import BatchTopK
+from forge_plugin_sae.model import load
+from forge_plugin_taps import Store
+
+SETTINGS = """
+[sae]
+latents = 24
+lr = 0.01
+warmup = 4
+batch = 32
+buffer = 64
+dead_after = 96
+precision = "fp64"
+points = ["*.resid_post"]
+[sae.activation]
+type = "batch_topk"
+k = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored")
+    (folder / "sae.toml").write_text(SETTINGS)
+    return run(job(folder, sinks={"store": Store(), "sae": sae(activation=BatchTopK(k=3))}))
+
+
+def test_it_trains_what_the_sink_trains(stored, capsys):
+    assert (
+        main(["sae", str(stored), str(stored.parent / "sae.toml"), "--held-out", "0", "--out", str(stored / "x")]) == 0
+    )
+    for number in range(2):
+        mine, theirs = (load(stored / name / f"layers.{number}.resid_post").state_dict() for name in ("x", "sae"))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert f"written to {stored / 'x'}" in capsys.readouterr().out
+
+
+def test_more_epochs_explain_more_of_what_was_held_out(stored, capsys):
+    found = []
+    for epochs in ("1", "6"):
+        files = [str(stored / "taps"), str(stored.parent / "sae.toml"), "--held-out", "0.3"]
+        assert (
+            main(
+                [
+                    "sae",
+                    *files,
+                    "--epochs",
+                    epochs,
+                    "--sae.folder",
+                    f"epochs{epochs}",
+                    "--sae.points=['*.1.resid_post']",
+                ]
+            )
+            == 0
+        )
+        config = json.loads((stored / f"epochs{epochs}/layers.1.resid_post/cfg.json").read_text())
+        found.append(config["metadata"]["last"]["explained_variance"])
+    assert found[1] > found[0] + 0.1
+    out = capsys.readouterr().out.splitlines()
+    last = max(number for number, line in enumerate(out) if line.startswith("point"))
+    header, row = out[last : last + 2]
+    assert header.split() == ["point", "latents", "rows", "updates", "explained", "variance", "L0", "dead"]
+    assert row.split()[:2] == ["layers.1.resid_post", "24"]
+    assert int(row.split()[2]) < 6 * 8 * 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{run}", "--sae.latents=8"], "sae.activation: k = 32 exceeds the 8 latents"),
+        (["{run}", "--sae.latent=8"], "did you mean 'latents'"),
+        (["{run}"], "sae exists: name another folder by --out"),
+        (["{run}", "--sae.points=['*.z']", "--out={run}/y"], "has none of *.z; it has layers.0.mlp_out"),
+        (["{run}/sae"], "holds no samples of activations"),
+    ],
+)
+def test_mistakes_are_named(stored, capsys, arguments, message):
+    assert main(["sae", *(each.format(run=stored) for each in arguments)]) != 0
+    assert message in capsys.readouterr().err.replace("\n", " ")
