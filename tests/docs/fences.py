@@ -47,11 +47,12 @@ IMPORTS = ROOT / "docs" / "bring-a-model.md"
 """The page whose commands make the model of its job."""
 TUTORIAL = ROOT / "docs" / "tutorials" / "own-text.md"
 METRICS = ROOT / "docs" / "how-to" / "metrics.md"
+LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
 MAKE_DATA = (IMAGES, TUTORIAL)
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
-    *(ROOT / "docs" / "publishing.md", IMAGES, EVALUATES, IMPORTS, TUTORIAL, METRICS),
+    *(ROOT / "docs" / "publishing.md", IMAGES, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS),
 )
 """Pages of which every command is run."""
 

@@ -1,0 +1,102 @@
+"""Loggers that report to a service for experiments: which run it is there, and what of a line is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tomllib
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field, frozen
+from attrs.validators import gt, min_len
+
+from forge_core.contracts.components import LoggerComponent
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+
+RECORD = "trackers.json"
+"""Name of the file in a run folder that says which run of which service it is."""
+
+
+@frozen(kw_only=True)
+class TrackerComponent(LoggerComponent):
+    """Base of loggers that report to a service for experiments."""
+
+    project: str = field(default="forge", validator=min_len(1))
+    """Project, or experiment, of the service; it is made if it does not exist."""
+    name: str = ""
+    """Name that the service shows for the run; empty: `job.name`."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run, in the service."""
+    interval: int = field(default=1, validator=gt(0))
+    """Steps between two training lines that are sent; evaluations are always sent."""
+    branch: str = ""
+    """Any word. A copied run folder with another word than the original is a run of its own in the service."""
+
+
+@define
+class TrackedRun:
+    """A run as a service knows it: the id is in the run folder, so that a run that continues is the same run there."""
+
+    id: str
+    name: str
+    project: str
+    folder: Path
+    starts: list[int]
+    """Steps after which the run was started, this time's last. Lines of a step may come once from each start."""
+    is_new: bool
+    """Whether the service has never heard of `id`."""
+
+    @property
+    def attempt(self) -> int:
+        """Number of this start, from 1: tells lines of a step apart that was made again after a crash."""
+        return len(self.starts)
+
+    @classmethod
+    def begin(cls, component: TrackerComponent, service: str, context: BuildContext, step: int) -> TrackedRun:
+        """Find the run of `service` that this folder was, or make an id, and note the start.
+
+        A run that starts from nothing (`step` 0) is a new one, as the figures of the one before are stale.
+        """
+        folder = context.folder
+        assert folder is not None
+        key, path = f"{service}/{component.project}/{component.branch}", folder / RECORD
+        runs: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        earlier = runs.get(key) if step else None
+        entry = earlier or {"id": secrets.token_hex(6), "starts": []}
+        entry["starts"] = [*entry["starts"], step]
+        unfinished = path.with_name(f".{RECORD}.unfinished")
+        unfinished.write_text(json.dumps({**runs, key: entry}, indent=1) + "\n")
+        os.replace(unfinished, path)
+        name = component.name or context.job.job.name
+        return cls(entry["id"], name, component.project, folder, entry["starts"], earlier is None)
+
+    def config(self) -> dict[str, Any]:
+        """The resolved job, which the run writes into its folder before its loggers start."""
+        path = self.folder / "job.toml"
+        return tomllib.loads(path.read_text()) if path.exists() else {}
+
+
+def is_sent(record: Mapping[str, Any], interval: int) -> bool:
+    """Whether a line is sent: every evaluation, and training lines of every `interval` steps."""
+    return "loss" not in record or record["step"] % interval == 0
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a line, by names in groups: `train/loss`, `eval/loss`. Without step, time and counts."""
+    return {
+        name if "/" in name else f"train/{name}": float(value)
+        for name, value in record.items()
+        if name not in ("step", "time") and isinstance(value, Real)
+    }
+
+
+def count_rows(record: Mapping[str, Any]) -> dict[str, Sequence[float]]:
+    """What modules counted in a line, by name and layer: `{"moe/load/3": (tokens of each expert)}`."""
+    counts = record.get("counts", {})
+    return {f"{name}/{layer}": values for name, rows in counts.items() for layer, values in rows.items()}

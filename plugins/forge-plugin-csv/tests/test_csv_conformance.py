@@ -1,0 +1,21 @@
+"""`csv` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+import csv
+
+from forge_plugin_csv import Csv
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import LoggerSuite
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-csv")
+
+
+class TestCsv(LoggerSuite):
+    component = Csv()
+
+    def recorded_steps(self, folder):
+        with (folder / "metrics.csv").open(newline="") as file:
+            return [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]

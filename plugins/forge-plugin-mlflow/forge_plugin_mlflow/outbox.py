@@ -1,0 +1,108 @@
+"""Deliveries that wait for a server: sent in order by a thread, kept in a file where they are not sent yet."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LONGEST_PAUSE_S = 60.0
+Item = Mapping[str, Any]
+"""Something to deliver, of JSON's types."""
+
+
+class Outbox:
+    """Delivers items in order, in the background.
+
+    Args:
+        path: file for what is not delivered, a line of JSON each; its items come first.
+        deliver: delivers some items, or raises; those of a failed call are tried again, in the same order.
+        batch: most items of a call.
+        name: of the service, for the one warning of a run.
+        keep: whether an item of the file is still to be delivered.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        deliver: Callable[[Sequence[Item]], None],
+        batch: int,
+        name: str,
+        keep: Callable[[Item], bool] = lambda item: True,
+    ) -> None:
+        self._path, self._deliver, self._batch, self._name = path, deliver, batch, name
+        earlier = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        self._waiting: deque[Item] = deque(filter(keep, earlier))
+        self._changed = threading.Condition()
+        self._ends_at: float | None = None
+        self._warned = False
+        self._thread = threading.Thread(target=self._work, name=f"{name} outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Item) -> None:
+        with self._changed:
+            self._waiting.append(item)
+            self._changed.notify_all()
+
+    def save(self) -> None:
+        """Put what is not delivered on disk; no file if nothing is left."""
+        with self._changed:
+            text = "".join(json.dumps(item) + "\n" for item in self._waiting)
+        if not text:
+            self._path.unlink(missing_ok=True)
+            return
+        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
+        with unfinished.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, self._path)
+
+    def close(self, patience_s: float) -> int:
+        """Deliver the rest within `patience_s` seconds and save what is left. Returns how many items that are."""
+        with self._changed:
+            self._ends_at = time.monotonic() + patience_s
+            self._changed.notify_all()
+        self._thread.join(patience_s)
+        self.save()
+        return len(self._waiting)
+
+    def _work(self) -> None:
+        pause = 0.5
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ends_at is not None)
+                items = [self._waiting[i] for i in range(min(self._batch, len(self._waiting)))]
+            if not items:
+                return
+            try:
+                self._deliver(items)
+            except Exception as error:
+                self._warn(error)
+                if not self._rest(pause):
+                    return
+                pause = min(2 * pause, LONGEST_PAUSE_S if self._ends_at is None else 2)
+                continue
+            pause = 0.5
+            with self._changed:
+                for _ in items:
+                    self._waiting.popleft()
+
+    def _rest(self, pause: float) -> bool:
+        """Wait before another try. Returns False once the time of `close` is over."""
+        with self._changed:
+            closing = self._ends_at is not None
+            # The end of the run cuts a long pause short: the last tries come at once.
+            self._changed.wait_for(lambda: not closing and self._ends_at is not None, timeout=pause)
+            return self._ends_at is None or time.monotonic() < self._ends_at
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{self._name}: {error}; training goes on, and lines wait until it answers", stacklevel=2)

@@ -1,0 +1,5 @@
+"""Metrics for Prometheus: logger `prometheus`."""
+
+from forge_plugin_prometheus.prometheus import Prometheus
+
+__all__ = ["Prometheus"]

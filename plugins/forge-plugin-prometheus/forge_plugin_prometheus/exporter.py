@@ -1,0 +1,108 @@
+"""The logger `prometheus`."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server, write_to_textfile
+
+from forge_core.contracts.errors import ExitCode, ForgeError
+
+if TYPE_CHECKING:
+    from forge_plugin_prometheus.prometheus import Prometheus
+
+STATES = ("running", "finished", "stopped", "failed")
+FORBIDDEN = re.compile(r"[^a-zA-Z0-9_]+")
+PLACE = "prometheus.json"
+
+
+class PrometheusLogger:
+    """See `forge_core.contracts.runtime.Logger`."""
+
+    def __init__(self, component: Prometheus, run: str, folder: Path) -> None:
+        self._component, self._folder = component, folder
+        self._labels = {"run": run, **component.labels}
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
+        self._names: dict[str, str] = {}
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
+
+    def start(self, step: int) -> None:
+        """Open the endpoint; a port or folder that cannot be used is an error before the first step."""
+        self._set("forge_step", step, "completed steps")
+        self._set("forge_run_info", 1, "folder of the run", folder=str(self._folder.absolute()))
+        self._state("running")
+        component = self._component
+        if component.host:
+            try:
+                self._server = start_http_server(component.port, component.host, self._registry)
+            except OSError as error:
+                where = f"{component.host}:{component.port}"
+                advice = "set another port (0: any free one), or host"
+                raise ForgeError(f"{where} cannot be listened on: {error.strerror or error}; {advice}") from error
+            host, port = self._server[0].server_address[:2]
+            (self._folder / PLACE).write_text(json.dumps({"url": f"http://{host!s}:{port}/metrics"}) + "\n")
+        try:
+            self._write()
+        except OSError as error:
+            message = f"the textfile {component.textfile} cannot be written: {error.strerror}; set textfile to a path"
+            raise ForgeError(f"{message} in a folder that exists and is yours") from error
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if isinstance(value, Real) and name != "time":
+                self._set(self._gauge_name(name), float(value), f"`{name}` of the lines of metrics")
+        self._set("forge_last_line_timestamp_seconds", record.get("time", time.time()), "when the newest line was made")
+        for name, rows in record.get("counts", {}).items():
+            for layer, values in rows.items():
+                summary = {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
+                for suffix, value in summary.items():
+                    own = self._gauge_name(f"{name}_{suffix}")
+                    self._set(own, value, f"{suffix} of what a layer counted: `{name}`", layer=str(layer))
+        self._write()
+
+    def end(self, code: int, reason: str) -> None:
+        """The endpoint goes with the process; the state stays in the textfile."""
+        state = {ExitCode.FINISHED: "finished", ExitCode.STOPPED: "stopped"}.get(ExitCode(code), "failed")
+        self._state(state)
+        self._write()
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            (self._folder / PLACE).unlink(missing_ok=True)
+
+    def _state(self, state: str) -> None:
+        for name in STATES:
+            self._set("forge_run_state", name == state, "1 for the state in which the run is", state=name)
+
+    def _gauge_name(self, name: str) -> str:
+        """`forge_eval_loss` for `eval/loss`; of two names that would be one, the later has a number at its end."""
+        if name not in self._names:
+            plain = own = "forge_" + FORBIDDEN.sub("_", name).strip("_")
+            number = 1
+            while own in self._names.values():
+                number += 1
+                own = f"{plain}_{number}"
+            self._names[name] = own
+        return self._names[name]
+
+    def _set(self, name: str, value: float, text: str, **labels: str) -> None:
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, text, [*self._labels, *labels], registry=self._registry)
+        self._gauges[name].labels(**self._labels, **labels).set(value)
+
+    def _write(self) -> None:
+        if self._component.textfile:
+            write_to_textfile(self._component.textfile, self._registry)  # by a rename: node_exporter sees it whole
