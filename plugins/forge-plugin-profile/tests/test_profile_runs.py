@@ -220,10 +220,16 @@ class Files(LoggerComponent):
 
 
 def test_a_window_that_the_run_ends_in_has_the_steps_that_there_were(train, make_job, tmp_path):
-    train(make_job(steps=3, hooks={"profile": Profile(start=2, steps=5)}, loggers={"files": Files()}))
+    hook = Profile(start=2, steps=5, memory=True, stacks=True, shapes=False)
+    train(make_job(steps=3, hooks={"profile": hook}, loggers={"files": Files()}))
     assert Files.taken["profile-step-2.md"].startswith("# Steps 2 to 3, rank 0")
     [facts] = json.loads((tmp_path / "run" / "profile" / "step-2" / "profile.json").read_text())["ranks"]
     assert facts["steps"] == 2
+    with gzip.open(tmp_path / "run" / "profile" / "step-2" / "rank-0.pt.trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    assert facts["allocated_gb"] > 0
+    assert "python_function" in {event.get("cat") for event in events}
+    assert not any("Input Dims" in event.get("args", ()) for event in events)
 
 
 def test_ranks_are_one_of_each_pipeline_stage():

@@ -1,14 +1,15 @@
-"""Where the time of a step goes, by operator and by kernel."""
+"""Where the time of a step goes, by operator and by kernel; and what `[hooks.profile]` makes of it."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gpu.bench import Bench, piece
-from gpu.runs import decoder, experts, load, steps_of
+from gpu.runs import decoder, experts, load, merged, steps_of, train
 
 LONGEST = 25
 """Rows of a table."""
@@ -21,6 +22,32 @@ def profiling(bench: Bench) -> None:
         if name != "dense":
             sections["model"]["ffn"] = experts(8, 2, bench.size(1408, 64))
         _profile(bench, name, sections)
+
+
+@piece("profile-hook", "[hooks.profile]: each layer has its kernels, a snapshot of memory", ["forge-plugin-profile"])
+def profile_hook(bench: Bench) -> None:
+    for name, parallel in (("plain", {}), ("compiled, fsdp of one", {"compile": {}, "fsdp": {}})):
+        with bench.case(name):
+            _hook(bench, name, parallel if bench.on_gpu else {})
+
+
+def _hook(bench: Bench, name: str, parallel: dict[str, Any]) -> None:
+    hook = {"start": 4, "steps": 2, "memory": True, "snapshot": bench.on_gpu}
+    changes = {"train": {"steps": 5}, "hooks": {"profile": hook}, "checkpoint": {"interval": 0}, "parallel": parallel}
+    sections = merged(decoder(bench), {**changes, "job": {"name": name.replace(", ", "-").replace(" ", "-")}})
+    folder = train(load(bench, sections)).folder / "profile" / "step-4"
+    [facts] = json.loads((folder / "profile.json").read_text())["ranks"]
+    layers = [row for row in facts["layers"] if row["name"].startswith("layers.")]
+    bench.check(facts["on_gpu"] == bench.on_gpu, f"{name}: no kernels are in the trace")
+    bench.check(len(layers) == sections["model"]["layers"], f"{name}: the trace has {len(layers)} layers")
+    for row in layers:
+        times = row["forward_s"], row["backward_s"]
+        bench.check(min(times) > 0, f"{name}: {row['name']} computes for {times} s, forward and backward")
+    bench.check(facts["allocated_gb"] > 0, f"{name}: no allocation is in the trace")
+    if bench.on_gpu:
+        bench.check((folder / "rank-0.memory.pickle").stat().st_size > 0, f"{name}: there is no snapshot")
+    measured = {"ms": facts["step_s"] * 1e3, "idle": facts["idle"], "peak_gb": facts["peak_memory_gb"]}
+    bench.row("a step, recorded", job=name, **measured, phases=len(facts["phases"]))
 
 
 def _profile(bench: Bench, name: str, sections: dict[str, Any]) -> None:
