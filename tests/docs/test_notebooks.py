@@ -34,7 +34,7 @@ def test_it_uses_public_names(notebook: Path) -> None:
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
     others = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
-    assert {name for name in others if not name.startswith("forge_")} <= {"torch", "matplotlib"}
+    assert {name for name in others if not name.startswith("forge_")} <= {"torch", "matplotlib", "safetensors"}
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
