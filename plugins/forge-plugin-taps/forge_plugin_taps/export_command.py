@@ -1,0 +1,66 @@
+"""`forge-run taps export`: a store in the form of another library."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from forge_core.cli.command_line import columns, with_examples
+from forge_core.contracts.errors import ExitCode, JobError
+
+FORMS = ("npz", "saelens", "arrow")
+
+
+def command(argv: list[str]) -> int:
+    """Show what a store of activations has, or write it in the form of another library.
+
+    `npz`: one NumPy file for each step, with an array for each point, and one for each fact of the tokens. `arrow`: a
+    dataset of Hugging Face's `datasets` with a row for each token. `saelens`: a dataset for each point, with a row for
+    each sequence, as SAELens' CacheActivationsRunner writes it; the store must have all positions. NumPy and Arrow have
+    no bfloat16: such values become float32, and the command says so.
+    """
+    parser = argparse.ArgumentParser(prog="forge-run taps", description=command.__doc__)
+    parser.add_argument("action", choices=("show", "export"), help="what to do")
+    parser.add_argument("store", type=Path, metavar="STORE", help="a store, a run folder with one, or one step of it")
+    parser.add_argument("--to", choices=FORMS, help="the form")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (STORE/../STORE-FORM)")
+    with_examples(
+        parser,
+        "forge-run taps show acts",
+        "forge-run taps export acts --to npz",
+        "forge-run taps export acts --to saelens --out acts-saelens",
+    )
+    options = parser.parse_args(argv)
+    if (options.action == "export") != (options.to is not None):
+        parser.error("export needs --to, and show has none")
+    from forge_plugin_taps.reading import steps_of
+
+    if not (steps := steps_of(options.store)):
+        raise JobError(f"{options.store} has no step of a store; the sink `store` and forge-run extract make some")
+    return _show(steps) if options.action == "show" else _export(options, steps)
+
+
+def _show(steps: list[Path]) -> int:
+    from forge_plugin_taps.reading import manifest_of
+
+    manifest = manifest_of(steps[-1])
+    rows = [["point", "shape", "dtype"]]
+    for name, entry in manifest["files"].items():
+        if "shape" in entry:
+            shape = " x ".join(map(str, entry["shape"]))
+            rows.append([name.removesuffix(".safetensors"), shape, entry["dtype"]])
+    print(columns(rows))
+    numbers = [step.name.rpartition("-")[2] for step in steps]
+    print(f"{len(steps)} steps: {', '.join(numbers if len(numbers) < 9 else [*numbers[:3], '…', numbers[-1]])}")
+    return ExitCode.FINISHED
+
+
+def _export(options: argparse.Namespace, steps: list[Path]) -> int:
+    from forge_plugin_taps.exporting import EXPORTS
+
+    out = options.out or options.store.with_name(f"{options.store.name}-{options.to}")
+    if out.exists() and any(out.iterdir()):
+        raise JobError(f"--out {out} is not empty; name a new folder")
+    for line in EXPORTS[options.to](steps, out):
+        print(line)
+    return ExitCode.FINISHED

@@ -1,0 +1,85 @@
+"""`forge-run extract`: activations of a trained model over held-out sequences."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
+from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.ranks import add_ranks, ranks_asked_for, run_on_ranks
+
+EDITS = "parallel.taps.edits."
+
+
+def _positions(text: str) -> int | str:
+    return text if text == "all" else positive(text)
+
+
+def command(argv: list[str]) -> int:
+    """Write activations of a trained model over held-out sequences to a store, without an update.
+
+    One process has the whole model; several ranks share it by the layout of the run, or by the stages that the command
+    line names. The store is the same under every layout. Edits that the command line names are on.
+    """
+    parser = argparse.ArgumentParser(prog="forge-run extract", description=command.__doc__)
+    parser.add_argument("files", nargs=1, metavar="RUN", help="a run folder (its newest checkpoint) or a checkpoint")
+    parser.add_argument(
+        "--points", action="append", metavar="GLOB", help="points by name; repeat it for more (layers.*.resid_post)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the store, a new one")
+    parser.add_argument("--step", type=positive, metavar="N", help="checkpoint of a run folder (the newest)")
+    parser.add_argument(
+        "--positions",
+        type=_positions,
+        default="all",
+        metavar="K",
+        help="sampled positions of each sequence, or all (all)",
+    )
+    parser.add_argument("--sequences", type=positive, metavar="N", help="held-out sequences, evenly spread (all)")
+    parser.add_argument(
+        "--group", type=positive, default=64, metavar="N", help="sequences of each step-N in the store (64)"
+    )
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
+    add_ranks(parser)
+    with_examples(
+        parser,
+        "forge-run extract runs/quickstart --points 'layers.*.resid_post' --out acts --sequences 128",
+        "forge-run extract runs/large --points 'layers.3.z' --positions 16 --out acts --nproc 2 --parallel.tp.degree=2",
+    )
+    options, files, overrides = parse_job_arguments(parser, argv)
+    path = _checkpoint(Path(files[0]), options.step)
+    if any(options.out.glob("taps/step-*")):
+        raise JobError(f"--out {options.out} has a store already; name a new folder")
+    return run_on_ranks("extract", argv, options.nproc, partial(_extract, options, path, overrides))
+
+
+def _checkpoint(path: Path, step: int | None) -> Path:
+    if not path.exists():
+        raise JobError(f"{path}: no such run folder or checkpoint")
+    if step is None:
+        return path
+    checkpoint = path / "checkpoints" / f"step-{step}"
+    if not checkpoint.exists():
+        there = sorted(int(each.name[5:]) for each in path.glob("checkpoints/step-*") if each.name[5:].isdigit())
+        raise JobError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, there)) or 'none'}")
+    return checkpoint
+
+
+def _extract(options: argparse.Namespace, path: Path, overrides: Sequence[str]) -> int:
+    from forge_core import load_model
+    from forge_plugin_taps.extracting import extract
+
+    points = options.points or ["layers.*.resid_post"]
+    keys = {"points": points, "gradients": [], "positions": options.positions, "sinks": {}}
+    taps = [f"--parallel.taps.{key}={json.dumps(value)}" for key, value in keys.items()]
+    named = any(word.startswith("--parallel.") for word in overrides)
+    own_layout = ranks_asked_for(options.nproc) > 1 and not named
+    trained = load_model(path, device=options.device, parallel=own_layout, overrides=[*overrides, *taps])
+    edits = {word.partition(EDITS)[2].partition(".")[0].partition("=")[0] for word in overrides if EDITS in word}
+    written = extract(trained, options.out, sequences=options.sequences or 0, group=options.group, edits=sorted(edits))
+    print(f"{written:,} sequences at step {trained.step:,}: {options.out}")
+    return ExitCode.FINISHED

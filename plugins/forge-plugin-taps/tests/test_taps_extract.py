@@ -1,0 +1,162 @@
+"""`forge-run extract` and `forge-run taps`: a store of held-out sequences, and its forms for other libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forge_core import load_model
+from forge_core.cli import main
+from forge_core.data.reading import collate
+from forge_core.engine.build import build_datasets
+from forge_plugin_lens import read_points
+from forge_plugin_taps.extracting import extract
+from forge_plugin_taps.reading import points_in, read_point, read_tokens, steps_of
+from forge_testing.processes import run_on_ranks
+
+JOB = """
+[train]
+steps = 2
+global_batch_size = 4
+seq_len = 16
+precision = "fp64"
+[model]
+type = "transformer"
+vocab_size = 32
+dim = 16
+layers = 2
+init_std = 0.3
+attention = { type = "gqa", heads = 4, kv_heads = 2 }
+[[data.sources]]
+type = "forge_testing:Numbers"
+held_out = 5
+[optimizer]
+type = "forge_testing:TinyAdamW"
+[checkpoint]
+interval = 1
+keep = 2
+"""
+POINTS = ("layers.*.resid_post", "layers.0.z", "layers.1.pattern")
+LAYOUTS = {
+    "fsdp": {"fsdp": {}},
+    "tp": {"tp": {"degree": 2}},
+    "pp": {"pp": {"degree": 2}},
+    "cp": {"cp": {"degree": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("extract")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("job.toml").write_text(JOB)
+        assert main(["run", "job.toml"]) == 0
+        flags = [word for point in POINTS for word in ("--points", point)]
+        assert main(["extract", "runs/run", *flags, "--out", "acts", "--group", "3"]) == 0
+    return folder
+
+
+@pytest.fixture
+def inside(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+def whole(store, name):
+    return torch.cat([read_point(step, name) for step in steps_of(Path(store))])
+
+
+def columns(store, name):
+    return torch.cat([read_tokens(step)[name] for step in steps_of(Path(store))])
+
+
+def test_a_store_has_the_held_out_sequences_in_order(inside):
+    trained = load_model("runs/run")
+    held_out = build_datasets(trained.job, trained.context)[0].held_out
+    batch = collate([held_out[number] for number in range(5)])
+    assert [step.name for step in steps_of(Path("acts"))] == ["step-1", "step-2"]
+    assert torch.equal(columns("acts", "id"), batch["input_ids"].flatten())
+    assert torch.equal(columns("acts", "label"), batch["labels"].flatten())
+    expected = read_points(trained.model, batch, POINTS[:2]).values
+    for name, tensor in expected.items():
+        assert (whole("acts", name) - tensor.flatten(0, 1)).abs().max() < 1e-12
+    assert {*points_in(steps_of(Path("acts"))[0])} == {*expected, "layers.1.pattern"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_store_is_the_same_under_every_layout(inside, name):
+    def rank(_):
+        taps = {"points": list(POINTS), "positions": "all"}
+        trained = load_model("runs/run", parallel={**LAYOUTS[name], "taps": taps})
+        return extract(trained, Path(f"acts-{name}"), sequences=0, group=3)
+
+    assert run_on_ranks(2, rank) == [5, 5]
+    for column in ("id", "label", "row", "position", "step"):
+        assert torch.equal(columns(f"acts-{name}", column), columns("acts", column))
+    for point in points_in(steps_of(Path("acts"))[0]):
+        assert (whole(f"acts-{name}", point) - whole("acts", point)).abs().max() < 1e-12
+
+
+def test_an_earlier_checkpoint_some_positions_and_an_edit_of_the_command(inside, capsys):
+    arguments = ["extract", "runs/run", "--points", "layers.1.resid_post", "--sequences", "2"]
+    assert main([*arguments, "--step", "1", "--positions", "4", "--out", "early"]) == 0
+    assert capsys.readouterr().out.endswith("2 sequences at step 1: early\n")
+    assert whole("early", "layers.1.resid_post").shape == (8, 16)
+    edit = ["--parallel.taps.edits.off.type=zero", "--parallel.taps.edits.off.point=layers.1.resid_post"]
+    assert main([*arguments, *edit, "--out", "edited"]) == 0
+    assert whole("edited", "layers.1.resid_post").abs().max() == 0
+
+
+def test_numpy_arrow_and_saelens_read_a_store(inside, capsys):
+    import datasets
+
+    for form in ("npz", "arrow", "saelens"):
+        assert main(["taps", "export", "acts", "--to", form]) == 0
+    first = steps_of(Path("acts"))[0]
+    arrays = np.load("acts-npz/step-1.npz")
+    assert np.array_equal(arrays["layers.0.z"], read_point(first, "layers.0.z").numpy())
+    assert np.array_equal(arrays["tokens.id"], read_tokens(first)["id"].numpy())
+    table = datasets.load_from_disk("acts-arrow")
+    assert table["layers.0.z"][:] == whole("acts", "layers.0.z").flatten(1).tolist()
+    assert table["position"][:] == columns("acts", "position").tolist()
+    # What SAELens' ActivationsStore.load_cached_activation_dataset asks of a folder
+    cached = datasets.load_from_disk("acts-saelens/layers.1.resid_post")
+    assert cached.column_names == ["layers.1.resid_post", "token_ids"]
+    assert cached.features["layers.1.resid_post"].shape == (16, 16)
+    rows = cached.with_format("torch", dtype=torch.float64)
+    assert torch.equal(rows["layers.1.resid_post"][:].flatten(0, 1), whole("acts", "layers.1.resid_post"))
+    assert rows["token_ids"][:].flatten().long().tolist() == columns("acts", "id").tolist()
+
+
+def test_bfloat16_becomes_float32_and_the_command_says_so(tmp_path, inside, capsys):
+    from safetensors.torch import save_file
+
+    step = tmp_path / "half" / "step-1"
+    step.mkdir(parents=True)
+    (step / "taps.json").write_text('{"files": {"x.safetensors": {}, "tokens.safetensors": {}}}')
+    values = torch.randn(3, 4).bfloat16()
+    save_file({"x": values}, step / "x.safetensors")
+    save_file({"row": torch.zeros(3).long()}, step / "tokens.safetensors")
+    assert main(["taps", "export", str(tmp_path / "half"), "--to", "npz", "--out", str(tmp_path / "out")]) == 0
+    assert "bfloat16 becomes float32: x" in capsys.readouterr().out
+    assert np.array_equal(np.load(tmp_path / "out" / "step-1.npz")["x"], values.float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["extract", "runs/run", "--out", "acts"], "--out acts has a store already"),
+        (["extract", "runs/run", "--out", "new", "--step", "7"], "no checkpoint of step 7; it has 1, 2"),
+        (["extract", "runs/run", "--out", "new", "--points", "layers.*.resid_pots"], "did you mean"),
+        (["taps", "show", "runs/run"], "has no step of a store"),
+        (["taps", "export", "early", "--to", "saelens", "--out", "x"], "SAELens reads whole ones: --positions all"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(inside, capsys, arguments, message):
+    if arguments[2] == "early" and not Path("early").exists():
+        assert main(["extract", "runs/run", "--positions", "4", "--out", "early"]) == 0
+    assert main(arguments) != 0
+    assert message in capsys.readouterr().err
