@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +19,7 @@ from forge_core.checkpoint.run_folder import JOB, LOCK, storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
 from forge_kit.run_owner import owner
+from forge_plugin_runs.life import LINES, START_S, Pulse, pulse_of
 
 State = Literal["running", "finished", "stopped", "died", "imported"]
 STATES: Mapping[State, str] = {
@@ -40,6 +43,8 @@ class Run:
 
     folder: Path
     state: State
+    pulse: Pulse | None
+    """Signs of life of a run that is running; None of others."""
     owner: str
     """Process and host that own the folder now; of a run that died, those that did."""
     step: int
@@ -75,6 +80,9 @@ class Run:
         return {
             "run": str(self.folder),
             "state": self.state,
+            "life": self.pulse.life if self.pulse else None,
+            "last_line_s": self.pulse.age_s if self.pulse else None,
+            "step_s": self.pulse.step_s if self.pulse else None,
             "owner": self.owner,
             "step": self.step,
             "steps": self.steps,
@@ -136,6 +144,7 @@ def read_run(folder: Path) -> Run:
     return Run(
         folder=folder,
         state=_state(user, last, lock.is_file(), newest if checkpoints else None, newest if ended else steps),
+        pulse=read_pulse(folder, table) if user else None,
         owner=user or last,
         step=max(int(trained.get("step", 0)), newest),
         steps=steps,
@@ -222,6 +231,25 @@ def last_records(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if trained and evaluated:
             break
     return trained, evaluated
+
+
+def read_pulse(folder: Path, table: Mapping[str, Any]) -> Pulse:
+    """Returns the signs of life of a run that owns its folder; `table` is its job."""
+    start_s = float(table.get("launch", {}).get("start_timeout_s", START_S))
+    # The owner has written its name into the lock as it started
+    started = next(_modified([folder / LOCK]), None)
+    records = newest_records(folder / _metrics_file(table), LINES)
+    return pulse_of(records, now=time.time(), started=started, start_s=start_s)
+
+
+def newest_records(path: Path, count: int) -> list[dict[str, Any]]:
+    """Returns the last lines of a file of metrics in order, at most `count`; those that cannot be read are left out."""
+    records: list[dict[str, Any]] = []
+    for line in itertools.islice(_lines_backwards(path), count):
+        with suppress(ValueError):
+            record = json.loads(line)
+            records += [record] if isinstance(record, dict) and "step" in record else []
+    return records[::-1]
 
 
 def _lines_backwards(path: Path) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ from forge_plugin_runs.words import age_text, count_text, fitted, size_text, wid
 HEAD = ("RUN", "STATE", "STEP", "LOSS", "HELD OUT", "TOKENS", "UPDATED", "SIZE")
 EXPENDABLE = (7, 5, 6, 4)
 """Columns that a narrow terminal does without, the first first."""
-STYLES = {"running": "green", "died": "red", "stopped": "yellow"}
+STYLES = {"running": "green", "alive": "green", "late": "yellow", "silent": "red", "died": "red", "stopped": "yellow"}
 
 SORTS: Mapping[str, Callable[[Run], Any]] = {
     "updated": lambda run: -run.updated,
@@ -86,7 +86,8 @@ def show(runs: Sequence[Run], folders: Sequence[Path]) -> None:
         console = Console(highlight=False)
         console.print(head, style="bold", markup=False, soft_wrap=True)
         for run, line in zip(runs, lines, strict=True):
-            console.print(line, style=STYLES.get(run.state), markup=False, soft_wrap=True)
+            style = STYLES.get(run.pulse.life if run.pulse else run.state)
+            console.print(line, style=style, markup=False, soft_wrap=True)
     else:
         print(head, *lines, sep="\n")
     for run in runs:
@@ -100,4 +101,5 @@ def _cells(run: Run, now: float) -> list[str]:
     step = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps is not None else "")
     losses = ["" if value is None else f"{value:.4f}" for value in (run.loss, run.held_out)]
     age = f"{age_text(now - run.updated)} ago"
-    return [str(run.folder), run.state, step, *losses, count_text(run.tokens), age, size_text(run.size)]
+    state = f"{run.state}, {run.pulse}" if run.pulse and run.pulse.life != "alive" else run.state
+    return [str(run.folder), state, step, *losses, count_text(run.tokens), age, size_text(run.size)]

@@ -19,6 +19,7 @@ from forge_core.cli.command_line import columns, with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_runs.facts import PROVENANCE, Run, demand_run, finite, last_records, manifest_of, read_run, size_of
+from forge_plugin_runs.life import LIVES, Pulse
 from forge_plugin_runs.words import age_text, count_text, size_text
 
 INTERNAL = (".lock",)
@@ -135,12 +136,18 @@ def _summary(facts: Mapping[str, Any]) -> str:
         state += f" ({facts['owner']})"
     now = datetime.now().timestamp()
     rows = [["run", facts["run"]], ["state", state], ["updated", f"{age_text(now - facts['updated'])} ago"]]
+    rows += [["life", _life(facts)]] if facts["life"] else []
     rows += [["tokens", f"{facts['tokens']:,}"]] if facts["tokens"] else []
     rows += [["started in", facts["started_in"]]] if facts["started_in"] else []
     rows += [["ended", f"for good: {facts['ended']}"]] if facts["ended"] else []
     rows += [["problem", facts["problem"]]] if facts["problem"] else []
     rows += [["next", facts["next"]]] if facts["next"] else []
     return columns(rows)
+
+
+def _life(facts: Mapping[str, Any]) -> str:
+    pulse = Pulse(life=facts["life"], age_s=facts["last_line_s"], step_s=facts["step_s"])
+    return f"{pulse} ({LIVES[pulse.life]})" if pulse.life != "alive" else str(pulse)
 
 
 def _tables(facts: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Sequence[str]]]]:

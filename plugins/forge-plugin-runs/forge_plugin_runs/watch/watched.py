@@ -1,0 +1,214 @@
+"""What `forge-run watch` knows of a run, from the lines that it has read so far."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import tomllib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from forge_core.checkpoint.run_folder import LOCK, owner
+from forge_plugin_runs.facts import METRICS, number, read_run
+from forge_plugin_runs.life import START_S, Pulse, pulse_of
+from forge_plugin_runs.watch.follow import FollowedFile
+from forge_plugin_runs.watch.remote import RemoteLines
+
+PACE = 200
+"""Steps whose pace says what is left."""
+RESTART = 100.0
+"""Multiple of the median step above which a pause is none of a run that goes on, but one between two starts."""
+
+
+class WatchedRun(ABC):
+    """A run: its lines so far, and whether it moves."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.job: Mapping[str, Any] = {}
+        self.steps: dict[int, Mapping[str, Any]] = {}
+        """Lines of steps, in order."""
+        self.evaluations: dict[int, Mapping[str, Any]] = {}
+        self.logs: dict[str, tuple[float, str]] = {}
+        """Last line of each rank's log and when it was written."""
+        self.state = ""
+        """`running`, or how it ended."""
+        self.started: float | None = None
+        self.problem = ""
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Take in what there is since the last call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of files and connections."""
+
+    @property
+    @abstractmethod
+    def now(self) -> float:
+        """Present time by the clock of the run's machine."""
+
+    def take(self, line: bytes) -> None:
+        """Take in a line of metrics. One of an earlier step than the last is of a run that continued from there."""
+        try:
+            record = json.loads(line)
+            step = int(record["step"])
+        except (ValueError, KeyError, TypeError):
+            return  # half a line
+        record.pop("counts", None)  # much, and not shown
+        if "loss" in record:
+            _forget(self.steps, step)
+            _forget(self.evaluations, step)
+            self.steps[step] = record
+        else:
+            _forget(self.evaluations, step + 1)
+            self.evaluations[step] = {**self.evaluations.get(step, {}), **record}  # several evaluations, a line each
+
+    @property
+    def total(self) -> int | None:
+        """`train.steps`."""
+        return self.job.get("train", {}).get("steps")
+
+    @property
+    def step(self) -> int:
+        return next(reversed(self.steps), 0)
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The last line of a step; empty before the first."""
+        return self.steps.get(self.step, {})
+
+    @property
+    def pulse(self) -> Pulse | None:
+        """Signs of life; None of a run that is known not to run."""
+        if self.state not in ("running", ""):
+            return None
+        start_s = float(self.job.get("launch", {}).get("start_timeout_s", START_S))
+        lines = sorted([*self.steps.values(), *self.evaluations.values()], key=lambda line: line.get("time", 0.0))
+        return pulse_of(lines, now=self.now, started=self.started, start_s=start_s)
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Returns steps and values of a number, from lines of steps or of evaluations."""
+        rows = [*self.steps.items(), *self.evaluations.items()]
+        points = [(float(step), value) for step, line in rows if (value := number(line.get(name))) is not None]
+        return [x for x, _ in points], [y for _, y in points]
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the last step by the pace of the last ones, evaluations and saves included; None if not known."""
+        lines = list(itertools.islice(reversed(self.steps.values()), PACE))
+        times = [float(line["time"]) for line in lines if "time" in line]
+        if self.total is None or len(times) < 2:
+            return None
+        pauses = [later - earlier for later, earlier in itertools.pairwise(times)]
+        usual = median(pauses)
+        kept = [pause for pause in pauses if pause <= max(RESTART * usual, 600.0)]
+        return max(0, self.total - self.step) * sum(kept) / max(1, len(kept))
+
+
+def _forget(lines: dict[int, Mapping[str, Any]], step: int) -> None:
+    """Remove the lines from a step on."""
+    while lines and (last := next(reversed(lines))) >= step:
+        del lines[last]
+
+
+class LocalRun(WatchedRun):
+    """A run in a folder of this machine, or of a file system that it has mounted."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self._folder = folder
+        self._file: FollowedFile | None = None
+
+    @property
+    def now(self) -> float:
+        return time.time()
+
+    def poll(self) -> None:
+        self._read_job()
+        name = str(self.job.get("loggers", {}).get("jsonl", {}).get("file", METRICS))
+        self._file = self._file or FollowedFile(self._folder / name)
+        for line in self._file.lines():
+            self.take(line)
+        is_running = bool(owner(self._folder))
+        if is_running:
+            self.state = "running"
+            self.started = (self._folder / LOCK).stat().st_mtime
+        elif self.state in ("running", ""):
+            self.state = read_run(self._folder).state
+        for path in sorted(self._folder.glob("logs/rank-*.log")):
+            if (written := path.stat().st_mtime) != self.logs.get(path.stem, (0.0, ""))[0]:
+                self.logs[path.stem] = written, _last_line(path)
+
+    def _read_job(self) -> None:
+        if self.job and self.state == "running":
+            return
+        try:
+            self.job = tomllib.loads((self._folder / "job.toml").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return  # before its first start has come so far
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class RemoteRun(WatchedRun):
+    """A run on another host."""
+
+    def __init__(self, host: str, folder: str, *, once: bool = False) -> None:
+        super().__init__(f"{host}:{folder}")
+        self._lines = RemoteLines(host, folder, once=once)
+        self._ahead = 0.0
+        self._toml: list[str] = []
+
+    @property
+    def now(self) -> float:
+        return time.time() + self._ahead
+
+    def poll(self) -> None:
+        for line in self._lines.lines():
+            if line.startswith(b"@"):
+                self._note(*line.decode(errors="replace")[1:].split(" ", 1))
+            else:
+                self.take(line)
+        self.problem = self._lines.problem
+
+    def _note(self, what: str, words: str = "") -> None:
+        if what == "job":
+            self._toml.append(words)
+            return
+        if self._toml:
+            self.job, self._toml = _parsed(self._toml), []
+        if what == "now":
+            self._ahead = float(words) - time.time()
+        elif what == "lock":
+            state, _, since = words.partition(" ")
+            finished = self.total is not None and self.step >= self.total
+            self.state = {"held": "running", "unknown": ""}.get(state, "finished" if finished else "not running")
+            self.started = float(since) or None
+        elif what == "log":
+            name, written, text = (*words.split(" ", 2), "")[:3]
+            self.logs[Path(name).stem] = float(written), text
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def _parsed(lines: Iterable[str]) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads("\n".join(lines))
+    except ValueError:
+        return {}
+
+
+def _last_line(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2000))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
