@@ -243,7 +243,7 @@ class TestRemote:
     ) -> None:
         monkeypatch.setattr(remote, "SCRIPT", remote.SCRIPT.replace("sleep 5", "sleep 0.1"))
         # GNU's notices itself that nobody reads; others wait for the next line of the run
-        (ssh / "bin/tail").write_text('#!/bin/sh\ncat metrics.jsonl\nexec sleep 300\n')
+        (ssh / "bin/tail").write_text("#!/bin/sh\ncat metrics.jsonl\nexec sleep 300\n")
         (ssh / "bin/tail").chmod(0o755)
         run = RemoteRun("node1", "runs/my run")
         wait_for(run, lambda: run.step == 10)

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from forge_core.checkpoint.run_folder import LOCK, owner
+from forge_core.checkpoint.run_folder import LOCK
+from forge_kit.run_owner import owner
 from forge_plugin_runs.facts import METRICS, number, read_run
 from forge_plugin_runs.life import START_S, Pulse, pulse_of
 from forge_plugin_runs.watch.follow import FollowedFile
