@@ -9,7 +9,6 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from forge_core.launch.progress_beacon import clock
 from forge_plugin_runs.facts import number
 from forge_plugin_runs.watch.braille import curve
 from forge_plugin_runs.words import age_text, count_text
@@ -57,7 +56,7 @@ def _headline(run: WatchedRun) -> Text:
     if run.total:
         text.append(f" of {run.total:,} ({run.step / run.total:.0%})")
     if pulse is not None and run.left_s is not None and pulse.step_s is not None:
-        text.append(f"  about {clock(run.left_s)} left")
+        text.append(f"  about {age_text(run.left_s)} left")
     if pulse is None:
         text.append(f"  {run.state}", STYLES.get(run.state, "yellow"))
     else:
