@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 @define(kw_only=True, slots=False)
 class TapsHook(TrainingHook):
-    """Records every `interval`-th step and passes its samples to the sinks."""
+    """Records the steps that some sink receives, and passes their samples on."""
 
     component: Taps = field(repr=False)
 
     def __attrs_post_init__(self) -> None:
         # Not fields, which would be state: sinks have their own, and nothing of a recorder is saved.
         self._sinks: dict[str, tuple[Sink, list[str]]] = {}
+        self._due: list[str] = []
         self._recorder: Recorder | None = None
         self._restored: Mapping[str, Any] = {}
         self._unsettled = False
@@ -41,7 +42,8 @@ class TapsHook(TrainingHook):
         self._recorder.current.edits = frozenset(name for name, edit in edits if edit.in_training)
         for name, component in self.component.sinks.items():
             names = component.received(info)
-            own = evolve(info, points={point: info.points[point] for point in names})
+            points = {point: info.points[point] for point in names}
+            own = evolve(info, points=points, interval=component.interval or info.interval)
             self._sinks[name] = context.build.build(component, taps=own), names
             self._recorder.sinks[name] = self._sinks[name][0]
         self._give_state(self._restored)
@@ -49,15 +51,17 @@ class TapsHook(TrainingHook):
             sink.start(context.step)
 
     def on_step_begin(self, context: StepContext) -> None:
-        if context.step % self.component.interval == 0 and self._recorder is not None:
+        interval, sinks = self.component.interval, self.component.sinks
+        self._due = [name for name, sink in sinks.items() if sink.is_due(context.step, interval)]
+        if self._due and self._recorder is not None:
             self._recorder.begin(context.step)
 
     def on_step_end(self, context: StepContext) -> None:
         self._settle()
-        if context.step % self.component.interval or self._recorder is None:
+        if not self._due or self._recorder is None:
             return
         sample = self._recorder.end()
-        for sink, names in self._sinks.values():
+        for sink, names in (self._sinks[name] for name in self._due):
             sink.consume(sample.of(names))
             for name, value in sink.metrics().items():
                 context.log(name, value)

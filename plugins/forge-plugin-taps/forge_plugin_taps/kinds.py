@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import field, frozen
-from attrs.validators import min_len
+from attrs.validators import ge, min_len, optional
 
 from forge_core.contracts.components import Component, WhenResumed
 from forge_plugin_taps.selection import matching
@@ -105,6 +105,14 @@ class SinkComponent(Component["Sink"]):
 
     points: tuple[str, ...] = ()
     """Globs over names of points that it receives; by default all of the stage."""
+    interval: int | None = field(default=None, validator=optional(ge(1)))
+    """Steps between those that it receives, which are then sampled; by default those of the stage."""
+    first_step: int = field(default=1, validator=ge(1))
+    """It receives no step before this one."""
+
+    def is_due(self, step: int, interval: int) -> bool:
+        """Returns whether it receives step `step`, where `interval` is the stage's."""
+        return step >= self.first_step and step % (self.interval or interval) == 0
 
     def received(self, taps: TapsInfo) -> list[str]:
         """Returns the points that it receives, of those that the stage captures."""

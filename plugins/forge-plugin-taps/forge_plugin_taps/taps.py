@@ -46,7 +46,7 @@ class Taps(ParallelComponent):
     }
 
     interval: int = field(default=100, validator=ge(1))
-    """Steps between sampled ones: step N is sampled if it is divisible by this."""
+    """Steps between sampled ones: step N is sampled if it is divisible by this. A sink may have another."""
     positions: int | Literal["all"] = field(default=16, validator=_count_or_all)
     """Sampled positions of each sequence, other ones in each step; `"all"`: every one."""
     points: tuple[str, ...] = ("layers.*.resid_post",)
@@ -88,6 +88,14 @@ class Taps(ParallelComponent):
         captured += [name + GRADIENT for name in matching(self.gradients, gradients)]
         for name, sink in self.sinks.items():
             yield from selection_problems(f"sinks.{name}.points", sink.points, captured)
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        for name, sink in self.sinks.items():
+            steps = range(sink.first_step, job.train.steps + 1)
+            if not any(sink.is_due(step, self.interval) for step in steps):
+                message = f"no step from {sink.first_step} to train.steps {job.train.steps} is divisible by"
+                message += f" {sink.interval or self.interval}, so it would receive nothing"
+                yield Problem(f"sinks.{name}", f"{message}; choose another interval or first_step")
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         from forge_plugin_taps.hook import TapsHook
