@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 class LossRecovered(EvaluationComponent):
     """Held-out loss with an autoencoder's reconstruction in place of its point, or a transcoder's of its output.
 
-    Logs, for each point of the sink: `eval/sae/FOLDER/POINT/loss` with the reconstruction; `loss_recovered`, (zero -
-    loss) / (zero - clean) with zeros in its place and with the model as it is: 1 if nothing is lost, 0 if zeros would
-    do as well; `explained_variance` and `l0` of the same sequences. Each point costs two evaluations, and one more for
-    all. Logs nothing before the autoencoders' first update.
+    Logs `eval/sae/FOLDER/clean_loss` with the model as it is, and for each point of the sink:
+    `eval/sae/FOLDER/POINT/loss` with the reconstruction; `loss_recovered`, (zero - loss) / (zero - clean) with zeros in
+    its place and with the model as it is: 1 if nothing is lost, 0 if zeros would do as well; `explained_variance` and
+    `l0` of the same sequences. Each point costs two evaluations, and one more for all. Logs nothing before the
+    autoencoders' first update.
     """
 
     sink: str = "sae"

@@ -34,6 +34,8 @@ def recovered(settings: LossRecovered, context: EvaluationContext) -> dict[str, 
     coders = sink.coders()
     metrics: dict[str, float] = {}
     clean = _loss(recorder, context, settings.sequences, []) if coders else 0.0
+    if coders:
+        metrics[f"eval/sae/{sink.settings.folder}/clean_loss"] = clean
     for name, coder in coders.items():
         figures = _of_point(recorder, context, settings.sequences, coder, name, sink.targets[name])
         loss, zero = figures.pop("loss"), figures.pop("zero")

@@ -30,7 +30,7 @@ class Owners:
         return self.rank_of[name] == global_rank()
 
     def gather(self, sample: Sample, inputs: Mapping[str, Sequence[str]]) -> dict[str, list[Tensor]]:
-        """Returns the points of this rank with their tensors (N, width). Collective.
+        """Returns the points of this rank that have values in this step, with their tensors (N, width). Collective.
 
         Args:
             sample: of a step.
@@ -39,6 +39,8 @@ class Owners:
         # All at once, and before any owner starts to learn: else the others would wait for it at the next point
         owned: dict[str, list[Tensor]] = {}
         for name, sources in inputs.items():
+            if not set(sources) <= set(sample.points):
+                continue  # nothing passed it in this step: an expert that no token chose, a tower without an image
             for source in sources:
                 values = sample.gather(source, to=self.rank_of[name])
                 if self.owns(name):
@@ -50,13 +52,15 @@ class Owners:
         """Returns `NAME/KEY` of all points on every rank, as scalars on the device. Collective.
 
         Args:
-            own: of this rank's points, scalars by key; each point has all keys.
+            own: of this rank's points, scalars by key. One that is missing has nothing to tell: its numbers are NaN.
             keys: their names.
         """
         table = torch.zeros(len(self.rank_of), len(keys), dtype=torch.float64, device=self._device)
         for row, name in zip(table, self.rank_of, strict=True):
-            if name in own:
+            if own.get(name):
                 row.copy_(torch.stack([own[name][key].to(row) for key in keys]))
+            elif self.owns(name):
+                row.fill_(torch.nan)
         if world_size() > 1:
             torch.distributed.all_reduce(table)  # a point's numbers are zero but on its owner
         return {

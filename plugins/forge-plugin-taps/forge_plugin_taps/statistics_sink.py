@@ -6,7 +6,7 @@ Shapes: N samples of a step, m of them on this rank, U units of a point, u of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,14 +43,13 @@ class StatisticsSink(Sink):
 
     def __init__(self, settings: Statistics, context: BuildContext, taps: TapsInfo) -> None:
         self.settings, self.context = settings, context
-        self.names = list(taps.points)
         self.units: dict[str, int] = {}
         """U of each point."""
         self.edges = torch.tensor(settings.edges, dtype=torch.float64, device=context.device)
         self.logged: dict[str, Tensor] = {}
         self._lines: Any = None
-        self._pending: tuple[int, Tensor] | None = None
-        """Step and figures (P, scalars + K), which are being copied to the host."""
+        self._pending: tuple[int, Sequence[str], Tensor] | None = None
+        """Step, points and their figures (P, scalars + K), which are being copied to the host."""
 
     def start(self, step: int) -> None:
         folder = self.context.folder
@@ -62,21 +61,23 @@ class StatisticsSink(Sink):
             self._lines.start(step)
 
     def consume(self, sample: Sample) -> None:
-        own = {name: _own(part) for name in self.names if (part := sample.local(name)) is not None}
-        self.units = {name: math.prod(sample.shape(name)[1:]) for name in self.names}
-        sums = self._all_reduce({name: self._sums(own.get(name), len(sample)) for name in self.names})
-        largest = self._all_reduce({name: self._largest(own.get(name), self.units[name]) for name in self.names}, "MAX")
-        means = {name: sums[name][1] / self._count(name, sample) for name in self.names}
-        powers = self._all_reduce({name: _central(own.get(name), means[name]) for name in self.names})
-        points = {
-            name: self._figures(sums[name], largest[name], powers[name], self._count(name, sample))
-            for name in self.names
-        }
+        self.logged = {}
+        names = sample.points  # of the step: nothing may have passed one, such as a tower without an image
+        if not names:
+            return
+        own = {name: _own(part) for name in names if (part := sample.local(name)) is not None}
+        self.units = {name: math.prod(sample.shape(name)[1:]) for name in names}
+        sums = self._all_reduce({name: self._sums(own.get(name), len(sample)) for name in names})
+        largest = self._all_reduce({name: self._largest(own.get(name), self.units[name]) for name in names}, "MAX")
+        means = {name: sums[name][1] / self._count(name, sample) for name in names}
+        powers = self._all_reduce({name: _central(own.get(name), means[name]) for name in names})
+        counts = {name: self._count(name, sample) for name in names}
+        points = {name: self._figures(sums[name], largest[name], powers[name], counts[name]) for name in names}
         chosen = [(key, SCALARS.index(key)) for key in self.settings.log]
-        self.logged = {f"taps/{name}/{key}": points[name][0][at] for name in self.names for key, at in chosen}
+        self.logged = {f"taps/{name}/{key}": points[name][0][at] for name in names for key, at in chosen}
         if self._lines is not None:
             figures = torch.stack([torch.cat(parts) for parts in points.values()])
-            self._pending = sample.step, figures.to("cpu", non_blocking=True)
+            self._pending = sample.step, names, figures.to("cpu", non_blocking=True)
 
     def settle(self) -> None:
         pending, self._pending = self._pending, None
@@ -134,9 +135,9 @@ class StatisticsSink(Sink):
         scalars = [norm, sums[1] / count, variance, kurtosis, largest.max(), dead, sums[0]]
         return torch.stack(scalars), sums[-bins:]
 
-    def _write(self, step: int, figures: Tensor) -> None:
+    def _write(self, step: int, names: Sequence[str], figures: Tensor) -> None:
         lines = {}
-        for name, row in zip(self.names, figures.tolist(), strict=True):
+        for name, row in zip(names, figures.tolist(), strict=True):
             scalars = dict(zip(SCALARS, row[: len(SCALARS)], strict=True))
             lines[name] = {
                 **{key: value if math.isfinite(value) else str(value) for key, value in scalars.items()},

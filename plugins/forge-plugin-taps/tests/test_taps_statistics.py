@@ -93,7 +93,7 @@ def test_values_that_are_not_finite_are_counted():
     taps = SimpleNamespace(points={"x": None})
 
     class Two:
-        step, tokens = 1, {}
+        step, tokens, points = 1, {}, ("x",)
         __len__ = lambda self: 2  # noqa: E731
         local = lambda self, name: part  # noqa: E731
         shape = lambda self, name: (2, 2)  # noqa: E731
