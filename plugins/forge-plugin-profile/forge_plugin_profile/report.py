@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from forge_plugin_profile.gap import computing, gaps
 
 SHOWN = 12
-"""Layers that a table has, the rest being summed up, and collectives."""
+"""Layers that a table has; the rest are summed up."""
 UNEVEN = 1.1
 """Ratio of the compute of two ranks from which the report names them: in a collective, one waits for the other."""
 Facts = Mapping[str, Any]
@@ -58,7 +59,7 @@ def _sentences(facts: Facts) -> Iterator[str]:
             f"Communication takes {ms(busy['communication'])}, of which {ms(hidden)} are hidden behind compute and "
             f"**{ms(facts['exposed_s'])}** are not: {share} of the step."
         )
-        yield f"Least hidden: {_collective_words(facts['collectives'][0])}."
+        yield f"Least hidden: {_collective_words(_collectives(facts)[0])}."
     if facts["flops"] and facts["peak_flops"] and step:
         used = facts["flops"] / step / facts["peak_flops"]
         yield f"Model FLOPs: {si(facts['flops'])} a step on this rank, {percent(used)} of the peak (MFU in the window)."
@@ -82,9 +83,26 @@ def _gap_words(facts: Facts) -> Iterator[str]:
     yield f"Largest gap: **{gap.layer}** takes {ms(gap.measured)}, {what}."
 
 
+def _collectives(facts: Facts) -> list[dict[str, Any]]:
+    """The collectives of all layers together, by kind and phase, the least hidden first."""
+    groups: dict[tuple[str, str], list[Facts]] = defaultdict(list)
+    for row in facts["collectives"]:  # of each layer, the least hidden first
+        groups[row["kind"], row["phase"]].append(row)
+    rows = [
+        {
+            "kind": kind,
+            "phase": phase,
+            "block": own[0]["block"],
+            **{name: sum(row[name] for row in own) for name in ("times", "seconds", "exposed_s")},
+        }
+        for (kind, phase), own in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -row["exposed_s"])
+
+
 def _collective_words(row: Facts) -> str:
-    where = " of ".join(filter(None, [row["phase"], row["block"]])) or "a phase that is not marked"
-    return f"{row['kind']} in {where}, {ms(row['exposed_s'])} of {ms(row['seconds'])}"
+    where = f", most of it in {row['block']}" if row["block"] else ""
+    return f"{row['kind']} in {row['phase'] or 'no phase'}, {ms(row['exposed_s'])} of {ms(row['seconds'])}{where}"
 
 
 # --- tables ------------------------------------------------------------------------------------------------------
@@ -142,10 +160,10 @@ def _part_rows(facts: Facts) -> Iterator[list[str]]:
 
 
 def _collective_rows(facts: Facts) -> Iterator[list[str]]:
-    yield ["collective", "phase", "layer", "times", "takes", "not hidden"]
-    for row in facts["collectives"][:SHOWN]:
-        times = f"{row['times']:.4g}"
-        yield [row["kind"], row["phase"] or "-", row["block"] or "-", times, ms(row["seconds"]), ms(row["exposed_s"])]
+    yield ["collective", "phase", "times", "takes", "not hidden", "least hidden in"]
+    for row in _collectives(facts):
+        times = [f"{row['times']:.4g}", ms(row["seconds"]), ms(row["exposed_s"])]
+        yield [row["kind"], row["phase"] or "-", *times, row["block"] or "-"]
 
 
 def _operator_rows(facts: Facts) -> Iterator[list[str]]:

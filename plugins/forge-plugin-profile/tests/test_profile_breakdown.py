@@ -44,6 +44,8 @@ def test_communication_is_hidden_where_another_stream_computes(on_gpu):
     [row] = on_gpu["collectives"]
     assert (row["kind"], row["phase"], row["block"], row["times"]) == ("all-gather", "forward", "layers.1", 1)
     assert row["exposed_s"] == pytest.approx(50 * US)
+    text = report([{**on_gpu, "collectives": [row, {**row, "block": "layers.0", "exposed_s": 10 * US}]}])
+    assert "Least hidden: all-gather in forward, 0.06 ms of 0.4 ms, most of it in layers.1." in text
 
 
 def test_kernels_count_for_the_layer_of_their_launch_and_in_backward_of_the_forward_operator(on_gpu):
