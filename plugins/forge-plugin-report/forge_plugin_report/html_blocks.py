@@ -14,6 +14,10 @@ from forge_plugin_report.heat_map_png import extremes_of, image_of
 from forge_plugin_report.scales import number_text
 
 JOINT = re.compile(r"(?<=\w)([./_])(?=[A-Za-z])")
+NAMED = 12
+"""Rows of a map up to which each is named."""
+FEW_ROWS = 6
+"""Rows of a map up to which it is half as high."""
 BAR_WIDTH, BAR_HEIGHT = 1000, 22
 
 
@@ -62,14 +66,15 @@ def _(block: HeatMap) -> str:
     rows, columns = len(block.values), max((len(row) for row in block.values), default=0)
     low, high = extremes_of(block.values)
     label = escape(f"{block.title}: {rows} rows ({block.row}) of {columns} ({block.column})")
-    names = [block.rows[0], block.rows[-1]] if rows > 1 else list(block.rows)
+    names = list(block.rows) if rows <= NAMED else [block.rows[0], block.rows[-1]]
     axis = "".join(f"<span>{escape(name)}</span>" for name in names)
+    labels = f'<div class="{"each" if rows <= NAMED else "ends"}">{axis}</div>'
     facts = f"least {number_text(low)}, largest {number_text(high)}; no colour at {number_text(block.middle)}"
     return (
         f"<figure><figcaption>{escape(block.title)}</figcaption>"
-        f'<div class="map"><div class="rows"><b>{escape(block.row)}</b><div>{axis}</div></div>'
+        f'<div class="map"><div class="rows"><b>{escape(block.row)}</b>{labels}</div>'
         f'<img alt="{label}" src="{image_of(block)}" width="{columns}" height="{rows}"'
-        f' class="{"few" if rows <= 8 else "many"}" data-rows="{escape(chr(10).join(block.rows))}"'
+        f' class="{"few" if rows <= FEW_ROWS else "many"}" data-rows="{escape(chr(10).join(block.rows))}"'
         f' data-row="{escape(block.row)}" data-column="{escape(block.column)}"'
         f' data-middle="{block.middle!r}" data-reach="{block.reach!r}"></div>'
         f'<p class="note">{escape(block.column)} 0 to {columns - 1} from left to right; {facts}</p></figure>'
