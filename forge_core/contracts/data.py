@@ -22,9 +22,9 @@ Batch = dict[str, "Tensor"]
 (already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S) int64. Neighbours
 with equal document ids are of one document, which attention does not leave; without ids, a row is one document.
 Positions count from 0 at the start of a document, without them of the row. Further entries have the dataset's dtype, or
-are those of `ModelComponent.batch_fields`, images say, which rows may lack. In training, `sources` (B,) int64 has the
-number of each row's source, and `slots` (B,) int64, if some source has costs (`HasCost`), that of the row in the order
-drawn. The engine adds `draw` (B,) int64, unique to sequence and step: noise made of it suits every layout."""
+are those of `ModelComponent.batch_fields`, images say, which rows may lack. In training, `sources` and `numbers` (B,)
+int64 have the number of each row's source and of its sequence there; `slots` (B,) int64, if some source has costs
+(`HasCost`), that of the row as drawn. The engine adds `draw` (B,) int64, unique to sequence and step, for noise."""
 IGNORED_LABEL = -100
 BYTES_PER_TOKEN = "bytes_per_token"
 """Entry (B,) float64 of batches for evaluation, where known: mean UTF-8 bytes of a token of the row's source."""
@@ -181,7 +181,7 @@ class LoadedRows(NamedTuple):
     """Rows that were read together."""
 
     batch: Batch
-    """The entries of the samples, `sources`, and `slots` if some source has costs."""
+    """The entries of the samples, `sources`, `numbers`, and `slots` if some source has costs."""
     positions: Mapping[tuple[int, int], Mapping[str, Any]]
     """(source, lane) -> where the lane of a stream continues after these rows."""
 

@@ -65,6 +65,7 @@ class RowReader:
             samples.append(sample)
         batch = collate(samples, self._fields, lambda number: self.describe(rows[number]))
         batch["sources"] = _stack([row.source for row in rows], "int64")
+        batch["numbers"] = _stack([row.number for row in rows], "int64")
         if self._has_costs:  # rows are in another order than they were drawn in
             batch["slots"] = _stack([row.slot for row in rows], "int64")
         return LoadedRows(batch, positions)

@@ -5,6 +5,7 @@ Shapes: B sequences of a micro-batch, S positions, s of them on this rank, n sam
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -79,6 +80,7 @@ class Recorder:
         self._orders: dict[int, np.ndarray] = {}
         self._parts: tuple[dict[str, Part], dict[str, list[Part]]] = {}, {}
         """Of this rank, and of all ranks, when they were exchanged last."""
+        self._absent: set[str] = set()
         self._stop()
 
     def _stop(self) -> None:
@@ -115,7 +117,8 @@ class Recorder:
         info = self._info(self._own_points())
         for name, component in self.component.edits.items():
             edit = self.context.build(component, taps=info)
-            for point in matching([component.point], list(self.sites)):
+            points = [name for name, site in self.sites.items() if site.axes != "pattern"]
+            for point in matching([component.point], points):
                 self.put_edit(name, edit, point)
         self.current.edits = frozenset(self.component.edits)
 
@@ -181,7 +184,18 @@ class Recorder:
         parts = self._exchanged({name: self._part(name, value) for name, value in values.items()})
         capture = Capture(self._step, drawn, values, parts, self._total, self.context.device)
         self._stop()
-        return Sample(capture, self.names)
+        present = [name for name in self.names if name in parts]
+        self._warn_of(set(self.names) - set(present), capture.step)
+        return Sample(capture, present)
+
+    def _warn_of(self, absent: set[str], step: int) -> None:
+        """Say once which points had no value, on one rank."""
+        new = sorted(absent - self._absent)
+        self._absent |= absent
+        if new and global_rank() == 0:
+            what = f"{', '.join(new[:4])}{f' and {len(new) - 4} more' if len(new) > 4 else ''}"
+            why = "their modules were not called, or nothing before them trains, so that they have no gradient"
+            warnings.warn(f"taps: step {step} has no values of {what}: {why}", stacklevel=2)
 
     def _exchanged(self, own: dict[str, Part]) -> dict[str, list[Part]]:
         """Returns the parts of all ranks, by point."""

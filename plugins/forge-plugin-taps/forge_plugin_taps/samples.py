@@ -42,7 +42,7 @@ class Sample:
         self.step = capture.step
         """Number of the step, from 1, as in its line of metrics."""
         self.points = tuple(points)
-        """Names of points, the same on every rank."""
+        """Names of points that have values in this step, the same on every rank."""
 
     def __len__(self) -> int:
         return self._capture.samples
@@ -56,8 +56,8 @@ class Sample:
         return self._capture.tokens
 
     def of(self, points: Sequence[str]) -> Sample:
-        """Returns the same samples at some of the points."""
-        return Sample(self._capture, points)
+        """Returns the same samples at those of the points that have values."""
+        return Sample(self._capture, [name for name in points if name in self.points])
 
     def local(self, name: str) -> LocalPart | None:
         """Returns this rank's values of a point; None if it has none, as in a pipeline."""

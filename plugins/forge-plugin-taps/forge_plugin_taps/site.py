@@ -65,18 +65,18 @@ class Current:
             self.marks = None
             return
         rows, inside, rest, whole, order = (batch.get(name) for name in ENTRIES)
-        self.marks = Marks(rows, inside, rest, whole, order, _new_token())
+        self.marks = Marks(rows, inside, rest, whole, order, _new_token(inside))
 
     def refresh(self) -> None:
         """Note that another block begins, which does not receive the micro-batch."""
         if self.marks is not None:
-            self.marks = self.marks._replace(token=_new_token())
+            self.marks = self.marks._replace(token=_new_token(self.marks.inside))
 
 
-def _new_token() -> Tensor | None:
+def _new_token(like: Tensor) -> Tensor | None:
     # One for each block: a compiled graph must change none of its inputs, which a backward pass may still need while
     # the next micro-batch of a pipeline goes forward.
-    return torch.zeros(1) if torch.compiler.is_compiling() else None
+    return torch.zeros(1, device=like.device) if torch.compiler.is_compiling() else None
 
 
 class Site:

@@ -48,7 +48,8 @@ class StoreWriter(Sink):
     """See `Store`.
 
     A step's folder has another name until it is whole: a run that is killed leaves no half of it. What is there of
-    later steps than a run continues from is removed, since these steps come again.
+    later steps than a run continues from is removed, since these steps come again. So what must outlive a crash of the
+    machine are the steps up to a checkpoint, and files are synced when one is saved: by then most have been written.
     """
 
     def __init__(self, component: Store, context: BuildContext, taps: TapsInfo) -> None:
@@ -62,6 +63,7 @@ class StoreWriter(Sink):
         self._job = context.folder / JOB
         self._seed = context.job.job.seed
         self._pending: _Pending | None = None
+        self._unsynced: list[Path] = []
 
     def start(self, step: int) -> None:
         self._pending = None
@@ -108,13 +110,31 @@ class StoreWriter(Sink):
         self._agreed(step, lambda: partial.mkdir(parents=True) if global_rank() == 0 else None)
         tokens = pending.sample.tokens
         self._agreed(step, lambda: self._write(pending, files, tokens))
-        digests = self._agreed(step, lambda: _digests(files))
+        own = self._own_share(files)
+        digests = self._agreed(step, lambda: {name: _digest(files[name].path) for name in own})
+        self._unsynced += [whole / files[name].path.name for name in own]
         merged = {name: digest for part in digests for name, digest in part.items()}
         if global_rank() == 0:
             manifest = self._manifest(step, files, merged)
             self._agreed(step, lambda: self._commit(partial, whole, manifest))
+            self._unsynced += [whole / MANIFEST, whole, self._folder]
         else:
             self._agreed(step, lambda: None)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Returns nothing, but brings to the disk what the checkpoint that is about to be saved must find there."""
+        paths, self._unsynced = self._unsynced, []
+        self._agreed(0, lambda: list(map(_sync, filter(Path.exists, paths))))
+        return {}
+
+    def close(self, final: bool) -> None:
+        self.state_dict()
+
+    @staticmethod
+    def _own_share(files: Mapping[str, TensorFile]) -> list[str]:
+        """Names of the files that this rank reads again for their digests, and syncs."""
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        return list(files)[global_rank() :: ranks]
 
     def _files(self, sample: Sample, folder: Path) -> dict[str, TensorFile]:
         """Returns the files of a step, by point."""
@@ -148,13 +168,9 @@ class StoreWriter(Sink):
     def _commit(self, partial: Path, whole: Path, manifest: Mapping[str, Any]) -> None:
         with (partial / MANIFEST).open("w") as file:
             json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync(partial)
         if whole.exists():  # a run that went back to a state in memory makes its steps again
             shutil.rmtree(whole)
         partial.rename(whole)
-        _sync(whole.parent)
         old = sorted((path for path in self._folder.glob("step-*")), key=_step)
         for path in old[: -self._keep] if self._keep else ():
             shutil.rmtree(path)
@@ -177,7 +193,8 @@ class StoreWriter(Sink):
             if global_rank() == 0:
                 shutil.rmtree(self._folder / f".step-{step}", ignore_errors=True)
             hint = "free space, or store fewer points, positions or steps (`points`, `positions`, `interval`, `keep`)"
-            raise ForgeError(f"taps: cannot store step {step}: {errors[0]}; {hint}")
+            what = f"step {step}" if step else "the steps before a checkpoint"
+            raise ForgeError(f"taps: cannot store {what}: {errors[0]}; {hint}")
         return [result for result, _ in outcomes]
 
 
@@ -186,20 +203,14 @@ def _step(path: Path) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def _digests(files: Mapping[str, TensorFile]) -> dict[str, str]:
-    """SHA-256 of this rank's share of the files."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    digests = {}
-    for name in list(files)[global_rank() :: ranks]:
-        with files[name].path.open("rb") as file:
-            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())  # here and not by each rank that writes to it
-    return digests
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(folder: Path) -> None:
-    """Make names in a folder outlive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, outlive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,35 +1,153 @@
-"""A job with a store: what a user finds in the folder of the run."""
+"""The folder that a store leaves: as a user reads it, after crashes, on a full disk, written by several ranks."""
 
 from __future__ import annotations
 
-import torch
-from safetensors.torch import load_file
+import errno
+import hashlib
+import json
+import os
+from functools import partial
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forge_core.contracts.errors import ForgeError
 from forge_core.engine.trainer import Trainer
+from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_taps import Store, Taps
+from forge_plugin_taps.tensor_file import TensorFile
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
+from forge_testing.processes import run_on_ranks
 
 
-def test_a_store_holds_the_sampled_steps_of_the_points(tmp_path, catalog):
-    attention = GroupedQueryAttention(heads=4, kv_heads=2)
-    taps = Taps(
-        interval=2, positions=3, points=("layers.*.q",), gradients=("layers.1.resid_post",), sinks={"store": Store()}
-    )
-    job = tiny_job(
-        str(tmp_path),
-        catalog,
-        model=Transformer(vocab_size=32, dim=16, layers=2, attention=attention),
-        data={"sources": (Numbers(ignored=1, held_out=5),)},
-        micro_batch_size=2,
-        parallel={"taps": taps},
-    )
-    Trainer(job).run()
-    (folder,) = tmp_path.rglob("taps")
-    assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-4"]
-    step = folder / "step-4"
-    names = ["layers.0.q", "layers.1.q", "layers.1.resid_post.grad"]
-    assert sorted(path.stem for path in step.iterdir()) == [*names, "taps", "tokens"]
-    assert load_file(step / "layers.0.q.safetensors")["layers.0.q"].shape == (12, 4, 4)
-    tokens = load_file(step / "tokens.safetensors")
-    assert torch.equal(tokens["row"], torch.arange(4).repeat_interleave(3))
+@pytest.fixture
+def job(catalog):
+    def make(folder, name="run", store=None, stages=None, **settings):
+        attention = GroupedQueryAttention(heads=4, kv_heads=2)
+        points, gradients = ("embed", "layers.*.q"), ("layers.1.resid_post",)
+        taps = Taps(interval=1, positions=3, points=points, gradients=gradients, sinks={"store": store or Store()})
+        settings = {"steps": 4, "micro_batch_size": 2, "checkpoint": {"interval": 2}, **settings}
+        return tiny_job(
+            str(folder),
+            catalog,
+            job={"name": name},
+            model=Transformer(vocab_size=32, dim=16, layers=2, attention=attention),
+            data={"sources": (Numbers(ignored=1, held_out=5),)},
+            parallel={**(stages or {}), "taps": taps},
+            **settings,
+        )
+
+    return make
+
+
+def digests(folder):
+    return {
+        f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.glob("step-*/*.safetensors"))
+    }
+
+
+def test_a_step_has_a_file_for_each_point_and_a_manifest(tmp_path, job):
+    Trainer(job(tmp_path, store=Store(keep=2))).run()
+    folder = tmp_path / "run" / "taps"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4"]
+    manifest = json.loads((folder / "step-4" / "taps.json").read_text())
+    names = ["embed", "layers.0.q", "layers.1.q", "layers.1.resid_post.grad", "tokens"]
+    assert sorted(manifest["files"]) == [f"{name}.safetensors" for name in names]
+    for name, entry in manifest["files"].items():
+        path = folder / "step-4" / name
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"]
+        if name != "tokens.safetensors":
+            (tensor,) = load_file(path).values()
+            assert list(tensor.shape) == entry["shape"]
+    assert manifest["files"]["layers.0.q.safetensors"]["shape"] == [12, 4, 4]
+
+
+def test_a_run_that_crashed_and_continues_has_each_step_once_and_whole(tmp_path, job, monkeypatch):
+    Trainer(job(tmp_path, "whole")).run()
+    killed = job(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("forge_plugin_taps.store_writer.StoreWriter._commit", _die_at(4))
+        with pytest.raises(KeyboardInterrupt):
+            Trainer(killed).run()
+    folder = tmp_path / "run" / "taps"
+    assert (folder / ".step-4").exists()  # torn; and step 3 is later than the checkpoint of step 2
+    (folder / "step-3" / "embed.safetensors").write_bytes(b"as another curve left it")
+    Trainer(job(tmp_path)).run()
+    assert digests(folder) == digests(tmp_path / "whole" / "taps")
+    assert [path.name for path in folder.glob(".*")] == []
+
+
+def _die_at(step):
+    from forge_plugin_taps.store_writer import StoreWriter
+
+    commit = StoreWriter._commit
+
+    def die(self, partial_folder, whole, manifest):
+        if manifest["step"] == step:
+            raise KeyboardInterrupt
+        commit(self, partial_folder, whole, manifest)
+
+    return die
+
+
+def _full(rank, folder, make):
+    """A disk on which one rank finds no room."""
+    real = os.pwrite
+
+    def pwrite(descriptor, data, offset):
+        if rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    os.pwrite = pwrite
+    with pytest.raises(ForgeError) as failure:
+        Trainer(make(folder, stages={"fsdp": FSDP()}, steps=1), echo=lambda text: None).run()
+    return str(failure.value)
+
+
+def test_a_full_disk_is_named_on_every_rank(tmp_path, job):
+    for message in run_on_ranks(2, partial(_full, folder=tmp_path, make=job)):
+        assert "cannot store step 1: No space left on device" in message
+        assert "(rank 1)" in message
+        assert "`keep`" in message
+    assert list((tmp_path / "run" / "taps").iterdir()) == []
+
+
+LAYOUTS = {
+    "fsdp": {"fsdp": FSDP()},
+    "tp": {"tp": TensorParallel(degree=2)},
+    "pp": {"pp": PipelineParallel(degree=2)},
+    "cp": {"cp": ContextParallel(degree=2)},
+}
+
+
+def _train(rank, folder, make):
+    for name, stages in LAYOUTS.items():
+        Trainer(make(folder, name, stages=stages, steps=1), echo=lambda text: None).run()
+
+
+def test_equal_values_are_equal_files_under_every_layout(tmp_path, job):
+    """In the first step, embeddings are equal to the bit."""
+    Trainer(job(tmp_path, "alone", steps=1)).run()
+    run_on_ranks(2, partial(_train, folder=tmp_path, make=job))
+    expected = digests(tmp_path / "alone" / "taps")
+    for name in LAYOUTS:
+        found = digests(tmp_path / name / "taps")
+        assert found.keys() == expected.keys()
+        for file in ("step-1/embed.safetensors", "step-1/tokens.safetensors"):
+            assert found[file] == expected[file], (name, file)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_rows_written_in_any_order_make_the_file_that_safetensors_makes(tmp_path, dtype):
+    tensor = (torch.randn(7, 3, 2, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    file = TensorFile(tmp_path / "ours", {"x": (dtype, (7, 3, 2))})
+    for rows in ([5], [0, 1, 2, 4], [3, 6]):
+        file.write_rows("x", torch.tensor(rows), tensor[rows])
+    file.write_header()
+    assert torch.equal(load_file(file.path)["x"], tensor)
+    save_file({"x": tensor}, tmp_path / "theirs")
+    assert file.path.read_bytes() == (tmp_path / "theirs").read_bytes()
