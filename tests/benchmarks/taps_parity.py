@@ -45,7 +45,6 @@ from forge_testing import Numbers, RandomDocuments, tiny_job
 from forge_testing.processes import run_on_ranks
 
 SEQUENCES, SEQ_LEN, STEPS = 8, 16, 3
-GRADIENTS = ("embed", "final_norm", "layers.*")
 FULL, SELECTIVE = ActivationCheckpointing(), ActivationCheckpointing(mode="selective")
 AOT, INDUCTOR = Compile(backend="aot_eager"), Compile()
 BROKEN = Compile(backend="aot_eager", fullgraph=False)
@@ -74,6 +73,7 @@ class Case:
     packed: bool = False
     """Whether sequences hold several documents, kept apart."""
     layers: int = 4
+    tapped: bool = True
 
     @property
     def kind(self) -> tuple[bool, bool, int]:
@@ -85,22 +85,18 @@ class Case:
         """What it is compared with: one process, without any stage."""
         return Case(1, experts=self.experts, packed=self.packed, layers=self.layers)
 
-    def job(self, folder: str, tapped: bool = True) -> Any:
+    def job(self, folder: str) -> Any:
         sizes: dict[str, Any] = {"ffn": MoE(experts=4, hidden=16, router=SigmoidTopK())} if self.experts else {}
         attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
         model = Transformer(vocab_size=32, dim=16, layers=self.layers, init_std=0.2, attention=attention, **sizes)
-        taps = Taps(interval=2, positions=3, points=("*",), gradients=gradients(self), sinks={"store": Store()})
+        taps = Taps(interval=2, positions=3, points=("*",), gradients=("*",), sinks={"store": Store()})
         data: dict[str, Any] = {"sources": (Numbers(ignored=3, held_out=5),)}
         if self.packed:
             data = {"sources": (RandomDocuments(held_out=5),), "packing": Isolate()}
         settings: dict[str, Any] = {"model": model, "data": data, "precision": "fp64", "steps": STEPS}
         settings |= {"global_batch_size": SEQUENCES, "seq_len": SEQ_LEN, "micro_batch_size": self.micro_batch_size}
-        stages = {**self.stages, **({"taps": taps} if tapped else {})}
+        stages = {**self.stages, **({"taps": taps} if self.tapped else {})}
         return tiny_job(folder, Catalog.installed(), parallel=stages, checkpoint={"interval": 0}, **settings)
-
-
-def gradients(case: Case) -> tuple[str, ...]:
-    return GRADIENTS
 
 
 CASES = {
@@ -118,7 +114,7 @@ CASES = {
     "tp2": Case(2, {"tp": tp(sequence_parallel=False)}, 4),
     "tp2+sp": Case(2, {"tp": tp()}, 4),
     "tp2+sp, inductor": Case(2, {"tp": tp(), "compile": INDUCTOR}, 4),
-    "tp2+sp, ac, aot_eager": Case(2, {"tp": tp(), "compile": AOT, "activation_checkpointing": FULL}, 4),
+    "tp2+sp, ac selective, aot_eager": Case(2, {"tp": tp(), "compile": AOT, "activation_checkpointing": SELECTIVE}, 4),
     "pp2 1f1b": Case(2, {"pp": pp()}, 2),
     "pp2 1f1b, aot_eager": Case(2, {"pp": pp(), "compile": AOT}, 2),
     "pp2 1f1b, ac, aot_eager": Case(2, {"pp": pp(), "activation_checkpointing": FULL, "compile": AOT}, 2),
@@ -168,20 +164,30 @@ class Result:
         return {name: tensor for path in sorted(step.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def run(case: Case, folder: Path, tapped: bool = True) -> Result:
-    """Train a layout, with a store."""
-    graphs = run_on_ranks(case.ranks, lambda rank: _train(case, str(folder), tapped), timeout=300)
+def run_together(cases: Mapping[Any, Case], folder: Path) -> dict[Any, Result]:
+    """Train layouts, each with a store; those of equally many ranks in the same processes."""
+    graphs: dict[Any, list[int]] = {}
+    for ranks in sorted({case.ranks for case in cases.values()}):
+        own = {name: case for name, case in cases.items() if case.ranks == ranks}
+        folders = {name: str(folder / str(number)) for number, name in enumerate(cases)}
+        found = run_on_ranks(ranks, lambda rank: [_train(own[name], folders[name]) for name in own])  # noqa: B023
+        graphs |= dict(zip(own, map(list, zip(*found, strict=True)), strict=True))
+    return {name: _result(folder / str(number), graphs[name]) for number, name in enumerate(cases)}
+
+
+def _result(folder: Path, graphs: Sequence[int]) -> Result:
     (metrics,) = folder.glob("*/metrics.jsonl")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return Result(folder, [line["loss"] for line in lines if "loss" in line], graphs)
 
 
-def _train(case: Case, folder: str, tapped: bool) -> int:
+def _train(case: Case, folder: str) -> int:
     from torch._dynamo.utils import counters
 
+    torch._dynamo.reset()
     counters.clear()
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        Trainer(case.job(folder, tapped), echo=lambda text: None).run()
+        Trainer(case.job(folder), echo=lambda text: None).run()
     return int(counters["stats"].get("unique_graphs", 0))
 
 
@@ -212,10 +218,10 @@ def main(names: Sequence[str]) -> int:
         for number, name in enumerate(names or CASES):
             case, began = CASES[name], time.time()
             if case.kind not in references:
-                references[case.kind] = run(case.reference, Path(folder) / f"reference-{len(references)}")
+                references |= run_together({case.kind: case.reference}, Path(folder) / f"reference-{len(references)}")
             expected = references[case.kind]
             try:
-                found = run(case, Path(folder) / str(number))
+                found = run_together({name: case}, Path(folder) / str(number))[name]
             except AssertionError as error:
                 failed += 1
                 print(f"{name:28} FAILED {str(error).strip().splitlines()[-1][:300]}", flush=True)

@@ -48,11 +48,12 @@ IMPORTS = ROOT / "docs" / "bring-a-model.md"
 TUTORIAL = ROOT / "docs" / "tutorials" / "own-text.md"
 METRICS = ROOT / "docs" / "how-to" / "metrics.md"
 LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
+TAPS = ROOT / "docs" / "how-to" / "taps.md"
 MAKE_DATA = (IMAGES, TUTORIAL)
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
-    *(ROOT / "docs" / "publishing.md", IMAGES, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS),
+    *(ROOT / "docs" / "publishing.md", IMAGES, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS),
 )
 """Pages of which every command is run."""
 
