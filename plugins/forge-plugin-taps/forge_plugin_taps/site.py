@@ -115,12 +115,13 @@ class Site:
                 self.edited = True
                 x = edit.apply(x, where(x, self.current.batch))
         marks = self.current.marks
-        if marks is None:
+        # What is computed again was kept, and its marks may be those of a later micro-batch. The gradient passes the
+        # node of the first time.
+        if marks is None or self.current.auxiliary.recomputing:
             return x
         local = marks.rest if self.axes == "rest" else marks.inside
-        if self.values and not self.current.auxiliary.recomputing:
+        if self.values:
             self.keep(pick(x.detach(), local), marks)
-        # When it is computed again, too: the backward pass must find the same nodes.
         if self.gradient and torch.is_grad_enabled() and x.requires_grad:
             return _GradientTap.apply(x, local, marks.rows, self.number, self.copies)
         return x
