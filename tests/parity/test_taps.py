@@ -21,7 +21,7 @@ SHORT = {name: evolve(CASES[name], layers=2) for name in (
     "tp2+sp",
     "cp2 ring, packed",
     "pp2 1f1b, ac, aot_eager",
-    "fsdp2/ep2",
+    "fsdp2/ep2 x tp2",
     "tp2 x pp2",
     "fsdp2 x cp2",
 )}  # fmt: skip

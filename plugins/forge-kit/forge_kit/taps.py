@@ -21,8 +21,9 @@ maps a carry to a carry. `pattern`: attention that sampled queries pay, of a mod
 Axes = Literal["rest", "heads", "hidden", "whole", "partial", "images"]
 """How a layout divides the tensor. `rest`: (B, s, D), as between blocks, so that sequence parallel divides positions.
 `heads`: (B, S, H, E), whose heads tensor parallel divides. `hidden`: (B, S, F), whose features it divides. `whole`:
-(B, S, …), equal on all ranks of tensor parallel. `partial`: (B, S, D), of whose sum each of them has a part. `images`:
-rows and positions are those of images, as in a vision tower, and not those of the batch's tokens."""
+(B, S, …), equal on all ranks of tensor parallel, inside of a part that they share, so that each has a part of its
+gradient. `partial`: (B, S, D), of whose sum each of them has a part, with equal gradients. `images`: rows and positions
+are those of images, as in a vision tower, and not those of the batch's tokens."""
 
 
 @frozen

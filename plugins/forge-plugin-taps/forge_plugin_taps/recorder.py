@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
@@ -72,6 +73,7 @@ class Recorder:
         self._earlier_rows = layout.run[0] * self._all_rows
         """Rows of the global batch that belong to runs of the same model before this one."""
         self._tp = (mesh.get_local_rank("tp"), layout.tp) if mesh is not None and layout.tp > 1 else (0, 1)
+        self._tp_group = mesh.get_group("tp") if mesh is not None and layout.tp > 1 else None
         stages = job.parallel.values()
         self._divides = layout.tp > 1 and any(getattr(stage, "sequence_parallel", False) for stage in stages)
         self.cp_group = mesh.get_group("cp") if mesh is not None and layout.cp > 1 else None
@@ -180,6 +182,8 @@ class Recorder:
             kept = self.sites[name.removesuffix(GRADIENT)].kept[name.endswith(GRADIENT)]
             if kept:
                 values[name] = torch.cat([kept[first] for first in sorted(kept)])
+                if self._is_partial(name):
+                    dist.all_reduce(values[name], group=self._tp_group)
         drawn = [self._drawn[first] for first in sorted(self._drawn)]
         parts = self._exchanged({name: self._part(name, value) for name, value in values.items()})
         capture = Capture(self._step, drawn, values, parts, self._total, self.context.device)
@@ -196,6 +200,13 @@ class Recorder:
             what = f"{', '.join(new[:4])}{f' and {len(new) - 4} more' if len(new) > 4 else ''}"
             why = "their modules were not called, or nothing before them trains, so that they have no gradient"
             warnings.warn(f"taps: step {step} has no values of {what}: {why}", stacklevel=2)
+
+    def _is_partial(self, name: str) -> bool:
+        """Whether each rank of tensor parallel has a part of a sum."""
+        # A router computes the same on every rank, and each rank's experts contribute to its gradient; what they make
+        # of a token is a part of a sum, whose gradient all have.
+        axes = self.sites[name.removesuffix(GRADIENT)].axes
+        return self._tp_group is not None and axes == ("whole" if name.endswith(GRADIENT) else "partial")
 
     def _exchanged(self, own: dict[str, Part]) -> dict[str, list[Part]]:
         """Returns the parts of all ranks, by point."""

@@ -37,15 +37,6 @@ def selection_problems(path: str, patterns: Sequence[str], names: Sequence[str])
             )
 
 
-def partial_problems(patterns: Sequence[str], points: Mapping[str, TapPoint]) -> Iterator[Problem]:
-    """Yields a problem for the first point that matches and of which tensor-parallel ranks have parts of a sum."""
-    for name in matching(patterns, list(points)):
-        if points[name].axes == "partial":
-            message = f"each rank of tensor parallel has a part of the sum {name}, which is nowhere whole"
-            yield Problem("points", f"{message}; take mlp_out or router_weights, or leave tp out")
-            return
-
-
 def _hint(pattern: str, names: Sequence[str]) -> str:
     forms = sorted({_form(name) for name in names})
     return did_you_mean(_form(pattern), forms) or f"; there are {', '.join(forms)}"

@@ -63,7 +63,6 @@ class Taps(ParallelComponent):
         from forge_plugin_taps.selection import (
             editable,
             matching,
-            partial_problems,
             sampled_points,
             selection_problems,
             with_gradients,
@@ -77,8 +76,6 @@ class Taps(ParallelComponent):
             return
         yield from selection_problems("points", self.points, points)
         yield from selection_problems("gradients", self.gradients, gradients)
-        if layout.tp > 1:
-            yield from partial_problems([*self.points, *self.gradients], declared)
         for name, edit in self.edits.items():
             for problem in selection_problems("", [edit.point], editable(declared)):
                 yield Problem(f"edits.{name}.point", problem.message)
