@@ -20,12 +20,12 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from attrs import define
+from attrs import define, frozen
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_taps import Store, Taps
+from forge_plugin_taps import Sink, SinkComponent, Store, Taps
 from forge_plugin_taps.hook import TapsHook
 from forge_plugin_taps.recorder import Recorder
 from forge_plugin_taps.site import Current, Site
@@ -37,6 +37,19 @@ POINTS = ("layers.*.resid_pre", "layers.*.resid_mid", "layers.*.resid_post")
 TIMED = ((Site, "take"), (Current, "enter"), (Recorder, "mark"), (TapsHook, "on_step_begin"), (TapsHook, "on_step_end"))
 PERIOD, WARM = 3, 1
 """One step of three is sampled, in the next one sinks settle, and the third is as without taps."""
+
+
+@frozen(kw_only=True)
+class Nothing(SinkComponent):
+    """A sink that uses nothing."""
+
+    def build(self, context: Any, taps: Any) -> Sink:
+        return Ignoring()
+
+
+class Ignoring(Sink):
+    def consume(self, sample: Any) -> None:
+        pass
 
 
 @define(kw_only=True, slots=False)
@@ -72,7 +85,7 @@ def measure(positions: int, stored: bool, periods: int) -> tuple[float, float, f
     """Returns CPU seconds of a step without taps, those within taps, and the difference between steps."""
     attention = GroupedQueryAttention(heads=4, kv_heads=2)
     model = Transformer(vocab_size=512, dim=DIM, layers=LAYERS, attention=attention)
-    taps = Taps(interval=PERIOD, positions=positions, points=POINTS, sinks={"store": Store()} if stored else {})
+    taps = Taps(interval=PERIOD, positions=positions, points=POINTS, sinks={"sink": Store() if stored else Nothing()})
     clock = Clock()
     with ExitStack() as stack:
         for cls, name in TIMED:

@@ -133,7 +133,7 @@ def test_every_position_is_equally_likely():
 
 JOB = """
 [train]
-steps = 2
+steps = 200
 global_batch_size = 4
 seq_len = 8
 [model]
