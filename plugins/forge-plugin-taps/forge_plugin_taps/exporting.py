@@ -126,6 +126,7 @@ def _datasets() -> Any:
         import datasets
     except ImportError as error:
         raise ForgeError("Arrow needs Hugging Face's datasets: pip install datasets") from error
+    datasets.disable_progress_bars()
     return datasets
 
 
