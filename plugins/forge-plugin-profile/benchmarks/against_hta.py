@@ -1,7 +1,7 @@
 """Compares idle time and overlap with Holistic Trace Analysis, on a synthetic trace of a GPU.
 
 pip install --no-deps HolisticTraceAnalysis plotly networkx narwhals packaging
-python plugins/forge-plugin-profile/tests/against_hta.py
+PYTHONPATH=plugins/forge-plugin-profile/tests python plugins/forge-plugin-profile/benchmarks/against_hta.py
 
 A program and no test, as HTA requires jupyterlab. It leaves out the last step of a trace; so does the comparison.
 """
