@@ -83,11 +83,8 @@ def __getattr__(name: str) -> Any:
 
         return core_version()
     # One module and not all: `Trainer` imports torch, which takes seconds, and a component's file needs only its base.
-    return getattr(import_home(f"forge_core.{name}", _home(name)), name)
-
-
-def _home(name: str) -> str:
-    return next((module for module, names in _HOMES.items() if name in names), "forge_core.contracts.components")
+    home = next((module for module, names in _HOMES.items() if name in names), "forge_core.contracts.components")
+    return getattr(import_home(f"forge_core.{name}", home), name)
 
 
 def __dir__() -> list[str]:

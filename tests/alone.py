@@ -137,7 +137,7 @@ class Environment:
         path = self.folder / f"{kind}-{type_}.toml"
         source = "RandomDocuments" if kind == "packing" else "Numbers"  # which gives sequences, with nothing to pack
         path.write_text(JOB.format(name=f"{kind}-{type_}", tables="".join(tables.values()), source=source))
-        check = [str(self.python), "-m", "forge_core", "check", str(path)]
+        check = [str(self.python), "-c", "import sys, forge_core; forge_core.load_job(sys.argv[1])", str(path)]
         if subprocess.run(check, cwd=self.folder, capture_output=True).returncode:
             return False
         self.run("-m", "forge_core", "run", path.name)

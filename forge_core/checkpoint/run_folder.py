@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.runtime import Storage
     from forge_core.job import Job
 
-__getattr__ = forwarding(__name__, ["forge_kit.run_owner"])  # `owner` was here
+__getattr__ = forwarding(__name__, ["forge_kit.run_owner"])  # `owner` and `checkpoint_table` were here
 JOB = "job.toml"
 LOCK = ".lock"
 UNKNOWN = "another process"
@@ -137,12 +137,8 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         unfinished.rename(folder / TOKENIZER)
 
 
-def checkpoint_table(folder: Path) -> Mapping[str, Any]:
-    """`[checkpoint]` of the resolved job that a run folder keeps; empty before its first start."""
-    return _table(folder, "checkpoint")
-
-
 def _table(folder: Path, name: str) -> Mapping[str, Any]:
+    """A table of the resolved job that a run folder keeps; empty before its first start."""
     try:
         return tomllib.loads((folder / JOB).read_text()).get(name, {})
     except FileNotFoundError:
@@ -163,7 +159,7 @@ def storage_of(folder: Path) -> Storage:
 
     Raises a `JobError` if the job names what is not installed, a `ForgeError` if the storage cannot be built.
     """
-    table = checkpoint_table(folder).get("storage", {})
+    table = _table(folder, "checkpoint").get("storage", {})
     # The core's own is opened without the job, whose plugins need not be installed to look at its checkpoints
     if table.get("type", LOCAL_STORAGE) == LOCAL_STORAGE and not _plugins_build_storage(folder):
         return LocalStorage(folder / table.get("folder", "checkpoints"))

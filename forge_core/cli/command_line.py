@@ -1,4 +1,4 @@
-"""For commands: command lines with job files, overrides and own options, and text in columns."""
+"""For commands: command lines with job files, overrides and own options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from attrs import fields_dict
 
 from forge_core.contracts.errors import JobError, did_you_mean
 from forge_core.job import Job
+from forge_core.moved import forwarding
 
+__getattr__ = forwarding(__name__, ["forge_kit.tables"])  # `columns` was here
 EXAMPLES = "examples:"
 
 
@@ -71,10 +73,3 @@ def parse_job_arguments(
             overrides.append(f"--{word.removeprefix('--')}")  # Hydra's form, without dashes, too
     parsed = parser.parse_args(own)
     return parsed, parsed.files, overrides
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows with aligned columns; the last column is as wide as it needs."""
-    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    lines = ("".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)

@@ -11,14 +11,7 @@ from forge_core.checkpoint.manager import Checkpoints
 from forge_core.checkpoint.resume import FLAG, Start
 from forge_core.checkpoint.run_diff import check_tokenizer, describe_changes
 from forge_core.checkpoint.run_folder import JOB
-from forge_core.checkpoint.state import (
-    Progress,
-    gather_state,
-    holders,
-    in_folder,
-    in_memory,
-    restore_state,
-)
+from forge_core.checkpoint.state import Progress, gather_state, holders, in_folder, in_memory, restore_state
 from forge_core.checkpoint.storage import to_json
 from forge_core.config.load import dump_job
 from forge_core.config.mixture import source_names

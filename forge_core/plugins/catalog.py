@@ -94,8 +94,6 @@ class Catalog:
         self._offers = sorted(offers, key=lambda offer: (offer.kind, offer.type, offer.distribution.name))
         self._distributions = {normalised(offer.distribution.name): offer.distribution for offer in self._offers}
         self._types: dict[type, str] = {}
-        self.used: dict[str, Distribution] = {}
-        """Distributions of which something was loaded, by name."""
         self.files: dict[str, str] = {}
         """Local component files that were loaded, with their SHA-256."""
 
@@ -204,12 +202,10 @@ class Catalog:
         """Import what an entry point names; a `PluginError` names distribution, version, entry point and cause."""
         check_requirement(offer.distribution)
         try:
-            target = metadata.EntryPoint(offer.type, offer.value, "").load() if offer.target is None else offer.target
+            return metadata.EntryPoint(offer.type, offer.value, "").load() if offer.target is None else offer.target
         except Exception as error:
             entry = f"{offer.kind} {offer.type!r} from {offer.distribution} ({offer.value})"
             raise PluginError(f"cannot load {entry}: {type(error).__name__}: {error}") from error
-        self.used.setdefault(offer.distribution.name, offer.distribution)
-        return target
 
     def load_object(self, spec: str) -> Any:
         """See `BuildContext.load_object`."""
@@ -223,7 +219,6 @@ class Catalog:
         kind = getattr(cls, "kind", None)
         for offer in self.offers(kind) if kind else ():
             if _is_offer_of(offer, cls):
-                self.used.setdefault(offer.distribution.name, offer.distribution)
                 return offer.qualified
         if cls.__module__.startswith(LOCAL):
             path = str(sys.modules[cls.__module__].__file__)

@@ -149,7 +149,7 @@ class TestErrors:
 
 class TestHelpAndVersion:
     def test_help_lists_the_cores_commands_with_their_help_and_others_by_name(self) -> None:
-        check = Offer("command", "check", "forge_core.cli.check:command", CORE)
+        check = Offer("command", "check", "forge_kit.check:command", CORE)
         merge = Offer("command", "merge", "forge_plugin_lora.gone:merge", LORA)
         text = help_text(Catalog([merge, check]))
         assert "  check  Check a job and print what it is made of; nothing is run or written.\n" in text
@@ -170,7 +170,7 @@ class TestHelpAndVersion:
 
     def test_version_tells_the_core_first_and_then_every_distribution(self, forge_run: Run) -> None:
         _, out, _ = forge_run("--version")
-        assert out.splitlines()[:3] == ["forge-run 0.1.0", "forge-plugin-adamw 0.2.0", "forge-plugin-author 0.1.0"]
+        assert out.splitlines()[:3] == ["forge-run 0.1.0", "forge-kit 0.1.0", "forge-plugin-adamw 0.2.0"]
 
     def test_python_dash_m_works(self, python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
         done = python("-m", "forge_core", "--version")

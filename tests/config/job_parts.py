@@ -368,7 +368,6 @@ PLUGINS: dict[str, dict[str, dict[str, Any]]] = {
     "forge-plugin-odd": {"scheduler": {"odd": AdamW}},
     "forge-plugin-soap": {"optimizer": {"soap": AdamW}},
 }
-COMMANDS = ("check",)
 REQUIRES = {"forge-plugin-soap": ("forge-run>=2.0,<3",)}
 
 
@@ -377,11 +376,11 @@ def make_catalog() -> Catalog:
     core = Distribution("forge-run", "0.1.0")
     offers = [_offer("kind", base.kind, base, core) for base in KINDS]
     offers += [_offer(kind, type_, cls, core) for kind, types in CORE.items() for type_, cls in types.items()]
-    offers += [Offer("command", name, f"forge_core.cli.{name.replace('-', '_')}:command", core) for name in COMMANDS]
     for name, kinds in PLUGINS.items():
         distribution = Distribution(name, "0.2.0", REQUIRES.get(name, ()))
         for kind, types in kinds.items():
             offers += [_offer(kind, type_, cls, distribution) for type_, cls in types.items()]
+    offers.append(Offer("command", "check", "forge_kit.check:command", Distribution("forge-kit", "0.1.0")))
     author = Distribution("forge-plugin-author", "0.1.0")
     offers.append(Offer("command", "new-plugin", "forge_plugin_author.new_plugin:command", author))
     offers.append(Offer("command", "plugins", "forge_plugin_author.plugins:command", author))

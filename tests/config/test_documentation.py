@@ -84,8 +84,8 @@ class TestDocs:
         assert field_docs(made["Made"]) == {}
 
     def test_function_summaries_are_read_without_importing(self) -> None:
-        assert function_summary("forge_core.cli.check", "command").startswith("Check a job")
-        assert function_summary("forge_core.cli.check", "nothing") == ""
+        assert function_summary("forge_kit.check", "command").startswith("Check a job")
+        assert function_summary("forge_kit.check", "nothing") == ""
         assert function_summary("forge_core.no_such_module", "command") == ""
 
     def test_the_first_paragraph_is_put_on_one_line(self) -> None:

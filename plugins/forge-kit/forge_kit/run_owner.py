@@ -1,11 +1,14 @@
-"""Who is using a run folder."""
+"""What a run folder says of its run: who is using it, and `[checkpoint]` of its job."""
 
 from __future__ import annotations
 
 import fcntl
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from forge_core.checkpoint.run_folder import LOCK
+from forge_core.checkpoint.run_folder import JOB, LOCK
 
 
 def owner(folder: Path) -> str:
@@ -19,3 +22,11 @@ def owner(folder: Path) -> str:
     except FileNotFoundError:
         pass
     return ""
+
+
+def checkpoint_table(folder: Path) -> Mapping[str, Any]:
+    """`[checkpoint]` of the resolved job that a run folder keeps; empty before its first start."""
+    try:
+        return tomllib.loads((folder / JOB).read_text()).get("checkpoint", {})
+    except FileNotFoundError:
+        return {}

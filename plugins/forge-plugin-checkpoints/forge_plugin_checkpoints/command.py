@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import fields_dict, frozen
 
 from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults, read_manifest
-from forge_core.cli.command_line import columns, positive, with_examples
+from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
+from forge_kit.tables import columns
 
 if TYPE_CHECKING:
     from forge_core.contracts.runtime import Storage
@@ -266,8 +267,8 @@ def prune_checkpoints(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace, storage: Storage) -> int:
     from forge_core.checkpoint.manager import Checkpoints
-    from forge_core.checkpoint.run_folder import checkpoint_table
     from forge_core.job import Retention
+    from forge_kit.run_owner import checkpoint_table
 
     table = {"keep": options.keep} if options.keep else checkpoint_table(options.run)
     retention = Retention(**{name: table[name] for name in fields_dict(Retention) if name in table})

@@ -8,7 +8,7 @@ from datetime import datetime
 from statistics import mean, median
 from typing import Any
 
-from forge_core.cli.command_line import columns
+from forge_kit.tables import columns
 from forge_plugin_goodput.accounting import CLASSES, Account, Attempt
 from forge_plugin_goodput.failure_rate import best_interval, effective_time, expected_mtbf, mtbf_interval
 from forge_plugin_goodput.run_account import RunAccount, StepLines

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from forge_core.cli.command_line import columns, positive, with_examples
+from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ExitCode
+from forge_kit.tables import columns
 from forge_plugin_lens.prompts import add_model, load, picture_path, prompt_ids, title_of, token_text, token_texts
 
 

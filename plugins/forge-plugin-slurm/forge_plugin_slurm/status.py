@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forge_core.checkpoint.run_folder import JOB
-from forge_core.cli.command_line import columns
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.run_owner import owner
+from forge_kit.tables import columns
 from forge_plugin_slurm import scheduler
 from forge_plugin_slurm.records import (
     CURRENT,

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.cli.command_line import columns, positive, with_examples
+from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode
+from forge_kit.tables import columns
 
 if TYPE_CHECKING:
     from forge_core.plugins.catalog import Catalog

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from forge_core.cli.command_line import columns
+from forge_kit.tables import columns
 from forge_plugin_memmap.prepare.folder import State
 from forge_plugin_memmap.prepared import SPLITS
 

@@ -6,11 +6,12 @@ import argparse
 import json
 from typing import Any
 
-from forge_core.cli.command_line import columns, parse_job_arguments, positive, with_examples
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.config.keys import walk_components
 from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.plugins.catalog import Catalog
+from forge_kit.tables import columns
 
 
 def command(argv: list[str]) -> int:
@@ -29,16 +30,16 @@ def command(argv: list[str]) -> int:
         print(json.dumps({"ok": False, "files": files, "problems": [*map(_facts, error.problems)]}, indent=2))
         return error.exit_code
     assert job.checked is not None, "load_job checks every job"
-    # First the types: asking for one notes its distribution as used.
     types = {path: catalog.type_of(type(component)) for path, component in walk_components(job)}
+    owners = sorted({type_.partition("/")[0] for type_ in types.values() if ":" not in type_})
+    used = [distribution for distribution in map(catalog.distribution, owners) if distribution is not None]
     if options.json:
-        versions = {name: distribution.version for name, distribution in sorted(catalog.used.items())}
+        versions = {distribution.name: distribution.version for distribution in used}
         facts = {"layout": str(job.checked.layout), "components": types, "distributions": versions}
         print(json.dumps({"ok": True, "files": files, "problems": [], **facts}, indent=2))
         return ExitCode.FINISHED
-    used = ", ".join(str(distribution) for _, distribution in sorted(catalog.used.items()))
     print(f"ok: {' + '.join(files)}\n\n{columns([*types.items()])}")
-    print(f"\nlayout: {job.checked.layout}\nfrom: {used or 'no distribution'}")
+    print(f"\nlayout: {job.checked.layout}\nfrom: {', '.join(map(str, used)) or 'no distribution'}")
     return ExitCode.FINISHED
 
 
