@@ -12,7 +12,7 @@ from forge_plugin_lens.prompts import add_model, load, picture_path, prompt_ids,
 
 
 def command(argv: list[str]) -> int:
-    """Show what a trained model would predict after each of its layers (the logit lens), as a table and a picture.
+    """Show what a model would predict after each of its layers (the logit lens): a table and a picture.
 
     The residual stream after each layer goes through the final norm and the head. The table is of the last position of
     the prompt, the picture of the last positions. The model is loaded whole on one process, whatever layout it was

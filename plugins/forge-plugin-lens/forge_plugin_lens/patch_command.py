@@ -13,7 +13,7 @@ from forge_plugin_lens.prompts import add_model, load, picture_path, prompt_ids,
 
 
 def command(argv: list[str]) -> int:
-    """Put activations of a clean prompt into a corrupted one, and show which of them bring the clean answer back.
+    """Put activations of a clean prompt into a corrupted one, and show which bring the clean answer back.
 
     Both prompts have the same number of tokens. The measure is the difference of the logits of both answers at the last
     position: by default the likeliest next token of each prompt. The picture has the effect by point and position: 1

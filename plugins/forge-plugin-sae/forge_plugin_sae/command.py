@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_core.cli.command_line import columns, parse_job_arguments, positive, with_examples
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.commands import load_component
+from forge_kit.tables import columns
 from forge_plugin_sae.sae import SAE
 from forge_plugin_taps import SinkComponent
 

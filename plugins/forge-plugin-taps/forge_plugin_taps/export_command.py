@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from forge_core.cli.command_line import columns, with_examples
+from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.tables import columns
 
 FORMS = ("npz", "saelens", "arrow")
 
