@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -32,6 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 REAL = "FORGE_TESTS_REAL_STARTS"
 READ_AT_START = ("PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "TORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA")
 """Variables that interpreters and libraries read once: with other values than here, a process is started by `exec`."""
+MODULES = ("forge_core", "forge_plugin_doctor.rank")
 MEASURED = {"COV_CORE_SOURCE", "COVERAGE_PROCESS_START"}
 """Variables by which pytest-cov measures processes, from their start on."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -42,6 +43,7 @@ _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 class Start(NamedTuple):
     """What `subprocess.Popen` was asked to start."""
 
+    module: str
     arguments: Sequence[str]
     directory: str
     environment: dict[str, str]
@@ -61,7 +63,7 @@ def _fork_or_execute(
 ) -> None:  # fmt: skip
     environment = dict(os.environ if env is None else env)
     plain = (preexec_fn, executable, gid, gids, uid, umask, process_group, shell) == (None,) * 5 + (-1, -1, False)
-    forks = plain and close_fds and _is_forge_run(args) and _alike(environment)
+    forks = plain and close_fds and _is_ours(args) and _alike(environment)
     if not forks or (pass_fds and not _Template.below):
         _execute(
             self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
@@ -69,22 +71,37 @@ def _fork_or_execute(
             own_session, process_group,
         )  # fmt: skip
         return
-    start = Start(list(map(str, args[3:])), os.fspath(cwd or os.getcwd()), environment, own_session)
+    start = Start(args[2], list(map(str, args[3:])), os.fspath(cwd or os.getcwd()), environment, own_session)
     streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
     self.pid = _fork_here(start, streams, pass_fds) if _Template.below else _template().fork(start, streams)
     self._child_created = True
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
-def _is_forge_run(args: Any) -> bool:
-    return isinstance(args, (list, tuple)) and list(map(str, args[:3])) == [sys.executable, "-m", "forge_core"]
+def _is_ours(args: Any) -> bool:
+    if not isinstance(args, (list, tuple)) or len(args) < 3:
+        return False
+    return list(map(str, args[:2])) == [sys.executable, "-m"] and args[2] in MODULES
 
 
 def _alike(environment: dict[str, str]) -> bool:
     def read(variables: Any) -> dict[str, str]:
-        return {name: value for name, value in variables.items() if name.startswith(READ_AT_START)}
+        return {name: variables[name] for name in variables if name.startswith(READ_AT_START) and name != "PYTHONPATH"}
 
-    return REAL not in environment and not MEASURED & environment.keys() and read(environment) == read(os.environ)
+    same = read(environment) == read(os.environ) and not MEASURED & environment.keys()
+    return REAL not in environment and same and not any(map(_changes_what_is_imported, _python_path(environment)))
+
+
+def _python_path(environment: Mapping[str, str]) -> list[str]:
+    return [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def _changes_what_is_imported(entry: str) -> bool:
+    """Whether a folder on the path holds modules that a new process would import in place of those imported here."""
+    if entry in _python_path(os.environ):
+        return False
+    names = {name.partition(".")[0] for name in (os.listdir(entry) if os.path.isdir(entry) else ())}
+    return bool(names & {"sitecustomize", "usercustomize", *sys.modules})
 
 
 class _Template:
@@ -177,7 +194,7 @@ def _fork_here(start: Start, streams: Sequence[int], kept: Sequence[int]) -> int
     _become(start, streams, kept)
     code: Any = 1
     try:
-        _run()
+        _run(start)
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
@@ -202,14 +219,16 @@ def _become(start: Start, streams: Sequence[int], kept: Sequence[int] = ()) -> N
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
     os.chdir(start.directory)
-    os.environ.clear()
-    os.environ.update(_Template.set_by_imports | start.environment)
     direct = bool(start.environment.get("PYTHONUNBUFFERED"))
     sys.stdin, sys.stdout, sys.stderr = map(_stream, range(3), "rww", (sys.stdin, sys.stdout, sys.stderr))
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.stdout.reconfigure(write_through=direct)  # type: ignore[union-attr]
     sys.argv[1:] = start.arguments
-    sys.path[0] = start.directory
+    entries = _python_path(os.environ)
+    os.environ.clear()
+    os.environ.update(_Template.set_by_imports | start.environment)
+    others = [entry for entry in sys.path[1:] if entry not in entries]
+    sys.path[:] = [start.directory, *_python_path(os.environ), *others]
 
 
 def _stream(number: int, mode: str, old: Any) -> Any:
@@ -217,8 +236,8 @@ def _stream(number: int, mode: str, old: Any) -> Any:
     return os.fdopen(number, mode, buffering=1 if number == 2 else -1, closefd=False, **options)
 
 
-def _run() -> None:
-    runpy.run_module("forge_core", run_name="__main__", alter_sys=True)
+def _run(start: Start) -> None:
+    runpy.run_module(start.module, run_name="__main__", alter_sys=True)
 
 
 def _main() -> None:
@@ -235,7 +254,7 @@ def _main() -> None:
     if request is not None:
         install_below()
         _become(*request)
-        _run()
+        _run(request[0])
 
 
 def install_below() -> None:

@@ -26,7 +26,7 @@ class Facts(TrainingHook):
         rank = os.environ.get("RANK", "0")
         facts = {
             "argv": sys.argv[1:],
-            "path": sys.path[0],
+            "path": sys.path[:2],
             "folder": os.getcwd(),
             "main": sys.modules["__main__"].__name__,
             "own session": os.getsid(0) == os.getpid(),
@@ -44,6 +44,7 @@ class Facts(TrainingHook):
 def started(folder, ranks: int, **environment: str):
     """What the last rank of a run says of itself, its loss, and how the run ended."""
     folder.mkdir()
+    (folder / "site").mkdir()
     (folder / "facts.py").write_text(FACTS)
     (folder / "job.toml").write_text('[job]\nname = "tiny"\n' + TINY_JOB)
     command = [
@@ -57,7 +58,7 @@ def started(folder, ranks: int, **environment: str):
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env=os.environ | environment,
+        env=os.environ | environment | {"PYTHONPATH": str(folder / "site")},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -69,7 +70,7 @@ def started(folder, ranks: int, **environment: str):
     rows = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
     child = facts.pop("parent") == (os.getpid() if ranks == 1 else process.pid)
     places = {name: facts.pop(name) for name in ("path", "folder")}
-    assert places == {"path": str(folder), "folder": str(folder)}
+    assert places == {"path": [str(folder), str(folder / "site")], "folder": str(folder)}
     facts["variables"] = set(facts["variables"]) - {forked_starts.REAL}
     return code, child, facts, [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
@@ -82,8 +83,14 @@ def test_it_is_what_one_started_by_exec_is(tmp_path, ranks):
     assert forked[:2] == (0, True)
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONPATH", forked_starts.REAL])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONHASHSEED", forked_starts.REAL])
 def test_what_an_interpreter_reads_once_is_not_forked(name):
     same = dict(os.environ)
     assert forked_starts._alike(same)
     assert not forked_starts._alike({**same, name: "3"})
+
+
+@pytest.mark.parametrize(("file", "forks"), [("mine.py", True), ("attrs.py", False), ("sitecustomize.py", False)])
+def test_a_path_is_taken_on_unless_it_has_what_is_imported_already(tmp_path, file, forks):
+    (tmp_path / file).touch()
+    assert forked_starts._alike(os.environ | {"PYTHONPATH": str(tmp_path)}) is forks

@@ -68,6 +68,9 @@ LOOKS = re.compile(
 SHELL = "|&;<>*$`(){}#~"
 """Characters for which a command needs a shell."""
 
+PLAIN = re.compile(r"(?P<variables>(?:\w+=\S+ )*)forge-run (?P<arguments>.*)")
+"""What is started without one, as other processes of tests are: see `tests/forked_starts.py`."""
+
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 INCLUDE = re.compile(r"^--8<--\n(?P<path>.+)\n--8<--\n", re.MULTILINE)
 REQUIRED = {"train", "model", "data", "optimizer"}
@@ -157,8 +160,10 @@ def printed(command: str, folder: Path, installed: Path | None = None) -> str:
         return _trained(command, folder)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "COLUMNS": "100"} | ({"PYTHONPATH": str(installed)} if installed else {})
-    alone = command.startswith("forge-run ") and not set(command) & set(SHELL)
-    forge_run = [sys.executable, "-m", "forge_core", *shlex.split(command)[1:]] if alone else []
+    forge_run: list[str] = []
+    if (match := PLAIN.fullmatch(command)) and not set(command) & set(SHELL):
+        environment |= dict(variable.split("=", 1) for variable in match["variables"].split())
+        forge_run = [sys.executable, "-m", "forge_core", *shlex.split(match["arguments"])]
     done = subprocess.run(
         forge_run or ["bash", "-c", command],
         cwd=folder,

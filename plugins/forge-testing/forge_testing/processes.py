@@ -24,6 +24,7 @@ IMPORTED = (
     "forge_core.engine.trainer",
     "rich.progress",
     "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
