@@ -159,6 +159,13 @@ class TestComparison:
         assert "\n| optimizer.lr | 0.003 | 0.006 |\n" in out.read_text()
         assert "train.steps" not in out.read_text()
 
+    def test_a_component_that_only_one_run_has_is_one_row(self, runs: list[Path], tmp_path: Path) -> None:
+        hook = '[hooks.it]\ntype = "x/it"\nevery = 3\n[hooks.it.inner]\ntype = "x/inner"\nkey = 1\n'
+        made = write_run(tmp_path / "b", steps(3), JOB.format(lr=0.003) + hook)
+        write_report([runs[0], made], tmp_path / "report.md", sections=["job"])
+        table = (tmp_path / "report.md").read_text().partition("### Keys that differ\n\n")[2].partition("\n\n")[0]
+        assert table.splitlines()[2:] == ["| hooks.it.type |  | x/it |"]
+
     def test_shares_of_the_sources_and_balance_of_the_experts(self, page: Page) -> None:
         assert "75.0 %" in page.words
         assert "left: 75.0 %" in page.texts["title"]

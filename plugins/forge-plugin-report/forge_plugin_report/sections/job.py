@@ -14,6 +14,8 @@ from forge_plugin_runs.show import changed_keys
 
 OWN = ("job.name", "job.output")
 """Keys in which all runs differ."""
+LONGEST = 200
+"""Characters of a value."""
 
 
 @frozen(kw_only=True)
@@ -49,12 +51,14 @@ def _of_one(run: ReportRun) -> Iterator[Block]:
 
 def _differing(title: str, runs: Sequence[ReportRun], tables: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
     names = dict.fromkeys(name for table in tables for name in table if name not in OWN)
-    absent = object()
+    # A component that some runs lack is one row, of its type: its other keys differ from nothing
+    alone = [name for name in names if name.endswith(".type") and any(name not in table for table in tables)]
+    inner = {name for name in names for type_ in alone if name != type_ and name.startswith(type_.removesuffix("type"))}
     rows: list[list[Cell]] = []
     for name in names:
-        values = [table.get(name, absent) for table in tables]
-        if any(value != values[0] for value in values[1:]):
-            rows.append([name, *(None if value is absent else text_of(value) for value in values)])
+        values = [table.get(name) for table in tables]
+        if name not in inner and any(value != values[0] for value in values[1:]):
+            rows.append([name, *(None if value is None else text_of(value) for value in values)])
     if rows:
         yield Table(title=title, head=["key", *runs], rows=rows)
     elif any(tables):
@@ -74,8 +78,9 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def text_of(value: Any) -> str:
-    """Returns a value as the job file has it."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+    """Returns a value much as the job file has it, without quotes around a text, and cut if it is long."""
+    text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def _versions(run: ReportRun) -> Iterator[tuple[str, str]]:
