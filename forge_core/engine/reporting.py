@@ -168,6 +168,7 @@ class Recorder:
         self._flops, self._peak = run.outline.flops, ranks * (peak_flops(run.job, run.context.device) or 0.0)
         self.last_loss: float | None = None
         self.ending = ExitCode.FINISHED, ""  # of a run without an error
+        self._seconds, self._in_lines = run.hooks.beacon.seconds, run.hooks.beacon.seconds()
         self.last_evaluation: Mapping[str, float] = {}
 
     def step(self, context: StepContext, tokens: int, rate: float, sums: Sums, skipped: Tensor | None) -> None:
@@ -183,13 +184,19 @@ class Recorder:
         seconds, speed = self.clock.tick(self._tokens)
         scalars["data_wait"] = (sums[WAITED] / seconds).clamp(max=1)
         record: dict[str, Any] = {"step": context.step, "lr": rate, "tokens": tokens, "tokens_per_second": speed}
-        record |= {"step_seconds": seconds, "time": time.time()}
+        record |= {"step_seconds": seconds, "time": time.time(), **self._seconds_since_last_line()}
         flops = scalars.get("flops_per_token", self._flops)  # as the model counted, else as it states them
         used = {"mfu": speed * flops / self._peak} if self._peak and flops is not None else {}
         used |= {"skipped": 1.0} if context.skipped else {}
         for name, value in {**used, **context.logged}.items():  # tensors with the others: to read one now would wait
             (scalars if isinstance(value, Tensor) else record)[name] = value
         self._tracker.put(record, scalars)
+
+    def _seconds_since_last_line(self) -> dict[str, float]:
+        """Seconds by phase of this step, and of what came between: an agreement, an evaluation, a save."""
+        before, self._in_lines = self._in_lines, self._seconds()
+        spent = {phase: round(total - before.get(phase, 0.0), 6) for phase, total in self._in_lines.items()}
+        return {f"seconds/{phase.replace(' ', '_')}": taken for phase, taken in spent.items() if taken}
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write an evaluation's line; `flush` comes before it, so that those of earlier steps do."""

@@ -74,7 +74,11 @@ def _bits(tensor: torch.Tensor) -> str:
 
 
 def _untimed(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in TIMES}
+    return {name: value for name, value in record.items() if not _is_time(name)}
+
+
+def _is_time(name: str) -> bool:
+    return name in TIMES or name.startswith("seconds/")
 
 
 def _samples(run: Path) -> dict[int, list[list[str]]]:
@@ -95,7 +99,7 @@ def _events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # else it tells of each start after a kill
     events = EventAccumulator(str(folder)).Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if tag.removeprefix("train/") not in TIMES]
+    tags = [tag for tag in events.Tags()["scalars"] if not _is_time(tag.removeprefix("train/"))]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
