@@ -9,11 +9,9 @@ import torch
 from sae_stranger import job, run, sae
 
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
 from forge_plugin_sae import LossRecovered, SAEEdit
 from forge_plugin_sae.model import load
 from forge_testing import Numbers
-from forge_testing.processes import run_on_ranks
 from forge_testing.tiny import job_problems
 
 SINKS = {
@@ -93,16 +91,6 @@ def test_the_model_goes_on_as_if_nothing_had_been_replaced(alone, tmp_path):
     plain = run(job(tmp_path, sinks={}, eval={"interval": 4}))
     a, b = ([line["loss"] for line in lines(folder) if "loss" in line] for folder in (alone, plain))
     assert a == b
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}), (2, {"pp": PipelineParallel(degree=2)})],
-    ids=["fsdp2_tp2", "pp2"],
-)
-def test_losses_are_the_same_under_every_layout(alone, tmp_path, ranks, layout):
-    run_on_ranks(ranks, lambda rank: run(made(tmp_path, parallel=layout)))
-    assert evaluated(tmp_path / "run") == pytest.approx(evaluated(alone), rel=1e-7, abs=1e-9)
 
 
 def test_latents_that_are_set_move_activations_along_their_directions(alone):

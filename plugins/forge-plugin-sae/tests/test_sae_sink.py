@@ -11,7 +11,7 @@ from sae_stranger import job, run, sae
 
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
-from forge_plugin_sae import BatchTopK, JumpReLU, TopK
+from forge_plugin_sae import BatchTopK, JumpReLU, LossRecovered, TopK
 from forge_plugin_sae.model import load
 from forge_plugin_sae.training import Trainer
 from forge_plugin_taps import Store
@@ -23,11 +23,20 @@ SINKS = {
     "sae": sae(activation=BatchTopK(k=3)),
     "transcoders": sae(activation=JumpReLU(target_l0=3.0, bandwidth=0.1), **TRANSCODERS),
 }
+EVALUATIONS = {"eval": {"interval": 4}, "evaluations": {n: LossRecovered(sink=n, sequences=6) for n in SINKS}}
 KEYS = {"explained_variance", "l0", "loss", "dead", "updates"}
 
 
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluated(folder):
+    """Figures of the evaluations, of all steps that have them."""
+    found = [{name: value for name, value in line.items() if name.startswith("eval/sae/")} for line in lines(folder)]
+    figures = {(number, name): value for number, line in enumerate(found) for name, value in line.items()}
+    assert len(figures) == 2 * (2 + 4 * 4)
+    return figures
 
 
 def weights(folder):
@@ -37,7 +46,7 @@ def weights(folder):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return run(job(tmp_path_factory.mktemp("alone"), sinks={**SINKS, "store": Store()}))
+    return run(job(tmp_path_factory.mktemp("alone"), sinks={**SINKS, "store": Store()}, **EVALUATIONS))
 
 
 def test_every_point_has_its_autoencoder_and_every_pair_its_transcoder(alone):
@@ -76,13 +85,14 @@ def test_lines_have_the_figures_of_steps_with_updates(alone):
     [(4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}), (2, {"pp": PipelineParallel(degree=2)})],
     ids=["fsdp2_tp2", "pp2"],
 )
-def test_autoencoders_are_the_same_under_every_layout(alone, tmp_path, ranks, layout):
-    run_on_ranks(ranks, lambda rank: run(job(tmp_path, sinks=SINKS, parallel=layout)))
+def test_autoencoders_and_what_they_lose_are_the_same_under_every_layout(alone, tmp_path, ranks, layout):
+    run_on_ranks(ranks, lambda rank: run(job(tmp_path, sinks=SINKS, parallel=layout, **EVALUATIONS)))
     found, expected = weights(tmp_path / "run"), weights(alone)
     assert found.keys() == expected.keys()
     for name, state in expected.items():
         for key, tensor in state.items():
             torch.testing.assert_close(found[name][key], tensor, rtol=1e-9, atol=1e-9)
+    assert evaluated(tmp_path / "run") == pytest.approx(evaluated(alone), rel=1e-7, abs=1e-9)
 
 
 def test_two_ranks_that_continue_train_the_same_to_the_bit(alone, tmp_path):

@@ -21,8 +21,7 @@ from forge_testing.tiny import job_problems
 
 LAYOUTS = {
     "fsdp2_tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
-    "tp2_whole": (2, {"tp": TensorParallel(degree=2, sequence_parallel=False)}),
-    "pp2": (2, {"pp": PipelineParallel(degree=2)}),
+    "pp2_tp2": (4, {"pp": PipelineParallel(degree=2), "tp": TensorParallel(degree=2, sequence_parallel=False)}),
 }
 
 
