@@ -117,6 +117,8 @@ def test_lines_wait_for_a_server_and_are_sent_when_the_run_continues(
             logger.log({"step": step, "loss": float(step)})
         logger.artifact(path, "note.txt", 2)
         logger.flush()
+        saved = (tmp_path / "mlflow-unsent.jsonl").read_text().splitlines()
+        assert [json.loads(line).get("step") for line in saved] == [1, 2, 3, None]
         logger.close()
     messages = [str(warning.message) for warning in recwarn]
     assert len(tries) > 1

@@ -49,7 +49,10 @@ def test_a_run_that_crashes_and_continues_is_one_run(make_job, train, lines, ser
         "steps": 5,
         "eval": {"interval": 5},
         "checkpoint": {"interval": 2},
-        "loggers": {"wandb": Wandb(base_url=server.url, tags=("a",), name="shown")},
+        "loggers": {
+            "wandb": Wandb(base_url=server.url, tags=("a",), name="shown"),
+            "another": Wandb(mode="offline", project="another"),
+        },
     }
     with pytest.raises(RuntimeError, match="crash"):
         train(make_job(**keys), Crash(), HandsOn())
@@ -66,7 +69,10 @@ def test_a_run_that_crashes_and_continues_is_one_run(make_job, train, lines, ser
     assert points(server, run, "eval/loss") == [(2, 5, pytest.approx(summary.evaluation["eval/loss"]))]
     shown = server.runs[run]
     assert (shown["project"], shown["displayName"], shown["tags"]) == ("forge", "shown", ["a"])
-    assert json.loads(shown["config"])["train"]["value"]["steps"] == 5
+    config = json.loads(shown["config"])
+    assert config["train"]["value"]["steps"] == 5
+    defined = [name for metric in config["_wandb"]["value"]["m"] for name in metric.values()]
+    assert {"step", "*"} <= {name for name in defined if isinstance(name, str)}
     assert server.files[run, "handed-on/step-2/note.txt"] == b"after 2"
     assert server.files[run, "handed-on/step-5/note.txt"] == b"after 5"
 
