@@ -51,6 +51,8 @@ class TrackedRun:
     """Steps after which the run was started, this time's last. Lines of a step may come once from each start."""
     is_new: bool
     """Whether the service has never heard of `id`."""
+    counted: int
+    """Step whose counts were sent last; at first, the step of the start."""
 
     @property
     def attempt(self) -> int:
@@ -74,7 +76,16 @@ class TrackedRun:
         unfinished.write_text(json.dumps({**runs, key: entry}, indent=1) + "\n")
         os.replace(unfinished, path)
         name = component.name or context.job.job.name
-        return cls(entry["id"], name, component.project, folder, entry["starts"], earlier is None)
+        return cls(entry["id"], name, component.project, folder, entry["starts"], earlier is None, step)
+
+    def takes_counts(self, record: Mapping[str, Any], interval: int) -> bool:
+        """Whether a line's counts are sent: those of the first line with any in every `interval` steps (0: none)."""
+        # Not every step that `interval` divides: lines have counts every `metrics.counts_interval` steps only.
+        step = record["step"]
+        if not interval or not record.get("counts") or step // interval == self.counted // interval:
+            return False
+        self.counted = step
+        return True
 
     def config(self) -> dict[str, Any]:
         """The resolved job, which the run writes into its folder before its loggers start."""

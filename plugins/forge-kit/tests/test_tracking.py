@@ -37,6 +37,13 @@ def test_services_and_projects_are_apart_and_so_is_a_copied_folder_with_a_branch
     assert begin(tmp_path / "copy", 4, evolve(component, branch="copy")).id == branched.id
 
 
+def test_counts_are_sent_once_in_an_interval_whatever_lines_have_them(tmp_path):
+    run = begin(tmp_path, 95)
+    lines = [{"step": step, "counts": {"load": {"0": [1.0]}} if step % 7 == 0 else {}} for step in range(96, 310)]
+    assert [line["step"] for line in lines if run.takes_counts(line, 100)] == [105, 203, 301]
+    assert not run.takes_counts({"step": 700, "counts": {"load": {}}}, 0)
+
+
 def test_what_is_sent_of_a_line():
     line = {"step": 3, "loss": 2, "time": 1e9, "source/a": 1.5, "counts": {}, "note": "text", "skipped": True}
     assert numbers(line) == {"train/loss": 2.0, "source/a": 1.5, "train/skipped": 1.0}

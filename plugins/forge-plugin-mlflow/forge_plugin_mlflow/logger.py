@@ -73,8 +73,7 @@ class MLflowLogger:
             return
         step, at = record["step"], int(1000 * record.get("time", time.time()))
         self._outbox.put({"step": step, "at": at, "numbers": [(n, repr(v)) for n, v in numbers(record).items()]})
-        interval = self._component.counts_interval
-        if record.get("counts") and interval and step % interval == 0:
+        if self._tracked.takes_counts(record, self._component.counts_interval):
             path = self._waiting_file(f"counts-{step}.json")
             path.write_text(json.dumps(record["counts"]))
             self._outbox.put({"file": str(path), "name": f"step-{step}.json", "folder": "counts"})

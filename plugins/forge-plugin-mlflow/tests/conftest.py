@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -18,15 +19,16 @@ from mlflow_store import database
 
 
 @contextmanager
-def serving(folder, port=0):
+def serving(folder):
     """An `mlflow server` in a process of its own: its address."""
-    if not port:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     url, log = f"http://127.0.0.1:{port}", (folder / "server.log").open("w")
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", database(), "--artifacts-destination", str(folder / "files")]
-    with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True) as process:
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # for evaluations of its own
+    options = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
+    with subprocess.Popen(command, **options) as process:
         try:
             _wait_for(url, process, folder / "server.log")
             yield url

@@ -59,8 +59,7 @@ class TrackioLogger:
         if not is_sent(record, self._component.interval):
             return
         values: dict[str, Any] = {**numbers(record), "attempt": self._tracked.attempt}
-        interval = self._component.counts_interval
-        if interval and record["step"] % interval == 0:
+        if self._tracked.takes_counts(record, self._component.counts_interval):
             for name, counts in count_rows(record).items():
                 edges = np.arange(len(counts) + 1)  # a bar an expert
                 values[name] = self._trackio.Histogram(np_histogram=(np.array(counts, dtype=float), edges))

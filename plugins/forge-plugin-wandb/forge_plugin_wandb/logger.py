@@ -83,8 +83,7 @@ class WandbLogger:
         if not is_sent(record, self._component.interval):
             return
         values: dict[str, Any] = {**numbers(record), "step": record["step"], "attempt": self._tracked.attempt}
-        interval = self._component.counts_interval
-        if interval and record["step"] % interval == 0:
+        if self._tracked.takes_counts(record, self._component.counts_interval):
             for name, counts in count_rows(record).items():
                 heights = np.array(counts, dtype=float)
                 values[name] = wandb.Histogram(np_histogram=(heights, np.arange(len(heights) + 1)))  # a bar an expert
