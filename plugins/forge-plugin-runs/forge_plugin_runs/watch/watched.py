@@ -15,7 +15,7 @@ from typing import Any
 from forge_core.checkpoint.run_folder import LOCK
 from forge_kit.run_owner import owner
 from forge_plugin_runs.facts import METRICS, number, read_run
-from forge_plugin_runs.life import START_S, Pulse, pulse_of
+from forge_plugin_runs.life import LINES, START_S, Pulse, pulse_of
 from forge_plugin_runs.watch.follow import FollowedFile
 from forge_plugin_runs.watch.remote import RemoteLines
 
@@ -90,7 +90,8 @@ class WatchedRun(ABC):
         if self.state not in ("running", ""):
             return None
         start_s = float(self.job.get("launch", {}).get("start_timeout_s", START_S))
-        lines = sorted([*self.steps.values(), *self.evaluations.values()], key=lambda line: line.get("time", 0.0))
+        newest = (itertools.islice(reversed(table.values()), LINES) for table in (self.steps, self.evaluations))
+        lines = sorted(itertools.chain(*newest), key=lambda line: line.get("time", 0.0))
         return pulse_of(lines, now=self.now, started=self.started, start_s=start_s)
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
