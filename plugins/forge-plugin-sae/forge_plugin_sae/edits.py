@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_kit.taps import TapPoint
     from forge_plugin_taps import Edit, TapsInfo
 
 
@@ -39,6 +40,11 @@ class SAEEdit(EditComponent):
             )
         if not Path(self.folder).is_dir():
             yield Problem("folder", f"{self.folder} does not exist; the sink sae writes RUN/sae when a run ends")
+
+    def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
+        divided = [name for name, point in points.items() if layout.tp > 1 and point.axes in ("heads", "hidden")]
+        if divided:
+            yield Problem("point", f"tensor parallel divides {divided[0]}; choose points between blocks")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
         from forge_plugin_sae.reconstruction import Steer

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sae_stranger import job, run, sae
 
 from forge_core.contracts.errors import ForgeError
+from forge_kit.taps import TapPoint
 from forge_plugin_sae import LossRecovered, SAEEdit
 from forge_plugin_sae.model import load
+from forge_plugin_taps import Ablate
 from forge_testing import Numbers
 from forge_testing.tiny import job_problems
 
@@ -103,6 +106,20 @@ def test_latents_that_are_set_move_activations_along_their_directions(alone):
     torch.testing.assert_close(whole.apply(x, where(point)), coder(x))
 
 
+def test_an_edit_is_on_in_evaluations_that_name_it(alone, tmp_path):
+    folder = str(alone / "sae")
+    edits = {
+        "whole": SAEEdit(point="*.resid_post", folder=folder, keep_error=False),
+        "loud": SAEEdit(point="layers.1.resid_post", folder=folder, latents={"3": 50.0}),
+    }
+    ended = lines(run(job(tmp_path, sinks={}, taps={"edits": edits}, evaluations={"ablate": Ablate()})))
+    change = {name: ended[-1][f"ablate/{name}/change"] for name in edits}
+    assert 0 < change["whole"] < change["loud"]
+    assert [line["loss"] for line in ended if "loss" in line] == [
+        line["loss"] for line in lines(alone) if "loss" in line
+    ]
+
+
 def test_edits_that_cannot_be_are_refused(alone, tmp_path):
     edits = {
         "a": SAEEdit(point="layers.0.resid_post", folder=str(alone / "sae")),
@@ -113,6 +130,10 @@ def test_edits_that_cannot_be_are_refused(alone, tmp_path):
     assert "edits.b.folder: nowhere does not exist" in problems
     assert "edits.b.latents: 'x' is no number of a latent" in problems
     assert "evaluations.e.sink: there is no sink 's' of type sae; the job has sae" in problems
+    hidden = {"layers.0.mlp_hidden": TapPoint("layers.0.ffn.down", "input", axes="hidden")}
+    (problem,) = edits["a"].point_problems(hidden, SimpleNamespace(tp=2))
+    assert "tensor parallel divides layers.0.mlp_hidden" in str(problem)
+    assert not list(edits["a"].point_problems(hidden, SimpleNamespace(tp=1)))
     for point, latents, message in (
         ("layers.7.resid_post", {"1": 1.0}, "has no autoencoder of layers.7.resid_post; it has layers.0.resid_post"),
         ("layers.0.resid_post", {"24": 1.0}, "has 24 latents, and latents has number 24"),
@@ -126,12 +147,8 @@ def test_edits_that_cannot_be_are_refused(alone, tmp_path):
 
 
 def context():
-    from types import SimpleNamespace
-
     return SimpleNamespace(device=torch.device("cpu"))
 
 
 def where(point):
-    from types import SimpleNamespace
-
     return SimpleNamespace(point=point, split=None)
