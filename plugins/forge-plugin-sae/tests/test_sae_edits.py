@@ -11,6 +11,7 @@ from sae_stranger import job, run, sae
 
 from forge_core.contracts.errors import ForgeError
 from forge_kit.taps import TapPoint
+from forge_plugin_compile import Compile
 from forge_plugin_sae import LossRecovered, SAEEdit
 from forge_plugin_sae.model import load
 from forge_plugin_taps import Ablate
@@ -94,6 +95,12 @@ def test_the_model_goes_on_as_if_nothing_had_been_replaced(alone, tmp_path):
     plain = run(job(tmp_path, sinks={}, eval={"interval": 4}))
     a, b = ([line["loss"] for line in lines(folder) if "loss" in line] for folder in (alone, plain))
     assert a == b
+
+
+def test_a_compiled_model_has_the_same_losses(alone, tmp_path):
+    """Edits come after the blocks were traced."""
+    compiled = run(made(tmp_path, parallel={"compile": Compile(backend="aot_eager")}))
+    assert evaluated(compiled) == pytest.approx(evaluated(alone), rel=1e-9)
 
 
 def test_latents_that_are_set_move_activations_along_their_directions(alone):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -138,10 +138,13 @@ class Recorder:
 
     @contextmanager
     def editing(self, names: Iterable[str]) -> Iterator[None]:
-        """A context in which edits are on, by the names of their tables, and no others."""
+        """A context in which edits are on, by the names of their tables, and no others. With any, all runs eagerly."""
         before, self.current.edits = self.current.edits, frozenset(names)
+        # Edits are Python of anybody, and may come and go: each set of them would be another graph, if it is one at all
+        stance = torch.compiler.set_stance("force_eager") if self.current.edits else nullcontext()
         try:
-            yield
+            with stance:
+                yield
         finally:
             self.current.edits = before
 
