@@ -20,6 +20,16 @@ settings.load_profile("patient")
 pytest_plugins = ["forge_testing.fixtures", "command_line"]
 
 
+WITHOUT_BYTECODE = sys.dont_write_bytecode
+# For as long as tests are collected: rewriting the assertions of all files takes each process ten seconds, the next
+# time too unless the outcome is kept. While tests run, it is as the environment wants it.
+sys.dont_write_bytecode = False
+
+
+def pytest_collection_finish() -> None:
+    sys.dont_write_bytecode = WITHOUT_BYTECODE
+
+
 def pytest_configure(config: pytest.Config) -> None:
     forked_starts.install()
     if hasattr(config.option, "loadscopereorder"):
