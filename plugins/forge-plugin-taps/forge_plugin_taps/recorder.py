@@ -90,6 +90,7 @@ class Recorder:
         self._rows: Sequence[int] = ()
         self._total, self._seen = 0, 0
         self._drawn: dict[int, Drawn] = {}
+        self.current.marks = None
         for site in self.sites.values():
             site.clear()
 
