@@ -12,6 +12,8 @@ import pytest
 
 from forge_testing import TINY_JOB
 
+pytestmark = pytest.mark.slow
+
 FACTS = """
 import json, os, signal, sys
 from attrs import define

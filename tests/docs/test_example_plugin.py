@@ -13,6 +13,8 @@ from fences import EXAMPLE
 
 from forge_testing.processes import HANG_S
 
+pytestmark = pytest.mark.slow
+
 FORGE_RUN = [sys.executable, "-m", "forge_core"]
 
 

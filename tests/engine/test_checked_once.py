@@ -15,6 +15,8 @@ from forge_core import Catalog, JobError, Trainer, load_job
 from forge_core.config import rules
 from forge_testing import TINY_JOB
 
+pytestmark = pytest.mark.slow
+
 PARTS = """
 import os
 from collections.abc import Iterable

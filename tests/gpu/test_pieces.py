@@ -15,6 +15,8 @@ import gpu.pieces  # noqa: F401
 from gpu.__main__ import main
 from gpu.bench import PIECES, Bench, missing, write
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: torch finds none")
 

@@ -13,6 +13,8 @@ import pytest
 
 from .conftest import wait_until
 
+pytestmark = pytest.mark.slow
+
 MOMENTS = '''
 import ctypes
 import os

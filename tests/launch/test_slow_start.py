@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 SLOW_BYTES = """
 import os
 import time

@@ -12,6 +12,8 @@ import pytest
 
 from forge_core.cli import main
 
+pytestmark = pytest.mark.slow
+
 JOB = """
 [job]
 output = "elsewhere"

@@ -16,6 +16,8 @@ import pytest
 
 from forge_testing import TINY_JOB
 
+pytestmark = pytest.mark.slow
+
 JOB = '[job]\nname = "tiny"\n' + TINY_JOB.replace("steps = 4", "steps = 500")
 
 HOOKS = '''

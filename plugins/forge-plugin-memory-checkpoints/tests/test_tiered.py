@@ -26,6 +26,8 @@ from forge_plugin_memory_checkpoints.exchange import Exchange
 from forge_testing import TINY_JOB
 from forge_testing.processes import run_on_ranks
 
+pytestmark = pytest.mark.slow
+
 DURABLE = Path("runs/run/checkpoints")
 
 

@@ -23,6 +23,8 @@ from forge_plugin_object_store import Objects
 from forge_testing import TINY_JOB, tiny_job
 from forge_testing.processes import run_on_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):

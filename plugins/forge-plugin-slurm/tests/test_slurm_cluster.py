@@ -22,7 +22,7 @@ from forge_plugin_slurm.records import Attempt, read_attempts
 from forge_testing.processes import run_on_ranks
 from forge_testing.tiny import TINY_JOB
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 JOB = f"""{TINY_JOB.replace("steps = 4", "steps = 60")}
 [job]

@@ -14,6 +14,8 @@ from torchft_groups import Group, Lighthouse, OneProcess, Watch, apart, by_fed, 
 
 from forge_testing import PenalisedModel
 
+pytestmark = pytest.mark.slow
+
 SAME = {"rtol": 1e-11, "atol": 1e-12}
 
 
