@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 
 from forge_core.checkpoint.run_folder import JOB
 from forge_core.config.load import dump_job
-from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.runtime import LossOutput
 from forge_core.data.loader import held_out
@@ -87,21 +85,16 @@ def _held_out(trained: TrainedModel) -> Dataset:
 
 
 def _batches(trained: TrainedModel, dataset: Dataset, chosen: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
-    """Yields this rank's micro-batches of some sequences, with the numbers of rows among them; -1: it fills up."""
+    """Yields this rank's micro-batches of some sequences, with the numbers of rows among them."""
     context, job = trained.context, trained.context.job
     ranks, size = context.layout.data_parallel, micro_batches(job, context.layout)[1]
     rank = sample_rank(context.mesh, context.layout)
     for start in range(0, len(chosen), ranks * size):
+        # Every rank has equally many batches of equal shape, or collectives would hang. The last sequence fills them
+        # up: it is written twice, with the same values.
         first = start + rank * size
-        rows = [row if row < len(chosen) else -1 for row in range(first, first + size)]
-        # Every rank has equally many batches of equal shape, or collectives would hang.
-        samples = [dataset[chosen[max(row, 0)]] for row in rows]
-        ignored = [np.full(sample["labels"].shape, IGNORED_LABEL, np.int64) for sample in samples]
-        filled = [
-            {**sample, "labels": labels} if row < 0 else sample
-            for row, sample, labels in zip(rows, samples, ignored, strict=True)
-        ]
-        batch = collate(filled, trained.job.model.batch_fields(trained.job))
+        rows = [min(row, len(chosen) - 1) for row in range(first, first + size)]
+        batch = collate([dataset[chosen[row]] for row in rows], trained.job.model.batch_fields(trained.job))
         yield rows, {name: tensor.to(context.device, non_blocking=True) for name, tensor in batch.items()}
 
 

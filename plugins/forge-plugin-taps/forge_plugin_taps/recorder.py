@@ -171,7 +171,7 @@ class Recorder:
         Args:
             step: its number, from 1. Which positions are sampled depends on it.
             rows: numbers of the sequences that this rank is about to see, in order; those of all ranks are 0 to
-                `total` - 1. By default, those of a training step. Negative: one that only fills a batch.
+                `total` - 1. By default, those of a training step.
             total: sequences of all ranks.
         """
         self._stop()
@@ -256,7 +256,7 @@ class Recorder:
         wanted = [self._earlier_rows + int(row) for row in rows]
         seed = self.context.job.job.seed
         positions = chosen_positions(seed, self._step, wanted, whole, min(self.positions, whole))
-        inside = np.where(rows[:, None] < 0, -1, self._local_places(batch, length)[positions])
+        inside = self._local_places(batch, length)[positions]
         rest = self._at_rest(inside, length)
         marks = {INSIDE: self._to_device(inside)}
         marks[REST] = self._to_device(rest) if self._divides else marks[INSIDE]

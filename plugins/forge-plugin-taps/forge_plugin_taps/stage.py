@@ -123,7 +123,7 @@ class InBlock:
         for site in self.edited:
             if not site.edited and any(name in self.current.edits for name, *_ in site.edits):
                 message = f"{site.name} is not passed where a cache holds keys and values, so its edit would be lost"
-                raise ForgeError(f"{message}; generate without the cache (--no-cache)")
+                raise ForgeError(f"{message}; take attn_out of its layer")
         return out
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from forge_core.contracts.errors import ForgeError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -48,6 +50,9 @@ class Where:
 
         rows, length = x.shape[:2]
         if self.decoding and "positions" in self.batch:
+            if length != self.batch["input_ids"].shape[1] and not self.first:
+                message = f"{self.point} has the keys or values of all positions so far where a cache holds them"
+                raise ForgeError(f"{message}; an edit of some positions is made at other points")
             return self.batch["positions"][:, self.first : self.first + length]
         if "places" in self.batch:  # context parallel
             return self.batch["places"][:, self.first : self.first + length]

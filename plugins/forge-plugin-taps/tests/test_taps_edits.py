@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import evolve
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
@@ -15,6 +16,7 @@ from forge_core.data.reading import collate
 from forge_core.engine.evaluation import evaluate
 from forge_core.engine.trainer import Trainer
 from forge_plugin_lens import read_points
+from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE, SoftmaxTopK
 from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel
 from forge_plugin_taps import Ablate, Add, Mean, Replace, Taps, Zero
@@ -152,21 +154,41 @@ def test_training_is_edited_only_if_asked(tmp_path):
     assert losses(edits={"heads": Zero(point="layers.*.z", heads=(1,), in_training=True)}) != plain
 
 
-def test_generation_is_edited_and_an_edit_that_a_cache_would_lose_is_refused(tmp_path):
-    model = built_with(tmp_path, {"steer": Add(point="layers.0.resid_post", values=STEER, positions=(3, 9))})
-    ids = torch.arange(12)[None]
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Add(point="layers.0.resid_post", values=STEER, positions=(3, 9)),
+        Zero(point="layers.*.z", heads=(1,), positions=(2, 4, 9)),
+        Zero(point="layers.1.k", heads=(0,)),
+    ],
+)
+def test_generation_with_a_cache_is_edited(tmp_path, edit):
+    model, ids = built_with(tmp_path, {"edit": edit}), torch.arange(12)[None]
     whole, cache = model({"input_ids": ids}), model.new_cache(1, 12)
-    pieces = [model.decode({"input_ids": ids[:, part], "positions": torch.arange(12)[None, part]}, cache)
-              for part in (slice(0, 5), slice(5, 9), slice(9, 12))]  # fmt: skip
+    assert (whole - built_with(tmp_path, {})({"input_ids": ids})).abs().max() > 1e-3
+    pieces = [
+        model.decode({"input_ids": ids[:, part], "positions": torch.arange(12)[None, part]}, cache)
+        for part in (slice(0, 5), slice(5, 9), slice(9, 12))
+    ]
     assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-12
-    model = built_with(tmp_path, {"heads": Zero(point="layers.*.z", heads=(1,))})
-    with pytest.raises(ForgeError, match=r"layers.0.z is not passed where a cache holds .* without the cache"):
-        model.decode({"input_ids": ids, "positions": torch.arange(12)[None]}, model.new_cache(1, 12))
 
 
-def built_with(folder, changes):
+def test_an_edit_that_a_cache_would_lose_is_refused(tmp_path):
+    ids, where = torch.arange(12)[None], torch.arange(12)[None]
+    latent = MultiHeadLatentAttention(heads=4, kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+    model = built_with(tmp_path, {"heads": Zero(point="layers.*.z", heads=(1,))}, evolve(MODEL, attention=latent))
+    with pytest.raises(ForgeError, match=r"layers.0.z is not passed where a cache holds .* take attn_out of its layer"):
+        model.decode({"input_ids": ids, "positions": where}, model.new_cache(1, 12))
+    model = built_with(tmp_path, {"keys": Zero(point="layers.0.k", positions=(1,))})
+    cache = model.new_cache(1, 24)
+    model.decode({"input_ids": ids, "positions": where}, cache)
+    with pytest.raises(ForgeError, match=r"layers.0.k has the keys or values of all positions so far"):
+        model.decode({"input_ids": ids, "positions": where + 12}, cache)
+
+
+def built_with(folder, changes, model=MODEL):
     taps = Taps(points=("layers.0.resid_pre",), edits=changes)
-    return tiny_run(folder, model=MODEL, precision="fp64", parallel={"taps": taps}).model.eval().requires_grad_(False)
+    return tiny_run(folder, model=model, precision="fp64", parallel={"taps": taps}).model.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize(

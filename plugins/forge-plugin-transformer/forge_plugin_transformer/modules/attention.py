@@ -136,7 +136,10 @@ class GroupedAttention(nn.Module):
         turns = generation_tables(self.rotary, positions, batch)
         keys, values, mask = cache.extend(rotate(k, *turns), v, positions, cache.shared_mask(batch))
         mask = see_spans(mask, batch)
-        return torch_attention(rotate(q, *turns), keys, values, mask, scoring=self.scoring, sinks=self._sinks(q))
+        q, sinks = rotate(q, *turns), self._sinks(q)
+        if isinstance(self.core, AttentionCore):  # so that what hangs on it sees heads here, too
+            return self.core(q, keys, values, batch, sinks, mask=mask)
+        return torch_attention(q, keys, values, mask, scoring=self.scoring, sinks=sinks)
 
     def _sinks(self, q: Tensor) -> Tensor | None:
         """The sinks of the heads of queries q (B, S, H, E), if the layer has any: (H,)."""

@@ -88,8 +88,15 @@ class AttentionCore(nn.Module):
             return want
         return Prepared(f"{want.key} within {window}", partial(document_mask, window=window))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
-        """`batch` is the result of `prepare`; otherwise every call prepares its own. `sinks` are the heads' (H,)."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None, *, mask: Tensor | None = None
+    ) -> Tensor:
+        """`batch` is the result of `prepare`; otherwise every call prepares its own. `sinks` are the heads' (H,).
+
+        `mask` (B, 1, S, T) is that of a cache, whose keys and values these are; documents then play no part.
+        """
+        if mask is not None:
+            return torch_attention(q, k, v, mask, scoring=self.scoring, sinks=sinks)
         if "document_ids" not in batch:
             return self._attend_rows(q, k, v, sinks)
         batch = self.prepare(batch)
