@@ -93,6 +93,11 @@ class Taps(ParallelComponent):
                 message = f"no step from {sink.first_step} to train.steps {job.train.steps} is divisible by"
                 message += f" {sink.interval or self.interval}, so it would receive nothing"
                 yield Problem(f"sinks.{name}", f"{message}; choose another interval or first_step")
+        for name, edit in self.edits.items():
+            # Passes of evaluations with edits run eagerly; training would have to, too, in every step.
+            if edit.in_training and "compile" in job.parallel:
+                message = "compiled blocks pass over edits, and this one is on in training"
+                yield Problem(f"edits.{name}.in_training", f"{message}; leave it out, or [parallel.compile]")
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         from forge_plugin_taps.hook import TapsHook

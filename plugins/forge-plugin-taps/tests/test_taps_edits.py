@@ -15,6 +15,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.data.reading import collate
 from forge_core.engine.evaluation import evaluate
 from forge_core.engine.trainer import Trainer
+from forge_plugin_compile import Compile
 from forge_plugin_lens import read_points
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE, SoftmaxTopK
@@ -205,3 +206,9 @@ def built_with(folder, changes, model=MODEL):
 def test_edits_that_cannot_be_made_are_refused_when_the_job_is_checked(tmp_path, edit, message):
     job = tiny_job(str(tmp_path), model=MODEL, parallel={"taps": Taps(edits={"x": edit})})
     assert any(message in problem for problem in job_problems(job)), job_problems(job)
+
+
+def test_edits_in_training_are_refused_in_compiled_blocks(tmp_path):
+    edit = Zero(point="layers.*.z", in_training=True)
+    job = tiny_job(str(tmp_path), model=MODEL, parallel={"taps": Taps(edits={"x": edit}), "compile": Compile()})
+    assert any("edits.x.in_training: compiled blocks" in problem for problem in job_problems(job)), job_problems(job)
