@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import forked_starts
 import pytest
 
 from forge_testing import TINY_JOB
@@ -65,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in {"FORGE_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    monkeypatch.setenv(forked_starts.REAL, "1")  # drills find their processes by `/proc/PID/environ`
+    monkeypatch.setenv("FORGE_TESTS_REAL_STARTS", "1")  # drills find their processes by `/proc/PID/environ`
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "hooks.py").write_text(HOOKS)
     return tmp_path
