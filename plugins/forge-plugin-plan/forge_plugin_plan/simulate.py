@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import JobError
-from forge_core.engine.build import Outline, Run
+from forge_core.contracts.model import Outline
+from forge_core.engine.build import Run
 from forge_core.engine.step import Stepper
 from forge_core.job import Job
 from forge_core.parallel.layout import micro_batches, plan_layout
