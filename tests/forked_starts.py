@@ -98,10 +98,14 @@ def _python_path(environment: Mapping[str, str]) -> list[str]:
 
 def _changes_what_is_imported(entry: str) -> bool:
     """Whether a folder on the path holds modules that a new process would import in place of those imported here."""
-    if entry in _python_path(os.environ):
+    if entry in _PATH_AT_START:
         return False
     names = {name.partition(".")[0] for name in (os.listdir(entry) if os.path.isdir(entry) else ())}
     return bool(names & {"sitecustomize", "usercustomize", *sys.modules})
+
+
+_PATH_AT_START = _python_path(os.environ)
+"""What the template has, too; a test may add to the variable later."""
 
 
 class _Template:
