@@ -193,7 +193,9 @@ def _fork_here(start: Start, streams: Sequence[int], kept: Sequence[int]) -> int
         os.setsid()
     atexit._clear()  # type: ignore[attr-defined]  # those of the launcher
     for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(f"{start.directory}/"):
+        file = getattr(module, "__file__", None) or ""
+        # Not where everything that is installed lies below it, as in the repository: numpy is imported once a process
+        if file.startswith(f"{start.directory}/") and not sys.prefix.startswith(f"{start.directory}/"):
             del sys.modules[name]  # a file of the job, which the launcher has imported to check it: imported anew
     _become(start, streams, kept)
     code: Any = 1
