@@ -186,7 +186,7 @@ def test_a_logger_learns_how_the_run_ended_before_it_is_closed(make_job, train, 
     assert diary.events == [end, "closed"]
 
 
-def test_a_logger_is_closed_and_told_the_error_if_a_later_one_does_not_start(make_job, train):
+def test_a_logger_is_closed_and_receives_the_error_if_a_later_one_does_not_start(make_job, train):
     diary = DiaryLogger()
     with pytest.raises(RuntimeError, match="the tracker is gone"):
         train(make_job(steps=1, loggers={"diary": diary, "tracker": FailingLogger(method="start")}))

@@ -56,7 +56,7 @@ class TrackedRun:
 
     @property
     def attempt(self) -> int:
-        """Number of this start, from 1: tells lines of a step apart that was made again after a crash."""
+        """Number of this start, from 1: distinguishes lines of a step that was made again after a crash."""
         return len(self.starts)
 
     @classmethod

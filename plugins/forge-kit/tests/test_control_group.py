@@ -48,7 +48,7 @@ class Killed:
         (2, "rank 3 was killed by SIGKILL: the machine may be short of memory"),
     ],
 )
-def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_was_killed(monkeypatch, before, words):
+def test_a_rank_that_the_kernel_killed_for_memory_is_distinguished_from_one_that_was_killed(monkeypatch, before, words):
     monkeypatch.setattr(MemoryGroup, "kills", lambda self: 2)
     monkeypatch.setattr(MemoryGroup, "limit", lambda self: 16 * 10**9)
     assert words in supervisor._ended_by(RankHandle(3, Killed(), None), before).message

@@ -51,7 +51,7 @@ def _show(options: argparse.Namespace) -> int:
     answer = likeliest[0] if options.answer is None else _single(tokenizer, options.answer)
     other = likeliest[1] if options.other is None else _single(tokenizer, options.other)
     if answer == other:
-        message = f"both answers are {token_text(tokenizer, answer)}, so nothing tells the prompts apart"
+        message = f"both answers are {token_text(tokenizer, answer)}, so nothing distinguishes the prompts"
         raise JobError(f"{message}; name them by --answer and --other")
     effects = patching_effects(
         trained.model,

@@ -80,7 +80,7 @@ def patching_effects(
 
 
 def _diagonal(source: Tensor) -> Callable[[Tensor], Tensor]:
-    """Returns a change that gives row n the source's (1, S, …) position n."""
+    """Returns a change that puts the source's (1, S, …) position n into row n."""
 
     def change(x: Tensor) -> Tensor:
         if x.shape[:2] != (source.shape[1], source.shape[1]):

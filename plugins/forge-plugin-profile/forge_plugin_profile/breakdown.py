@@ -89,7 +89,7 @@ def _phases(trace: Trace, scale: float) -> list[dict[str, Any]]:
 
 
 def _phases_of_activities(trace: Trace) -> Callable[[Activity], str]:
-    """Returns a function from an activity to its phase, the forward pass told from the backward pass."""
+    """Returns a function from an activity to its phase, with the forward and the backward pass distinguished."""
     backward = _backward(trace.events)
 
     def phase_of(activity: Activity) -> str:

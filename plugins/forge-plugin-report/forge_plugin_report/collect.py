@@ -29,7 +29,7 @@ class Section:
 
 
 def runs_of(folders: Sequence[Path]) -> list[ReportRun]:
-    """Returns the runs in folders. Runs of one name are told apart by the folders above them.
+    """Returns the runs in folders. Runs of one name are distinguished by the folders above them.
 
     Raises:
         JobError: a folder is no run's, or is named twice.

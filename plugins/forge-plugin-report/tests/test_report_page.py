@@ -172,7 +172,7 @@ class TestComparison:
         [image] = page.all("img")
         assert (image["width"], image["height"], image["data-rows"]) == ("4", "2", "0\n3")
 
-    def test_runs_of_one_name_are_told_apart_and_one_named_twice_is_refused(self, tmp_path: Path) -> None:
+    def test_runs_of_one_name_are_distinguished_and_one_named_twice_is_refused(self, tmp_path: Path) -> None:
         made = [write_run(tmp_path / name / "run", steps(2)) for name in ("x", "y")]
         assert [run.name for run in runs_of(made)] == ["x/run", "y/run"]
         with pytest.raises(JobError, match="named twice"):

@@ -28,7 +28,7 @@ class SparsityComponent(Component):
         return 0.0
 
     def size_problem(self, latents: int) -> str:
-        """Why an autoencoder of so many latents cannot have this activation; empty if it can."""
+        """Why an autoencoder with this number of latents cannot have this activation; empty if it can."""
         return ""
 
     def activation(self, latents: int) -> Activation:

@@ -243,7 +243,7 @@ class Recorder:
         """Returns this rank's part of a micro-batch with its sampled positions, if a step is recorded.
 
         Raises:
-            ForgeError: there are more sequences than `begin` was told.
+            ForgeError: there are more sequences than `begin` was called with.
         """
         if not self._step:
             return batch

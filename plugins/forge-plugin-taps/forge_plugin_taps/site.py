@@ -101,7 +101,7 @@ class Site:
         self.kept: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}
         """Values (False) and gradients (True) of each micro-batch (B, n, …), by the number of its first sequence."""
         self.edits: list[tuple[str, Edit, Callable[[Tensor, Any], Where]]] = []
-        """Edits of the point by name, each with what it is told of a tensor and the batch."""
+        """Edits of the point by name, each with a function from a tensor and the batch to its `Where`."""
         self.edited = False
         """Whether an edit has been made since this was reset."""
         # A tensor and not a number, which would be another constant in the graph of each layer.

@@ -23,7 +23,7 @@ class Trackio(TrackerComponent):
     """Shows the run in trackio: numbers by step, counts as histograms, files, the job as its config.
 
     Its name there is `name` with an id, as trackio continues runs by name. Steps that are made again after a crash are
-    there twice, told apart by `attempt`. A run that stopped or failed has an alert with the reason.
+    there twice, distinguished by `attempt`. A run that stopped or failed has an alert with the reason.
     """
 
     folder: str = ""

@@ -19,7 +19,7 @@ class Wandb(TrackerComponent):
     """Shows the run in Weights & Biases: numbers over `step`, counts as histograms, files, the job as its config.
 
     A run that continues is the same run there. W&B cannot go back, so that steps which are made again after a crash
-    are there twice, told apart by `attempt`. The run's files of W&B are in its folder `wandb`.
+    are there twice, distinguished by `attempt`. The run's files of W&B are in its folder `wandb`.
     """
 
     mode: Literal["online", "offline"] = "online"

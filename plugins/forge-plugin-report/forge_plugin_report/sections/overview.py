@@ -16,7 +16,7 @@ from forge_plugin_runs.words import count_text, size_text
 MANY = 4
 """Number of runs from which each is a row and not a column."""
 LAST = 20
-"""The training loss is a mean over the last steps, one in so many."""
+"""The training loss is a mean over the last twentieth of the steps."""
 BETTER_IS_MORE = ("accuracy", "acc", "exact_match")
 
 
