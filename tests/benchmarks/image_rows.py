@@ -6,7 +6,7 @@ import numpy as np
 from attrs import frozen
 
 from forge_core.contracts.components import DatasetComponent
-from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Grid, image_input
+from forge_plugin_vision import GRIDS, IMAGE, PATCHES, SECONDS, Grid, image_input
 
 
 @frozen(kw_only=True)
@@ -37,7 +37,8 @@ class Rows:
         labels = tokens[1:].copy()
         labels[: self.length - self.component.answer] = -100
         patches = generator.integers(0, 256, (self.grid.patches, self.values)).astype(np.uint8)
-        return {"input_ids": tokens[:-1], "labels": labels, PATCHES: patches, GRIDS: np.array([self.grid])}
+        entries = {PATCHES: patches, GRIDS: np.array([self.grid]), SECONDS: np.zeros(1, np.float32)}
+        return {"input_ids": tokens[:-1], "labels": labels, **entries}
 
 
 @frozen(kw_only=True)

@@ -14,7 +14,7 @@ from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.data.reading import collate
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import stop_ids
-from forge_plugin_vision import GRIDS, PATCHES
+from forge_plugin_vision import GRIDS, PATCHES, SECONDS
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
@@ -84,7 +84,7 @@ def _texts(rows: Sequence[Row], settings: Answers, context: EvaluationContext) -
 
 
 def _entries(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    return collate([{name: row[name] for name in (PATCHES, GRIDS)} for row in rows])
+    return collate([{name: row[name] for name in (PATCHES, GRIDS, SECONDS) if name in row} for row in rows])
 
 
 def _learned(labels: np.ndarray, stop: Sequence[int]) -> Iterator[int]:

@@ -16,7 +16,7 @@ from forge_plugin_images.content import MARK
 from forge_plugin_images.decoding import BrokenImage, FileImage, decode
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.source import ImageDataset, default_policy
-from forge_plugin_vision import GRIDS, IMAGE, PATCHES, image_input
+from forge_plugin_vision import GRIDS, IMAGE, PATCHES, SECONDS, image_input
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -33,7 +33,7 @@ class Prompts(NamedTuple):
     ids: list[list[int]]
     """Tokens, and `IMAGE` at the positions of images."""
     entries: dict[str, Tensor]
-    """`patches` (B, P, V) and `grids` (B, N, 3)."""
+    """`patches` (B, P, V), `grids` (B, N, 3) and `grid_seconds` (B, N)."""
 
 
 def prompts_with_images(
@@ -91,7 +91,7 @@ def _decoded(file: str) -> Image.Image:
 def _row(
     text: str, images: Sequence[Image.Image], processor: ImageProcessor, seen: ImageInput, tokenizer: Tokenizer
 ) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Returns the ids of a prompt, and its entries `patches` (P, V) and `grids` (N, 3)."""
+    """Returns the ids of a prompt, and its entries `patches` (P, V), `grids` (N, 3) and `grid_seconds` (N,)."""
     cut = [processor.patches(image) for image in images]
     own = [processor.grids((image.height, image.width)) for image in images]
     used, count = sum(len(patches) for patches in cut), sum(map(len, own))
@@ -109,4 +109,4 @@ def _row(
         if number:
             ids += [IMAGE] * sum(map(seen.positions, own[number - 1]))
         ids += tokenizer.encode(part)
-    return ids, {PATCHES: patches, GRIDS: grids}
+    return ids, {PATCHES: patches, GRIDS: grids, SECONDS: np.zeros(seen.images_per_sequence, np.float32)}

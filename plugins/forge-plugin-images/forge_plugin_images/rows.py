@@ -13,7 +13,7 @@ import numpy as np
 from attrs import frozen
 
 from forge_core.contracts.data import IGNORED_LABEL
-from forge_plugin_vision import BROKEN, GRIDS, IMAGE, PATCHES
+from forge_plugin_vision import BROKEN, GRIDS, IMAGE, PATCHES, SECONDS
 
 if TYPE_CHECKING:
     from forge_plugin_vision import Grid
@@ -119,7 +119,7 @@ class RowFormat:
         if all_grids:
             grids[: len(all_grids)] = all_grids
             np.concatenate(patches, out=filled[: sum(grid.patches for grid in all_grids)])
-        return {PATCHES: filled, GRIDS: grids}
+        return {PATCHES: filled, GRIDS: grids, SECONDS: np.zeros(self.images, np.float32)}
 
 
 def _places(starts: np.ndarray) -> dict[str, np.ndarray]:

@@ -43,6 +43,7 @@ def test_images_stand_where_the_prompts_say(job, tokenizer, files):
     image = [-1] * 6
     assert prompts.ids == [[ord("a"), *image, ord("b"), *image], [ord("c")], image]
     assert prompts.entries["grids"].tolist() == [[[1, 1, 6]] * 2, [[0, 0, 0]] * 2, [[1, 1, 6], [0, 0, 0]]]
+    assert prompts.entries["grid_seconds"].tolist() == [[0, 0]] * 3
     greys = prompts.entries["patches"].float().mean(-1).tolist()
     assert greys == [[0] * 6 + [255] * 6, [0] * 12, [0] * 12]
 

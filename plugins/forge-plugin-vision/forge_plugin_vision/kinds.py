@@ -12,7 +12,9 @@ model's width; a fusion says how the language model sees them. A batch has, besi
 - `patches` (B, P, V) uint8: patches of the row's images, one image after the other, each row by row; zeros at the end.
   The values of a patch are in the order channel, frame, row, column;
 - `grids` (B, N, 3) int64: frames, rows and columns of each image, in patches; zeros where there is no image. An image
-  that the encoder sees as several tiles is one image, whose grid covers them all, so its sides say how they lie;
+  that the encoder sees as several tiles is one image, whose grid covers them all, so its sides say how they lie. A clip
+  of a video is one grid too, with as many frames as its time axis has entries, also where texts stand between them;
+- `grid_seconds` (B, N) float32: seconds from one entry of a clip's time axis to the next; 0 for images;
 - `broken_documents` (B,) int64: documents that the row would have, and that its dataset left out since an image of them
   cannot be read. It is only counted, for the metric `vision/broken_documents`.
 """
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 IMAGE, VIDEO = -1, -2
 """Entries of `input_ids` at positions that are no token."""
-PATCHES, GRIDS, BROKEN = "patches", "grids", "broken_documents"
+PATCHES, GRIDS, SECONDS, BROKEN = "patches", "grids", "grid_seconds", "broken_documents"
 
 
 class Grid(NamedTuple):

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from forge_core.contracts.data import Batch
 from forge_core.data.reading import collate
 from forge_kit.generation import Generates
-from forge_plugin_vision.kinds import GRIDS, PATCHES, Grid
+from forge_plugin_vision.kinds import GRIDS, PATCHES, SECONDS, Grid
 from forge_plugin_vision.testing import RandomImages
 from forge_plugin_vision.vision import VisionLanguage
 from forge_testing.suites import ModelSuite
@@ -74,6 +74,7 @@ class VisionModelSuite(ModelSuite):
         empty = {
             PATCHES: torch.zeros_like(batch[PATCHES][: len(ids)]),
             GRIDS: torch.zeros_like(batch[GRIDS][: len(ids)]),
+            SECONDS: torch.zeros_like(batch[SECONDS][: len(ids)]),
         }
         for extra in ({}, empty):
             entries = "entries of images without one" if extra else "no entries of images"
@@ -216,7 +217,7 @@ class VisionModelSuite(ModelSuite):
         cache, outputs = model.new_cache(B, S), []
         for start, stop in ((0, prompt), *((at, at + 1) for at in range(prompt, S))):
             piece: Batch = {"input_ids": shifted[:, start:stop], "positions": positions[:, start:stop].clamp(min=-1)}
-            images = {name: batch[name] for name in (PATCHES, GRIDS)} if start == 0 else {}
+            images = {name: batch[name] for name in (PATCHES, GRIDS, SECONDS)} if start == 0 else {}
             outputs.append(model.decode({**piece, **images}, cache))
         hidden = torch.cat(outputs, dim=1)
         for row, skipped in enumerate(left.tolist()):
@@ -254,6 +255,7 @@ class VisionModelSuite(ModelSuite):
             "positions": np.arange(S) % half,
             PATCHES: patches,
             GRIDS: grids,
+            SECONDS: np.zeros_like(sample[SECONDS]),
         }
         return self._collated([row])
 

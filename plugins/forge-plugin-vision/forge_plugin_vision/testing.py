@@ -11,7 +11,7 @@ from attrs.validators import ge
 from forge_core.contracts.components import DatasetComponent, ModelComponent
 from forge_plugin_vision.adapters import MLPAdapter
 from forge_plugin_vision.encoders import ViT
-from forge_plugin_vision.kinds import GRIDS, IMAGE, PATCHES, Grid, image_input
+from forge_plugin_vision.kinds import GRIDS, IMAGE, PATCHES, SECONDS, Grid, image_input
 from forge_plugin_vision.vision import VisionPart
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class _Rows:
         entry = np.zeros((self._input.images_per_sequence, 3), np.int64)
         entry[: len(grids)] = np.array(grids).reshape(-1, 3)
         labels = np.where(tokens[1:] < 0, -100, tokens[1:])
-        return {"input_ids": tokens[:-1], "labels": labels, PATCHES: patches, GRIDS: entry}
+        seconds = np.zeros(self._input.images_per_sequence, np.float32)
+        return {"input_ids": tokens[:-1], "labels": labels, PATCHES: patches, GRIDS: entry, SECONDS: seconds}
 
     def _grids(self, generator: np.random.Generator) -> Iterator[Grid]:
         """Yields grids of images, as long as they fit into the row."""

@@ -15,6 +15,7 @@ from forge_plugin_vision.kinds import (
     BROKEN,
     GRIDS,
     PATCHES,
+    SECONDS,
     AdapterComponent,
     FusionComponent,
     Grid,
@@ -76,6 +77,7 @@ class VisionLanguage(ModelComponent):
         return {
             PATCHES: BatchField((self._patches, self._format.values), "uint8"),
             GRIDS: BatchField((self.vision.images_per_sequence, 3), "int64"),
+            SECONDS: BatchField((self.vision.images_per_sequence,), "float32"),
             BROKEN: BatchField((), "int64"),
         }
 
