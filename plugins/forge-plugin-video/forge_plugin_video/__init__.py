@@ -1,0 +1,20 @@
+"""Video for Forge: kinds `video_reader` and `frame_sampling`, and their types.
+
+`kinds` says what a reader and a sampling do, `readers` and `samplings` have the types; `testing` encodes clips whose
+frames carry their numbers.
+"""
+
+from forge_plugin_video.kinds import BrokenVideo, Clip, FrameSamplingComponent, VideoReader, VideoReaderComponent
+from forge_plugin_video.readers import PyAV
+from forge_plugin_video.samplings import Fps, Uniform
+
+__all__ = [
+    "BrokenVideo",
+    "Clip",
+    "Fps",
+    "FrameSamplingComponent",
+    "PyAV",
+    "Uniform",
+    "VideoReader",
+    "VideoReaderComponent",
+]
