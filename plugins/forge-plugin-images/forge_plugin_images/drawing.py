@@ -14,7 +14,7 @@ from forge_kit.cache import digest_of
 from forge_kit.tokenizers import begin_of_text
 from forge_plugin_images.fonts import letter_width, load_font
 from forge_plugin_images.patches import grid_of, patches_of
-from forge_plugin_images.rows import Document, RowFormat, Tokens
+from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -85,8 +85,9 @@ class WordImages:
         self, pen: Pen, words: Sequence[str], rows: RowFormat, seen: ImageInput, tokenizer: Tokenizer, drawings: int
     ) -> None:
         self._pen, self._words, self._rows, self._form, self._drawings = pen, words, rows, seen.format, drawings
-        self._tokenizer, self._grid = tokenizer, grid_of(pen.height, pen.width, seen.format)
-        self.image_positions = seen.positions(self._grid)
+        self._tokenizer = tokenizer
+        self._image = Footprint.of_images([grid_of(pen.height, pen.width, seen.format)], seen)
+        self.image_positions = self._image.entries
         self.held_out: WordImages | None = None
         self.bytes_per_token: float | None = None
 
@@ -109,7 +110,7 @@ class WordImages:
         """Returns the entries of a row."""
         ids = [*self._tokenizer.encode(word), self._tokenizer.end_of_text]
         begin = Tokens(begin_of_text(self._tokenizer), False)
-        return Document.of([begin, self._grid, Tokens(ids)], {self._grid: self.image_positions})
+        return Document.of([begin, self._image, Tokens(ids)])
 
     def where(self, index: int) -> str:
         """See `HasLocation`."""
@@ -126,7 +127,7 @@ class WordImages:
 
     def cost(self, index: int) -> int:
         """Returns the patches of a sequence."""
-        return self._grid.patches
+        return self._image.patches
 
 
 def word_images(

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from forge_core.job import Job
     from forge_plugin_images.content import Picture
     from forge_plugin_images.documents import Part
-    from forge_plugin_images.records import ImageSource, Record
+    from forge_plugin_images.records import Record
     from forge_plugin_images.rows import Tokens
+    from forge_plugin_images.visuals import VisualSource
 
 PLACE = "\ufdd2"
 """Stands for an image in a conversation that a template of texts alone writes: Unicode reserves it internally."""
@@ -45,7 +46,7 @@ class ImageChat(ImageDataset):
         if job.data.tokenizer is not None and not getattr(job.data.tokenizer, "chats", False):
             yield Problem("messages", NO_TEMPLATE)
 
-    def parts(self, record: Record, records: ImageSource, tokenizer: Tokenizer) -> Iterator[Part]:
+    def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterator[Part]:
         from forge_plugin_huggingface.chat import PartedChatTokenizer
 
         if not isinstance(tokenizer, PartedChatTokenizer):
@@ -61,7 +62,7 @@ class ImageChat(ImageDataset):
             raise JobError(f"{record.place}: it has {len(pictures)} images, and {written}; {hint}")
         for number, part in enumerate(parts):
             if number:
-                yield records.image(record, pictures[number - 1].value)
+                yield visuals.image(record, pictures[number - 1].value)
             yield from runs(part.ids, part.learned)
 
     def columns(self) -> Mapping[str, str]:

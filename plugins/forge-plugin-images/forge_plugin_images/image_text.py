@@ -12,7 +12,8 @@ from forge_plugin_images.source import ImageDataset
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_plugin_images.documents import Part
-    from forge_plugin_images.records import ImageSource, Record
+    from forge_plugin_images.records import Record
+    from forge_plugin_images.visuals import VisualSource
 
 
 @frozen(kw_only=True)
@@ -35,11 +36,11 @@ class ImageText(ImageDataset):
         """Yields the texts of documents that are not held out."""
         return (record.text(self.text, "text") for record in self.training_records())
 
-    def parts(self, record: Record, records: ImageSource, tokenizer: Tokenizer) -> Iterator[Part]:
+    def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterator[Part]:
         from forge_plugin_images.rows import Tokens
 
         value, text = record.value(self.image, "image"), record.text(self.text, "text")
-        images = [records.image(record, one) for one in (value if isinstance(value, list) else [value])]
+        images = [visuals.image(record, one) for one in (value if isinstance(value, list) else [value])]
         caption = Tokens(tokenizer.encode(text), True, len(text.encode()))
         if self.caption == "before":
             yield caption

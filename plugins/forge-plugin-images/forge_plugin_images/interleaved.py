@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_plugin_images.content import Picture
     from forge_plugin_images.documents import Part
-    from forge_plugin_images.records import ImageSource, Record
+    from forge_plugin_images.records import Record
+    from forge_plugin_images.visuals import VisualSource
 
 
 @frozen(kw_only=True)
@@ -31,14 +32,14 @@ class Interleaved(ImageDataset):
         for record in self.training_records():
             yield from (piece for piece in self._pieces(record) if isinstance(piece, str))
 
-    def parts(self, record: Record, records: ImageSource, tokenizer: Tokenizer) -> Iterator[Part]:
+    def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterator[Part]:
         from forge_plugin_images.rows import Tokens
 
         for piece in self._pieces(record):
             if isinstance(piece, str):
                 yield Tokens(tokenizer.encode(piece), True, len(piece.encode()))
             else:
-                yield records.image(record, piece.value)
+                yield visuals.image(record, piece.value)
 
     def columns(self) -> Mapping[str, str]:
         return {"content": self.content, "images": self.images}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,13 +12,14 @@ from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.data.reading import collate
 from forge_kit.tokenizers import begin_of_text
 from forge_plugin_images.content import MARK
-from forge_plugin_images.decoding import BrokenImage, FileImage, decode
+from forge_plugin_images.decoding import BrokenImage, FileImage
 from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens
 from forge_plugin_images.source import ImageDataset, default_policy
-from forge_plugin_vision import GRIDS, IMAGE, PATCHES, SECONDS, image_input
+from forge_plugin_images.visuals import ImageVisual, Visual
+from forge_plugin_vision import image_input
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor
 
     from forge_core.contracts.data import Tokenizer
@@ -61,8 +61,9 @@ def prompts_with_images(
         message = f"the prompts have {MARK} {marks} times, and there are {len(files)} images"
         raise ForgeError(f"{message}; write it once for each image, where it stands")
     seen = image_input(job)
-    processor, images = _processor(job, seen), iter([_decoded(file) for file in files])
-    rows = [_row(text, [next(images) for _ in range(text.count(MARK))], processor, seen, tokenizer) for text in texts]
+    processor = _processor(job, seen)
+    images = iter([ImageVisual(FileImage(file), processor, seen) for file in files])
+    rows = [_row(text, [next(images) for _ in range(text.count(MARK))], seen, tokenizer) for text in texts]
     begin = begin_of_text(tokenizer) if bos else []
     prompts = [[*begin, *ids] or [tokenizer.end_of_text] for ids, _ in rows]
     return Prompts(prompts, collate([entries for _, entries in rows]))
@@ -81,32 +82,35 @@ def _processor(job: Job, seen: ImageInput) -> ImageProcessor:
     )
 
 
-def _decoded(file: str) -> Image.Image:
-    try:
-        return decode(FileImage(file))
-    except BrokenImage as error:
-        raise ForgeError(str(error)) from error
-
-
 def _row(
-    text: str, images: Sequence[Image.Image], processor: ImageProcessor, seen: ImageInput, tokenizer: Tokenizer
+    text: str, visuals: Sequence[Visual], seen: ImageInput, tokenizer: Tokenizer
 ) -> tuple[list[int], dict[str, np.ndarray]]:
     """Returns the ids of a prompt, and its entries `patches` (P, V), `grids` (N, 3) and `grid_seconds` (N,)."""
-    cut = [processor.patches(image) for image in images]
-    own = [processor.grids((image.height, image.width)) for image in images]
-    used, count = sum(len(patches) for patches in cut), sum(map(len, own))
+    try:
+        footprints = [visual.measure() for visual in visuals]
+        _check_room(footprints, seen)
+        patches = [visual.read() for visual in visuals]
+    except BrokenImage as error:
+        raise ForgeError(str(error)) from error
+    parts: list[Tokens | Footprint] = []
+    for number, part in enumerate(text.split(MARK)):
+        parts += footprints[number - 1 : number] if number else []
+        parts.append(Tokens(tokenizer.encode(part)))
+    document = Document.of(parts)
+    rows = RowFormat(
+        length=len(document.ids),
+        patches=seen.patches_per_sequence,
+        images=seen.images_per_sequence,
+        values=seen.format.values,
+        filler=tokenizer.end_of_text,
+    )
+    return document.ids.tolist(), rows.visuals([document], patches)
+
+
+def _check_room(footprints: Sequence[Footprint], seen: ImageInput) -> None:
+    used, count = sum(one.patches for one in footprints), sum(len(one.grids) for one in footprints)
     if used > seen.patches_per_sequence or count > seen.images_per_sequence:
-        tiles = "" if count == len(images) else f" (in {count} tiles)"
-        has = f"a prompt has {len(images)} images{tiles} with {used} patches"
+        tiles = "" if count == len(footprints) else f" (in {count} tiles)"
+        has = f"a prompt has {len(footprints)} images{tiles} with {used} patches"
         most = f"{seen.images_per_sequence} images and {seen.patches_per_sequence} patches at most"
         raise ForgeError(f"{has}, and the model was trained with {most}; use fewer or smaller images")
-    patches = np.zeros((seen.patches_per_sequence, seen.format.values), np.uint8)
-    grids = np.zeros((seen.images_per_sequence, 3), np.int64)
-    if cut:
-        patches[:used], grids[:count] = np.concatenate(cut), list(chain.from_iterable(own))
-    ids: list[int] = []
-    for number, part in enumerate(text.split(MARK)):
-        if number:
-            ids += [IMAGE] * sum(map(seen.positions, own[number - 1]))
-        ids += tokenizer.encode(part)
-    return ids, {PATCHES: patches, GRIDS: grids, SECONDS: np.zeros(seen.images_per_sequence, np.float32)}

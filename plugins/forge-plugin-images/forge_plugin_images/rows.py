@@ -1,4 +1,4 @@
-"""Rows of documents that consist of tokens and images.
+"""Rows of documents that consist of tokens and visuals: images, or whatever else has grids of patches.
 
 S: positions of a row, P: patches of a row at most, N: images of a row at most, V: values of a patch, n: entries of a
 document.
@@ -6,8 +6,8 @@ document.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from attrs import frozen
@@ -16,7 +16,7 @@ from forge_core.contracts.data import IGNORED_LABEL
 from forge_plugin_vision import BROKEN, GRIDS, IMAGE, PATCHES, SECONDS
 
 if TYPE_CHECKING:
-    from forge_plugin_vision import Grid
+    from forge_plugin_vision import Grid, ImageInput
 
 
 class Tokens(NamedTuple):
@@ -27,6 +27,41 @@ class Tokens(NamedTuple):
     """Whether they are labels."""
     text_bytes: int = 0
     """UTF-8 bytes that they stand for, if they are labels and it is known."""
+
+
+@frozen
+class Places:
+    """A run of positions that are no tokens."""
+
+    count: int
+    code: int = IMAGE
+    """What their entries of `input_ids` are: `IMAGE` or `VIDEO`."""
+
+
+@frozen
+class Footprint:
+    """What a visual takes in a row, known without decoding it."""
+
+    runs: Sequence[Tokens | Places]
+    """Its entries in order: a place for each position of its grids, and texts before, between or behind them."""
+    grids: Sequence[Grid]
+    """Its grids in order."""
+    seconds: Sequence[float] = ()
+    """Of each grid: seconds from one entry of its time axis to the next. Empty: 0, as for images."""
+
+    @classmethod
+    def of_images(cls, grids: Sequence[Grid], seen: ImageInput) -> Footprint:
+        """Returns that of images side by side, for a model that has `seen` as its input."""
+        return cls([Places(seen.positions(grid)) for grid in grids], grids)
+
+    @property
+    def entries(self) -> int:
+        """Entries of a document that it takes."""
+        return sum(run.count if isinstance(run, Places) else len(run.ids) for run in self.runs)
+
+    @property
+    def patches(self) -> int:
+        return sum(grid.patches for grid in self.grids)
 
 
 class Needs(NamedTuple):
@@ -42,21 +77,27 @@ class Document:
     """Entries in order, of which the last is only a label: n entries take n - 1 positions."""
 
     ids: np.ndarray
-    """(n,) int64: tokens, and `IMAGE` at the positions of images."""
+    """(n,) int64: tokens, and the code of each place that is none."""
     learned: np.ndarray
-    """(n,) bool: which entries are labels of the position before them; never an image's."""
+    """(n,) bool: which entries are labels of the position before them; never a place that is no token."""
     grids: Sequence[Grid]
-    """Grids of its images, in order."""
+    """Grids of its visuals, in order."""
+    seconds: Sequence[float]
+    """Of each grid; see `Footprint`."""
 
     @classmethod
-    def of(cls, parts: Iterable[Tokens | Grid], positions: Mapping[Grid, int]) -> Document:
-        """Put parts one after the other; an image of a grid takes `positions[grid]` entries."""
-        parts = list(parts)
-        grids = [part for part in parts if not isinstance(part, Tokens)]
-        runs = [part if isinstance(part, Tokens) else Tokens([IMAGE] * positions[part], False) for part in parts]
-        ids = [np.zeros(0, np.int64), *(np.asarray(run.ids, np.int64) for run in runs)]
-        learned = [np.zeros(0, bool), *(np.full(len(run.ids), run.learned) for run in runs)]
-        return cls(np.concatenate(ids), np.concatenate(learned), grids)
+    def of(cls, parts: Iterable[Tokens | Footprint]) -> Document:
+        """Put parts one after the other."""
+        ids, learned, grids, seconds = [np.zeros(0, np.int64)], [np.zeros(0, bool)], list[Any](), list[float]()
+        for part in parts:
+            for run in [part] if isinstance(part, Tokens) else part.runs:
+                own = np.full(run.count, run.code) if isinstance(run, Places) else np.asarray(run.ids, np.int64)
+                ids.append(own)
+                learned.append(np.full(len(own), isinstance(run, Tokens) and run.learned))
+            if isinstance(part, Footprint):
+                grids.extend(part.grids)
+                seconds.extend(part.seconds or [0.0] * len(part.grids))
+        return cls(np.concatenate(ids), np.concatenate(learned), grids, seconds)
 
     @property
     def needs(self) -> Needs:
@@ -96,8 +137,8 @@ class RowFormat:
 
         Args:
             documents: the documents of the row.
-            patches: (patches, V) uint8 of all their images, in order.
-            broken: documents that the row lacks, as an image of them cannot be read.
+            patches: (patches, V) uint8 of all their visuals, in order.
+            broken: documents that the row lacks, as a visual of them cannot be read.
         """
         inputs = np.full(self.length, self.filler, np.int64)
         labels = np.full(self.length, IGNORED_LABEL, np.int64)
@@ -108,18 +149,20 @@ class RowFormat:
             inputs[start:end], labels[start:end] = document.ids[:-1], document.labels
             starts[start] = True
         starts[end : end + 1] = True  # positions that are left over
-        row = {"input_ids": inputs, "labels": labels, **self._images(documents, patches)}
+        row = {"input_ids": inputs, "labels": labels, **self.visuals(documents, patches)}
         row[BROKEN] = np.array(broken, np.int64)
         return row | _places(starts) if self.keeps_apart else row
 
-    def _images(self, documents: Sequence[Document], patches: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    def visuals(self, documents: Sequence[Document], patches: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the entries of a row that have its visuals: `patches`, `grids` and `grid_seconds`; see `row`."""
         all_grids = [grid for document in documents for grid in document.grids]
         filled = np.zeros((self.patches, self.values), np.uint8)
-        grids = np.zeros((self.images, 3), np.int64)
+        grids, seconds = np.zeros((self.images, 3), np.int64), np.zeros(self.images, np.float32)
         if all_grids:
             grids[: len(all_grids)] = all_grids
+            seconds[: len(all_grids)] = [each for document in documents for each in document.seconds]
             np.concatenate(patches, out=filled[: sum(grid.patches for grid in all_grids)])
-        return {PATCHES: filled, GRIDS: grids, SECONDS: np.zeros(self.images, np.float32)}
+        return {PATCHES: filled, GRIDS: grids, SECONDS: seconds}
 
 
 def _places(starts: np.ndarray) -> dict[str, np.ndarray]:

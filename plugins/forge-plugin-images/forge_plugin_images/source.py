@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from forge_plugin_images.documents import ImageDocuments, Part
     from forge_plugin_images.processing import ImageProcessor, Policy
     from forge_plugin_images.records import ImageSource, Record, Records
+    from forge_plugin_images.visuals import VisualSource
     from forge_plugin_vision import ImageFormat, ImageInput
 
 FIXED, FREE = ("stretch", "crop", "pad", "tiles"), ("native", "fill")
@@ -118,8 +119,8 @@ class ImageDataset(DatasetComponent):
     max_broken: float = field(default=0.01, validator=and_(ge(0.0), lt(1.0)))
     """With `broken = "skip"`: share of the documents above which the run ends all the same."""
 
-    def parts(self, record: Record, records: ImageSource, tokenizer: Tokenizer) -> Iterable[Part]:
-        """Yields runs of tokens and images of a record's document, in order, without the end-of-text."""
+    def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterable[Part]:
+        """Yields runs of tokens and visuals of a record's document, in order, without the end-of-text."""
         raise NotImplementedError
 
     def columns(self) -> Mapping[str, str]:

@@ -1,0 +1,73 @@
+"""What a document shows beside its text: images, and whatever else is made of grids of patches.
+
+V: values of a patch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from attrs import frozen
+
+from forge_plugin_images.decoding import ImageFile, decode, size_of
+from forge_plugin_images.rows import Footprint
+
+if TYPE_CHECKING:
+    from forge_plugin_images.processing import ImageProcessor
+    from forge_plugin_images.records import ImageSource, Record
+    from forge_plugin_vision import ImageInput
+
+
+class Visual(Protocol):
+    """Something to be seen, encoded in a file. It is measured when documents are counted, and read when a row is."""
+
+    def measure(self) -> Footprint:
+        """Returns what it takes in a row, by its headers alone: nothing is decoded.
+
+        It depends on nothing but the file and the job, so that a row has room for what `read` returns.
+
+        Raises:
+            BrokenImage: the headers cannot be read.
+        """
+
+    def read(self) -> np.ndarray:
+        """Returns the patches of the grids of `measure`, one grid after the other: (patches, V) uint8.
+
+        Raises:
+            BrokenImage: it cannot be decoded.
+        """
+
+
+class VisualSource(Protocol):
+    """Makes visuals of the values in records."""
+
+    def image(self, record: Record, value: Any) -> Visual:
+        """Returns the image that a value refers to; raises `JobError` if it refers to none."""
+
+
+@frozen
+class ImageVisual:
+    """An image: one grid, or with tiles several, each with its positions side by side. See `Visual`."""
+
+    file: ImageFile
+    processor: ImageProcessor
+    seen: ImageInput
+
+    def measure(self) -> Footprint:
+        return Footprint.of_images(self.processor.grids(size_of(self.file)), self.seen)
+
+    def read(self) -> np.ndarray:
+        return self.processor.patches(decode(self.file))
+
+
+@frozen
+class Visuals:
+    """See `VisualSource`: the visuals of a source's records, as the job's model sees them."""
+
+    files: ImageSource
+    processor: ImageProcessor
+    seen: ImageInput
+
+    def image(self, record: Record, value: Any) -> Visual:
+        return ImageVisual(self.files.image(record, value), self.processor, self.seen)
