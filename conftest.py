@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).parent / "tests"))
 
+import catalogs
 import forked_starts
 import watched
 
@@ -32,6 +33,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     forked_starts.install()
+    catalogs.install()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # `pytest_collection_modifyitems` orders files
     config.addinivalue_line("markers", "thorough: tries the tests themselves; see tests/watched.py for when it runs")

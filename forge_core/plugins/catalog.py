@@ -106,11 +106,11 @@ class Catalog:
             # Most distributions have nothing to do with Forge, and their entry points need not be parsed.
             if PREFIX not in (dist.read_text("entry_points.txt") or "") or not has_metadata(dist):
                 continue
-            name, url = dist.metadata["Name"], dist.read_text("direct_url.json") or ""
-            if normalised(name) in names:  # a copy further down sys.path, which Python does not import either
+            about, url = dist.metadata, dist.read_text("direct_url.json") or ""  # parses it, each time
+            if normalised(name := about["Name"]) in names:  # a copy that Python does not import
                 continue
             names.add(normalised(name))
-            owner = Distribution(name, dist.version, tuple(dist.requires or ()), url)
+            owner = Distribution(name, about["Version"], tuple(about.get_all("Requires-Dist") or ()), url)
             entries = (entry for entry in dist.entry_points if entry.group.startswith(PREFIX))
             offers += [Offer(e.group.removeprefix(PREFIX), e.name, e.value, owner) for e in entries]
         return cls(offers)
