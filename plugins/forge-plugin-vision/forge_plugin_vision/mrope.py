@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, gt
 
+from forge_core import deprecated_key
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_transformer import PlainRope
 
@@ -19,12 +20,16 @@ if TYPE_CHECKING:
     from forge_core.job import Job
 
 
+TimeAxis = Literal["frames", "seconds", "apart"]
+
+
 @frozen(kw_only=True)
 class MultimodalRope(PlainRope):
     """Rotary encoding of three coordinates: frame, row and column of a feature (Wang et al. 2024, Qwen2-VL).
 
     A token's coordinates are equal, so that text is encoded as by `plain`. Features of an image start at the position
-    after the text before it; the text after it goes on behind the larger of its sides.
+    after the text before it; the text after it goes on behind the larger of its sides. Videos are images with a time
+    axis, see `time`.
     """
 
     sections: tuple[int, int, int] = field(default=(16, 24, 24), validator=deep_iterable(ge(0)))
@@ -32,15 +37,41 @@ class MultimodalRope(PlainRope):
     `mrope_section` of Hugging Face configurations."""
     interleaved: bool = False
     """Whether the pairs of the coordinates take turns (Qwen3-VL) or follow one another (Qwen2-VL, Qwen2.5-VL)."""
-    frame_interval: float = field(default=1.0, validator=gt(0))
-    """Positions from one entry of a video's time axis to the next: Qwen2.5-VL's `tokens_per_second` times its seconds,
-    rounded down for each frame. Images always have 1."""
+    time: TimeAxis = "frames"
+    """Where the entries of a video's time axis stand. `frames`: one position after the other (Qwen2-VL). `seconds`: as
+    far apart as they are in time, by the batch's `grid_seconds` (Qwen2.5-VL). `apart`: each at a position of its own,
+    as an image would, with text between them or without (Qwen3-VL)."""
+    positions_per_second: float = field(default=2.0, validator=gt(0))
+    """For `time = "seconds"`: positions of a second, rounded down for each entry of the time axis.
+    `tokens_per_second` of Hugging Face configurations."""
+    frame_interval: float = field(
+        default=1.0,
+        validator=gt(0),
+        metadata=deprecated_key("0.4", 'set time = "seconds" and positions_per_second'),
+    )
+    """For `time = "frames"`: positions from one entry of a video's time axis to the next, rounded down for each."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         frames, *sides = self.sections
         if self.interleaved and max(sides) > frames:
             message = f"{list(self.sections)} has more pairs for rows or columns than for frames"
             yield Problem("sections", f"{message}, so that they cannot take turns; change it, or interleaved = false")
+        for key, default, time in (("positions_per_second", 2.0, "seconds"), ("frame_interval", 1.0, "frames")):
+            if (value := getattr(self, key)) != default and self.time != time:
+                message = f'{value} has no meaning with time = "{self.time}"'
+                yield Problem(key, f'{message}; leave it out, or set time = "{time}"')
+        yield from self._timestamp_problems(job)
+
+    def _timestamp_problems(self, job: Job) -> Iterable[Problem]:
+        """Yields that a source of videos writes timestamps where coordinates have no place for them."""
+        for number, source in enumerate(job.data.sources):
+            # By name: the components of videos are another distribution's.
+            video = getattr(source, "video", source)
+            written = getattr(video, "timestamps", "none")
+            if written == "text" and self.time != "apart":
+                message = f"data.sources.{number} writes the time between the frames of a video"
+                hint = 'set time = "apart", or another timestamps there'
+                yield Problem("time", f'{message}, which "{self.time}" places without a gap; {hint}')
 
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:
         from forge_plugin_vision.modules.mrope import MultimodalRotary, axes
@@ -53,7 +84,8 @@ class MultimodalRope(PlainRope):
         return MultimodalRotary(
             self.frequencies(rotated),
             axes(self.sections, self.interleaved),
-            frame_interval=self.frame_interval,
+            time=self.time,
+            interval=self.positions_per_second if self.time == "seconds" else self.frame_interval,
             amplitude=self.amplitude(),
             length=context.job.train.seq_len,
             dtype=context.dtype,

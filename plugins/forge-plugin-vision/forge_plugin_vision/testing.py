@@ -11,7 +11,7 @@ from attrs.validators import ge
 from forge_core.contracts.components import DatasetComponent, ModelComponent
 from forge_plugin_vision.adapters import MLPAdapter
 from forge_plugin_vision.encoders import ViT
-from forge_plugin_vision.kinds import GRIDS, IMAGE, PATCHES, SECONDS, Grid, image_input
+from forge_plugin_vision.kinds import GRIDS, IMAGE, PATCHES, SECONDS, VIDEO, Grid, image_input
 from forge_plugin_vision.vision import VisionPart
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class RandomImages(DatasetComponent):
     """Every so many-th row has no image, the first included; 0: every row has some, 1: none has."""
     image_every: int = field(default=0, validator=ge(0))
     """Only every so many-th row has images, the first included; 0: as `text_only` says."""
+    video_every: int = field(default=0, validator=ge(0))
+    """Every so many-th image of a row is a video of two entries of the time axis, half a second apart; 0: none is."""
     has_entries: bool = True
     """Whether rows without images have the entries of images all the same."""
 
@@ -95,21 +97,23 @@ class _Rows:
         for grid in grids:
             patches[used : used + grid.patches] = generator.integers(0, 256, (grid.patches, patches.shape[1]))
             used += grid.patches
-            tokens[position : position + self._input.positions(grid)] = IMAGE
+            tokens[position : position + self._input.positions(grid)] = VIDEO if grid.frames > 1 else IMAGE
             position += self._input.positions(grid) + 1  # a token between two images
         entry = np.zeros((self._input.images_per_sequence, 3), np.int64)
         entry[: len(grids)] = np.array(grids).reshape(-1, 3)
         labels = np.where(tokens[1:] < 0, -100, tokens[1:])
-        seconds = np.zeros(self._input.images_per_sequence, np.float32)
-        return {"input_ids": tokens[:-1], "labels": labels, PATCHES: patches, GRIDS: entry, SECONDS: seconds}
+        seconds = np.where(entry[:, 0] > 1, 0.5, 0).astype(np.float32)
+        ids = {"input_ids": tokens[:-1], "labels": labels}
+        return {**ids, PATCHES: patches, GRIDS: entry, SECONDS: seconds}
 
     def _grids(self, generator: np.random.Generator) -> Iterator[Grid]:
         """Yields grids of images, as long as they fit into the row."""
         form, patches, positions = self._input.format, self._input.patches_per_sequence, self._length - 2
-        for _ in range(self._input.images_per_sequence):
+        every = self._component.video_every
+        for number in range(1, self._input.images_per_sequence + 1):
             tiles = generator.choice(form.arrangements) if form.arrangements else generator.integers(1, 4, 2)
             rows, columns = form.grid or (int(n) * form.multiple for n in tiles)
-            grid = Grid(1, rows, columns)
+            grid = Grid(1 if not every or number % every else 2, rows, columns)
             patches -= grid.patches
             positions -= self._input.positions(grid) + 1
             if patches < 0 or positions < 0:

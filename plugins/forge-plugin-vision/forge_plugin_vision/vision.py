@@ -154,8 +154,9 @@ class Joint(FusionComponent):
     """`[model.fusion.deepstack_adapter]`: each of those blocks has its own. Without the table: like
     `[model.vision.adapter]`."""
     bidirectional: bool = False
-    """Whether positions of an image (or of a video, all its frames) attend to each other in both directions, as in
-    Gemma 3; everything else is causal. The language model's attention must be able to: `gqa` is."""
+    """Whether positions of an image (or of a video, all its frames, unless text stands between them) attend to each
+    other in both directions, as in Gemma 3; everything else is causal. The language model's attention must be able to:
+    `gqa` is."""
 
     @property
     def taps(self) -> Sequence[int]:

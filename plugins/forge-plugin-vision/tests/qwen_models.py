@@ -10,7 +10,10 @@ LANGUAGE = Transformer(
     dim=16,
     layers=3,
     attention=GroupedQueryAttention(
-        heads=4, kv_heads=2, head_dim=8, rope=MultimodalRope(sections=(2, 1, 1), interleaved=True)
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        rope=MultimodalRope(sections=(2, 1, 1), interleaved=True, time="seconds", positions_per_second=6.0),
     ),
 )
 TOWER = QwenViT(dim=16, layers=3, heads=2, hidden=24, patch=2, window=8, full_attention=(1,), table=3, patch_bias=True)

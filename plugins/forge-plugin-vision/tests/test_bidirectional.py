@@ -28,7 +28,7 @@ from forge_plugin_transformer import (
     Transformer,
 )
 from forge_plugin_transformer.huggingface_names import to_huggingface
-from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint, VisionLanguage
+from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Joint, VisionLanguage
 from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import tiny_language, tiny_vision
 from forge_testing import TinyModel, job_problems
@@ -115,6 +115,25 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     for name in ("float", "float32"):
         monkeypatch.setattr(torch, name, torch.float64)
+
+
+@torch.no_grad()
+def test_frames_with_text_between_see_themselves_alone(
+    make_model: Callable[..., Any], batch: dict[str, Tensor]
+) -> None:
+    """A clip is one grid; where its frames have text between, a span that went on behind it would see labels."""
+    model, ids = make_model(), torch.tensor([ROWS["apart"]])
+    ids = ids.where(ids >= 0, VIDEO)
+    clip = {"input_ids": ids, PATCHES: batch[PATCHES][:1], GRIDS: torch.tensor([[[2, 2, 2], [0, 0, 0]]])}
+
+    def changed_at(place: int) -> list[int]:
+        """Positions that depend on the input at a position."""
+        hidden = with_inputs(model, clip, lambda x: None)
+        other = with_inputs(model, clip, lambda x: x[:, place].mul_(2))
+        return ((other - hidden).abs().amax(-1)[0] > 0).nonzero().flatten().tolist()
+
+    assert changed_at(4) == list(range(1, S))
+    assert changed_at(9) == list(range(6, S))
 
 
 @pytest.mark.parametrize("rows", [["apart", "text"], ["apart", "text", "side by side"]], ids=["Gemma's", "any"])

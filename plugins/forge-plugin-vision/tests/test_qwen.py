@@ -18,7 +18,7 @@ from forge_plugin_vision import (
     GRIDS,
     IMAGE,
     PATCHES,
-    VIDEO,
+    SECONDS,
     Joint,
     Merger,
     MultimodalRope,
@@ -87,7 +87,8 @@ def reference(family: Family) -> Any:
 def component(family: Family) -> VisionLanguage:
     """The same model."""
     qwen3 = family == "qwen3_vl"
-    rope = MultimodalRope(sections=(2, 1, 1), interleaved=qwen3, frame_interval=1 if qwen3 else 4)
+    axis: dict[str, Any] = {"time": "apart"} if qwen3 else {"time": "seconds", "positions_per_second": 4.0}
+    rope = MultimodalRope(sections=(2, 1, 1), interleaved=qwen3, **axis)
     attention = GroupedQueryAttention(heads=4, kv_heads=2, rope=rope, qk_norm=qwen3, bias=not qwen3, output_bias=False)
     language = Transformer(
         vocab_size=64, dim=32, layers=3, attention=attention, ffn=SwiGLU(hidden=48), norm=RMSNorm(eps=1e-6)
@@ -153,7 +154,8 @@ def batch_of(rows: list[list[tuple[int, int, int]]]) -> tuple[dict[str, Tensor],
         patches[row, : len(values)] = values
         grids[row, : len(own)] = torch.tensor(own, dtype=torch.int64).view(-1, 3)
         theirs.append(in_blocks(values, own))
-    return {"input_ids": ids.where(ids != IMAGE_TOKEN, IMAGE), PATCHES: patches, GRIDS: grids}, torch.cat(theirs)
+    entries = {PATCHES: patches, GRIDS: grids, SECONDS: torch.zeros(len(rows), N)}
+    return {"input_ids": ids.where(ids != IMAGE_TOKEN, IMAGE), **entries}, torch.cat(theirs)
 
 
 def normalised(patches: Tensor, model: Any, dtype: torch.dtype) -> Tensor:
@@ -201,32 +203,6 @@ def test_logits_are_those_of_transformers_in_float64(family: Family, tmp_path: A
     batch, pixels = batch_of(GRIDS_OF_ROWS)
     expected = their_logits(theirs, batch, normalised(pixels, model, torch.float64))
     assert (our_logits(model, batch) - expected).abs().max() < 1e-9
-
-
-@pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize(
-    ("family", "grids"),
-    [("qwen2_5_vl", [(2, 6, 4)]), ("qwen3_vl", [(1, 4, 4), (1, 4, 4)])],
-    ids=["qwen2_5_vl, one item", "qwen3_vl, an item for each frame"],
-)
-def test_logits_with_a_video_are_those_of_transformers(
-    family: Family, grids: list[tuple[int, int, int]], tmp_path: Any
-) -> None:
-    theirs = reference(family).double()
-    model = with_weights_of(theirs, built(family, "fp64", tmp_path))
-    batch, pixels = batch_of([grids])
-    is_video = batch["input_ids"] < 0
-    ids = batch["input_ids"].where(~is_video, VIDEO_TOKEN)
-    frames, rows, columns = sum(grid[0] for grid in grids), *grids[0][1:]
-    entries = {
-        "pixel_values_videos": normalised(pixels, model, torch.float64),
-        "video_grid_thw": torch.tensor([[frames, rows, columns]]),
-        "mm_token_type_ids": 2 * is_video.int(),
-    }
-    with torch.no_grad():
-        expected = theirs(input_ids=ids, **entries).logits
-    ours = our_logits(model, {**batch, "input_ids": ids.where(~is_video, VIDEO)})
-    assert (ours - expected).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

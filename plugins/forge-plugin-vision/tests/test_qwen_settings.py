@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from attrs import evolve
+from attrs import evolve, frozen
 from qwen_models import LANGUAGE, MODEL, TOWER
 
 from forge_core.contracts.errors import JobError
@@ -14,6 +14,7 @@ from forge_core.engine.build import build_bare_model, build_context
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_transformer import GroupedQueryAttention
 from forge_plugin_vision import Joint, LinearAdapter, Merger, MultimodalRope, Perceiver, VisionLanguage
+from forge_plugin_vision.testing import RandomImages
 from forge_testing import tiny_job
 from forge_testing.tiny import job_problems
 
@@ -46,6 +47,14 @@ def changed(**changes: Any) -> VisionLanguage:
             {"rope": MultimodalRope(sections=(1, 2, 1), interleaved=True)},
             "model.language.attention.rope.sections: .* more pairs for rows or columns than for frames",
         ),
+        (
+            {"rope": MultimodalRope(sections=(2, 1, 1), positions_per_second=4.0)},
+            'rope.positions_per_second: 4.0 has no meaning with time = "frames"; .* set time = "seconds"',
+        ),
+        (
+            {"rope": MultimodalRope(sections=(2, 1, 1), time="apart", frame_interval=2.0)},
+            'rope.frame_interval: 2.0 has no meaning with time = "apart"',
+        ),
     ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, Any], message: str, tmp_path: Any) -> None:
@@ -76,6 +85,20 @@ def test_what_only_the_built_model_shows_is_refused(changes: dict[str, Any], mes
     job = tiny_job(str(tmp_path), catalog, model=changed(**changes))
     with pytest.raises(JobError, match=message):
         build_bare_model(job, build_context(job, catalog, None))
+
+
+@frozen(kw_only=True)
+class Stamped(RandomImages):
+    """A source of clips that writes when each of their frames is shown."""
+
+    timestamps: str = "text"
+
+
+def test_timestamps_between_frames_need_frames_that_stand_apart(tmp_path: Any) -> None:
+    for time, refused in (("seconds", True), ("frames", True), ("apart", False)):
+        model = changed(rope=MultimodalRope(sections=(2, 1, 1), time=time))
+        problems = job_problems(tiny_job(str(tmp_path), model=model, data={"sources": (Stamped(),)}))
+        assert any("rope.time: data.sources.0 writes the time between" in each for each in problems) == refused
 
 
 def test_another_position_encoding_is_left_alone(tmp_path: Any) -> None:

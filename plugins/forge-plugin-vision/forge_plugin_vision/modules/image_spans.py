@@ -35,7 +35,10 @@ class ImageSpans:
     """Features of a row at most."""
 
     def __call__(self, batch: Batch) -> Batch:
-        """Returns the batch, which has `grids` and `PLACES`, with spans: each entry of `grids` is one, videos too."""
+        """Returns the batch, which has `grids` and `PLACES`, with spans: each entry of `grids` is one, videos too.
+
+        A video whose frames have text between is as many spans as runs of positions: see `with_spans`.
+        """
         grids, places = batch[GRIDS], batch[PLACES]
         # Sizes are tensors, for which adapters' arithmetic holds, too.
         sizes: Any = self.image_input.positions(Grid(*grids.unbind(-1)))  # type: ignore[arg-type]

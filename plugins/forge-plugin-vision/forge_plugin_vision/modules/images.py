@@ -25,6 +25,11 @@ class Images(NamedTuple):
         """(B, P) bool: false for what fills the row."""
         return self.number < self.grids.shape[1]
 
+    def at(self, index: Tensor) -> Images:
+        """Returns the places of entries (B, S), given by their numbers in each row."""
+        number, frame, row, column = (each.gather(1, index) for each in self[1:])
+        return Images(self.grids, number, frame, row, column)
+
     @classmethod
     def of(cls, grids: Tensor, patches: int) -> Images:
         """Returns the places of `patches` entries a row, filled by images of these grids (B, N, 3) in turn."""

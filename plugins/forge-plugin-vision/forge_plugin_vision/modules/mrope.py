@@ -33,7 +33,8 @@ class MultimodalRotary(Rotary):
         frequencies: Sequence[float],
         axes: Sequence[int],
         *,
-        frame_interval: float,
+        time: str,
+        interval: float,
         amplitude: float,
         length: int,
         dtype: torch.dtype,
@@ -43,13 +44,14 @@ class MultimodalRotary(Rotary):
         Args:
             frequencies: radians a position for each of the E / 2 pairs.
             axes: axis by which each pair turns.
-            frame_interval: positions between two frames of a video, which whoever computes positions uses.
+            time: `MultimodalRope.time`, which whoever computes positions uses.
+            interval: positions of a second of a video, or from one entry of its time axis to the next; likewise.
             amplitude: factor on both tables.
             length: positions of the cached table of text.
             dtype: the model's compute dtype.
         """
         super().__init__(frequencies, amplitude=amplitude, length=length, dtype=dtype)
-        self.axes, self.frame_interval = tuple(axes), frame_interval
+        self.axes, self.time, self.interval = tuple(axes), time, interval
         self.key = f"{self.key} {self.axes}"
         self.register_buffer("axis", torch.empty(len(axes), dtype=torch.int64), persistent=False)
 

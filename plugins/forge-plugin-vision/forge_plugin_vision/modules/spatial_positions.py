@@ -13,16 +13,17 @@ from attrs import define, frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.model import Model
 from forge_plugin_transformer.modules.documents import document_starts
-from forge_plugin_vision.kinds import GRIDS, VIDEO, Grid, ImageInput
+from forge_plugin_vision.kinds import GRIDS, SECONDS, VIDEO, Grid, ImageInput
 from forge_plugin_vision.modules.grafting import derived
 from forge_plugin_vision.modules.images import Images
 from forge_plugin_vision.modules.mrope import POSITIONS
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
+    from forge_plugin_vision.mrope import TimeAxis
 
     Base = Model
 else:
@@ -34,44 +35,65 @@ class SpatialPositions:
     """Computes the coordinates of a batch of whole rows, on the device alone.
 
     Those of a token are equal: its position, had each image before it in its document as many positions as its larger
-    side has features. A feature adds its frame, row and column to the position at which its image starts.
+    side has features. A feature adds its frame, row and column to the position at which its image starts. With
+    `time = "apart"`, each entry of a video's time axis is an image: it starts at a position of its own.
     """
 
     merge: int
     """Patches along each side of a feature."""
-    frame_interval: float
-    """Positions from one frame of a video to the next."""
+    time: TimeAxis
+    """`MultimodalRope.time`."""
+    interval: float
+    """Positions of a second of a video, or from one entry of its time axis to the next."""
 
     def __call__(self, batch: Batch, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute the coordinates.
 
         Args:
-            batch: `input_ids` and `grids`; `positions` (by default 0, 1, …) and `document_ids` if there are any.
+            batch: `input_ids` and `grids`, for `seconds` also `grid_seconds`; `positions` (by default 0, 1, …) and
+                `document_ids` if there are any.
             shift: (B, 1) what images before this batch took from positions; None: there were none.
 
         Returns:
             Coordinates (B, S, 3) int64, and the shift (B, 1) of whatever follows.
+
+        Raises:
+            ForgeError: videos are placed by seconds, which the batch does not have.
         """
         grids = torch.cat([batch[GRIDS][..., :1], batch[GRIDS][..., 1:] // self.merge], -1)
         is_feature = batch["input_ids"] < 0
         feature = is_feature.cumsum(1) - is_feature.long()  # of the row, or the next one where a token stands
-        sizes = grids.prod(-1)
-        ends = sizes.cumsum(1)
-        image = torch.searchsorted(ends, feature, right=True)  # or images before a token
-        shifts = F.pad((grids[..., 1:].amax(-1) - sizes).cumsum(1), (1, 0))
-        starts = _plain(batch) + _in_document(shifts.gather(1, image), batch)
-        within = feature - (ends - sizes).gather(1, image.clamp(max=grids.shape[1] - 1))
-        offsets = self._coordinates(grids, feature, batch["input_ids"]) - within.unsqueeze(-1)
+        places = Images.of(grids, feature.shape[1]).at(feature)
+        frames, rows, columns = grids.unbind(-1)
+        area, side = rows * columns, torch.maximum(rows, columns)
+        of_frame = (side - area) if self.time == "apart" else torch.zeros_like(area)
+        whole = of_frame * frames if self.time == "apart" else (side - area * frames)
+        shifts = F.pad(whole.cumsum(1), (1, 0))
+        # Images before a token are those before the next feature, and so are the frames of a video with text between.
+        own = places.number.clamp(max=grids.shape[1] - 1)
+        taken = shifts.gather(1, places.number) + (places.frame * of_frame.gather(1, own)).where(places.valid, 0)
+        starts = _plain(batch) + _in_document(taken, batch)
+        within = places.row * columns.gather(1, own) + places.column
+        if self.time != "apart":
+            within = within + places.frame * area.gather(1, own)
+        offsets = torch.stack([self._time(places.frame, own, batch), places.row, places.column], -1)
+        offsets = (offsets - within.unsqueeze(-1)) * is_feature.unsqueeze(-1)
         before = 0 if shift is None else shift
-        coordinates = (starts + before).unsqueeze(-1) + offsets * is_feature.unsqueeze(-1)
-        return coordinates, shifts[:, -1:] + before
+        return (starts + before).unsqueeze(-1) + offsets, shifts[:, -1:] + before
 
-    def _coordinates(self, grids: Tensor, feature: Tensor, ids: Tensor) -> Tensor:
-        """Returns (B, S, 3): frame, row and column of each feature in its image, the frame in positions."""
-        images = Images.of(grids, feature.shape[1])
-        frame, row, column = (part.gather(1, feature) for part in (images.frame, images.row, images.column))
-        spaced = (frame * self.frame_interval).long()
-        return torch.stack([torch.where(ids == VIDEO, spaced, frame), row, column], -1)
+    def _time(self, frame: Tensor, image: Tensor, batch: Batch) -> Tensor:
+        """Returns (B, S): positions from the start of each feature's image to its frame; both are given (B, S)."""
+        if self.time == "apart":
+            return torch.zeros_like(frame)
+        if self.time == "frames":
+            spaced = (frame * self.interval).long()
+        elif SECONDS in batch:
+            # In float32, as transformers does: whole numbers of positions depend on the rounding.
+            spaced = (frame * (batch[SECONDS] * self.interval).gather(1, image)).long()
+        else:
+            message = f"the batch has videos without `{SECONDS}`"
+            raise ForgeError(f'{message}, by which mrope with time = "seconds" places them; give it, or set another')
+        return torch.where(batch["input_ids"] == VIDEO, spaced, frame)
 
 
 def _plain(batch: Batch) -> Tensor:
@@ -141,6 +163,6 @@ def add_spatial_positions(model: Any, seen: ImageInput) -> None:
         message = f"{type(adapter).__name__} does not make one feature of each {side} x {side} patches, and so"
         hint = "take another adapter, or another position encoding"
         raise JobError([Problem("model.vision.adapter", f"{message} none has a row and a column for mrope; {hint}")])
-    model.spatial_positions = SpatialPositions(side, asking.frame_interval)
+    model.spatial_positions = SpatialPositions(side, asking.time, asking.interval)
     base: Any = type(model)
     model.__class__ = derived(SpatialModel, base)
