@@ -219,16 +219,6 @@ def test_draws_without_a_seed_are_refused_where_ranks_must_draw_alike(tmp_path):
     assert one == other
 
 
-def test_a_pipeline_refuses_what_only_its_first_rank_could_read(tmp_path):
-    def rank(number):
-        network = built(tmp_path, {"pp": {"degree": 2}}).model
-        entries = {"patches": torch.zeros(3, 1)}
-        with pytest.raises(ForgeError, match=r"parallel\.pp: a pipeline generates from tokens alone, .* have patches"):
-            generate(network, PROMPTS, 4, END, GREEDY, entries=entries)
-
-    run_on_ranks(2, rank)
-
-
 def test_logits_are_those_of_the_whole_vocabulary_on_every_rank(tmp_path):
     batch = {"input_ids": torch.tensor([[1, 2, 3]]), "positions": torch.arange(3)[None]}
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from forge_plugin_parallel.pp_stage import Pipeline
     from forge_plugin_parallel.tp_ways import Ranks
 
-DECODED = {"input_ids", "positions"}
-"""Entries of a batch that all sections of a pipeline read while they decode."""
 Form = tuple[torch.Size, torch.dtype]
 """Shape and dtype of a tensor that is received."""
 
@@ -126,12 +124,13 @@ class PipelinedGeneration(JointGeneration):
     def __init__(self, model: Model, pipeline: Pipeline, decode: SectionDecode) -> None:
         super().__init__(model)
         self._pipeline, self._decode = pipeline, decode
-        self._forms: dict[tuple[str, int, torch.Size], list[Form]] = {}
+        self._forms: dict[tuple[Any, ...], list[Form]] = {}
+        self._entries: tuple[str, ...] = ()
+        """Names of the entries of the batch that is being decoded, by which a carry may have more tensors."""
 
     def next_logits(self, batch: Batch, cache: Any) -> Tensor:
-        if further := sorted(set(batch) - DECODED):
-            message = f"a pipeline generates from tokens alone, and the prompts have {', '.join(further)}"
-            raise ForgeError(f"parallel.pp: {message}; generate from a checkpoint")
+        # Images too are read by every section: the first one encodes them, others may mask by where they stand.
+        self._entries = tuple(sorted(batch))
         owners, rank, shape = self._pipeline.owners, self._pipeline.rank, batch["input_ids"].shape
         state: Any = ()
         for number, section in enumerate(self._pipeline.sections):
@@ -169,19 +168,19 @@ class PipelinedGeneration(JointGeneration):
     def _send(self, number: int, shape: torch.Size, carry: Carry) -> None:
         """Send the carry to the rank of the next section; its forms too, the first time for this shape of a batch."""
         group, to = self._pipeline.group, self._pipeline.owners[number]
-        if ("carry", number, shape) not in self._forms:
-            self._forms["carry", number, shape] = forms = [(tensor.shape, tensor.dtype) for tensor in carry]
+        if (key := ("carry", number, shape, self._entries)) not in self._forms:
+            self._forms[key] = forms = [(tensor.shape, tensor.dtype) for tensor in carry]
             dist.send_object_list([forms], group=group, group_dst=to)
         for tensor in carry:
             dist.send(tensor.contiguous(), group=group, group_dst=to)
 
     def _receive(self, number: int, shape: torch.Size) -> Carry:
         group, source = self._pipeline.group, self._pipeline.owners[number - 1]
-        if ("carry", number, shape) not in self._forms:
+        if (key := ("carry", number, shape, self._entries)) not in self._forms:
             forms: list[Any] = [None]
             dist.recv_object_list(forms, group=group, group_src=source)
-            self._forms["carry", number, shape] = forms[0]
-        carry = self._empty(("carry", number, shape))
+            self._forms[key] = forms[0]
+        carry = self._empty(key)
         for tensor in carry:
             dist.recv(tensor, group=group, group_src=source)
         return carry
@@ -198,7 +197,7 @@ class PipelinedGeneration(JointGeneration):
         dist.broadcast(logits, group=self._pipeline.group, group_src=last)
         return logits
 
-    def _empty(self, key: tuple[str, int, torch.Size]) -> Carry:
+    def _empty(self, key: tuple[Any, ...]) -> Carry:
         device = next(self.model.parameters()).device
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._forms[key])
 

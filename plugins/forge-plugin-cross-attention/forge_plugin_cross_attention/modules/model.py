@@ -246,9 +246,13 @@ class GeneratingModel(CrossAttentionModel):
         visible = visible_images(ids, None, self.sees)[:, -batch["input_ids"].shape[1] :]
         batch = {**batch, VISIBLE: visible}
         if PATCHES in batch:
-            features = self.whole(self.vision(batch))
-            batch = {**batch, FEATURES: features}
-            cache.add_images(batch[GRIDS], self.sight.numbers(batch[GRIDS], features.shape[1]))
+            if isinstance(self.vision, SummedVision):
+                batch = {**batch, FEATURES: self.whole(self.vision(batch))}
+                count = batch[FEATURES].shape[1]
+            else:  # a later rank of a pipeline: features come with the carry, and must be as many as in training
+                self.sight.check_size(batch)
+                count = self.sight.features
+            cache.add_images(batch[GRIDS], self.sight.numbers(batch[GRIDS], count))
         if cache.numbers is not None:
             batch = self.sight.add_masks(batch, cache.numbers)
         return super().decode(batch, cache.layers)

@@ -79,7 +79,7 @@ class Sight(nn.Module):
     def add_masks(self, batch: Batch, numbers: Tensor | None = None) -> Batch:
         """Returns the batch with `MASK` and `SEEN`; `numbers` are those of its own images by default."""
         if numbers is None:
-            self._check_size(batch)
+            self.check_size(batch)
             numbers = self.numbers(batch[GRIDS], self.features)
         first, stop = batch[VISIBLE].unsqueeze(-2).unbind(-1)
         numbers = numbers.unsqueeze(1)
@@ -87,13 +87,16 @@ class Sight(nn.Module):
         sees = mask.any(-1, keepdim=True)
         return {**batch, MASK: (mask | ~sees).unsqueeze(1), SEEN: self(sees)}
 
-    def _check_size(self, batch: Batch) -> None:
+    def check_size(self, batch: Batch) -> None:
+        """Raise `ForgeError` if a row has another room for images than in training, so that M is unknown."""
         # Masks are made before features, and on ranks of a pipeline that have none: M must be known.
         patches, budget = batch[PATCHES].shape[1], self.budget.patches_per_sequence
         images, most = batch[GRIDS].shape[1], self.budget.images_per_sequence
         if (patches, images) != (budget, most):
             message = f"rows have room for {patches} patches and {images} images; in training they have {budget}"
-            raise ForgeError(f"{message} and {most}: fill them with zeros, or decode, which takes any number")
+            raise ForgeError(
+                f"{message} and {most}: fill them with zeros, or decode in one piece, which takes any number"
+            )
 
     def numbers(self, grids: Tensor, features: int) -> Tensor:
         """Returns (B, M), the number in the row of each feature's image, -1 for none, for M = `features`."""
