@@ -32,6 +32,10 @@ class BrokenVideo(BrokenImage):
         super().__init__(f"video {name!r} cannot be read ({reason})")
 
 
+class Unreadable(Exception):
+    """Why a clip cannot be read, raised where its name is not known."""
+
+
 class Clip(NamedTuple):
     """What a reader knows of a clip before it decodes the frames that are wanted."""
 
@@ -74,10 +78,13 @@ class VideoReader(Protocol):
 
 @frozen(kw_only=True)
 class VideoReaderComponent(Component[VideoReader]):
-    """Builds what reads clips."""
+    """Builds what reads clips, in one thread for each worker."""
 
     kind = "video_reader"
     usual_type: ClassVar[str | None] = "pyav"
+
+    max_duration: float = field(default=14_400.0, validator=gt(0))
+    """Seconds of the longest clip; a longer one is refused by name, as one whose times are damaged."""
 
     def build(self) -> VideoReader:
         """Returns a reader, which can be pickled to worker processes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -17,12 +17,17 @@ TICKS = 1000
 
 
 def bar_code(number: int, height: int = 32, width: int = 96) -> np.ndarray:
-    """Returns a (height, width, 3) uint8 image of a number below 2 ** (width / 8 - 2).
+    """Returns a (height, width, 3) uint8 image of a number.
 
     Its upper half has a light bar, the number's bits from the highest on, and a dark bar; its lower half has the
     opposite. So an image that is turned or mirrored has no number.
+
+    Raises:
+        ValueError: the number has more bits than the width has room for, which is `width / 8 - 2`.
     """
     bars = width // BAR
+    if number >> bars - 2:
+        raise ValueError(f"{number} does not fit into {bars - 2} bars; make the image wider than {width}")
     bits = [1, *(number >> shift & 1 for shift in reversed(range(bars - 2))), 0]
     row = np.repeat(np.where(bits, LIGHT, DARK).astype(np.uint8), BAR)
     gray = np.concatenate([np.tile(row, (height // 2, 1)), np.tile(DARK + LIGHT - row, (height - height // 2, 1))])
@@ -47,7 +52,9 @@ def write_clip(
     codec: str = "libx264",
     options: Mapping[str, str] | None = None,
     rotation: int = 0,
+    mirrored: Literal["", "rows", "columns"] = "",
     container: str | None = None,
+    container_options: Mapping[str, str] | None = None,
 ) -> None:
     """Encodes a clip.
 
@@ -58,20 +65,24 @@ def write_clip(
         codec: name of the encoder in FFmpeg: `libx264`, `libx265`, `mpeg4`, `libvpx-vp9`, `libsvtav1`.
         options: of the encoder, such as `{"g": "12", "bf": "2"}`: a key frame each 12 frames, 2 B-frames in a row.
         rotation: degrees by which the file's metadata ask a player to turn the frames counter-clockwise.
+        mirrored: what they ask to be reversed.
         container: such as `mp4`; None: by the file's name.
+        container_options: such as `{"movflags": "faststart"}`.
     """
     import av
 
     pictures = [bar_code(number) for number in range(images)] if isinstance(images, int) else images
     shown = [round(time * TICKS) for time in times] if times is not None else range(0, 40 * len(pictures), 40)
-    with av.open(file if hasattr(file, "write") else str(file), "w", format=container) as output:
+    with av.open(
+        file if hasattr(file, "write") else str(file), "w", format=container, options=dict(container_options or {})
+    ) as output:
         stream: Any = output.add_stream(codec, rate=25, options=dict(options or {}))
         stream.height, stream.width = pictures[0].shape[:2]
         stream.pix_fmt = "yuv420p"
         stream.codec_context.time_base = stream.time_base = Fraction(1, TICKS)
         stream.codec_context.thread_count = 1
-        if rotation:
-            stream.set_display_rotation(rotation)
+        if rotation or mirrored:
+            stream.set_display_rotation(rotation, hflip=mirrored == "columns", vflip=mirrored == "rows")
         for picture, tick in zip(pictures, shown, strict=True):
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture))
             frame.pts, frame.time_base = tick, Fraction(1, TICKS)

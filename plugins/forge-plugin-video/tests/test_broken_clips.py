@@ -1,0 +1,175 @@
+"""Clips that cannot be read: each is refused with its name and a reason, and none in silence."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+
+from forge_plugin_images.decoding import BrokenImage, BytesImage, FileImage
+from forge_plugin_video import BrokenVideo, PyAV
+from forge_plugin_video.testing import bar_code, read_bar_code, write_clip
+
+GROUPS = {"g": "12", "bf": "2"}
+CODECS = {
+    "libx264": GROUPS,
+    "libx265": {"x265-params": "log-level=none:keyint=12"},
+    "mpeg4": GROUPS,
+    "libsvtav1": {"g": "12", "preset": "12"},
+}
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return PyAV().build()
+
+
+def write(path, **kwargs):
+    """A clip of 40 frames, with a key frame each 12."""
+    write_clip(path, 40, **{"options": GROUPS, **kwargs})
+
+
+def rewrite(path, is_dropped=lambda packet: False, **options):
+    """Replaces a clip by a copy of its packets, without some."""
+    copy = path.with_name(f"copy-{path.name}")
+    with av.open(str(path)) as source, av.open(str(copy), "w", options=options) as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.size and not is_dropped(packet):
+                packet.stream = stream
+                target.mux(packet)
+    copy.replace(path)
+
+
+def write_sound(path, codec="aac", cover=False):
+    with av.open(str(path), "w") as output:
+        stream = output.add_stream(codec, rate=16_000)
+        if cover:  # a video stream of one frame, to FFmpeg
+            picture = output.add_stream("mjpeg", rate=25)
+            picture.height, picture.width, picture.pix_fmt = 32, 96, "yuvj420p"
+            output.mux(picture.encode(av.VideoFrame.from_ndarray(bar_code(1))))
+            output.mux(picture.encode(None))
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.sample_rate, frame.time_base, frame.pts = 16_000, Fraction(1, 16_000), 0
+        output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+
+
+def write_header(path):
+    with av.open(str(path), "w") as output:
+        stream = output.add_stream("libx264", rate=25)
+        stream.height, stream.width, stream.pix_fmt = 32, 96, "yuv420p"
+        output.start_encoding()
+
+
+def write_without_key_frames(path):
+    write(path)
+    rewrite(path, lambda packet: packet.is_keyframe)
+
+
+def write_cut_before_header(path):
+    write(path)
+    path.write_bytes(path.read_bytes().partition(b"moov")[0])
+
+
+def write_cut_after_header(path):
+    write(path)
+    rewrite(path, movflags="faststart")
+    path.write_bytes(path.read_bytes()[:-500])
+
+
+BROKEN = {
+    "empty.mp4": (lambda path: path.write_bytes(b""), "the file is empty"),
+    "text.mp4": (lambda path: path.write_bytes(b"no video" * 100), "Invalid data found when processing input"),
+    "sound.mp4": (write_sound, "no video stream; its streams: audio; audio is left out"),
+    "song.mp3": (
+        lambda path: write_sound(path, "libmp3lame", cover=True),
+        "no video stream; its streams: audio",
+    ),
+    "header.mkv": (write_header, "the file ends before its first frame"),
+    "no key frames.mkv": (write_without_key_frames, "no key frame, at which decoding could start"),
+    "cut before its header.mp4": (write_cut_before_header, "Invalid data found when processing input"),
+    "cut after its header.mp4": (write_cut_after_header, r"truncated: it has [\d,]+ bytes, and its header names"),
+    "ten hours.mp4": (
+        lambda path: write(path, times=np.arange(40) * 930),
+        "it takes 36,270 s, more than max_duration 14,400; cut it into parts, or raise max_duration",
+    ),
+    "out of order.avi": (lambda path: write(path, codec="mpeg4"), "two frames have the same time"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_probe_names_the_clip_and_the_reason(tmp_path, reader, name):
+    write_file, reason = BROKEN[name]
+    write_file(path := tmp_path / name)
+    for file in (FileImage(str(path)), BytesImage(str(path), path.read_bytes())):
+        message = re.escape(f"video {str(path)!r} cannot be read (") + reason
+        with pytest.raises(BrokenVideo, match=message) as caught:
+            reader.probe(file)
+        assert isinstance(caught.value, BrokenImage)  # so whoever counts images that cannot be read counts clips, too
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_damage_in_the_middle_is_found_in_its_group_alone(tmp_path, reader, codec):
+    write(path := tmp_path / "clip.mp4", codec=codec, options=CODECS[codec])
+    with av.open(str(path)) as container:
+        [*entries] = container.streams.video[0].index_entries
+    data = bytearray(path.read_bytes())
+    for entry in entries[15:17]:
+        data[entry.pos + 12 : entry.pos + entry.size] = bytes(max(0, entry.size - 12))
+    clip = reader.probe(file := BytesImage("clip.mp4", bytes(data)))
+    whole = [*range(12), *range(24, 40)]
+    assert [read_bar_code(frame) for frame in reader.frames(file, clip, whole)] == whole
+    for number in (18, 23):
+        message = f"video 'clip.mp4' cannot be read (frame {number} at {number / 25:.3f} s is damaged or missing)"
+        with pytest.raises(BrokenVideo, match=re.escape(message)):
+            reader.frames(file, clip, [0, number, 30])
+
+
+def test_a_header_that_calls_every_frame_a_key_frame_is_not_believed(tmp_path, reader):
+    write_without_key_frames(path := tmp_path / "clip.mp4")
+    clip = reader.probe(file := FileImage(str(path)))
+    assert clip.keys.all()
+    with pytest.raises(BrokenVideo, match=r"frame 5 at 0\.\d+ s is damaged or missing"):
+        reader.frames(file, clip, [5])
+
+
+def test_a_clip_that_begins_between_key_frames_begins_with_the_next(tmp_path, reader):
+    write(path := tmp_path / "clip.mkv")
+    rewrite(path, lambda packet: packet.is_keyframe and packet.pts == 0)
+    clip = reader.probe(file := FileImage(str(path)))
+    assert clip.times[0] == 0.48
+    assert [read_bar_code(frame) for frame in reader.frames(file, clip, [0, 27])] == [12, 39]
+
+
+def test_a_matroska_clip_that_is_cut_has_the_frames_that_are_left(tmp_path, reader):
+    write(path := tmp_path / "clip.mkv", options={"g": "12", "bf": "0"})
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 4 // 5])
+    clip = reader.probe(file := FileImage(str(path)))
+    frames = len(clip.times)
+    assert 12 < frames < 40
+    assert [read_bar_code(frame) for frame in reader.frames(file, clip, range(frames))] == list(range(frames))
+
+
+def test_a_clip_that_changes_its_size_is_refused_at_the_frames_of_another(tmp_path, reader):
+    with av.open(str(path := tmp_path / "clip.ts"), "w") as output:
+        target = output.add_stream("libx264", rate=25)
+        target.height, target.width, target.pix_fmt = 32, 96, "yuv420p"
+        for width, start in ((96, 0), (192, 12)):
+            write_clip(part := tmp_path / f"{width}.ts", [bar_code(k, width=width) for k in range(12)], options=GROUPS)
+            with av.open(str(part)) as source:
+                for packet in source.demux(source.streams.video[0]):
+                    if packet.size:
+                        packet.pts += start * 3600
+                        packet.dts += start * 3600
+                        packet.stream = target
+                        output.mux(packet)
+    clip = reader.probe(file := FileImage(str(path)))
+    assert (clip.height, clip.width, len(clip.times)) == (32, 96, 24)
+    assert read_bar_code(reader.frames(file, clip, [11])[0]) == 11
+    with pytest.raises(BrokenVideo, match=r"frame 12 at \d\.\d+ s has 192 x 32 pixels and not 96 x 32; cut the clip"):
+        reader.frames(file, clip, [11, 12])
