@@ -1,1 +1,1 @@
-"""The command `forge-run data`: what a Forge job trains on, decoded sample by sample, with counts per source."""
+"""The commands `forge-run data` and `look`: what a Forge job trains on, as text with counts, and as a picture."""

@@ -68,9 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("forge-run data", description=command.__doc__)
     parser.add_argument("--step", type=positive, default=1, metavar="S", help="samples of this step, from 1 (1)")
     sample = "number of the sample within the step's global batch, from 0 (0); repeat it for more"
-    parser.add_argument("--sample", type=_from_zero, action="append", metavar="N", help=sample)
+    parser.add_argument("--sample", type=from_zero, action="append", metavar="N", help=sample)
     tokens = f"tokens to show of each sample; 0: all ({SHOWN})"
-    parser.add_argument("--tokens", type=_from_zero, default=SHOWN, metavar="N", help=tokens)
+    parser.add_argument("--tokens", type=from_zero, default=SHOWN, metavar="N", help=tokens)
     measure = f"samples, from the step's first one on, over which the fill is measured ({MEASURED})"
     parser.add_argument("--measure", type=positive, default=MEASURED, metavar="N", help=measure)
     ranks = "ranks that the job is to run on (1); the samples are the same on any number"
@@ -80,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _from_zero(text: str) -> int:
+def from_zero(text: str) -> int:
+    """Reads a number of at least 0, as a type of argparse."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError("must be at least 0")

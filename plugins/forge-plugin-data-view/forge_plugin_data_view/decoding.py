@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from forge_core.contracts.data import Tokenizer
 
 TOKENIZER_JSON = "tokenizer.json"
 END_OF_TEXT = "<end of text>"
+UNFINISHED, LONGEST = "\ufffd", 4
+"""What bytes become that are no whole character, and the most bytes that one has."""
 
 
 class Decoder:
@@ -42,6 +44,33 @@ class Decoder:
     def text(self, ids: Sequence[int]) -> str:
         """Returns the ids as one text."""
         return "".join(text for text, _ in self.pieces(ids))
+
+    def parts(self, ids: Sequence[int]) -> Iterator[tuple[str, bool, int]]:
+        """Yields texts in order, each with whether it is the name of a special token, and of how many ids it is.
+
+        Together they are the text of `pieces`. Nearly all are of one id: only those between which a character is
+        divided stay together.
+        """
+        if self._tokenizer is None:
+            yield from ((f"{id_} ", False, 1) for id_ in ids)
+            return
+        for special, group in groupby(ids, self._is_special):
+            run = list(group)
+            if special:
+                yield from ((self._names.get(id_, f"<id {id_}>"), True, 1) for id_ in run)
+            else:
+                yield from ((text, False, count) for text, count in self._split(self._tokenizer, run))
+
+    @staticmethod
+    def _split(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
+        # Decoded with what stands before: some tokenizers leave out the space of a first token.
+        before, start = 0, 0
+        for end in range(1, len(ids) + 1):
+            known, text = tokenizer.decode(ids[before:start]), tokenizer.decode(ids[before:end])
+            if text.endswith(UNFINISHED) and end < len(ids) and end - start < LONGEST:
+                continue
+            yield text[len(known) :], end - start
+            before, start = start, end
 
     def _is_special(self, id_: int) -> bool:
         assert self._tokenizer is not None

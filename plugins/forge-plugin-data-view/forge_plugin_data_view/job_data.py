@@ -75,6 +75,24 @@ class JobData:
         for row in islice(self.rows(step), count):
             yield row, reader.describe(row), reader.read([row]).batch
 
+    def sequence(self, number: int) -> tuple[SampleRow, str, Batch]:
+        """Returns the sequence of this number (from 0) in the run, as `read` yields it, and reads no other.
+
+        A lane of a stream can only be read in order: all of its earlier sequences are read as well.
+
+        Raises:
+            DataError: a sequence cannot be read.
+        """
+        reader = RowReader(self.job, self.datasets, self.names, {})
+        step, slot = divmod(number, self.job.train.global_batch_size)
+        row = next(islice(self.rows(step + 1), slot, None))
+        lane = reader.describe(row)  # rows of one lane have the same description
+        if isinstance(self.datasets[row.source], Stream):
+            for earlier in islice(self.rows(1), number):
+                if earlier.source == row.source and reader.describe(earlier) == lane:
+                    reader.read([earlier])
+        return row, lane, reader.read([row]).batch
+
 
 class _RecordingBuilder:
     """Builds as the job's plugins do, and keeps the documents that each dataset was packed from."""

@@ -29,6 +29,8 @@ class Token(NamedTuple):
     """Whether it is the label of the position before it."""
     document: int
     """Number of its document within the sample, from 0."""
+    position: int
+    """Where it stands in the sample; -1: it is a label only."""
 
 
 @frozen(kw_only=True)
@@ -146,9 +148,9 @@ class Sample:
         for position in range(start, stop):
             # The label of a position is the token after it, so a token is learned if the position before has a label.
             learned = position > start and self.labels[position - 1] != IGNORED_LABEL
-            yield Token(int(self.inputs[position]), bool(learned), number)
+            yield Token(int(self.inputs[position]), bool(learned), number, position)
         if stop > start and self.labels[stop - 1] != IGNORED_LABEL:
-            yield Token(int(self.labels[stop - 1]), True, number)
+            yield Token(int(self.labels[stop - 1]), True, number, -1)
 
     def runs(self, most: int = 0) -> tuple[list[Run], list[Token]]:
         """Returns the first `most` tokens (0: all) in runs, padding as the last of them, and the tokens left out."""

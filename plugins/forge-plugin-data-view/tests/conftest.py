@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from forge_core.cli import main
+from forge_core.contracts.components import TrainingHook
 
 PARTS = '''
 from __future__ import annotations
@@ -152,6 +153,23 @@ type = "./parts.py:{source}"
 [optimizer]
 type = "forge_testing:TinyAdamW"
 """
+
+
+class Batches(TrainingHook):
+    """Keeps the global batch of every step, in the order drawn."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple[list[int], list[int]]]] = []
+
+    def on_step_end(self, context: Any) -> None:
+        rows = [row for b in context.batches for row in zip(b["input_ids"].tolist(), b["labels"].tolist(), strict=True)]
+        self.steps.append(rows)
+
+
+@pytest.fixture
+def batches() -> Batches:
+    """A hook that keeps what a run trains on."""
+    return Batches()
 
 
 @pytest.fixture(autouse=True)

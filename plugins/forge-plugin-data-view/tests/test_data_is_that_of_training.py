@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forge_core import Trainer, load_job
-from forge_core.contracts.components import TrainingHook
-
-
-class Batches(TrainingHook):
-    """Keeps the global batch of every step, in the order drawn."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[tuple[list[int], list[int]]]] = []
-
-    def on_step_end(self, context: Any) -> None:
-        rows = [row for b in context.batches for row in zip(b["input_ids"].tolist(), b["labels"].tolist(), strict=True)]
-        self.steps.append(rows)
-
 
 PACKED = '[data.packing]\ntype = "forge-run/concatenate"\n'
 
 
 @pytest.mark.parametrize(("source", "seq_len"), [("Chats", 8), ("Talk", 6)])
-def test_sample_n_of_step_s_is_the_one_that_training_reads(source, seq_len, write_job, as_json) -> None:
-    job, batches = write_job(source, PACKED, seq_len=seq_len), Batches()
+def test_sample_n_of_step_s_is_the_one_that_training_reads(source, seq_len, write_job, as_json, batches) -> None:
+    job = write_job(source, PACKED, seq_len=seq_len)
     Trainer(load_job(job), hooks=[batches], echo=lambda text: None).run()
     for step in (1, 4, 6):
         shown = as_json(job, f"--step={step}", *(f"--sample={n}" for n in range(4)))["samples"]

@@ -1,0 +1,83 @@
+"""`forge-run look`: a picture of a sample of a job, as the model gets it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
+from forge_plugin_data_view.command import from_zero
+
+if TYPE_CHECKING:
+    from forge_core.job import Job
+
+SUFFIXES = (".png", ".html")
+SHOWN = 4000
+
+
+def command(argv: list[str]) -> int:
+    """Draw a training sample of a job as the model gets it: images and clips in patches, and the row as text.
+
+    Images are put together from the patches of the row, cut where the encoder and the adapter cut them. Learned tokens
+    are green. No weights are made, and no run folder.
+    """
+    options, files, overrides = parse_job_arguments(_parser(), argv)
+    from forge_core.config.load import load_job
+    from forge_core.contracts.errors import ExitCode
+    from forge_core.plugins.catalog import Catalog
+
+    catalog, path = Catalog.installed(), Path(options.out)
+    job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
+    _check(job, options.sample, path)
+    if sys.stderr.isatty():
+        print("reading the data; the first time, it is tokenised and images are measured …", file=sys.stderr)
+    from forge_plugin_data_view.job_data import open_data
+    from forge_plugin_data_view.sheet import Sheet
+
+    sheet = Sheet.of(open_data(job, catalog), options.sample, options.tokens)
+    if path.suffix == ".html":
+        from forge_plugin_data_view.look_html import write_html
+
+        write_html(sheet, path)
+    else:
+        from forge_plugin_data_view.look_png import write_png
+
+        write_png(sheet, path)
+    print(f"{sheet.title}\n{path}")
+    for fault in sheet.faults:
+        print(f"! {fault}")
+    return ExitCode.FINISHED
+
+
+def _check(job: Job, sample: int, path: Path) -> None:
+    """Raises JobError where the run has no such sample, or no such file can be written."""
+    from forge_core.contracts.errors import JobError, Problem
+
+    train, problems = job.train, []
+    if sample >= (count := train.steps * train.global_batch_size):
+        product = f"train.steps = {train.steps} times train.global_batch_size = {train.global_batch_size}"
+        problems.append(
+            Problem("", f"--sample {sample}: the run has {count} samples, {product}; give 0 to {count - 1}")
+        )
+    if path.suffix not in SUFFIXES:
+        problems.append(Problem("", f"--out {path}: {path.suffix!r} is no format; end it in {' or '.join(SUFFIXES)}"))
+    if not path.parent.is_dir():
+        problems.append(Problem("", f"--out {path}: the folder {str(path.parent)!r} does not exist; make it"))
+    if problems:
+        raise JobError(problems)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("forge-run look", description=command.__doc__)
+    sample = "number of the sample in the run, from 0 (0)"
+    parser.add_argument("--sample", type=from_zero, default=0, metavar="N", help=sample)
+    out = "file to write, which ends in .png or .html (look.png); the HTML needs no other file"
+    parser.add_argument("--out", default="look.png", metavar="FILE", help=out)
+    tokens = f"tokens to show; 0: all ({SHOWN})"
+    parser.add_argument("--tokens", type=from_zero, default=SHOWN, metavar="N", help=tokens)
+    ranks = "ranks that the job is to run on (1); the samples are the same on any number"
+    parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=ranks)
+    with_examples(parser, "forge-run look job.toml", "forge-run look job.toml --sample 7 --out look.html")
+    return parser
