@@ -11,5 +11,16 @@ from forge_plugin_images.image_text import ImageText
 from forge_plugin_images.interleaved import Interleaved
 from forge_plugin_images.rendered_text import RenderedText
 from forge_plugin_images.source import ImageDataset
+from forge_plugin_images.video import Span, VideoComponent, Videos
 
-__all__ = ["Answers", "ImageChat", "ImageDataset", "ImageText", "Interleaved", "RenderedText"]
+__all__ = [
+    "Answers",
+    "ImageChat",
+    "ImageDataset",
+    "ImageText",
+    "Interleaved",
+    "RenderedText",
+    "Span",
+    "VideoComponent",
+    "Videos",
+]

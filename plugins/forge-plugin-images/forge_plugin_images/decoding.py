@@ -28,7 +28,7 @@ ON_ITS_SIDE = (5, 6, 7, 8)
 
 
 class ImageFile(Protocol):
-    """An encoded image somewhere."""
+    """An encoded image or video somewhere."""
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from attrs import frozen
@@ -15,6 +15,10 @@ from forge_plugin_images.records import ImageSource, Record, Records
 from forge_plugin_images.rows import Document, Footprint, Needs, Tokens
 from forge_plugin_images.visuals import Visual, Visuals, VisualSource
 from forge_plugin_vision import ImageInput
+
+if TYPE_CHECKING:
+    from forge_plugin_images.source import Split
+    from forge_plugin_images.video import VideoComponent, Videos
 
 Part = Tokens | Visual
 
@@ -40,6 +44,27 @@ class Measured(NamedTuple):
 
 
 @frozen
+class Clips:
+    """How the videos of documents are seen."""
+
+    component: VideoComponent
+    videos: Videos
+    """What it has built."""
+    seed: int
+    held_out: Split
+    """Documents whose frames are not drawn."""
+
+    def draw(self, sample: str | None) -> str | None:
+        """Returns what the frames of a document are drawn with; None: they are not."""
+        return None if sample is None or not self.component.draws else f"{self.seed} {sample}"
+
+    def key(self) -> list[object]:
+        """Returns all that footprints depend on."""
+        drawn = [self.seed, self.held_out.every, sorted(self.held_out.names)] if self.component.draws else []
+        return [*self.component.key(), *drawn]
+
+
+@frozen
 class ImageDocuments:
     """The documents of records, one each: of all by number, or of single ones of a stream."""
 
@@ -51,6 +76,8 @@ class ImageDocuments:
     seen: ImageInput
     room: Needs | None = None
     """What does not fit into it is cut off, never within a visual; None: nothing is."""
+    clips: Clips | None = None
+    """How videos are seen; None: documents have none."""
 
     def __len__(self) -> int:
         assert isinstance(self.records, Records)
@@ -58,21 +85,28 @@ class ImageDocuments:
 
     def measure(self, number: int) -> Measured:
         """Returns a document by the headers of its visuals; raises as `measure_record`."""
-        return self.measure_record(self.record(number))
+        record = self.record(number)
+        is_drawn = self.clips is not None and not self.clips.held_out.holds_out(number, record)
+        return self.measure_record(record, str(number) if is_drawn else None)
 
     def record(self, number: int) -> Record:
         """Returns a record by its number."""
         assert isinstance(self.records, Records)
         return self.records[number]
 
-    def measure_record(self, record: Record) -> Measured:
+    def measure_record(self, record: Record, sample: str | None = None) -> Measured:
         """Returns the document of a record by the headers of its visuals.
+
+        Args:
+            record: of these documents.
+            sample: what frames of videos are drawn by, together with the seed: equal in every process. None: they are
+                not drawn.
 
         Raises:
             JobError: the record is not as the job says.
             BrokenImage: the header of a visual cannot be read.
         """
-        parts = self._parts(record)
+        parts = self._parts(record, sample)
         sized = [part if isinstance(part, Tokens) else part.measure() for part in parts]
         kept = sized if self.room is None else list(_cut(sized, self.room))
         visuals = [part for part in parts if not isinstance(part, Tokens)]
@@ -98,10 +132,14 @@ class ImageDocuments:
         positions = [repr(self.seen.adapter), repr(self.seen.fusion)]
         room = list(self.room) if self.room else None
         assert isinstance(self.records, Records)
-        return [self.records.identity(), self.layout.layout_key(), tokenizer, self.processor.key(), positions, room]
+        of_clips = [] if self.clips is None else [self.clips.key()]
+        own = [self.records.identity(), self.layout.layout_key(), tokenizer, self.processor.key(), positions, room]
+        return [*own, *of_clips]
 
-    def _parts(self, record: Record) -> list[Part]:
+    def _parts(self, record: Record, sample: str | None) -> list[Part]:
         visuals = Visuals(self.records, self.processor, self.seen)
+        if self.clips is not None:
+            visuals.videos, visuals.draw = self.clips.videos, self.clips.draw(sample)
         parts, begin = list(self.layout.parts(record, visuals, self.tokenizer)), begin_of_text(self.tokenizer)
         start = parts[0].ids[: len(begin)] if parts and isinstance(parts[0], Tokens) else ()
         if list(start) != begin:  # a chat's template writes it itself

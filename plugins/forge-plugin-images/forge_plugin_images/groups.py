@@ -17,7 +17,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_images.decoding import FileImage, ImageFile, SectionImage
 from forge_plugin_images.json_lines import LINE, json_object, lines_of
-from forge_plugin_images.listing import IMAGES
+from forge_plugin_images.listing import IMAGES, VIDEOS
 from forge_plugin_images.records import Record, embedded_image, stamps
 
 FORMAT = 1
@@ -36,7 +36,8 @@ Group = tuple[str, Mapping[str, Member]]
 class GroupedFiles:
     """Groups of files as records: the keys of the group's JSON, if any, and each file by its ending.
 
-    `image` is the group's first image and `text` its text, unless its JSON has keys of these names.
+    `image` is the group's first image, `video` its first video and `text` its text, unless its JSON has keys of these
+    names.
     """
 
     files: Sequence[str]
@@ -50,7 +51,7 @@ class GroupedFiles:
 
     @classmethod
     def of_files(cls, files: Sequence[str]) -> GroupedFiles:
-        """Group images with the files beside them."""
+        """Group images and videos with the files beside them."""
         return cls(files, _stored(files, _of_files(files)))
 
     def __len__(self) -> int:
@@ -97,10 +98,11 @@ def _values(place: str, members: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             yield from ((key, text) for key in ("text", ending))
         elif f".{ending}".endswith(JSON):
             yield from json_object(_bytes(member), f"{place}.{ending}").items()
-    images = [ending for ending in members if f".{ending}".endswith(IMAGES)]
-    yield from ((ending, ending) for ending in images)
-    if images:
-        yield "image", images[0]
+    for key, endings in (("image", IMAGES), ("video", VIDEOS)):
+        own = [ending for ending in members if f".{ending}".endswith(endings)]
+        yield from ((ending, ending) for ending in own)
+        if own:
+            yield key, own[0]
 
 
 def _bytes(member: Member) -> bytes:
@@ -156,10 +158,10 @@ def _of_archive(path: str) -> Iterator[Group]:
 
 
 def _of_files(files: Sequence[str]) -> Iterator[Group]:
-    """Yields images with the files of the same name, but for the ending."""
+    """Yields images and videos with the files of the same name, but for the ending."""
     groups: dict[str, dict[str, Member]] = defaultdict(dict)
     for path in files:
         base, ending = os.path.splitext(path)
         groups[base][ending[1:].lower()] = (path, 0, -1)
-    images = tuple(ending[1:] for ending in IMAGES)
-    yield from ((base, members) for base, members in groups.items() if set(members) & set(images))
+    shown = {ending[1:] for ending in (*IMAGES, *VIDEOS)}
+    yield from ((base, members) for base, members in groups.items() if set(members) & shown)

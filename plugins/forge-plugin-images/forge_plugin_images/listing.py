@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 LISTS = (".jsonl", ".tar", ".parquet")
 """Endings of files with many records each."""
 IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 BESIDE = (".json", ".txt", ".text", ".caption")
-"""Endings of files that belong to an image of the same name."""
+"""Endings of files that belong to an image or video of the same name."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files that identify a folder of `save_to_disk`."""
 
@@ -24,8 +25,8 @@ SAVED = ("state.json", "dataset_dict.json")
 def files_of(patterns: Sequence[str]) -> tuple[str, list[str]]:
     """Returns the format of a source and its files by name.
 
-    Files with many records come before loose images: in a folder with both, images are what the records refer to. The
-    format of loose images is an empty string.
+    Files with many records come before loose images and videos: in a folder with both, these are what the records refer
+    to. The format of loose files is an empty string.
 
     Raises:
         JobError: a pattern has no files, or they have several formats.
@@ -38,9 +39,9 @@ def files_of(patterns: Sequence[str]) -> tuple[str, list[str]]:
         raise JobError([Problem("path", message)])
     if formats:
         return next(iter(formats.items()))
-    if any(file.lower().endswith(IMAGES) for file in candidates):
-        return "", sorted({file for file in candidates if file.lower().endswith((*IMAGES, *BESIDE))})
-    known = f"{', '.join(LISTS)}, or images with texts beside them"
+    if any(file.lower().endswith((*IMAGES, *VIDEOS)) for file in candidates):
+        return "", sorted({file for file in candidates if file.lower().endswith((*IMAGES, *VIDEOS, *BESIDE))})
+    known = f"{', '.join(LISTS)}, or images or videos with texts beside them"
     message = f"none of {len(candidates)} files of {list(patterns)} is of a known format ({known})"
     raise JobError([Problem("path", f"{message}; correct the path")])
 

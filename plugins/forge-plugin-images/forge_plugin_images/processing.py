@@ -39,7 +39,7 @@ class ImageProcessor:
 
     form: ImageFormat
     policy: Policy
-    max_patches: int
+    max_patches: float
     """Of an image, for `native` and `fill`."""
     min_patches: int = 0
     """Of an image, for `native`: smaller ones are enlarged."""
@@ -121,7 +121,7 @@ class ImageProcessor:
 
     @property
     def _max_pixels(self) -> int:
-        return self.max_patches * self.form.patch**2
+        return int(self.max_patches * self.form.patch**2)
 
 
 def native_size(size: Size, step: int, min_pixels: int, max_pixels: int) -> Size:

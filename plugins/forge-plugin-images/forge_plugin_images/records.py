@@ -1,4 +1,4 @@
-"""Records by number: what a line of JSON, or a group of files, says, and the images that it refers to."""
+"""Records by number: what a line of JSON, or a group of files, says, and the images and videos it refers to."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Record(NamedTuple):
 
 
 class ImageSource(Protocol):
-    """Finds the images of records."""
+    """Finds the encoded files of records: images, and videos just so."""
 
     def image(self, record: Record, value: Any) -> ImageFile:
-        """Returns the image that a value refers to; raises `JobError` if it refers to none."""
+        """Returns the file that a value refers to; raises `JobError` if it refers to none."""
 
 
 @runtime_checkable
@@ -64,12 +64,14 @@ def embedded_image(record: Record, value: Any) -> ImageFile | str:
     """
     if isinstance(value, Mapping):
         if isinstance(data := value.get("bytes"), bytes):
-            return BytesImage(f"{value.get('path') or 'image'} in {record.place}", data)
+            return BytesImage(f"{value.get('path') or 'file'} in {record.place}", data)
         value = value.get("url") or value.get("path")
     if isinstance(value, bytes):
-        return BytesImage(f"image in {record.place}", value)
+        return BytesImage(f"file in {record.place}", value)
     if not isinstance(value, str) or not value:
-        raise JobError(f"{record.place}: {str(value)[:60]!r} is no image; give the path of a file, or its bytes")
+        raise JobError(
+            f"{record.place}: {str(value)[:60]!r} is no image or video; give the path of a file, or its bytes"
+        )
     if value.startswith("data:"):
         return _of_data_url(record, value)
     if value.startswith(("http://", "https://")):
@@ -88,7 +90,7 @@ def _of_data_url(record: Record, url: str) -> BytesImage:
     try:
         return BytesImage(f"{header} in {record.place}", base64.b64decode(data, validate=True))
     except binascii.Error as error:
-        raise JobError(f"{record.place}: the image in {url[:40]!r}… is not base64 ({error})") from error
+        raise JobError(f"{record.place}: the file in {url[:40]!r}… is not base64 ({error})") from error
 
 
 def stamps(files: Sequence[str]) -> list[list[int | str]]:

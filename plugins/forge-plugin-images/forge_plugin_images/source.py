@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from forge_plugin_images.documents import ImageDocuments, Part
     from forge_plugin_images.processing import ImageProcessor, Policy
     from forge_plugin_images.records import ImageSource, Record, Records
+    from forge_plugin_images.video import VideoComponent
     from forge_plugin_images.visuals import VisualSource
     from forge_plugin_vision import ImageFormat, ImageInput
 
@@ -68,11 +69,11 @@ class ImageDataset(DatasetComponent):
 
     path: str | tuple[str, ...]
     """Files, folders and globs, one or a list: JSON lines, tar shards, Parquet, a folder of `save_to_disk`, or a folder
-    of images with texts beside them."""
+    of images or videos with texts beside them."""
     split: str = "train"
     """Of a stream or a table, Parquet or `save_to_disk`: the split to train on."""
     folder: str = ""
-    """Where relative paths of images start; empty: beside the file that names them."""
+    """Where relative paths of images and videos start; empty: beside the file that names them."""
     resize: Literal["auto", "native", "fill", "stretch", "crop", "pad", "tiles", "canvas"] = "auto"
     """How images get their size. For encoders of any size `native` (nearest multiples, smaller only if `max_patches`
     demands it) or `fill` (as large as `max_patches` allows); for those of one size `stretch`, `crop` (the middle),
@@ -147,13 +148,21 @@ class ImageDataset(DatasetComponent):
             return image_stream(self, context, context.tokenizer)
         return image_rows(self, context, self.documents_of(context, context.tokenizer, self.records()))
 
-    def documents_of(self, context: BuildContext, tokenizer: Tokenizer, records: ImageSource) -> ImageDocuments:
-        """Returns the documents of records."""
-        from forge_plugin_images.documents import ImageDocuments
+    def documents_of(
+        self, context: BuildContext, tokenizer: Tokenizer, records: ImageSource, *, all_held_out: bool = False
+    ) -> ImageDocuments:
+        """Returns the documents of records, of which all may be held out."""
+        from forge_plugin_images.documents import Clips, ImageDocuments
         from forge_plugin_images.rows import Needs
 
         seen = image_input(context.job)
         room = Needs(context.job.train.seq_len, seen.patches_per_sequence, seen.images_per_sequence)
+        clips, component = None, self.video_component()
+        if component is not None:
+            seed = context.job.job.seed if context.job.data.seed is None else context.job.data.seed
+            videos = component.build(seen, tokenizer)
+            held_out = Split(1, frozenset()) if all_held_out else self.split_of_documents()
+            clips = Clips(component, videos, seed, held_out)
         return ImageDocuments(
             records=records,
             layout=self,
@@ -161,7 +170,12 @@ class ImageDataset(DatasetComponent):
             processor=self.processor(seen),
             seen=seen,
             room=room if self.too_long == "cut" else None,
+            clips=clips,
         )
+
+    def video_component(self) -> VideoComponent | None:
+        """Returns what says how the videos of documents are seen; None: they have none."""
+        return None
 
     def records(self) -> Records:
         """Open the records; raises `JobError` if there are none."""

@@ -141,7 +141,7 @@ class RecordReader:
 
     def _document(self, record: Record) -> Read | Broken | None:
         try:
-            measured = self.documents.measure_record(record)
+            measured = self.documents.measure_record(record, record.place)
         except BrokenImage as error:
             return Broken(record.place, error)
         if (measured.document.labels == IGNORED_LABEL).all():
@@ -240,7 +240,7 @@ def image_stream(keys: ImageDataset, context: BuildContext, tokenizer: Tokenizer
     held_out = None
     if part is not None:
         table = held_out_records(keys, source, part)
-        held_out = all_rows(keys, context, keys.documents_of(context, tokenizer, table))
+        held_out = all_rows(keys, context, keys.documents_of(context, tokenizer, table, all_held_out=True))
     return ImageStream(reader, documents, rows, tolerance, held_out)
 
 

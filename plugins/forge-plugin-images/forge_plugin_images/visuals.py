@@ -5,17 +5,21 @@ V: values of a patch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from attrs import frozen
+from attrs import define, field, frozen
 
+from forge_core.contracts.errors import JobError
 from forge_plugin_images.decoding import ImageFile, decode, size_of
 from forge_plugin_images.rows import Footprint
+from forge_plugin_images.video import NO_TABLE, Span, span_of
 
 if TYPE_CHECKING:
     from forge_plugin_images.processing import ImageProcessor
     from forge_plugin_images.records import ImageSource, Record
+    from forge_plugin_images.video import Videos
     from forge_plugin_vision import ImageInput
 
 
@@ -45,6 +49,18 @@ class VisualSource(Protocol):
     def image(self, record: Record, value: Any) -> Visual:
         """Returns the image that a value refers to; raises `JobError` if it refers to none."""
 
+    def video(self, record: Record, value: Any, span: Span | None = None) -> Visual:
+        """Returns the clip that a value refers to.
+
+        Args:
+            record: which has the value.
+            value: as of an image, or a mapping with such a one as `video` or `path`, and `start` and `end` in seconds.
+            span: the part that is shown; None: as the value says, or all of it.
+
+        Raises:
+            JobError: it refers to none, or the source has no table `video`.
+        """
+
 
 @frozen
 class ImageVisual:
@@ -61,13 +77,27 @@ class ImageVisual:
         return self.processor.patches(decode(self.file))
 
 
-@frozen
+@define
 class Visuals:
-    """See `VisualSource`: the visuals of a source's records, as the job's model sees them."""
+    """See `VisualSource`: the visuals of a document, as the job's model sees them."""
 
     files: ImageSource
     processor: ImageProcessor
     seen: ImageInput
+    videos: Videos | None = None
+    draw: str | None = None
+    """What random choices of the document are seeded with; None: none is made."""
+    _clips: int = field(default=0, init=False)
 
     def image(self, record: Record, value: Any) -> Visual:
         return ImageVisual(self.files.image(record, value), self.processor, self.seen)
+
+    def video(self, record: Record, value: Any, span: Span | None = None) -> Visual:
+        if self.videos is None:
+            raise JobError(f"{record.place}: {NO_TABLE}")
+        if isinstance(value, Mapping):
+            span = span or span_of(record, value)
+            value = value.get("video", value)
+        draw = None if self.draw is None else f"{self.draw} {self._clips}"
+        self._clips += 1
+        return self.videos.visual(self.files.image(record, value), span or Span(), draw)

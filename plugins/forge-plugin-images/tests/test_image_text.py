@@ -122,7 +122,7 @@ def test_too_long_documents_are_left_out_or_cut_but_never_within_an_image(build,
     [
         ('{"picture": "0.png", "text": "a"}', r":2: no key 'image', but 'picture', 'text'; set `image` to the key"),
         ('{"image": "images/0.png", "text": 7}', ":2: 'text' holds '7', which is not a text"),
-        ('{"image": 3, "text": "a"}', ":2: '3' is no image; give the path of a file, or its bytes"),
+        ('{"image": 3, "text": "a"}', ":2: '3' is no image or video; give the path of a file, or its bytes"),
         ('{"image": "https://a.b/c.png", "text": "a"}', ":2: 'https://a.b/c.png' is on the network; download it"),
         ("[1]", r":2: '\[1\]' is not an object"),
         ("{", ":2: not JSON"),

@@ -4,17 +4,21 @@
 frames carry their numbers.
 """
 
+from forge_plugin_video.frames import Frames
 from forge_plugin_video.kinds import BrokenVideo, Clip, FrameSamplingComponent, VideoReader, VideoReaderComponent
 from forge_plugin_video.readers import PyAV
 from forge_plugin_video.samplings import Fps, Uniform
+from forge_plugin_video.video_text import VideoText
 
 __all__ = [
     "BrokenVideo",
     "Clip",
     "Fps",
     "FrameSamplingComponent",
+    "Frames",
     "PyAV",
     "Uniform",
     "VideoReader",
     "VideoReaderComponent",
+    "VideoText",
 ]

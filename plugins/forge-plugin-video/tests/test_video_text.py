@@ -1,0 +1,127 @@
+"""`video_text`: which frames a row has, at what places and times, with which texts."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from forge_plugin_images.gallery import pixels_of
+from forge_plugin_images.testing import tiny_model
+from forge_plugin_video import Frames, Uniform, VideoText
+from forge_plugin_video.testing import read_bar_code
+from forge_plugin_vision import VIDEO, ViT
+
+FORM = ViT(patch=8).image_format()
+PATCHES = 12
+"""Of a frame."""
+
+
+def lines(folder, *records):
+    """A file of these records beside the clips."""
+    path = folder / f"{abs(hash(str(records)))}.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    return str(path)
+
+
+def shown(row):
+    """The numbers that the frames of a row's clips carry, clip by clip."""
+    numbers, start = [], 0
+    for frames, rows, columns in row["grids"].tolist():
+        if frames:
+            own = row["patches"][start : start + frames * rows * columns].reshape(frames, rows * columns, -1)
+            numbers.append([read_bar_code(pixels_of(each, np.array([1, rows, columns]), FORM)) for each in own])
+            start += frames * rows * columns
+    return numbers
+
+
+def text(ids):
+    """Entries as text: `#` for a position of a video, `$` for an end of text."""
+    return "".join("#" if id_ == VIDEO else "$" if id_ == 256 else chr(id_) for id_ in ids)
+
+
+def frames(most=4, **keys):
+    return Frames(sampling=Uniform(fps=8, max_frames=most, min_frames=1), **keys)
+
+
+def test_a_clip_is_one_grid_before_its_caption(build, clips):
+    data = build(VideoText(path=lines(clips, {"video": "a.mp4", "text": "hi"}), video=frames()))
+    row = data[0]
+    assert row["grids"].tolist() == [[4, 2, 6], [0, 0, 0]]
+    assert shown(row) == [[0, 5, 10, 15]]
+    assert text(row["input_ids"]).rstrip("$") == "#" * 4 * PATCHES + "hi"
+    assert row["labels"][4 * PATCHES - 1 : 4 * PATCHES + 2].tolist() == [ord("h"), ord("i"), 256]
+    assert (row["labels"][: 4 * PATCHES - 1] == -100).all()
+    assert row["grid_seconds"].tolist() == [1.25, 0]
+
+
+def test_times_stand_as_text_before_the_frames_and_are_not_learned(build, clips):
+    path = lines(clips, {"video": "a.mp4", "text": "hi"})
+    data = build(VideoText(path=path, video=frames(timestamps="text", timestamp_format="<{seconds:.2f}>{frame};")))
+    row = data[0]
+    frame = "#" * PATCHES
+    assert text(row["input_ids"]).rstrip("$") == "".join(f"<{t:.2f}>{frame};" for t in (0, 1.25, 2.5, 3.75)) + "hi"
+    assert (row["labels"] >= 0).sum() == 3
+    assert row["grids"].tolist()[0] == [4, 2, 6]
+
+
+def test_frames_of_a_part_have_the_times_of_the_clip(build, clips):
+    path = lines(clips, {"video": "a.mp4", "start": 1.0, "end": 2.0, "text": "hi"})
+    data = build(VideoText(path=path, video=frames(timestamps="text", timestamp_format="{seconds}|")))
+    assert shown(data[0]) == [[4, 5, 6, 7]]
+    assert text(data[0]["input_ids"]).replace("#", "").rstrip("$") == "1.0|1.25|1.5|1.75|hi"
+
+
+def test_several_captions_follow_one_clip_each_with_its_end(build, clips):
+    path = lines(clips, {"video": "a.mp4", "text": ["one", "two"], "q": "?"})
+    row = build(VideoText(path=path, video=frames(2), prompt="q"))[0]
+    written = "#" * 2 * PATCHES + "?one$?two"
+    assert text(row["input_ids"]).rstrip("$") == written
+    learned = [text([label]) for label in row["labels"] if label >= 0]
+    assert "".join(learned) == "one$two$"
+    row = build(VideoText(path=path, video=frames(2), captions="first"))[0]
+    assert text(row["input_ids"]).rstrip("$").endswith("#one")
+
+
+def test_segments_are_shown_by_themselves_or_written_with_their_times(build, clips):
+    segments = [{"start": 0, "end": 1, "text": "first"}, {"start": 2.5, "end": 4, "text": "last"}]
+    path = lines(clips, {"video": "b.mp4", "segments": segments})
+    row = build(VideoText(path=path, video=frames(3), segments="segments"))[0]
+    assert shown(row) == [[0, 1, 3], [10, 12, 15]]
+    clip = "#" * 3 * PATCHES
+    assert text(row["input_ids"]).rstrip("$") == f"{clip}first{clip}last"
+    form = "{start:.1f}-{end:.1f} {text}"
+    row = build(VideoText(path=path, video=frames(2), segments="segments", segment_format=form))[0]
+    assert text(row["input_ids"]).rstrip("$") == "#" * 2 * PATCHES + "0.0-1.0 first\n2.5-4.0 last"
+
+
+def test_frames_shrink_until_a_clip_fits_and_then_become_fewer(build, clips):
+    path = lines(clips, {"video": "a.mp4", "text": "hi"})
+    row = build(VideoText(path=path, video=frames(8, max_patches=24)))[0]
+    assert row["grids"].tolist()[0] == [8, 1, 3]
+    row = build(VideoText(path=path, video=frames(8, max_patches=24, min_frame_patches=12)))[0]
+    assert shown(row) == [[0, 15]]
+
+
+def test_folders_of_clips_with_texts_beside_them_are_read(build, clips, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.mp4").write_bytes((clips / f"{name}.mp4").read_bytes())
+        (tmp_path / f"{name}.txt").write_text(f"clip {name}")
+    data = build(VideoText(path=str(tmp_path), video=frames(1)))
+    assert [text(data[number]["input_ids"]).strip("#$") for number in range(2)] == ["clip a", "clip b"]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"video": 3, "text": "a"}, ":1: '3' is no image or video"),
+        ({"video": "a.mp4", "text": 3}, ":1: 'text' holds '3', which is no text or list of texts"),
+        ({"video": "a.mp4", "text": "a", "start": "x"}, ":1: 'start' is 'x'; give seconds"),
+        ({"video": "a.mp4", "text": "a", "start": 3, "end": 2}, ":1: 'end' is 2, which is not after 'start' 3"),
+        ({"video": "a.mp4", "text": "a", "start": 60}, "'.*a.mp4' cannot be read .a part from 60 s on is asked for, and it ends at 3.79 s"),
+    ],
+)
+def test_a_record_that_cannot_be_shown_is_named(build, clips, record, message):
+    with pytest.raises(Exception, match=message):
+        build(VideoText(path=lines(clips, record), video=frames(2)))
