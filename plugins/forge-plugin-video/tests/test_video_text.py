@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from forge_plugin_images.gallery import pixels_of
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_video import Frames, Uniform, VideoText
 from forge_plugin_video.testing import read_bar_code
 from forge_plugin_vision import VIDEO, ViT
@@ -119,7 +118,10 @@ def test_folders_of_clips_with_texts_beside_them_are_read(build, clips, tmp_path
         ({"video": "a.mp4", "text": 3}, ":1: 'text' holds '3', which is no text or list of texts"),
         ({"video": "a.mp4", "text": "a", "start": "x"}, ":1: 'start' is 'x'; give seconds"),
         ({"video": "a.mp4", "text": "a", "start": 3, "end": 2}, ":1: 'end' is 2, which is not after 'start' 3"),
-        ({"video": "a.mp4", "text": "a", "start": 60}, "'.*a.mp4' cannot be read .a part from 60 s on is asked for, and it ends at 3.79 s"),
+        (
+            {"video": "a.mp4", "text": "a", "start": 60},
+            "'.*a.mp4' cannot be read .a part from 60 s on is asked for, and it ends at 3.79 s",
+        ),
     ],
 )
 def test_a_record_that_cannot_be_shown_is_named(build, clips, record, message):
