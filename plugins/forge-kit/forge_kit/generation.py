@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Model
 
 ATTRIBUTE = "joint_generation"
+PROMPT = "prompt_positions"
+"""Batch entry (B, S) bool of a model that asks for it (`AsksForPrompt`): positions that stand before what is generated,
+or whose answer is scored. It is the only one beside `labels` that says where a prompt ends."""
 
 
 @runtime_checkable
@@ -34,6 +37,29 @@ class Generates(Protocol):
 
         `batch["positions"]` (B, S) has each token's position; a negative one marks left padding, to be ignored.
         """
+
+
+@runtime_checkable
+class AsksForPrompt(Protocol):
+    """A model that attends to a prompt otherwise than to what follows: batches without labels say where it ends."""
+
+    asks_for_prompt: bool
+
+
+def with_prompt(model: Any, batch: Batch, answers: Sequence[int]) -> Batch:
+    """Returns the batch with the entry `PROMPT`, if the model asks for it.
+
+    Args:
+        model: the model that gets the batch.
+        batch: `input_ids` (B, S); a negative entry of `positions` marks padding.
+        answers: of each row, how many of its last positions follow the prompt.
+    """
+    if not isinstance(model, AsksForPrompt):
+        return batch
+    ids = batch["input_ids"]
+    index = torch.arange(ids.shape[1], device=ids.device)
+    prompt = index < ids.shape[1] - torch.tensor(answers, device=ids.device)[:, None]
+    return {**batch, PROMPT: prompt & (batch["positions"] >= 0) if "positions" in batch else prompt}
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from forge_kit.generation import JointGeneration
+from forge_kit.generation import JointGeneration, with_prompt
 
 NO_POSITION = -1
 """Position of left padding."""
@@ -181,7 +181,8 @@ class RunningRows:
         ids = [[*self._prompts[number], *self.written[number]] for number in rows]
         room = max(map(len, ids)) + (self._left(rows) if self._use_cache else 0)
         cache = self._model.new_cache(len(rows), room)  # type: ignore[operator]
-        logits = self._joint.next_logits(self._batch(ids) | self._entries, cache)
+        batch = with_prompt(self._model, self._batch(ids), [len(self.written[number]) for number in rows])
+        logits = self._joint.next_logits({**batch, **self._entries}, cache)
         if self._joins is None:
             self._joins = self._use_cache and not self._entries and self._joint.joins_rows(cache)
         return self._draw(logits, rows), cache

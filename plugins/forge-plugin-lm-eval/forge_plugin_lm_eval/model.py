@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from forge_core.contracts.errors import ForgeError, JobError
+from forge_kit.generation import with_prompt
 from forge_kit.products import size_multiple
 from forge_kit.tokenizers import begin_of_text
 from forge_plugin_generate.generate import Sampling, generate
@@ -171,7 +172,10 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         """Returns the number of each request of a batch, with its log-probability and whether it is the likeliest."""
         length = self._padded(max(len(row.inputs) for row in rows), len(rows))
         padded = [[*row.inputs, *[self.eot_token_id] * (length - len(row.inputs))] for row in rows]
-        hidden = self._model({"input_ids": torch.tensor(padded, device=self._device)})
+        # Of rows that share one, answers are single tokens; padding follows the answer.
+        answers = [length - len(row.inputs) + len(row.scored[0].tokens) - 1 for row in rows]
+        batch = {"input_ids": torch.tensor(padded, device=self._device)}
+        hidden = self._model(with_prompt(self._model, batch, answers))
         wanted = [(number, len(row.inputs), scored) for number, row in enumerate(rows) for scored in row.scored]
         places = [
             (number, stop - len(scored.tokens) + offset)

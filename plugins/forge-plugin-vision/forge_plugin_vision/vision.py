@@ -157,15 +157,24 @@ class Joint(FusionComponent):
     """Whether positions of an image (or of a video, all its frames, unless text stands between them) attend to each
     other in both directions, as in Gemma 3; everything else is causal. The language model's attention must be able to:
     `gqa` is."""
+    prefix: bool = False
+    """Whether all positions of a document before its first learned token attend to each other in both directions, as in
+    PaliGemma: images and the prompt, of which nothing is learned. What follows is causal. In generation the prompt is
+    the prefix. It asks of the language model what `bidirectional` does."""
 
     @property
     def taps(self) -> Sequence[int]:
         return self.deepstack
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        if self.bidirectional and layout.cp > 1:
-            message = f"cp of degree {layout.cp} divides sequences, and its attention is causal over the ranks"
-            yield Problem("bidirectional", f"{message}; leave [parallel.cp] out, or set bidirectional = false")
+        for key in ("bidirectional", "prefix"):
+            if getattr(self, key) and layout.cp > 1:
+                message = f"cp of degree {layout.cp} divides sequences, and its attention is causal over the ranks"
+                yield Problem(key, f"{message}; leave [parallel.cp] out, or set {key} = false")
+        if self.bidirectional and self.prefix:
+            yield Problem(
+                "prefix", "bidirectional is set as well, and a prefix has its images within; keep one of the two"
+            )
         if list(self.deepstack) != sorted({*self.deepstack}) or any(number < 0 for number in self.deepstack):
             yield Problem("deepstack", f"{list(self.deepstack)} are not numbers of blocks in ascending order from 0")
         if self.deepstack_adapter is None:
@@ -184,6 +193,7 @@ class Joint(FusionComponent):
         from forge_plugin_vision.modules.grafting import TokensOnly, derived, embedding_width, graft
         from forge_plugin_vision.modules.image_spans import add_image_spans
         from forge_plugin_vision.modules.joint import JointModel, PlacedVision
+        from forge_plugin_vision.modules.prefix_spans import add_prefix_spans
         from forge_plugin_vision.modules.spatial_positions import add_spatial_positions
 
         grafted: Any = graft(model, DeepStackModel if self.deepstack else JointModel, vision)
@@ -200,4 +210,6 @@ class Joint(FusionComponent):
         add_spatial_positions(grafted, vision.image_input)
         if self.bidirectional:
             add_image_spans(grafted)
+        if self.prefix:
+            add_prefix_spans(grafted)
         return grafted

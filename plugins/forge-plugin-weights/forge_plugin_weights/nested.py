@@ -103,6 +103,8 @@ class LanguageTable(Field):
     """Further keys of the table that say nothing about what the model computes."""
     default: str = "llama"
     """The `model_type` of a table without one."""
+    head_keys: Collection[str] = ()
+    """Keys of `PLAIN_HEAD` that the larger model obeys all the same."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -122,12 +124,12 @@ class LanguageTable(Field):
 
     def read(self, config: Config) -> Flat:
         model = read_table(self.inner(config))
-        check_head(model)
+        check_head(model, self.head_keys)
         return model
 
     def write(self, model: Flat) -> Config:
         own = language_of(model)
-        check_head(model)
+        check_head(model, self.head_keys)
         config = write_config(own.architecture, own.model, Catalog.installed())
         tied = {TIED: config[TIED]} if TIED in config else {}
         return {TEXT: {"architectures": [own.architecture.name], "model_type": own.model_type, **config}, **tied}
@@ -141,10 +143,10 @@ class LanguageTable(Field):
         return dict.fromkeys(before, ABSENT) | {LANGUAGE + path: value for path, value in own.items()}
 
 
-def check_head(model: Flat) -> None:
+def check_head(model: Flat, obeyed: Collection[str] = ()) -> None:
     """Raise `Unsupported` for what a language model does to its logits, and as a part of a larger one does not."""
     for path, plain in PLAIN_HEAD.items():
-        if model.get(LANGUAGE + path, plain) != plain:
+        if path not in obeyed and model.get(LANGUAGE + path, plain) != plain:
             value = model[LANGUAGE + path]
             message = f"model.{LANGUAGE}{path} = {value!r}, which classes of transformers that see images leave out"
             raise Unsupported(f"{message}; they have {plain!r} always")

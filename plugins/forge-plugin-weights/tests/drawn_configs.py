@@ -16,7 +16,7 @@ from forge_plugin_weights.tables import all_fields, architectures
 
 SEEING = (
     *("siglip_vision_model", "siglip2_vision_model", "clip_vision_model"),
-    *("llava", "idefics3", "smolvlm", "mllama", "mllama_vision_model"),
+    *("llava", "idefics3", "smolvlm", "mllama", "mllama_vision_model", "paligemma"),
 )
 """Towers, and models that see images: drawn_vision_configs.py has those."""
 INSTALLED: Mapping[str, ArchitectureComponent] = architectures(Catalog.installed())
@@ -131,6 +131,8 @@ OPTIONAL: Mapping[str, Draw] = {
 """Keys that a configuration may lack."""
 OWN: Mapping[tuple[str, str], Draw] = {
     ("gpt_neox", "hidden_act"): same(GELU),
+    ("gemma", "hidden_act"): same(st.just("gelu_pytorch_tanh")),
+    ("gemma", "hidden_activation"): same(st.sampled_from(["gelu_pytorch_tanh", None])),
     **{("phi3", key): same(st.just(False)) for key in ("attention_bias", "mlp_bias")},
     **{(type_, "attention_bias"): same(st.just(False)) for type_ in ("deepseek_v3", "kimi_k2")},
 }

@@ -137,8 +137,21 @@ def mllamas(draw: st.DrawFn) -> dict[str, Any]:
     return {"text_config": text, "vision_config": draw(tiled_towers()), token: text["vocab_size"], **ties}
 
 
+@st.composite
+def paligemmas(draw: st.DrawFn) -> dict[str, Any]:
+    """PaliGemma: SigLIP's tower, and Gemma or Gemma 2, whose width stands in three tables."""
+    text = draw(configs(draw(st.sampled_from(["gemma", "gemma2"]))))
+    text["use_bidirectional_attention"] = draw(st.sampled_from([True, None]))
+    tied = draw(st.booleans())  # as both versions of `transformers` say it
+    width = {"projection_dim": text["hidden_size"]}
+    tower = {**draw(TOWERS["siglip_vision_model"]()), "model_type": "siglip_vision_model"}
+    further = draw(some(hidden_size=st.just(text["hidden_size"])))
+    return {"text_config": {**text, TIED: tied}, "vision_config": {**tower, **width}, TIED: tied, **width, **further}
+
+
 MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "llava": llavas,
+    "paligemma": paligemmas,
     "idefics3": lambda: shuffled("idefics3_vision"),
     "smolvlm": lambda: shuffled("smolvlm_vision"),
     "mllama": mllamas,

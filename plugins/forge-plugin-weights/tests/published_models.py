@@ -200,6 +200,7 @@ MODELS: Mapping[str, Published] = {
     "smollm3, window": Published(
         "SmolLM3", {**WINDOWS, "use_sliding_window": True, "no_rope_layers": [1, 0, 1], **SPECIAL}
     ),
+    "gemma": Published("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": Published("Gemma2", {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
     "gemma3_text": Published(
         "Gemma3", {**GEMMA, "sliding_window_pattern": 3, "rope_parameters": LONG_GEMMA3}, "Gemma3Text"

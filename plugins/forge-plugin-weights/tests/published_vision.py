@@ -48,6 +48,11 @@ def llava(language: Any, tower: Any, **keys: Any) -> Any:
     return transformers.LlavaConfig(text_config=language, vision_config=tower, **settings)
 
 
+def paligemma(language: Any, **keys: Any) -> Any:
+    settings = {"image_token_index": PLACEHOLDER, "projection_dim": language.hidden_size, **keys}
+    return transformers.PaliGemmaConfig(text_config=language, vision_config=siglip(vision_use_head=False), **settings)
+
+
 def shuffled(name: str, language: Any, **keys: Any) -> Any:
     settings = {"scale_factor": 2, "image_token_id": PLACEHOLDER, **keys}
     return getattr(transformers, f"{name}Config")(text_config=language, vision_config=dict(TOWER), **settings)
@@ -105,6 +110,13 @@ MODELS: Mapping[str, Seeing] = {
     ),
     "llava, experts": Seeing(
         LLAVA, lambda: llava(text("Mixtral", num_local_experts=4, num_experts_per_tok=2), clip()), TAIL
+    ),
+    "paligemma": Seeing(
+        "PaliGemmaForConditionalGeneration", lambda: paligemma(text("Gemma", head_dim=16, num_key_value_heads=1))
+    ),
+    "paligemma, gemma2": Seeing(
+        "PaliGemmaForConditionalGeneration",
+        lambda: paligemma(text("Gemma2", **{**GEMMA, "num_hidden_layers": 2, "final_logit_softcapping": 2.0})),
     ),
     "idefics3": Seeing("Idefics3ForConditionalGeneration", lambda: shuffled("Idefics3", text("Llama"))),
     "smolvlm": Seeing(
@@ -170,7 +182,8 @@ def batch_of(positions: int, images: int = 1, length: int = 40) -> dict[str, Ten
         ids[0, start : start + positions] = IMAGE
         grids[0, number] = torch.tensor([1, SIDE, SIDE])
     patches[0] = torch.randint(0, 256, patches[0].shape, generator=generator, dtype=torch.uint8)
-    return {"input_ids": ids, PATCHES: patches, GRIDS: grids}
+    labels = ids.roll(-1, 1).where(torch.arange(length) >= length - 10, -100)
+    return {"input_ids": ids, "labels": labels, PATCHES: patches, GRIDS: grids}
 
 
 def pixels_of(vision: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -182,10 +195,14 @@ def pixels_of(vision: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def inputs_for(name: str, batch: Mapping[str, Tensor], pixels: Tensor, rows: slice = slice(None)) -> dict[str, Tensor]:
-    """Returns what `transformers` takes for our batch."""
+    """Returns what `transformers` takes for our batch; for some of its rows, as prompts."""
     ids = batch["input_ids"][rows]
+    placed = {"input_ids": ids.where(ids >= 0, PLACEHOLDER), "pixel_values": pixels}
+    if name.startswith("paligemma"):  # the suffix, whose first token is a label of the prefix
+        suffix = F.pad(batch["labels"][rows, :-1] >= 0, (1, 0)).cumsum(1) > 0
+        return {**placed, "token_type_ids": suffix.long() if rows == slice(None) else torch.zeros_like(ids)}
     if name.startswith("llava"):
-        return {"input_ids": ids.where(ids >= 0, PLACEHOLDER), "pixel_values": pixels}
+        return placed
     images = torch.stack([pixels, torch.zeros_like(pixels)])[rows]  # an image of zeros is none
     return {"input_ids": ids.where(ids >= 0, PLACEHOLDER), "pixel_values": images}
 

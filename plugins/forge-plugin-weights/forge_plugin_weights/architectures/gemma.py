@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, the latter without images."""
+"""Gemma 1, 2 and 3, the last without images."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from forge_plugin_weights.architectures.dense import (
     attention_fields,
     shape_fields,
     tied_head,
+)
+from forge_plugin_weights.architectures.dense import (
+    NORMS as NORMS_BEFORE,
 )
 from forge_plugin_weights.fields import REQUIRED, Choice, Converted, Fixed, Follows, Key, Only, OrNone, Rope, value_of
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
@@ -75,6 +78,40 @@ def gemma_fields(windows: LayerWindows, rope: Field, *, caps: tuple[float | None
         Fixed({"ffn.bias": False}),
         Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
     )
+
+
+@frozen(kw_only=True)
+class Gemma(ArchitectureComponent):
+    """Gemma 1: norms before attention and feed-forward part alone, and no bound of scores or logits."""
+
+    name = "GemmaForCausalLM"
+    harmless = ("cache_implementation",)
+    defaults: ClassVar[Config] = {
+        "vocab_size": 256000,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_hidden_layers": 28,
+    }
+
+    def fields(self) -> Sequence[Field]:
+        # "gelu" is a slip of the first files, and was the approximation by tanh always.
+        activations = dict.fromkeys(("gelu_pytorch_tanh", "gelu"), ACTIVATIONS["gelu_pytorch_tanh"])
+        return (
+            *shape_fields(tied=True),
+            Fixed({"norm.offset": 1}),
+            Follows("embedding_scale", _width_root, lambda model: model["dim"] ** 0.5),
+            *attention_fields(head_dim=256, kv_heads=16),
+            all_biases(),
+            Only("use_bidirectional_attention", False, "attention is causal", also=(None,)),
+            Choice("hidden_act", activations, "gelu_pytorch_tanh", "geglu"),
+            Only("hidden_activation", "gelu_pytorch_tanh", "hidden_act says it", also=(None,), write_it=False),
+            Fixed({"ffn.bias": False}),
+            Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
+            Key("rms_norm_eps", "norm.eps", 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        return (*ENDS, *NORMS_BEFORE, *ATTENTION, *FFN, *tied_head(model))
 
 
 @frozen(kw_only=True)
