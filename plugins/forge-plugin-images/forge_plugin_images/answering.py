@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.data.reading import collate
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import stop_ids
-from forge_plugin_vision import GRIDS, PATCHES, SECONDS
+from forge_plugin_vision import GRIDS, PATCHES, SECONDS, image_input
+from forge_plugin_vision.frame_order import Order, has_clips, reordered, shuffled, still
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 Row = Mapping[str, np.ndarray]
 AT_A_TIME = 16
 """Rows of one batch."""
+ORDERS: Mapping[str, Callable[[int], Order]] = {"still": lambda number: still, "shuffled": shuffled}
+"""Orders of the frames of clips that take their motion away, by the number of the row: each frame is the first one, or
+they are shuffled."""
 
 
 @frozen(kw_only=True)
@@ -35,10 +39,16 @@ class Answer:
     said: str
     bits: float
     """Information that the model took from the images about the learned text of the row, in bits."""
+    without_motion: Mapping[str, str] = field(factory=dict)
+    """What it said where the frames of the row's clips were in `ORDERS`, by name; empty where it has none."""
 
     @property
     def is_right(self) -> bool:
         return self.said == self.expected
+
+    def is_right_with(self, order: str) -> bool:
+        """Whether the answer is right all the same with the frames in one of `ORDERS`."""
+        return self.without_motion[order] == self.expected
 
     @property
     def letters(self) -> float:
@@ -55,10 +65,35 @@ def answered(settings: Answers, context: EvaluationContext) -> list[Answer]:
         part = rows[start : start + AT_A_TIME]
         others = [rows[(number + 1) % len(rows)] for number in range(start, start + len(part))]
         bits = _bits(part, others, context)
-        texts = _texts(part, settings, context)
-        pairs = zip(part, texts, bits, strict=True)
-        answers += [Answer(row=row, expected=right, said=said, bits=bit) for row, (right, said), bit in pairs]
+        texts, others_said = _texts(part, settings, context), _without_motion(part, start, settings, context)
+        pairs = zip(part, texts, bits, others_said, strict=True)
+        answers += [
+            Answer(row=row, expected=right, said=said, bits=bit, without_motion=without)
+            for row, (right, said), bit, without in pairs
+        ]
     return answers
+
+
+def _without_motion(
+    rows: Sequence[Row], start: int, settings: Answers, context: EvaluationContext
+) -> Sequence[Mapping[str, str]]:
+    """Returns for each row with clips what the model says where their frames are in each of `ORDERS`.
+
+    Args:
+        rows: of one batch.
+        start: number of the first of them.
+        settings: of the evaluation.
+        context: of the evaluation.
+    """
+    form, numbers = image_input(context.job).format, [number for number, row in enumerate(rows) if has_clips(row)]
+    said: list[dict[str, str]] = [{} for _ in rows]
+    # Ranks that generate together have the same rows, so all of them come here or none does.
+    for name, order in ORDERS.items() if numbers else ():
+        changed = [reordered(rows[number], form, order(start + number)) for number in numbers]
+        texts = _texts(changed, settings, context)
+        for number, (_, text) in zip(numbers, texts, strict=True):
+            said[number][name] = text
+    return said
 
 
 def _rows(dataset: Dataset, count: int) -> Iterator[Row]:

@@ -29,6 +29,10 @@ class Answers(EvaluationComponent):
     distance relative to the longer text, on average. The likeliest token is taken each time. `answers.png` in the run
     folder shows the images, what the model said of them, and the bits that it took from each: how much less
     likely the right text is when the model sees the next row's image.
+
+    Rows with clips are answered twice more, where each frame is the first one and where frames are shuffled, the same
+    way at each evaluation: `{prefix}/still_exact` and `{prefix}/shuffled_exact`. What a model says right of these it
+    has not learned from the motion. The picture shows clips as film strips, with all three answers.
     """
 
     sequences: int = field(default=64, validator=gt(0))
@@ -54,7 +58,7 @@ class Answers(EvaluationComponent):
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
         from forge_core.parallel.mesh import global_rank
         from forge_kit.generation import generates_jointly
-        from forge_plugin_images.answering import answered
+        from forge_plugin_images.answering import ORDERS, answered
         from forge_plugin_images.gallery import draw_answers
 
         layout = context.build.layout
@@ -69,7 +73,11 @@ class Answers(EvaluationComponent):
             count = min(self.shown, len(answers))
             spread = [answers[number * len(answers) // count] for number in range(count)]
             draw_answers(spread, form, context.build.folder / "answers.png", context.step)
-        return {
-            f"{self.prefix}/exact": sum(answer.is_right for answer in answers) / len(answers),
-            f"{self.prefix}/letters": sum(answer.letters for answer in answers) / len(answers),
+        metrics = {
+            "exact": sum(answer.is_right for answer in answers) / len(answers),
+            "letters": sum(answer.letters for answer in answers) / len(answers),
         }
+        if clips := [answer for answer in answers if answer.without_motion]:
+            for order in ORDERS:
+                metrics[f"{order}_exact"] = sum(answer.is_right_with(order) for answer in clips) / len(clips)
+        return {f"{self.prefix}/{name}": value for name, value in metrics.items()}

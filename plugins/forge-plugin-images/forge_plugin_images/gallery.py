@@ -1,4 +1,7 @@
-"""Draws images with what a model said of them."""
+"""Draws images, and clips as film strips, with what a model said of them.
+
+T: frames of a grid, H, W: height and width in pixels, C: channels.
+"""
 
 from __future__ import annotations
 
@@ -15,61 +18,96 @@ if TYPE_CHECKING:
     from forge_plugin_images.answering import Answer
     from forge_plugin_vision import ImageFormat
 
-COLUMNS = 4
-WIDTH, LINE, MARGIN = 240, 16, 8
-"""Pixels: of a cell, of a line of text, between cells."""
+COLUMNS, CLIP_COLUMNS = 4, 2
+"""Cells beside each other: of images, and where there are clips."""
+WIDTH, CLIP_WIDTH, LINE, MARGIN = 240, 488, 16, 8
+"""Pixels: of a cell, of one with a clip, of a line of text, between cells."""
+FRAMES, GAP = 8, 4
+"""Frames of a film strip at most, and pixels between two."""
 RIGHT, WRONG, TEXT = "#1a7f37", "#b42318", "#57606a"
 
 
 def draw_answers(answers: Sequence[Answer], form: ImageFormat, path: Path, step: int) -> None:
-    """Write a picture of images, each with what the model said, green where it is right, and the bits it took."""
+    """Write a picture of images and film strips, each with what the model said, and the bits it took.
+
+    What is right is green. Under a film strip is also what the model said of its first frame alone, and of its frames
+    in another order.
+    """
+    has_clips = any(answer.without_motion for answer in answers)
+    columns, width = (CLIP_COLUMNS, CLIP_WIDTH) if has_clips else (COLUMNS, WIDTH)
     cells = [_cell(answer, form) for answer in answers]
     height = max(cell.height for cell in cells)
-    rows = -(-len(cells) // COLUMNS)
-    sheet = Image.new("RGB", (COLUMNS * (WIDTH + MARGIN) + MARGIN, rows * (height + MARGIN) + 2 * LINE), "white")
+    rows = -(-len(cells) // columns)
+    sheet = Image.new("RGB", (columns * (width + MARGIN) + MARGIN, rows * (height + MARGIN) + 2 * LINE), "white")
     right = sum(answer.is_right for answer in answers)
     title = f"after step {step:,}: {right} of {len(answers)} right (green)"
     ImageDraw.Draw(sheet).text((MARGIN, MARGIN), title, TEXT, _font())
     for number, cell in enumerate(cells):
-        row, column = divmod(number, COLUMNS)
-        sheet.paste(cell, (MARGIN + column * (WIDTH + MARGIN), 2 * LINE + row * (height + MARGIN)))
+        row, column = divmod(number, columns)
+        sheet.paste(cell, (MARGIN + column * (width + MARGIN), 2 * LINE + row * (height + MARGIN)))
     sheet.save(path)
 
 
 def _cell(answer: Answer, form: ImageFormat) -> Image.Image:
-    picture = Image.fromarray(pixels_of(answer.row[PATCHES], answer.row[GRIDS][0], form))
-    scale = WIDTH / picture.width
-    picture = picture.resize((WIDTH, max(1, round(picture.height * scale))), Image.Resampling.NEAREST)
-    cell = Image.new("RGB", (WIDTH, picture.height + 3 * LINE), "white")
+    frames = frames_of(answer.row[PATCHES], answer.row[GRIDS][0], form)
+    picture = _still(frames[0]) if len(frames) == 1 or not answer.without_motion else _film_strip(frames)
+    others = list(answer.without_motion.items())
+    cell = Image.new("RGB", (picture.width, picture.height + (3 + len(others)) * LINE), "white")
     cell.paste(picture, (0, 0))
     draw, below = ImageDraw.Draw(cell), picture.height + 2
-    draw.text((0, below), _short(answer.said) or "(nothing)", RIGHT if answer.is_right else WRONG, _font())
-    note = f"{answer.bits:.1f} bits from the image"
-    draw.text((0, below + LINE), note if answer.is_right else f"{_short(answer.expected)}; {note}", TEXT, _font())
+    most = 30 * picture.width // WIDTH
+    draw.text((0, below), _short(answer.said, most) or "(nothing)", RIGHT if answer.is_right else WRONG, _font())
+    note = f"{answer.bits:.1f} bits from the {'clip' if others else 'image'}"
+    note = note if answer.is_right else f"{_short(answer.expected, most)}; {note}"
+    draw.text((0, below + LINE), note, TEXT, _font())
+    for line, (order, said) in enumerate(others, 2):
+        colour = RIGHT if answer.is_right_with(order) else WRONG
+        draw.text((0, below + line * LINE), f"{order}: {_short(said, most)}", colour, _font())
     return cell
 
 
-def pixels_of(patches: np.ndarray, grid: np.ndarray, form: ImageFormat) -> np.ndarray:
-    """Put the first image of a row together again.
+def _still(frame: np.ndarray) -> Image.Image:
+    picture = Image.fromarray(frame)
+    return picture.resize((WIDTH, max(1, round(picture.height * WIDTH / picture.width))), Image.Resampling.NEAREST)
+
+
+def _film_strip(frames: np.ndarray) -> Image.Image:
+    """Returns frames (T, H, W, C) side by side, evenly chosen where they are many."""
+    shown = frames[np.linspace(0, len(frames) - 1, min(len(frames), FRAMES)).round().astype(int)]
+    width = (CLIP_WIDTH + GAP) // len(shown) - GAP
+    height = max(1, round(shown.shape[1] * width / shown.shape[2]))
+    strip = Image.new("RGB", (CLIP_WIDTH, height), "white")
+    for number, frame in enumerate(shown):
+        strip.paste(
+            Image.fromarray(frame).resize((width, height), Image.Resampling.NEAREST), (number * (width + GAP), 0)
+        )
+    return strip
+
+
+def frames_of(patches: np.ndarray, grid: np.ndarray, form: ImageFormat) -> np.ndarray:
+    """Put the first image or clip of a row together again.
 
     Args:
         patches: (P, V) uint8.
-        grid: (3,): frames, rows and columns in patches.
+        grid: (3,): entries of the time axis, rows and columns in patches.
         form: the encoder's format.
 
     Returns:
-        (height, width, channels) uint8: the first frame.
+        (T, H, W, C) uint8: of an image, one frame for each frame of a patch.
     """
-    _, rows, columns = (int(side) for side in grid)
-    cut = patches[: rows * columns].reshape(rows, columns, form.channels, form.frames, form.patch, form.patch)
-    first = cut[:, :, :, 0].transpose(0, 3, 1, 4, 2)  # row, y, column, x, channel
-    return np.ascontiguousarray(first.reshape(rows * form.patch, columns * form.patch, form.channels))
+    entries, rows, columns = (int(side) for side in grid)
+    cut = patches[: entries * rows * columns].reshape(
+        entries, rows, columns, form.channels, form.frames, form.patch, form.patch
+    )
+    ordered = cut.transpose(0, 4, 1, 5, 2, 6, 3)  # entry, frame, row, y, column, x, channel
+    shape = entries * form.frames, rows * form.patch, columns * form.patch, form.channels
+    return np.ascontiguousarray(ordered.reshape(shape))
 
 
 def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(12)
 
 
-def _short(text: str, most: int = 30) -> str:
+def _short(text: str, most: int) -> str:
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"

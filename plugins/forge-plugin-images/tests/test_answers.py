@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+from attrs import define, frozen
 from PIL import Image
 
 from forge_core import Trainer
+from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.layout import Layout
 from forge_plugin_generate.generate import Sampling
-from forge_plugin_images import Answers, RenderedText
+from forge_plugin_images import Answers, RenderedText, answering
 from forge_plugin_images.answering import Answer, answered, edit_distance
-from forge_plugin_images.gallery import pixels_of
+from forge_plugin_images.gallery import draw_answers, frames_of
 from forge_plugin_images.patches import patches_of
 from forge_plugin_images.testing import LANGUAGE, tiny_model
 from forge_plugin_text.bytes import ByteTokenizer
-from forge_plugin_vision import ImageFormat
+from forge_plugin_vision import VIDEO, ImageFormat
 from forge_testing import job_problems, tiny_job
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
@@ -35,11 +38,87 @@ def test_letters_are_relative_to_the_longer_text():
     assert not answer.is_right
 
 
-def test_patches_become_the_image_again():
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3)).astype(np.uint8)
-    form = ImageFormat(patch=4, frames=2)
-    patches = np.concatenate([patches_of(pixels, form), np.zeros((3, form.values), np.uint8)])
-    assert (pixels_of(patches, np.array([1, 2, 3]), form) == pixels).all()
+def test_patches_become_the_frames_again():
+    """Two entries of the time axis with two frames each."""
+    frames = np.random.default_rng(0).integers(0, 256, (4, 8, 12, 3)).astype(np.uint8)
+    form, apart = ImageFormat(patch=4, frames=2), ImageFormat(patch=4)
+    alone = np.stack([patches_of(frame, apart) for frame in frames]).reshape(2, 2, 6, 3, 16)
+    patches = np.concatenate([alone.transpose(0, 2, 3, 1, 4).reshape(12, -1), np.zeros((3, form.values))])
+    assert (frames_of(patches, np.array([2, 2, 3]), form) == frames).all()
+    image = patches_of(frames[0], form)
+    assert (frames_of(image, np.array([1, 2, 3]), form) == frames[[0, 0]]).all()
+
+
+@frozen(kw_only=True)
+class Clips(DatasetComponent):
+    """Clips of three frames, of which frame k of clip n is 10 n + k all over, and nothing to learn but a letter."""
+
+    def build(self, context):
+        return ClipRows(ClipRows(None))
+
+
+@define
+class ClipRows:
+    held_out: Any
+    bytes_per_token = None
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        levels = np.repeat(10 * index + np.arange(3, dtype=np.uint8), 6)
+        ids, labels = np.full(24, 65), np.full(24, -100)
+        ids[:18], labels[17] = VIDEO, 65
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "patches": np.tile(levels[:, None], 192),
+            "grids": np.array([[3, 1, 6]]),
+            "grid_seconds": np.ones(1, np.float32),
+            "broken_documents": np.zeros((), np.int64),
+        }
+
+
+def test_clips_are_answered_with_their_first_frame_and_with_their_frames_shuffled_too(make_job, catalog, monkeypatch):
+    """Where the "model" says the levels of the frames that it is shown."""
+
+    def says_frames(model, prompts, *_, entries, **__):
+        return [entries["patches"][number, ::6, 0].tolist() for number in range(len(prompts))]
+
+    class Kept(Answers):
+        def evaluate(self, context):
+            answers.extend(answered(self, context))
+            return super().evaluate(context)
+
+    answers: list[Answer] = []
+    monkeypatch.setattr(answering, "generate", says_frames)
+    monkeypatch.setattr(ByteTokenizer, "decode", lambda self, ids: " ".join(map(str, ids)))
+    model = tiny_model(8, 48, patches_per_sequence=18)
+    job = make_job(Clips(), model=model, evaluations={"answers": Kept(shown=2)}, steps=1)
+    folder = Trainer(job, catalog=catalog).run().folder
+    assert [answer.said for answer in answers[:2]] == ["0 1 2", "10 11 12"]
+    assert [answer.without_motion["still"] for answer in answers[:2]] == ["0 0 0", "10 10 10"]
+    for number, answer in enumerate(answers[:4]):
+        shown = answer.without_motion["shuffled"].split()
+        assert sorted(map(int, shown)) == [10 * number + frame for frame in range(3)]
+        assert shown != answer.said.split()
+    [last] = [line for line in map(json.loads, (folder / "metrics.jsonl").open()) if "answers/exact" in line]
+    assert [last[f"answers/{name}_exact"] for name in ("still", "shuffled")] == [0, 0]
+
+
+def test_a_film_strip_has_all_frames_and_each_answer_in_its_colour(tmp_path):
+    form, frames = ImageFormat(patch=8), np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255]], np.uint8)
+    patches = frames[:, :, None].repeat(64, 2).reshape(3, -1)
+    row = {"patches": patches, "grids": np.array([[3, 1, 1]])}
+    without = {"still": "ab", "shuffled": "b"}
+    answer = Answer(row=row, expected="ab", said="ab", bits=1.0, without_motion=without)
+    draw_answers([answer], form, tmp_path / "answers.png", 1)
+    with Image.open(tmp_path / "answers.png") as picture:
+        sheet = np.asarray(picture).astype(int)
+    assert [sheet[100, x].tolist() for x in (10, 250, 490)] == frames.tolist()
+    # Of text on white, the colour that is missing least is the brightest: here red or green.
+    lines = [sheet[194 + 16 * line : 210 + 16 * line].mean((0, 1)) for line in (0, 2, 3)]
+    assert ["red" if red > green else "green" for red, green, _ in lines] == ["green", "green", "red"]
 
 
 def test_a_run_logs_how_many_are_right_and_draws_them(make_job, catalog):
