@@ -82,6 +82,15 @@ class PartedChatTokenizer(ChatTokenizer, Protocol):
         """
         ...
 
+    def chat_pieces(
+        self, messages: Messages, marks: Sequence[str], tools: Tools = None
+    ) -> Sequence[tuple[ChatTokens, str]]:
+        """Encode a conversation likewise, cut at each of several marks: parts, each with the mark behind it.
+
+        Behind the last part there is none, an empty text.
+        """
+        ...
+
 
 class ChatTemplate:
     """Renders conversations with the template of a tokenizer."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,19 +256,22 @@ class PretrainedTokenizer:
 
     def chat_parts(self, messages: Messages, mark: str, tools: Tools = None) -> list[ChatTokens]:
         """See `forge_plugin_huggingface.chat.PartedChatTokenizer`; raises as `chat`."""
+        return [part for part, _ in self.chat_pieces(messages, [mark], tools)]
+
+    def chat_pieces(
+        self, messages: Messages, marks: Sequence[str], tools: Tools = None
+    ) -> list[tuple[ChatTokens, str]]:
+        """See `forge_plugin_huggingface.chat.PartedChatTokenizer`; raises as `chat`."""
         rendered = self._template.render(messages, tools)
-        token = self._with_special_tokens.token_to_id(mark)
-        if token is not None:
-            whole = self._begun(self._chat_tokens(rendered.text, rendered.spans))
-            at = np.flatnonzero(whole.ids == token)
-            bounds = zip([0, *(at + 1)], [*at, len(whole.ids)], strict=True)
-            return [self._checked(ChatTokens(whole.ids[start:end], whole.learned[start:end])) for start, end in bounds]
-        parts, start = [], 0
-        for text in rendered.text.split(mark):
-            spans = clipped(rendered.spans, start, start + len(text))
-            parts.append(self._checked(self._chat_tokens(text, spans)))
+        ids = {mark: self._with_special_tokens.token_to_id(mark) for mark in marks}
+        tokens = {id_: mark for mark, id_ in ids.items() if id_ is not None}
+        pieces: list[tuple[ChatTokens, str]] = []
+        start = 0
+        for text, mark in _cut(rendered.text, [mark for mark in marks if ids[mark] is None]):
+            chat = self._chat_tokens(text, clipped(rendered.spans, start, start + len(text)))
+            pieces += _cut_at_tokens(chat if pieces else self._begun(chat), tokens, mark)
             start += len(text) + len(mark)
-        return [self._begun(parts[0]), *parts[1:]]
+        return [(self._checked(part), mark) for part, mark in pieces]
 
     def _chat_tokens(self, text: str, spans: Sequence[Span]) -> ChatTokens:
         encoding = self._with_special_tokens.encode(text, add_special_tokens=False)
@@ -318,6 +322,24 @@ class PretrainedTokenizer:
                 f"this tokenizer encodes the characters {text!r} in a text as its {key.replace('_', '-')}, id {id_}, "
                 f"so {consequence}; set {key} to a token that text cannot spell"
             )
+
+
+def _cut(text: str, marks: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields the parts of a text between marks, each with the mark behind it; the last has none."""
+    end = 0
+    for found in re.finditer("|".join(map(re.escape, marks)), text) if marks else ():
+        yield text[end : found.start()], found.group()
+        end = found.end()
+    yield text[end:], ""
+
+
+def _cut_at_tokens(chat: ChatTokens, tokens: Mapping[int, str], mark: str) -> Iterator[tuple[ChatTokens, str]]:
+    """Yields the parts of a chat between tokens that are marks; behind the last one is `mark`."""
+    start = 0
+    for end in np.flatnonzero(np.isin(chat.ids, list(tokens))).tolist():
+        yield ChatTokens(chat.ids[start:end], chat.learned[start:end]), tokens[int(chat.ids[end])]
+        start = end + 1
+    yield ChatTokens(chat.ids[start:], chat.learned[start:]), mark
 
 
 def _from_json(content: bytes) -> Tokenizer:

@@ -1,28 +1,29 @@
-"""Dataset `image_chat`: conversations with images, of which only the answers are learned."""
+"""Dataset `image_chat`: conversations with images and videos, of which only the answers are learned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images.source import ImageDataset
+from forge_plugin_images.video import VideoComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
-    from forge_plugin_images.content import Picture
+    from forge_plugin_images.content import Kind, Shown
     from forge_plugin_images.documents import Part
     from forge_plugin_images.records import Record
     from forge_plugin_images.rows import Tokens
     from forge_plugin_images.visuals import VisualSource
 
 PLACE = "\ufdd2"
-"""Stands for an image in a conversation that a template of texts alone writes: Unicode reserves it internally."""
+"""Stands for an image or video in a conversation that a template of texts alone writes: Unicode reserves it."""
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
 """Other names of roles, as in ShareGPT's and LLaVA's files."""
 NO_TEMPLATE = 'chats need a tokenizer with a template; set [data.tokenizer] type = "auto" (forge-plugin-huggingface)'
@@ -30,63 +31,109 @@ NO_TEMPLATE = 'chats need a tokenizer with a template; set [data.tokenizer] type
 
 @frozen(kw_only=True)
 class ImageChat(ImageDataset):
-    """Conversations with images, written by the tokenizer's chat template; only the assistant's turns are learned."""
+    """Conversations with images and videos, written by the tokenizer's chat template.
+
+    Only the assistant's turns are learned.
+    """
+
+    optional_columns: ClassVar[Collection[str]] = ("images", "videos")
 
     messages: str = "messages"
     """The key of a record with its messages: `role` and `content`, or `from` and `value` as in LLaVA's files. A content
-    is a text with `<image>` where an image stands, or a list of texts and images."""
+    is a text with `<image>` where an image stands and `<video>` where a video does, or a list of texts, images and
+    videos."""
     images: str = "images"
     """The key with the images of places that name none, in order."""
+    videos: str = "videos"
+    """The key with the videos of places that name none, in order."""
     image_token: str = ""
     """The text that the template writes for an image, such as `<|image_pad|>`; the model's features take its place.
     Empty: the template knows texts only, and an image stands where the message has it."""
+    video_token: str = ""
+    """Likewise for a video, such as `<|video_pad|>`. For Qwen3-VL, whose frames have each its own marks around, it is
+    `<|vision_start|><|video_pad|><|vision_end|>`."""
+    video: VideoComponent | None = None
+    """`[data.sources.video]`: which frames of a video are shown, and how; for conversations with videos."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         yield from super().problems(job, layout)
         if job.data.tokenizer is not None and not getattr(job.data.tokenizer, "chats", False):
             yield Problem("messages", NO_TEMPLATE)
+        if self.video_token and self.video is None:
+            yield Problem("video_token", "it is for videos; add [data.sources.video], or leave it out")
+        if self.video_token and self.video_token == self.image_token:
+            yield Problem("video_token", f"{self.video_token!r} is image_token, too; a template writes one for each")
+
+    def video_component(self) -> VideoComponent | None:
+        return self.video
 
     def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterator[Part]:
         from forge_plugin_huggingface.chat import PartedChatTokenizer
 
         if not isinstance(tokenizer, PartedChatTokenizer):
             raise JobError([Problem("messages", NO_TEMPLATE)])
-        messages, pictures = self._conversation(record)
+        messages, shown = self._conversation(record)
         try:
-            parts = tokenizer.chat_parts(messages, self.image_token or PLACE)
+            pieces = tokenizer.chat_pieces(messages, sorted(set(self._marks.values())))
         except JobError as error:
             raise JobError(f"{record.place}: {error}") from error
-        if len(parts) != len(pictures) + 1:
-            written = f"the chat template writes {self.image_token or 'their place'!r} {len(parts) - 1} times"
-            hint = "set image_token to what it writes for an image; empty for a template that knows texts only"
-            raise JobError(f"{record.place}: it has {len(pictures)} images, and {written}; {hint}")
-        for number, part in enumerate(parts):
+        self._check_marks(record, [mark for _, mark in pieces[:-1]], shown)
+        for number, (part, _) in enumerate(pieces):
             if number:
-                yield visuals.image(record, pictures[number - 1].value)
+                yield shown[number - 1].visual(record, visuals)
             yield from runs(part.ids, part.learned)
 
+    @property
+    def _marks(self) -> Mapping[Kind, str]:
+        """What stands for an image and for a video in the text of a conversation."""
+        return {"image": self.image_token or PLACE, "video": self.video_token or PLACE}
+
+    def _check_marks(self, record: Record, marks: Sequence[str], shown: Sequence[Shown]) -> None:
+        """Raise `JobError` if the template writes other marks than those of what is shown, in order."""
+        own = self._marks
+        for kind in own:
+            expected, written = sum(one.kind == kind for one in shown), sum(mark == own[kind] for mark in marks)
+            if own["image"] == own["video"]:
+                expected = len(shown)
+            if expected != written:
+                name = own[kind] if own[kind] != PLACE else "their place"
+                message = f"it has {expected} {kind}s, and the chat template writes {name!r} {written} times"
+                hint = f"set {kind}_token to what it writes for {'an image' if kind == 'image' else 'a video'}"
+                raise JobError(f"{record.place}: {message}; {hint}; empty for a template that knows texts only")
+        if list(marks) != [own[one.kind] for one in shown]:
+            message = "the chat template writes its images and videos in another order than its messages have them"
+            raise JobError(f"{record.place}: {message}; put all images of a message before its videos, or take another")
+
     def columns(self) -> Mapping[str, str]:
-        return {"messages": self.messages, "images": self.images}
+        own = {"messages": self.messages, "images": self.images}
+        return own if self.video is None else {**own, "videos": self.videos}
 
     def layout_key(self) -> list[object]:
-        return ["image_chat", self.messages, self.images, self.image_token]
+        own: list[object] = ["image_chat", self.messages, self.images, self.image_token]
+        return own if self.video is None else [*own, self.videos, self.video_token]
 
-    def _conversation(self, record: Record) -> tuple[list[dict[str, Any]], list[Picture]]:
-        """Returns messages as the template reads them, and the images in order."""
-        from forge_plugin_images.content import ListedImages, pieces_of
+    def _conversation(self, record: Record) -> tuple[list[dict[str, Any]], list[Shown]]:
+        """Returns messages as the template reads them, and the images and videos in order."""
+        from forge_plugin_images.content import Listed, pieces_of
 
-        listed, messages, pictures = ListedImages(record, self.images), [], list[Any]()
+        listed = Listed(record, self.images, self.videos, has_videos=self.video is not None)
+        messages, shown = [], list[Any]()
         for message in checked_messages(record, record.value(self.messages, "messages")):
             pieces = list(pieces_of(record, message["content"], listed))
-            pictures += [piece for piece in pieces if not isinstance(piece, str)]
+            shown += [piece for piece in pieces if not isinstance(piece, str)]
             messages.append({**message, "content": self._content(pieces)})
         listed.check_all_taken()
-        return messages, pictures
+        return messages, shown
 
-    def _content(self, pieces: Sequence[str | Picture]) -> Any:
-        if not self.image_token:
+    def _content(self, pieces: Sequence[str | Shown]) -> Any:
+        if not self.image_token and not self.video_token:
             return "".join(piece if isinstance(piece, str) else PLACE for piece in pieces)
-        return [{"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"} for piece in pieces]
+        return [{"type": "text", "text": piece} if isinstance(piece, str) else self._entry(piece) for piece in pieces]
+
+    def _entry(self, piece: Shown) -> Mapping[str, str]:
+        """Returns an image or a video as the template reads it: by itself, or as a text that stands for it."""
+        token = self.image_token if piece.kind == "image" else self.video_token
+        return {"type": piece.kind} if token else {"type": "text", "text": PLACE}
 
 
 def checked_messages(record: Record, value: Any) -> list[dict[str, Any]]:

@@ -1,17 +1,18 @@
-"""Dataset `interleaved`: documents of texts and images in any order."""
+"""Dataset `interleaved`: documents of texts, images and videos in any order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
 from forge_plugin_images.source import ImageDataset
+from forge_plugin_images.video import VideoComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
-    from forge_plugin_images.content import Picture
+    from forge_plugin_images.content import Shown
     from forge_plugin_images.documents import Part
     from forge_plugin_images.records import Record
     from forge_plugin_images.visuals import VisualSource
@@ -19,13 +20,23 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Interleaved(ImageDataset):
-    """Documents of texts and images in their order, such as web pages. All tokens are learned, images are not."""
+    """Documents of texts, images and videos in their order, such as web pages.
+
+    All tokens are learned, but for those that `[data.sources.video]` writes; images and videos are not.
+    """
+
+    optional_columns: ClassVar[Collection[str]] = ("images", "videos")
 
     content: str = "content"
-    """The key of a record with its content: a text with `<image>` where an image stands, or a list of texts and images
-    (`{"type": "image", "image": "1.jpg"}`, or null for the next one that is listed)."""
+    """The key of a record with its content: a text with `<image>` where an image stands and `<video>` where a video
+    does, or a list of texts, images and videos (`{"type": "image", "image": "1.jpg"}`, or null for the next one that is
+    listed; `{"type": "video", "video": "1.mp4", "start": 2.5}`)."""
     images: str = "images"
     """The key with the images of places that name none, in order."""
+    videos: str = "videos"
+    """The key with the videos of places that name none, in order."""
+    video: VideoComponent | None = None
+    """`[data.sources.video]`: which frames of a video are shown, and how; for documents with videos."""
 
     def documents(self) -> Iterator[str]:
         """Yields the texts of documents that are not held out."""
@@ -39,17 +50,21 @@ class Interleaved(ImageDataset):
             if isinstance(piece, str):
                 yield Tokens(tokenizer.encode(piece), True, len(piece.encode()))
             else:
-                yield visuals.image(record, piece.value)
+                yield piece.visual(record, visuals)
+
+    def video_component(self) -> VideoComponent | None:
+        return self.video
 
     def columns(self) -> Mapping[str, str]:
-        return {"content": self.content, "images": self.images}
+        own = {"content": self.content, "images": self.images}
+        return own if self.video is None else {**own, "videos": self.videos}
 
     def layout_key(self) -> list[object]:
-        return ["interleaved", self.content, self.images]
+        return ["interleaved", self.content, self.images, *([] if self.video is None else [self.videos])]
 
-    def _pieces(self, record: Record) -> Iterator[str | Picture]:
-        from forge_plugin_images.content import ListedImages, pieces_of
+    def _pieces(self, record: Record) -> Iterator[str | Shown]:
+        from forge_plugin_images.content import Listed, pieces_of
 
-        listed = ListedImages(record, self.images)
+        listed = Listed(record, self.images, self.videos, has_videos=self.video is not None)
         yield from pieces_of(record, record.value(self.content, "content"), listed)
         listed.check_all_taken()

@@ -79,13 +79,20 @@ def test_images_stand_where_the_document_has_them_and_all_tokens_are_learned(bui
         ),
         ({"content": "a", "images": ["0.png"]}, ":1: 'images' lists 1 images, and its texts refer to 0; write <image>"),
         ({"content": [7]}, ":1: '7' is neither a text nor a list"),
-        ({"content": [{"type": "video"}]}, ":1: .*video.* is no part of a content; known are type 'text'"),
+        ({"content": [{"type": "sound"}]}, ":1: .*sound.* is no part of a content; known are type 'text'"),
+        ({"content": [{"type": "video", "video": "a.mp4"}]}, r":1: it has a video, .*; add \[data.sources.video\]"),
+        ({"content": "<video>", "videos": ["a.mp4"]}, r":1: it has a video, .*; add \[data.sources.video\]"),
         ({"text": "a"}, ":1: no key 'content', but 'text'; set `content`"),
     ],
 )
 def test_a_document_that_does_not_fit_its_images_is_named(build, tmp_path, record, message):
     with pytest.raises(JobError, match=message):
         build(Interleaved(path=write(tmp_path, record)), model=MODEL)
+
+
+def test_the_tag_of_a_video_is_text_where_there_are_none(build, tmp_path):
+    row = build(Interleaved(path=write(tmp_path, {"content": "a<video>"})), model=MODEL)[0]
+    assert bytes(row["input_ids"][:8].tolist()) == b"a<video>"
 
 
 def test_a_document_is_cut_before_an_image_that_does_not_fit(build, tmp_path):

@@ -1,5 +1,8 @@
+"""Jobs of clips; puts `video_rows` on the path."""
+
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from forge_plugin_text import Bytes
 from forge_plugin_video.testing import bar_code, write_clip
 from forge_testing import tiny_job
 
-MODEL = tiny_model(16, 48, any_size=True, images_per_sequence=2, patches_per_sequence=96)
+sys.path.append(str(Path(__file__).parent))
+
+MODEL = tiny_model(16, 48, any_size=True, images_per_sequence=3, patches_per_sequence=144)
 """Patches of 8 pixels: a frame of `clips` has 2 x 6 of them."""
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
+from video_rows import frames, shown
 
-from forge_plugin_images.gallery import pixels_of
-from forge_plugin_video import Frames, Uniform, VideoText
-from forge_plugin_video.testing import read_bar_code
-from forge_plugin_vision import VIDEO, ViT
+from forge_plugin_video import VideoText
+from forge_plugin_vision import VIDEO
 
-FORM = ViT(patch=8).image_format()
 PATCHES = 12
 """Of a frame."""
 
@@ -24,35 +21,20 @@ def lines(folder, *records):
     return str(path)
 
 
-def shown(row):
-    """The numbers that the frames of a row's clips carry, clip by clip."""
-    numbers, start = [], 0
-    for frames, rows, columns in row["grids"].tolist():
-        if frames:
-            own = row["patches"][start : start + frames * rows * columns].reshape(frames, rows * columns, -1)
-            numbers.append([read_bar_code(pixels_of(each, np.array([1, rows, columns]), FORM)) for each in own])
-            start += frames * rows * columns
-    return numbers
-
-
 def text(ids):
     """Entries as text: `#` for a position of a video, `$` for an end of text."""
     return "".join("#" if id_ == VIDEO else "$" if id_ == 256 else chr(id_) for id_ in ids)
 
 
-def frames(most=4, **keys):
-    return Frames(sampling=Uniform(fps=8, max_frames=most, min_frames=1), **keys)
-
-
 def test_a_clip_is_one_grid_before_its_caption(build, clips):
     data = build(VideoText(path=lines(clips, {"video": "a.mp4", "text": "hi"}), video=frames()))
     row = data[0]
-    assert row["grids"].tolist() == [[4, 2, 6], [0, 0, 0]]
+    assert row["grids"].tolist() == [[4, 2, 6], [0, 0, 0], [0, 0, 0]]
     assert shown(row) == [[0, 5, 10, 15]]
     assert text(row["input_ids"]).rstrip("$") == "#" * 4 * PATCHES + "hi"
     assert row["labels"][4 * PATCHES - 1 : 4 * PATCHES + 2].tolist() == [ord("h"), ord("i"), 256]
     assert (row["labels"][: 4 * PATCHES - 1] == -100).all()
-    assert row["grid_seconds"].tolist() == [1.25, 0]
+    assert row["grid_seconds"].tolist() == [1.25, 0, 0]
 
 
 def test_times_stand_as_text_before_the_frames_and_are_not_learned(build, clips):
