@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_plugin_images.gallery import pixels_of
+from forge_plugin_images.gallery import frames_of
 from forge_plugin_video import Frames, Uniform
 from forge_plugin_video.testing import read_bar_code
 from forge_plugin_vision import ViT
@@ -26,7 +26,7 @@ def shown(row: Mapping[str, np.ndarray]) -> list[list[int]]:
     for count, rows, columns in row["grids"].tolist():
         if count:
             own = row["patches"][start : start + count * rows * columns].reshape(count, rows * columns, -1)
-            pictures = [pixels_of(each, np.array([1, rows, columns]), FORM) for each in own]
+            pictures = [frames_of(each, np.array([1, rows, columns]), FORM)[0] for each in own]
             numbers.append([read_bar_code(picture) if columns > 2 else -1 for picture in pictures])
             start += count * rows * columns
     return numbers
