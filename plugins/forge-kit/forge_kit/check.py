@@ -4,43 +4,76 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.config.keys import walk_components
 from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.plugins.catalog import Catalog
+from forge_kit.budgets import Budgets, check_budgets, measured_sources, report
 from forge_kit.tables import columns
+
+if TYPE_CHECKING:
+    from forge_core.job import Job
+
+EXAMPLES = (
+    "forge-run check job.toml",
+    "forge-run check job.toml --data",
+    "forge-run check job.toml --world-size 8 --parallel.tp.degree=2",
+)
 
 
 def command(argv: list[str]) -> int:
-    """Check a job and print what it is made of; nothing is run or written."""
+    """Check a job and print what it is made of; nothing is run, and nothing written but what `--data` measures."""
     parser = argparse.ArgumentParser("forge-run check", description=command.__doc__)
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help="ranks of the run (1)")
     parser.add_argument("--json", action="store_true", help="print JSON, problems too")
-    with_examples(parser, "forge-run check job.toml", "forge-run check job.toml --world-size 8 --parallel.tp.degree=2")
+    data = "measure the documents, in the cache or by the headers of images, and say how many exceed a sequence's room"
+    parser.add_argument("--data", action="store_true", help=data)
+    with_examples(parser, *EXAMPLES)
     options, files, overrides = parse_job_arguments(parser, argv)
-    catalog = Catalog.installed()
+    catalog, measured = Catalog.installed(), dict[str, Budgets | None]()
     try:
         job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
+        if options.data:
+            measured |= measured_sources(job, catalog)
+            if not options.json:
+                print("\n".join(line for name, budgets in measured.items() for line in report(name, budgets)) + "\n")
+            check_budgets([*measured.values()])
     except JobError as error:
         if not options.json:
             raise
-        print(json.dumps({"ok": False, "files": files, "problems": [*map(_facts, error.problems)]}, indent=2))
+        facts = {"ok": False, "files": files, "problems": [*map(_facts, error.problems)], **_data(measured)}
+        print(json.dumps(facts, indent=2))
         return error.exit_code
+    if options.json:
+        facts = {"ok": True, "files": files, "problems": [], **_parts(job, catalog), **_data(measured)}
+        print(json.dumps(facts, indent=2))
+        return ExitCode.FINISHED
+    parts = _parts(job, catalog)
+    print(f"ok: {' + '.join(files)}\n\n{columns([*parts['components'].items()])}")
+    used = ", ".join(f"{name} {version}" for name, version in parts["distributions"].items())
+    print(f"\nlayout: {parts['layout']}\nfrom: {used or 'no distribution'}")
+    return ExitCode.FINISHED
+
+
+def _parts(job: Job, catalog: Catalog) -> dict[str, Any]:
+    """What a job is made of."""
     assert job.checked is not None, "load_job checks every job"
     types = {path: catalog.type_of(type(component)) for path, component in walk_components(job)}
     owners = sorted({type_.partition("/")[0] for type_ in types.values() if ":" not in type_})
     used = [distribution for distribution in map(catalog.distribution, owners) if distribution is not None]
-    if options.json:
-        versions = {distribution.name: distribution.version for distribution in used}
-        facts = {"layout": str(job.checked.layout), "components": types, "distributions": versions}
-        print(json.dumps({"ok": True, "files": files, "problems": [], **facts}, indent=2))
-        return ExitCode.FINISHED
-    print(f"ok: {' + '.join(files)}\n\n{columns([*types.items()])}")
-    print(f"\nlayout: {job.checked.layout}\nfrom: {', '.join(map(str, used)) or 'no distribution'}")
-    return ExitCode.FINISHED
+    versions = {distribution.name: distribution.version for distribution in used}
+    return {"layout": str(job.checked.layout), "components": types, "distributions": versions}
+
+
+def _data(measured: Mapping[str, Budgets | None]) -> dict[str, Any]:
+    """Entry `data`, where it was asked for: what is known of each source, None of those that cannot be measured."""
+    return {"data": {name: budgets and asdict(budgets) for name, budgets in measured.items()}} if measured else {}
 
 
 def _facts(problem: Problem) -> dict[str, Any]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Dataset, Stream, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_kit.budgets import Budgets
     from forge_plugin_images.documents import ImageDocuments, Part
     from forge_plugin_images.processing import ImageProcessor, Policy
     from forge_plugin_images.records import ImageSource, Record, Records
@@ -147,6 +148,12 @@ class ImageDataset(DatasetComponent):
 
             return image_stream(self, context, context.tokenizer)
         return image_rows(self, context, self.documents_of(context, context.tokenizer, self.records()))
+
+    def budgets(self, context: BuildContext) -> Budgets | None:
+        """See `forge_kit.budgets.HasBudgets`."""
+        from forge_plugin_images.budgets import image_budgets
+
+        return None if self.streaming else image_budgets(self, context)
 
     def documents_of(
         self, context: BuildContext, tokenizer: Tokenizer, records: ImageSource, *, all_held_out: bool = False

@@ -1,0 +1,145 @@
+"""How many documents of a source need more room than a sequence has: `forge-run check --data`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from attrs import evolve, frozen
+
+from forge_core.contracts.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from forge_core.contracts.components import DatasetComponent
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Documents
+    from forge_core.job import Job
+    from forge_core.plugins.catalog import Catalog
+
+
+@frozen(kw_only=True)
+class Budget:
+    """One kind of room of a sequence, and what the documents of a source need of it."""
+
+    name: str
+    """What is counted: `positions`, `patches`, …"""
+    key: str
+    """The job's key that sets the room: `train.seq_len`."""
+    room: int
+    """Of a sequence."""
+    largest: int
+    """The largest need of any document."""
+    over: int
+    """Documents that need more than `room`."""
+
+
+@frozen(kw_only=True)
+class Budgets:
+    """Documents of a source beside the room of a sequence."""
+
+    documents: int
+    """Documents that were measured, held-out ones included."""
+    over: int
+    """Documents that need more of anything than a sequence has."""
+    budgets: Sequence[Budget]
+    outcome: str
+    """What training does with those: `they are left out (too_long = "skip")`."""
+    first: str = ""
+    """Where the first of those is; empty: unknown, or there is none."""
+    is_refused: bool = False
+    """Whether training refuses to start with those."""
+
+
+@runtime_checkable
+class HasBudgets(Protocol):
+    """A dataset component whose documents take more than positions, or must not be longer than a sequence."""
+
+    def budgets(self, context: BuildContext) -> Budgets | None:
+        """Measure all documents, or take what is known of them from the cache; None: only reading them would tell.
+
+        Args:
+            context: as for `build`, with the tokenizer.
+
+        Raises:
+            JobError: they cannot be read, or are not as the job says.
+        """
+
+
+def measured_sources(job: Job, catalog: Catalog) -> Iterator[tuple[str, Budgets | None]]:
+    """Yields the name of each source and its budgets; None: it is a stream, or has sequences of the right length.
+
+    Tokenised texts and measured images are kept in the cache, where training finds them.
+
+    Raises:
+        JobError: a source cannot be read.
+    """
+    import torch
+
+    from forge_core.checkpoint.run_folder import run_folder
+    from forge_core.config.mixture import source_names
+    from forge_core.contracts.layout import Layout
+    from forge_core.engine.build import build_tokenizer
+    from forge_core.parallel.initialise import bare_context
+
+    job = evolve(job, parallel={})  # no stage takes part in reading data
+    context: BuildContext = evolve(bare_context(job, Layout(), catalog, torch.device("cpu")), folder=run_folder(job))
+    context = evolve(context, tokenizer=build_tokenizer(job, context))
+    for number, (name, source) in enumerate(zip(source_names(job), job.data.sources, strict=True)):
+        try:
+            yield name, source.budgets(context) if isinstance(source, HasBudgets) else _of_text(source, context)
+        except JobError as error:
+            raise JobError(problem.below(f"data.sources.{number}") for problem in error.problems) from error
+
+
+def _of_text(source: DatasetComponent, context: BuildContext) -> Budgets | None:
+    from forge_core.contracts.data import Documents
+
+    built: object = context.build(source)
+    return text_budgets(built, context.job.train.seq_len) if isinstance(built, Documents) else None
+
+
+def text_budgets(documents: Documents, seq_len: int) -> Budgets | None:
+    """Returns the budget of tokenised documents; None where it is not known where documents end.
+
+    Args:
+        documents: the documents; a document of n tokens takes n - 1 positions.
+        seq_len: positions of a sequence.
+    """
+    import numpy as np
+
+    parts = [part for part in (documents, documents.held_out) if part is not None]
+    try:
+        needs = np.concatenate([np.diff(part.ends(), prepend=0) - 1 for part in parts])
+    except JobError:
+        return None
+    over = int((needs > seq_len).sum())
+    largest = int(needs.max(initial=0))
+    budget = Budget(name="positions", key="train.seq_len", room=seq_len, largest=largest, over=over)
+    return Budgets(documents=len(needs), over=over, budgets=[budget], outcome="they are divided among sequences")
+
+
+def report(name: str, budgets: Budgets | None) -> Iterator[str]:
+    """Yields lines for a reader."""
+    if budgets is None:
+        yield f"source {name}: a stream, or sequences of its own: nothing is measured before training"
+        return
+    yield f"source {name}: {budgets.documents:,} documents"
+    for budget in budgets.budgets:
+        room = f"{budget.key} = {budget.room:,}"
+        count = f"{budget.over:,} need more than" if budget.over else "none needs more than"
+        yield f"  {budget.name}: {count} {room} (the most is {budget.largest:,})"
+    if budgets.over:
+        first = f"; the first is {budgets.first}" if budgets.first else ""
+        yield f"  {budgets.over:,} do not fit: {budgets.outcome}{first}"
+
+
+def check_budgets(measured: Sequence[Budgets | None]) -> None:
+    """Raise `JobError` for sources, in the job's order, with which training refuses to start."""
+    problems = []
+    for number, budgets in enumerate(measured):
+        if budgets is not None and budgets.is_refused:
+            keys = " and ".join(budget.key for budget in budgets.budgets if budget.over)
+            message = f"{budgets.over:,} of {budgets.documents:,} documents do not fit into a row: {budgets.outcome}"
+            problems.append(Problem(f"data.sources.{number}", f"{message}; raise {keys}, or leave such documents out"))
+    if problems:
+        raise JobError(problems)

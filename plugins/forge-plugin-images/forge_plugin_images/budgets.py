@@ -1,0 +1,62 @@
+"""What documents need beside what a row has room for: see `forge_kit.budgets`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import evolve
+
+from forge_core.contracts.errors import JobError
+from forge_kit.budgets import Budget, Budgets
+from forge_plugin_images.building import row_format
+from forge_plugin_images.index import entries_of, stored_index
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_plugin_images.source import ImageDataset
+
+KEYS = {
+    "positions": "train.seq_len",
+    "patches": "model.vision.patches_per_sequence",
+    "images": "model.vision.images_per_sequence",
+}
+OUTCOMES = {
+    "stop": 'the run stops before its first step (too_long = "stop")',
+    "cut": 'what does not fit is cut off (too_long = "cut")',
+    "skip": 'they are left out (too_long = "skip")',
+}
+
+
+def image_budgets(keys: ImageDataset, context: BuildContext) -> Budgets:
+    """Measure the documents of a dataset, or take what is known of them from the cache.
+
+    Raises:
+        JobError: a record is not as the job says, or images are broken and this is not allowed.
+    """
+    if context.tokenizer is None:
+        raise JobError("texts need a tokenizer")
+    documents = keys.documents_of(context, context.tokenizer, keys.records())
+    # Uncut: with `too_long = "cut"`, training keeps only what is left of those that are too long.
+    documents = evolve(documents, room=None)
+    entries = entries_of(stored_index(documents, keys.broken == "skip").path)
+    room = row_format(context, documents).room._asdict()
+    over = np.any([entries[name] > most for name, most in room.items()], axis=0)
+    budgets = [
+        Budget(
+            name=name,
+            key=KEYS[name],
+            room=most,
+            largest=int(entries[name].max(initial=0)),
+            over=int((entries[name] > most).sum()),
+        )
+        for name, most in room.items()
+    ]
+    return Budgets(
+        documents=len(entries),
+        over=int(over.sum()),
+        budgets=budgets,
+        outcome=OUTCOMES[keys.too_long],
+        first=documents.record(int(over.argmax())).place if over.any() else "",
+        is_refused=bool(over.any()) and keys.too_long == "stop",
+    )

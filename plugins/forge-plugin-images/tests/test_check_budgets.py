@@ -1,0 +1,98 @@
+"""`forge-run check --data`: how many documents exceed a row's room, by headers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from forge_core.cli import main
+
+JOB = """
+[train]
+steps = 2
+global_batch_size = 1
+seq_len = 30
+[data.tokenizer]
+type = "bytes"
+[[data.sources]]
+type = "image_text"
+path = "pairs.jsonl"
+held_out_every = 3
+[optimizer]
+type = "adamw"
+[model]
+type = "vision_language"
+[model.language]
+dim = 16
+layers = 1
+attention = { heads = 2 }
+[model.vision]
+images_per_sequence = 2
+patches_per_sequence = 12
+[model.vision.encoder]
+type = "vit"
+dim = 16
+layers = 1
+heads = 2
+patch = 8
+size = [16, 16]
+position_interpolation = "bilinear"
+"""
+PAIRS = [([2], 5), ([6], 30), ([2, 3, 4], 1), ([6, 6], 20), ([1], 0)]
+"""Of each document: patches of its images, and letters."""
+NEEDS = {"positions": [7, 36, 10, 32, 1], "patches": [2, 6, 9, 12, 1], "images": [1, 1, 3, 2, 1]}
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run `forge-run check job.toml --data …` on documents whose images have headers only."""
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for number, (images, letters) in enumerate(PAIRS):
+        names = [f"{number}-{place}.png" for place in range(len(images))]
+        for name, patches in zip(names, images, strict=True):
+            Image.new("RGB", (8 * patches, 8)).save(name)
+            Path(name).write_bytes(Path(name).read_bytes()[:50])
+        lines.append({"image": names, "text": "x" * letters})
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    Path("job.toml").write_text(JOB)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return (main(["check", "job.toml", "--data", *argv]), *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("too_long", ["skip", "cut"])
+def test_each_budget_says_how_many_documents_need_more(check: Any, too_long: str) -> None:
+    code, out, err = check("--json", f"--data.sources.0.too_long={too_long}")
+    assert (code, err) == (0, ""), out
+    measured = json.loads(out)["data"]["0"]
+    assert (measured["documents"], measured["over"], measured["first"]) == (5, 3, "pairs.jsonl:2")
+    for budget, room in zip(measured["budgets"], (30, 12, 2), strict=True):
+        needs = NEEDS[budget["name"]]
+        assert (budget["room"], budget["largest"]) == (room, max(needs))
+        assert budget["over"] == sum(need > room for need in needs)
+
+
+def test_what_training_would_refuse_is_refused_after_the_numbers(check: Any) -> None:
+    code, out, err = check()
+    assert code == 2
+    assert "positions: 2 need more than train.seq_len = 30 (the most is 36)" in out
+    assert "patches: none needs more than model.vision.patches_per_sequence = 12 (the most is 12)" in out
+    assert "data.sources.0: 3 of 5 documents do not fit into a row" in err
+    assert "raise train.seq_len and model.vision.images_per_sequence" in err
+    assert check("--train.seq_len=40", "--model.vision.images_per_sequence=3")[0] == 0
+
+
+def test_images_that_are_no_images_are_named(check: Any) -> None:
+    Path("1-0.png").write_bytes(b"no image")
+    code, _, err = check()
+    assert code == 2
+    assert "pairs.jsonl:2" in err
+    assert "1-0.png" in err
