@@ -59,12 +59,12 @@ class MeasuredDocuments:
     @classmethod
     def of(cls, keys: ImageDataset, context: BuildContext, documents: ImageDocuments) -> MeasuredDocuments:
         """Measure documents, or take what is known of them from the cache; raises as `image_rows`."""
-        index, rows = stored_index(documents, keys.broken == "skip"), row_format(context, documents)
+        index, rows = stored_index(documents, keys.skips_unreadable), row_format(context, documents)
         entries = entries_of(index.path)
         _check_broken(keys, entries)
         if keys.too_long == "stop":
             _check_room(documents, entries, rows.room)
-        return cls(documents, index, rows, Tolerance(keys.broken == "skip", keys.max_broken, len(entries)))
+        return cls(documents, index, rows, Tolerance(keys.skips_unreadable, keys.unreadable_share, len(entries)))
 
     def part(self, wanted: np.ndarray, held_out: ImageRows | None = None) -> ImageRows:
         """Returns rows of the wanted documents, (documents,) bool."""
@@ -89,9 +89,10 @@ def _fits(entries: np.ndarray, room: Needs) -> np.ndarray:
 
 
 def _check_broken(keys: ImageDataset, entries: np.ndarray) -> None:
-    if (broken := int(entries["broken"].sum())) > keys.max_broken * len(entries):
-        message = f"{broken} of {len(entries)} documents have images that cannot be read (see the log)"
-        raise JobError([Problem("max_broken", f"{keys.max_broken}, but {message}; repair them, or allow more")])
+    if (broken := int(entries["broken"].sum())) > keys.unreadable_share * len(entries):
+        message = f"{broken} of {len(entries)} documents have images or videos that cannot be read"
+        hint = "repair them (they are named in the log), or allow more"
+        raise JobError([Problem("max_unreadable", f"{keys.unreadable_share}, but {message}; {hint}")])
 
 
 def _check_room(documents: ImageDocuments, entries: np.ndarray, room: Needs) -> None:

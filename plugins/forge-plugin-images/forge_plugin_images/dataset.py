@@ -25,7 +25,7 @@ NAMED = 4
 
 @define
 class Tolerance:
-    """Which share of documents with broken images is left out. Each process counts those that it meets."""
+    """Which share of documents that cannot be read is left out. Each process counts those that it meets."""
 
     skips: bool
     """Whether they are left out at all."""
@@ -34,15 +34,17 @@ class Tolerance:
     _met: set[int] = field(factory=set)
 
     def leave_out(self, number: int, place: str, error: BrokenImage) -> None:
-        """Note a document with a broken image; raises `DataError` if it must not be left out."""
+        """Note a document that cannot be read; raises `DataError` if it must not be left out."""
         if not self.skips:
-            raise DataError(f'{place}: {error}; repair or remove it, or set broken = "skip"') from error
+            raise DataError(f'{place}: {error}; repair or remove it, or set unreadable = "skip"') from error
         if number not in self._met:
             logger.warning("%s is left out: %s", place, error)
         self._met.add(number)
         if len(self._met) > self.share * self.documents:
-            count = f"{len(self._met)} of {self.documents} documents have images that are broken"
-            raise DataError(f"{count}, more than max_broken = {self.share}; the last is {place}: {error}") from error
+            count = f"{len(self._met)} of {self.documents} documents cannot be read"
+            raise DataError(
+                f"{count}, more than max_unreadable = {self.share}; the last is {place}: {error}"
+            ) from error
 
 
 @frozen
@@ -62,7 +64,7 @@ class Selection:
         notes = {
             "cut": self.cut,
             "too long and left out": self.too_long,
-            "with a broken image and left out": self.broken,
+            "that cannot be read and left out": self.broken,
             "without anything to learn and left out": self.unlearned,
         }
         return "".join(f", {count:,} {note}" for note, count in notes.items() if count)

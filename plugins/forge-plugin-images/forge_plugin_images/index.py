@@ -65,9 +65,9 @@ def _report(broken: list[str], documents: int, allowed: bool) -> None:
     if not broken:
         return
     listed = "\n  ".join(broken[:NAMED]) + (f"\n  and {len(broken) - NAMED} more" if len(broken) > NAMED else "")
-    message = f"images of {len(broken)} of {documents} documents cannot be read:\n  {listed}\n"
+    message = f"images or videos of {len(broken)} of {documents} documents cannot be read:\n  {listed}\n"
     if not allowed:
-        raise JobError([Problem("broken", f'{message}repair them, or set broken = "skip" to leave them out')])
+        raise JobError([Problem("unreadable", f'{message}repair them, or set unreadable = "skip" to leave them out')])
     logger.warning(message)
 
 

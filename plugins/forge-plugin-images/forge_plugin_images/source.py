@@ -11,6 +11,7 @@ import attrs
 from attrs import field, frozen
 from attrs.validators import and_, ge, lt
 
+from forge_core import deprecated_key
 from forge_core.contracts.components import DatasetComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images.listing import files_of, is_saved, open_records
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 FIXED, FREE = ("stretch", "crop", "pad", "tiles"), ("native", "fill")
 """Policies of encoders with one size of images, and of those with any."""
+MAX_UNREADABLE = 0.01
 NO_TOKENIZER = 'texts need a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'
 
 
@@ -116,10 +118,27 @@ class ImageDataset(DatasetComponent):
     too_long: Literal["stop", "cut", "skip"] = "stop"
     """Documents that a row has no room for: end the run before it starts, cut off what does not fit (never within an
     image), or leave them out."""
-    broken: Literal["stop", "skip"] = "stop"
-    """Documents with images that cannot be read: end the run, or leave them out."""
-    max_broken: float = field(default=0.01, validator=and_(ge(0.0), lt(1.0)))
-    """With `broken = "skip"`: share of the documents above which the run ends all the same."""
+    unreadable: Literal["stop", "skip"] = "stop"
+    """Documents with images or videos that cannot be read: end the run, or leave them out, named in the log and counted
+    by the metric `data/unreadable`."""
+    max_unreadable: float = field(default=MAX_UNREADABLE, validator=and_(ge(0.0), lt(1.0)))
+    """With `unreadable = "skip"`: share of the documents above which the run ends all the same."""
+    broken: Literal["stop", "skip"] = field(default="stop", metadata=deprecated_key("0.4", "set unreadable"))
+    """The name of `unreadable` before."""
+    max_broken: float = field(
+        default=MAX_UNREADABLE, validator=and_(ge(0.0), lt(1.0)), metadata=deprecated_key("0.4", "set max_unreadable")
+    )
+    """The name of `max_unreadable` before."""
+
+    @property
+    def skips_unreadable(self) -> bool:
+        """Whether documents that cannot be read are left out."""
+        return "skip" in (self.unreadable, self.broken)
+
+    @property
+    def unreadable_share(self) -> float:
+        """The share of documents that may be left out."""
+        return self.max_unreadable if self.max_unreadable != MAX_UNREADABLE else self.max_broken
 
     def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterable[Part]:
         """Yields runs of tokens and visuals of a record's document, in order, without the end-of-text."""

@@ -113,12 +113,13 @@ class StreamTolerance:
         """Count a broken document; raises `DataError` if it must not be left out."""
         place, error = broken
         if not self.skips:
-            raise DataError(f'{place}: {error}; repair or remove it, or set broken = "skip"') from error
+            raise DataError(f'{place}: {error}; repair or remove it, or set unreadable = "skip"') from error
         logger.warning("%s is left out: %s", place, error)
         self._broken += 1
         if self._broken > self.share * max(self._met, JUDGED_FROM):
-            count = f"{self._broken} of {self._met} documents that this process has read have images that are broken"
-            raise DataError(f"{count}, more than max_broken = {self.share}; the last is {place}: {error}") from error
+            count = f"{self._broken} of {self._met} documents that this process has met cannot be read"
+            message = f"{count}, more than max_unreadable = {self.share}; the last is {place}: {error}"
+            raise DataError(message) from error
 
 
 @define
@@ -226,7 +227,7 @@ def image_stream(keys: ImageDataset, context: BuildContext, tokenizer: Tokenizer
     records = StreamedRecords.open(keys, source, keys.split, lanes)
     documents = keys.documents_of(context, tokenizer, records)
     rows = row_format(context, documents)
-    tolerance = StreamTolerance(keys.broken == "skip", keys.max_broken)
+    tolerance = StreamTolerance(keys.skips_unreadable, keys.unreadable_share)
     reader: LaneReader[Read | Broken] = LaneReader(
         records.rows,
         RecordReader(records, documents, rows.room, keys.too_long).encode,

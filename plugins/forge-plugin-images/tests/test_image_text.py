@@ -139,13 +139,13 @@ def test_broken_images_are_named_or_left_out_up_to_a_share(build, tmp_path):
     path = write_pairs(tmp_path)
     (tmp_path / "images" / "3.png").unlink()
     (tmp_path / "images" / "5.png").write_bytes(b"no image")
-    with pytest.raises(JobError, match=r"(?s)images of 2 of 12 .*pairs.jsonl:4: image '.*3.png' .*No such"):
+    with pytest.raises(JobError, match=r"(?s)images or videos of 2 of 12 .*pairs.jsonl:4: image '.*3.png' .*No such"):
         build(ImageText(path=str(path)))
-    skipped = build(ImageText(path=str(path), broken="skip", max_broken=0.2))
+    skipped = build(ImageText(path=str(path), unreadable="skip", max_unreadable=0.2))
     assert len(skipped) == 10
-    assert "2 with a broken image and left out" in skipped.describe()
-    with pytest.raises(JobError, match=r"max_broken: 0.1, but 2 of 12 documents"):
-        build(ImageText(path=str(path), broken="skip", max_broken=0.1))
+    assert "2 that cannot be read and left out" in skipped.describe()
+    with pytest.raises(JobError, match=r"max_unreadable: 0.1, but 2 of 12 documents"):
+        build(ImageText(path=str(path), unreadable="skip", max_unreadable=0.1))
 
 
 def test_an_image_that_breaks_off_is_named_when_it_is_read_or_its_row_is_blank(build, tmp_path, caplog):
@@ -153,16 +153,16 @@ def test_an_image_that_breaks_off_is_named_when_it_is_read_or_its_row_is_blank(b
     noise = np.random.default_rng(0).integers(0, 256, (8, 48, 3), np.uint8)
     Image.fromarray(noise).save(image)
     image.write_bytes(image.read_bytes()[:600])
-    with pytest.raises(DataError, match=r'pairs.jsonl:4: image .*3.png.* cannot be read .*; .*set broken = "skip"'):
+    with pytest.raises(DataError, match=r'pairs.jsonl:4: image .*3.png.* cannot be read .*; .*set unreadable = "skip"'):
         build(ImageText(path=str(path)))[3]
-    skipped = build(ImageText(path=str(path), broken="skip", max_broken=0.1))
+    skipped = build(ImageText(path=str(path), unreadable="skip", max_unreadable=0.1))
     row = skipped[3]
     assert (row["labels"] == -100).all()
     assert not row["patches"].any()
     assert "pairs.jsonl:4 is left out" in caplog.text
     skipped[3]  # once more: it counts once
-    with pytest.raises(DataError, match=r"1 of 12 documents have images that are broken, more than max_broken = 0.01"):
-        build(ImageText(path=str(path), broken="skip"))[3]
+    with pytest.raises(DataError, match=r"1 of 12 documents cannot be read, more than max_unreadable = 0.01"):
+        build(ImageText(path=str(path), unreadable="skip"))[3]
 
 
 def test_an_image_that_was_exchanged_for_one_of_another_size_is_noticed(build, tmp_path):

@@ -228,7 +228,7 @@ def packed(**settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("isolate", [False, True])
 def test_a_lane_continues_at_any_row_and_counts_each_broken_document_once(build, tmp_path, shuffle, isolate):
     keys = write_parquet(tmp_path, headless=(1, 2, 9), cut=(4,))
-    data = ImageText(**keys, streaming=True, lanes=2, shuffle=shuffle, broken="skip", max_broken=0.5)
+    data = ImageText(**keys, streaming=True, lanes=2, shuffle=shuffle, unreadable="skip", max_unreadable=0.5)
     stream = build(data, **(packed(seq_len=24) if isolate else {"model": MODEL}))
     for lane in range(2):
         rows = list(islice(stream.read(lane, None), 14))
@@ -258,7 +258,7 @@ def digest(row) -> str:
 
 def test_a_run_continues_with_the_same_rows_on_two_ranks_with_two_workers(make_job, tmp_path, catalog):
     keys = write_parquet(tmp_path, headless=(1,), cut=(9,))
-    data = ImageText(**keys, streaming=True, lanes=4, shuffle=3, broken="skip", max_broken=0.5)
+    data = ImageText(**keys, streaming=True, lanes=4, shuffle=3, unreadable="skip", max_unreadable=0.5)
     job = make_job(data, **packed(seq_len=24), global_batch_size=4, steps=6)
     whole, _ = rows_read(job, catalog, 6)
     first, position = rows_read(job, catalog, 3)
@@ -272,7 +272,7 @@ def test_a_run_continues_with_the_same_rows_on_two_ranks_with_two_workers(make_j
 def test_a_job_trains_on_a_stream_and_continues(make_job, tmp_path, catalog):
     keys = write_parquet(tmp_path, headless=(2,))
     data = ImageText(
-        **keys, streaming=True, lanes=2, broken="skip", max_broken=0.5, held_out_every=4, held_out_documents=3
+        **keys, streaming=True, lanes=2, unreadable="skip", max_unreadable=0.5, held_out_every=4, held_out_documents=3
     )
     job = make_job(data, model=MODEL, global_batch_size=4, steps=6)
     losses = logged(Trainer(job, catalog=catalog).run().folder)
@@ -286,7 +286,7 @@ def test_a_job_trains_on_a_stream_and_continues(make_job, tmp_path, catalog):
 
 def logged(folder: Path) -> list[tuple[float, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["loss"], line["vision/broken_documents"]) for line in lines if "loss" in line]
+    return [(line["loss"], line["data/unreadable"]) for line in lines if "loss" in line]
 
 
 # --- held out, and what cannot be -------------------------------------------------------------------------------------
@@ -311,10 +311,12 @@ def test_held_out_documents_are_kept_and_not_trained_on(build, tmp_path):
 def test_a_broken_image_is_named_by_file_and_row_and_fatal_unless_skipped(build, tmp_path):
     keys = {"streaming": True, "lanes": 1, **write_parquet(tmp_path, headless=(8,), cut=(9,))}
     place = r"row {} of file 1 of 'parquet', split 'train'"
-    with pytest.raises(DataError, match=place.format(1) + '.* cannot be read .* set broken = "skip"'):
+    with pytest.raises(DataError, match=place.format(1) + '.* cannot be read .* set unreadable = "skip"'):
         list(islice(build(ImageText(**keys), model=MODEL).read(0, None), 12))
-    with pytest.raises(DataError, match=r"1 of 9 documents that this process has read .* more than max_broken = 0\.0"):
-        list(islice(build(ImageText(**keys, broken="skip", max_broken=0.0), model=MODEL).read(0, None), 12))
+    with pytest.raises(
+        DataError, match=r"1 of 9 documents that this process has met .* more than max_unreadable = 0\.0"
+    ):
+        list(islice(build(ImageText(**keys, unreadable="skip", max_unreadable=0.0), model=MODEL).read(0, None), 12))
 
 
 def test_a_document_without_room_is_named_or_left_out(build, tmp_path, caplog):

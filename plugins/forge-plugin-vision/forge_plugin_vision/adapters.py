@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
@@ -83,9 +84,11 @@ class AveragePool(AdapterComponent):
 
     window: int = field(default=2, validator=gt(0))
     """Rows and columns of patches that become one position."""
+    video_window: int = field(default=0, validator=ge(0))
+    """The same for grids of several frames, in each frame; 0: `window`. Molmo2 has 2 and 3."""
     ragged: bool = False
     """Whether images may have any size in patches, and windows at their edges average over fewer; otherwise sizes are
-    multiples of `window`. Room is then made for as many windows as patches."""
+    multiples of both windows. Room is then made for as many windows as patches."""
     hidden: int = field(default=0, validator=ge(0))
     """Width between the matrices; 0: that of the language model."""
     activation: Activation = "gelu"
@@ -95,17 +98,17 @@ class AveragePool(AdapterComponent):
 
     @property
     def multiple(self) -> int:
-        return 1 if self.ragged else self.window
+        return 1 if self.ragged else lcm(self.window, self.video_window or self.window)
 
     def positions(self, grid: Grid) -> int:
-        return _windows(grid, self.window, ragged=self.ragged)
+        return _windows(grid, self.window, self.video_window, ragged=self.ragged)
 
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
         from forge_plugin_vision.modules.adapters import TwoLayers
         from forge_plugin_vision.modules.pooling import AveragedWindows, Windows
 
         projection = TwoLayers(width, self.hidden or dim, dim, activation=self.activation, bias=self.bias)
-        return AveragedWindows(Windows(self.window, ragged=self.ragged), projection)
+        return AveragedWindows(Windows(self.window, self.video_window or self.window, ragged=self.ragged), projection)
 
 
 @frozen(kw_only=True)
@@ -114,9 +117,11 @@ class AttentionPool(AdapterComponent):
 
     window: int = field(default=2, validator=gt(0))
     """Rows and columns of patches that become one position."""
+    video_window: int = field(default=0, validator=ge(0))
+    """The same for grids of several frames, in each frame; 0: `window`. Molmo2 has 2 and 3."""
     ragged: bool = False
     """Whether images may have any size in patches, and windows at their edges are smaller; otherwise sizes are
-    multiples of `window`. Room is then made for as many windows as patches."""
+    multiples of both windows. Room is then made for as many windows as patches."""
     heads: int = field(default=16, validator=gt(0))
     """Attention heads, a divisor of the encoder's width."""
     attention_bias: bool = True
@@ -126,10 +131,10 @@ class AttentionPool(AdapterComponent):
 
     @property
     def multiple(self) -> int:
-        return 1 if self.ragged else self.window
+        return 1 if self.ragged else lcm(self.window, self.video_window or self.window)
 
     def positions(self, grid: Grid) -> int:
-        return _windows(grid, self.window, ragged=self.ragged)
+        return _windows(grid, self.window, self.video_window, ragged=self.ragged)
 
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
         from forge_plugin_vision.modules.pooling import AttendedWindows, Windows
@@ -138,7 +143,7 @@ class AttentionPool(AdapterComponent):
             message = f"{self.heads} does not divide the encoder's width, which is {width}"
             raise JobError([Problem(f"{context.path}.heads", message)])
         return AttendedWindows(
-            Windows(self.window, ragged=self.ragged),
+            Windows(self.window, self.video_window or self.window, ragged=self.ragged),
             width,
             self.hidden or 4 * dim,
             dim,
@@ -182,7 +187,15 @@ class Perceiver(AdapterComponent):
         )
 
 
-def _windows(grid: Grid, window: int, *, ragged: bool) -> int:
-    """Returns the number of windows of an image."""
-    more = window - 1 if ragged else 0
-    return grid.frames * ((grid.rows + more) // window) * ((grid.columns + more) // window)
+def _windows(grid: Grid, window: int, video_window: int = 0, *, ragged: bool) -> int:
+    """Returns the number of windows of an image; `video_window` is that of grids of several frames, 0: `window`."""
+    images = _windows_of_side(grid, window, ragged=ragged)
+    if video_window in (0, window):
+        return images
+    videos, are_videos = _windows_of_side(grid, video_window, ragged=ragged), (grid.frames > 1) * 1  # or a tensor
+    return are_videos * videos + (1 - are_videos) * images
+
+
+def _windows_of_side(grid: Grid, side: int, *, ragged: bool) -> int:
+    more = side - 1 if ragged else 0
+    return grid.frames * ((grid.rows + more) // side) * ((grid.columns + more) // side)

@@ -15,8 +15,8 @@ model's width; a fusion says how the language model sees them. A batch has, besi
   that the encoder sees as several tiles is one image, whose grid covers them all, so its sides say how they lie. A clip
   of a video is one grid too, with as many frames as its time axis has entries, also where texts stand between them;
 - `grid_seconds` (B, N) float32: seconds from one entry of a clip's time axis to the next; 0 for images;
-- `broken_documents` (B,) int64: documents that the row would have, and that its dataset left out since an image of them
-  cannot be read. It is only counted, for the metric `vision/broken_documents`.
+- `broken_documents` (B,) int64: documents that the row would have, and that its dataset left out since an image or
+  video of them cannot be read. It is only counted, for the metric `data/unreadable`.
 """
 
 from __future__ import annotations

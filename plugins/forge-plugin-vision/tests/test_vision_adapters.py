@@ -143,14 +143,16 @@ def test_the_place_of_a_patch_matters(adapter, make, positions):
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4),
     window=st.integers(1, 4),
+    of_videos=st.integers(1, 4),
 )
-def test_ragged_windows_of_any_images_fit(sizes, window):
+def test_ragged_windows_of_any_images_fit(sizes, window, of_videos):
     from forge_plugin_vision.modules.pooling import Windows
 
     grids = torch.tensor([sizes])
     patches = int(grids.prod(-1).sum())
-    index, there = Windows(window, ragged=True).members(Images.of(grids, patches))
-    needed = sum(AveragePool(window=window, ragged=True).positions(Grid(*size)) for size in sizes)
+    index, there = Windows(window, of_videos, ragged=True).members(Images.of(grids, patches))
+    adapter = AveragePool(window=window, video_window=of_videos, ragged=True)
+    needed = sum(adapter.positions(Grid(*size)) for size in sizes)
     assert index.shape[1] >= needed
     # Each patch is in one window.
     assert sorted(index[there].tolist()) == list(range(patches))
@@ -248,3 +250,33 @@ def test_flops_are_those_of_the_matrix_products(make, packed, name):
 def _copy(module: Any, theirs: dict[str, Any]) -> None:
     for name, linear in theirs.items():
         module.get_submodule(name).load_state_dict(linear.state_dict())
+
+
+@pytest.mark.parametrize("pool", [AveragePool, AttentionPool])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_frames_of_videos_are_pooled_by_windows_of_their_own(pool, ragged, make, packed):
+    heads = {"heads": 2} if pool is AttentionPool else {}
+    both, images, videos = (
+        pool(window=window, video_window=video, ragged=ragged, **heads) for window, video in ((2, 3), (2, 0), (3, 0))
+    )
+    assert both.multiple == (1 if ragged else 6)
+    sides = [(7, 5), (4, 6), (5, 4)] if ragged else [(6, 6), (6, 12), (6, 6)]
+    [[still, clip, last]] = images_of([sides])
+    frames = [clip, torch.randn(clip.shape, generator=torch.Generator().manual_seed(3), dtype=clip.dtype)]
+    patches, grids = packed([[still, *frames, last]], 220, 4, WIDTH)
+    grids = torch.tensor([[grids[0, 0].tolist(), [2, *clip.shape[:2]], grids[0, 3].tolist(), [0, 0, 0]]])
+    modules = [make(adapter) for adapter in (both, images, videos)]
+    for module in modules[1:]:
+        module.load_state_dict(modules[0].state_dict())
+
+    def alone(number: int, image: Tensor) -> Tensor:
+        adapter = (both, images, videos)[number]
+        own, of_one = packed([[image]], image[..., 0].numel(), 1, WIDTH)
+        return modules[number](own, Images.of(of_one, own.shape[1]))[0, : adapter.positions(Grid(1, *image.shape[:2]))]
+
+    expected = torch.cat([alone(1, still), *(alone(2, frame) for frame in frames), alone(1, last)])
+    counts = both.positions(Grid(*grids.unbind(-1)))
+    assert counts[0].tolist() == [both.positions(Grid(*grid)) for grid in grids[0].tolist()]
+    assert modules[0].windows.count(Grid(*grids.double().unbind(-1))).tolist() == counts.tolist()
+    assert counts.sum() == len(expected)
+    assert (modules[0](patches, Images.of(grids, 220))[0, : len(expected)] - expected).abs().max() < 1e-12

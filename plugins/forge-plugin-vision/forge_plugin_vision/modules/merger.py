@@ -25,7 +25,7 @@ class Merger(nn.Module):
         self, width: int, hidden: int, dim: int, *, side: int, norm: nn.Module, norm_over: str, std: float
     ) -> None:
         super().__init__()
-        self.windows, self.norm_over = Windows(side, ragged=False), norm_over
+        self.windows, self.norm_over = Windows(side, side, ragged=False), norm_over
         self.norm = norm
         self.up = Linear(width * side**2, hidden, bias=True, std=std)
         self.down = Linear(hidden, dim, bias=True, std=std)

@@ -21,36 +21,43 @@ if TYPE_CHECKING:
 
 
 class Windows(NamedTuple):
-    """Squares of patches of an image, row by row, one image after the other."""
+    """Squares of patches of an image, row by row, one image after the other; those of a video are in its frames."""
 
     side: int
     """Rows and columns of a window."""
+    video_side: int
+    """The same for grids of several frames."""
     ragged: bool
-    """Whether windows at an image's edges may be smaller; otherwise its rows and columns are multiples of `side`."""
+    """Whether windows at an image's edges may be smaller; otherwise its rows and columns are multiples of the side."""
 
     def most(self, patches: int) -> int:
         """Returns M, the most windows that images of `patches` patches together can have."""
         # Ragged ones are as many as patches in a row of frames or images of a single patch.
-        return patches if self.ragged else max(patches // self.side**2, 1)
+        return patches if self.ragged else max(patches // min(self.side, self.video_side) ** 2, 1)
 
     def count(self, grid: Grid) -> int:
         """Returns the number of windows of an image; of many for a `Grid` of tensors."""
-        more = self.side - 1 if self.ragged else 0
-        return grid.frames * ((grid.rows + more) // self.side) * ((grid.columns + more) // self.side)
+        # As `positions` of the adapters, whose component modules without torch must know it, too.
+        is_video = (grid.frames > 1) * 1
+        side = self.side + is_video * (self.video_side - self.side)
+        more = side - 1 if self.ragged else 0
+        return grid.frames * ((grid.rows + more) // side) * ((grid.columns + more) // side)
 
     def members(self, images: Images) -> tuple[Tensor, Tensor]:
         """Returns numbers of the patches of each window (B, M, K), and which of them there are (B, M, K) bool."""
         frames, rows, columns = images.grids.unbind(-1)
-        more = self.side - 1 if self.ragged else 0
-        merged = torch.stack([frames, (rows + more) // self.side, (columns + more) // self.side], -1)
+        side = torch.where(frames > 1, self.video_side, self.side)
+        more = side - 1 if self.ragged else torch.zeros_like(side)
+        merged = torch.stack([frames, (rows + more) // side, (columns + more) // side], -1)
         windows = Images.of(merged, self.most(images.number.shape[1]))
         own = windows.number.clamp(max=images.grids.shape[1] - 1)
         sizes = images.grids.prod(-1)
-        starts, rows, columns = (each.gather(1, own).unsqueeze(-1) for each in (sizes.cumsum(1) - sizes, rows, columns))
-        offset = torch.arange(self.side, device=own.device)
-        row = windows.row.unsqueeze(-1) * self.side + offset.repeat_interleave(self.side)
-        column = windows.column.unsqueeze(-1) * self.side + offset.repeat(self.side)
-        there = windows.valid.unsqueeze(-1) & (row < rows) & (column < columns)
+        of_image = (sizes.cumsum(1) - sizes, rows, columns, side)
+        starts, rows, columns, side = (each.gather(1, own).unsqueeze(-1) for each in of_image)
+        member = torch.arange(max(self.side, self.video_side) ** 2, device=own.device)
+        row = windows.row.unsqueeze(-1) * side + member // side
+        column = windows.column.unsqueeze(-1) * side + member % side
+        there = windows.valid.unsqueeze(-1) & (member < side**2) & (row < rows) & (column < columns)
         return torch.where(there, starts + (windows.frame.unsqueeze(-1) * rows + row) * columns + column, 0), there
 
 
@@ -66,7 +73,7 @@ class ShuffledProjection(nn.Module):
 
     def __init__(self, width: int, factor: int, dim: int, *, bias: bool) -> None:
         super().__init__()
-        self.windows = Windows(factor, ragged=False)
+        self.windows = Windows(factor, factor, ragged=False)
         self.project = Linear(factor**2 * width, dim, bias=bias)
 
     def forward(self, features: Tensor, images: Images) -> Tensor:

@@ -84,7 +84,7 @@ class Vision(nn.Module):
         return places_of_features(self.image_input.encoder, images), encoded
 
     def count(self, batch: Batch) -> None:
-        """Count the patches of a micro-batch, and the documents that it lacks, for the metrics `vision/…`."""
+        """Count the patches of a micro-batch for the metrics `vision/…`, and the documents that it lacks."""
         filled = batch[GRIDS].prod(-1).sum(1).double()
         metrics = {
             "vision/patches_per_sequence": filled.sum(),
@@ -94,7 +94,7 @@ class Vision(nn.Module):
         for name, value in metrics.items():
             self._auxiliary.metric(name, value / self._counted_by, "sequence")
         if BROKEN in batch:
-            self._auxiliary.metric("vision/broken_documents", batch[BROKEN].sum().double() / self._counted_by)
+            self._auxiliary.metric("data/unreadable", batch[BROKEN].sum().double() / self._counted_by)
 
     def tap_points(self) -> Mapping[str, TapPoint]:
         """Returns those of the encoder, and what encoder and adapter return."""
