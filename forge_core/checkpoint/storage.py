@@ -196,8 +196,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def fetch(folder: Path, names: Sequence[str]) -> None:
     """Bring files of a checkpoint into its folder, if it is one of a storage that keeps them elsewhere."""
-    if folder in SpreadStorage.opened:
-        storage, step = SpreadStorage.opened[folder]
+    storage, step = SpreadStorage.opened.get(folder.absolute(), (None, 0))
+    if storage:
         storage.fetch(step, names)
 
 
@@ -223,7 +223,7 @@ def threads() -> int:
 
 def _fault(path: Path, entry: Mapping[str, Any], how: How) -> str:
     try:
-        storage, step = SpreadStorage.opened.get(path.parent, (None, 0))
+        storage, step = SpreadStorage.opened.get(path.parent.absolute(), (None, 0))
         if how == "full":
             fetch(path.parent, [path.name])
         size = storage.size(step, path.name) if storage and how == "sizes" else path.stat().st_size

@@ -188,12 +188,12 @@ class SpreadStorage(ABC):
     """
 
     opened: ClassVar[dict[Path, tuple[SpreadStorage, int]]] = {}
-    """Folders of all checkpoints that this process may read, with storage and step: readers fetch the files first."""
+    """Absolute folders of all checkpoints that this process may read, with storage and step: readers fetch first."""
 
     def path(self, step: int) -> Path:
         """Returns the folder in which this rank finds the files of a checkpoint that it has written or fetched."""
         folder = self.folder(step)
-        self.opened[folder] = self, step
+        self.opened[folder.absolute()] = self, step  # relative, it would be another run's elsewhere
         return folder
 
     # All of them abstract: one that was misspelt, or forgotten, would be missed only when a machine is lost.

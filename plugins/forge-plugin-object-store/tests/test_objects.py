@@ -267,6 +267,16 @@ class TestRefusals:
             make(**{"checkpoint.storage.url": '"s3://bucket/runs"'})
 
 
+def test_a_local_run_of_the_same_name_elsewhere_is_read_where_it_is(make, monkeypatch, capsys):
+    for folder, changes in {"bucket": {}, "local": {"checkpoint.storage": '{type = "local"}', "model.dim": 24}}.items():
+        Path(folder).mkdir()
+        monkeypatch.chdir(folder)
+        train(make(**changes))
+        assert main(["checkpoints", "runs/run"]) == 0
+        assert capsys.readouterr().out.count("intact") == 2
+        monkeypatch.chdir("..")
+
+
 def test_a_folder_by_file_url_works_like_a_bucket(make, tmp_path):
     keys = {"checkpoint.storage.url": f'"file://{tmp_path}/shared/{{job}}"', "checkpoint.storage.options": "{}"}
     straight = train(make("straight", **keys, **{"train.steps": 6}))
