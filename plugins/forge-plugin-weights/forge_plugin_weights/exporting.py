@@ -36,7 +36,14 @@ from forge_plugin_weights.importing import (
 from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Part
 from forge_plugin_weights.matching import Match, match_names
 from forge_plugin_weights.parity import ReadBack, write_parity
-from forge_plugin_weights.pixels import PREPROCESSOR, PROCESSOR, processor_of, updated_processor
+from forge_plugin_weights.pixels import (
+    PREPROCESSOR,
+    PROCESSOR,
+    VIDEO_PREPROCESSOR,
+    processor_of,
+    updated_processor,
+    video_processor,
+)
 from forge_plugin_weights.reading import Piece, Reader
 from forge_plugin_weights.tables import (
     fitting_architectures,
@@ -398,9 +405,18 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
     if pixels is not None:
         known = processor_of(folder) or origin_of(run).get("config", {}).get(PIXELS, {})
         (folder / PREPROCESSOR).write_text(json.dumps(updated_processor(pixels, known), indent=2) + "\n")
+        if target.architecture.video_processor and not _has_video_processor(folder):
+            settings = video_processor(pixels, target.architecture.video_processor)
+            (folder / VIDEO_PREPROCESSOR).write_text(json.dumps(settings, indent=2) + "\n")
     ids = _special_ids(run)
     if ids and target.architecture.has_text and not (folder / GENERATION).is_file():
         (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
+
+
+def _has_video_processor(folder: Path) -> bool:
+    """Whether a file that travelled along says how videos are processed."""
+    joint = read_json(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
+    return (folder / VIDEO_PREPROCESSOR).is_file() or "video_processor" in joint
 
 
 def _config(
@@ -418,6 +434,9 @@ def _config(
         return {**config, **described}
     if architecture.image_token and architecture.image_token not in config:
         config |= _image_token(architecture.image_token, run)
+    if missing := {key: token for key, token in architecture.marks.items() if key not in config}:
+        ids = added_tokens(run / TOKENIZER) if run is not None else {}
+        config |= {key: ids[token] for key, token in missing.items() if token in ids}
     ids = {name: value for name, value in _special_ids(run).items() if not isinstance(value, list)}
     table = {} if architecture.table else described[TEXT]
     known = origin if architecture.table else {**origin, **origin.get(TEXT, {})}

@@ -201,6 +201,10 @@ class ArchitectureComponent(Component[None]):
     """Keys that an imported model has again, though they mean nothing to Forge."""
     image_token: ClassVar[str] = ""
     """The key with the id of the token that stands for an image, if it sees images."""
+    marks: ClassVar[Mapping[str, str]] = {}
+    """Keys with ids of further tokens of the tokenizer, and those tokens."""
+    video_processor: ClassVar[str] = ""
+    """Class of the video processor, if it sees videos."""
     has_text: ClassVar[bool] = True
     """Whether it has a language model, and so a tokenizer, special tokens and a longest sequence."""
 

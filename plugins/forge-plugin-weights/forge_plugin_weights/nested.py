@@ -68,8 +68,16 @@ class Language:
     """Its keys, as the architecture's fields see them."""
 
 
-def language_of(model: Flat) -> Language:
+Named = tuple[str, ArchitectureComponent]
+"""An architecture with its `model_type`."""
+
+
+def language_of(model: Flat, only: Named | None = None) -> Language:
     """Returns the published form of a model's language model.
+
+    Args:
+        model: the keys of the larger model.
+        only: the one form that it may have; None: any of the installed ones.
 
     Raises:
         Unsupported: there is none; says which keys of the nearest are missing.
@@ -77,18 +85,18 @@ def language_of(model: Flat) -> Language:
     inner = {path.removeprefix(LANGUAGE): value for path, value in model.items() if path.startswith(LANGUAGE)}
     if not inner:
         raise Unsupported("there is no model.language")
-    return _language(tomli_w.dumps(nested(with_pattern(inner))))
+    return _language(tomli_w.dumps(nested(with_pattern(inner))), only)
 
 
 @cache
-def _language(text: str) -> Language:
+def _language(text: str, only: Named | None) -> Language:
     from forge_core.config.load import to_toml
     from forge_plugin_weights.tables import flattened
 
     catalog = Catalog.installed()
     model: ModelComponent = parse_component(tomllib.loads(text), "model.language", ModelComponent, catalog)
     try:
-        fitting = fitting_architectures(model, catalog, languages())
+        fitting = fitting_architectures(model, catalog, dict([only]) if only else languages())
     except JobError as error:
         raise Unsupported("; ".join(map(str, error.problems))) from error
     name = preferred(fitting)
@@ -105,6 +113,13 @@ class LanguageTable(Field):
     """The `model_type` of a table without one."""
     head_keys: Collection[str] = ()
     """Keys of `PLAIN_HEAD` that the larger model obeys all the same."""
+    only: ArchitectureComponent | None = None
+    """The one architecture that it may be of, called `default`; None: any that is installed."""
+
+    @property
+    def named(self) -> Named | None:
+        """The one architecture that it may be of."""
+        return None if self.only is None else (self.default, self.only)
 
     @property
     def keys(self) -> Collection[str]:
@@ -113,9 +128,10 @@ class LanguageTable(Field):
     def architecture(self, config: Config) -> ArchitectureComponent:
         """Returns the architecture of a configuration's table."""
         name = value_of(config, TEXT, REQUIRED).get("model_type", self.default)
-        if name not in languages():
-            raise Unsupported(f"{TEXT}.model_type = {name!r}; Forge has {', '.join(sorted(languages()))}")
-        return languages()[name]
+        known = languages() if self.only is None else {self.default: self.only}
+        if name not in known:
+            raise Unsupported(f"{TEXT}.model_type = {name!r}; Forge has {', '.join(sorted(known))}")
+        return known[name]
 
     def inner(self, config: Config) -> InnerTable:
         architecture = self.architecture(config)
@@ -128,7 +144,7 @@ class LanguageTable(Field):
         return model
 
     def write(self, model: Flat) -> Config:
-        own = language_of(model)
+        own = language_of(model, self.named)
         check_head(model, self.head_keys)
         config = write_config(own.architecture, own.model, Catalog.installed())
         tied = {TIED: config[TIED]} if TIED in config else {}
@@ -137,7 +153,7 @@ class LanguageTable(Field):
     def resolve(self, model: Flat) -> Flat:
         before = [path for path in model if path.startswith(LANGUAGE)]
         try:
-            own = language_of(model).flat
+            own = language_of(model, self.named).flat
         except Unsupported:
             return {}
         return dict.fromkeys(before, ABSENT) | {LANGUAGE + path: value for path, value in own.items()}
@@ -230,15 +246,16 @@ class Renamed:
         return [attrs.evolve(part, theirs=self.rename(part.theirs)) for part in self.rule.parts(name, shapes)]
 
 
-def language_rules(model: Flat, body: str, head: str) -> Sequence[Rule]:
+def language_rules(model: Flat, body: str, head: str, only: Named | None = None) -> Sequence[Rule]:
     """Returns the names of the language model's tensors in a larger model.
 
     Args:
         model: the keys of the larger one.
         body: what names begin with, in place of `model.` or the like.
         head: likewise, of the matrix of logits, whatever it is called.
+        only: the one architecture that the language model may be of; None: any that is installed.
     """
-    own = language_of(model)
+    own = language_of(model, only)
 
     def rename(name: str) -> str:
         first, _, rest = name.partition(".")

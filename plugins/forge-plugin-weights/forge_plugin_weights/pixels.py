@@ -18,8 +18,9 @@ from forge_plugin_weights.fields import setting
 from forge_plugin_weights.kinds import PIXELS, Config, Field, Flat, Unsupported
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
-PROCESSOR_FILES = (PREPROCESSOR, PROCESSOR)
-"""Files of a folder that say how images are processed."""
+VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
+PROCESSOR_FILES = (PREPROCESSOR, PROCESSOR, VIDEO_PREPROCESSOR)
+"""Files of a folder that say how images and videos are processed."""
 ENCODER = "vision.encoder"
 RESAMPLING: Mapping[int, str] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """By Pillow's numbers."""
@@ -83,6 +84,8 @@ class Pixels(Field):
     resample: int = 3
     written: Mapping[str, Any] = field(factory=dict)
     """Further keys that an export has; `...` stands for the image's side in pixels."""
+    known: Collection[str] = ()
+    """Further keys whose meaning it knows."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -90,7 +93,7 @@ class Pixels(Field):
 
     def read(self, config: Config) -> Flat:
         settings: Mapping[str, Any] = config.get(PIXELS) or {}
-        if unknown := [key for key in settings if key not in KNOWN | HARMLESS]:
+        if unknown := [key for key in settings if key not in {*KNOWN, *HARMLESS, *self.known}]:
             raise Unsupported(f"{PREPROCESSOR} has {', '.join(unknown)}, which Forge does not know")
         resample = settings.get("resample", self.resample)
         if resample not in RESAMPLING:
@@ -136,6 +139,56 @@ class TiledPixels(Pixels):
     def further(self, model: Flat) -> Config:
         side = setting(model, f"{ENCODER}.tile")
         return {"do_pad": True, "size": {"height": side, "width": side}, "max_image_tiles": _most_tiles(model)}
+
+
+@frozen(kw_only=True)
+class AreaPixels(Pixels):
+    """What is done to pixels of a tower for images of any size, whose area has bounds (Qwen2-VL and later)."""
+
+    known: Collection[str] = ("temporal_patch_size", "merge_size", "min_pixels", "max_pixels")
+    bounds: tuple[int, int]
+    """Least and greatest pixels of an image that an export has, where no file says them."""
+
+    def read(self, config: Config) -> Flat:
+        settings: Mapping[str, Any] = config.get(PIXELS) or {}
+        for key, theirs in SHARED_SIZES.items():
+            if key in settings and settings[key] != config.get(theirs, settings[key]):
+                raise Unsupported(f"{key} = {settings[key]} in {PREPROCESSOR}, and vision_config has {config[theirs]}")
+        model = dict(super().read(config))
+        if (resample := model.pop(f"{ENCODER}.resample")) != "bicubic":
+            raise Unsupported(f"resample in {PREPROCESSOR} is {resample}; this tower's images are bicubic in Forge")
+        return model
+
+    def write(self, model: Flat) -> Config:
+        return super().write({**model, f"{ENCODER}.resample": "bicubic"})
+
+    def further(self, model: Flat) -> Config:
+        least, most = self.bounds
+        return {
+            "patch_size": setting(model, f"{ENCODER}.patch"),
+            "temporal_patch_size": setting(model, f"{ENCODER}.frames"),
+            "merge_size": setting(model, "vision.adapter.merge"),
+            "size": {"shortest_edge": least, "longest_edge": most},
+        }
+
+
+SHARED_SIZES: Mapping[str, str] = {
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "merge_size": "spatial_merge_size",
+}
+"""Keys of such a processor, and those of `vision_config` that mean the same."""
+
+
+def video_processor(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns the content of a `video_preprocessor_config.json`.
+
+    Args:
+        settings: the keys of the image processor.
+        name: the class of the video processor, whose bounds of frames and pixels remain its own.
+    """
+    shared = {key: value for key, value in settings.items() if key not in ("image_processor_type", "size")}
+    return {"video_processor_type": name, **shared}
 
 
 def _most_tiles(model: Flat) -> int:
@@ -194,6 +247,8 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
         return None
     if f"{ENCODER}.arrangements" in model:
         return _tiled(settings, model)
+    if "merge_size" in settings:
+        return _by_area(settings, model)
     height, width = model.get(f"{ENCODER}.pixels") or model[f"{ENCODER}.size"]
     if "max_num_patches" in settings:
         return ImageTable({"resize": "fill", "max_patches": settings["max_num_patches"]})
@@ -225,6 +280,22 @@ def _tiled(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     if [*map(tuple, model[f"{ENCODER}.arrangements"])] != pairs:
         differences.append(f"they have all arrangements of {most} tiles there, which config.json has not")
     return ImageTable({"resize": "canvas"}, differences)
+
+
+def _by_area(settings: Mapping[str, Any], model: Flat) -> ImageTable:
+    """Of Qwen2.5-VL and Qwen3-VL."""
+    area, size = model[f"{ENCODER}.patch"] ** 2, settings.get("size") or {}
+    least = settings.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+    most = settings.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    room = model["vision.patches_per_sequence"]
+    keys = {"resize": "native", "min_patches": -(-least // area), "max_patches": min(most // area, room)}
+    differences = []
+    if most // area > room:
+        message = f"they have up to {most // area} patches there, and a sequence of this model has room for {room}"
+        differences.append(f"{message}: raise model.vision.patches_per_sequence and max_patches")
+    if least % area or most % area:
+        differences.append(f"their area is {least} to {most} pixels there, which are no whole patches")
+    return ImageTable(keys, differences)
 
 
 def _squashed(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:

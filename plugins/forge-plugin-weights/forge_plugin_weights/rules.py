@@ -81,18 +81,21 @@ class Convolution:
     """Of a patch in pixels."""
     flat: bool = False
     """Whether theirs is (W, side * side * channels)."""
+    frames: int = 0
+    """Frames of a patch, a dimension of theirs between channels and rows; 0: there is none."""
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
         if name != self.ours:
             return ()
         width, values = shapes[name]
-        side, channels = self.side, values // self.side**2
+        side, frames = self.side, (self.frames,) if self.frames else ()
+        channels = values // (side**2 * (self.frames or 1))
         if not self.flat:
             return [
                 Part(
                     ours=name,
                     theirs=self.theirs,
-                    shape=(width, channels, side, side),
+                    shape=(width, channels, *frames, side, side),
                     offsets=(0, 0),
                     sizes=(width, values),
                     of_ours=whole,
@@ -249,7 +252,10 @@ class Transposed:
 
 @frozen
 class Columns:
-    """Several of our matrices, transposed, side by side in one of theirs, as in the fused projections of GPT-2."""
+    """Several of our matrices, or stacks of them, transposed, side by side in one of theirs.
+
+    The fused projections of GPT-2 are so, and the experts of Qwen3-VL.
+    """
 
     ours: Sequence[str]
     theirs: str
@@ -257,7 +263,7 @@ class Columns:
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
         for number, template in enumerate(self.ours):
             if (groups := match(template, name)) is not None:
-                lengths = [shapes[other.format(**groups)][0] for other in self.ours]
+                lengths = [shapes[other.format(**groups)][-2] for other in self.ours]
                 return [self._part(name, self.theirs.format(**groups), lengths, number, shapes[name])]
         return ()
 
@@ -266,9 +272,9 @@ class Columns:
         return Part(
             ours=ours,
             theirs=theirs,
-            shape=(shape[1], sum(lengths)),
+            shape=(*shape[:-2], shape[-1], sum(lengths)),
             of_ours=whole,
-            of_theirs=lambda tensor: tensor[:, start : start + lengths[number]].T,
+            of_theirs=lambda tensor: tensor[..., start : start + lengths[number]].mT,
         )
 
 

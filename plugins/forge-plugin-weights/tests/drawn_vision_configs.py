@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from drawn_configs import EPS, INSTALLED, RATES, SEEING, configs
+from drawn_configs import EPS, INSTALLED, RATES, SEEING, SET_BY_ROPES, SPELLINGS, THETAS, configs
 from hypothesis import strategies as st
 
 from forge_plugin_weights.kinds import TIED
@@ -149,19 +149,80 @@ def paligemmas(draw: st.DrawFn) -> dict[str, Any]:
     return {"text_config": {**text, TIED: tied}, "vision_config": {**tower, **width}, TIED: tied, **width, **further}
 
 
+QWEN_LANGUAGES = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+WITHOUT = {*SET_BY_ROPES, *("use_sliding_window", "sliding_window", "layer_types", "max_window_layers", "use_mrope")}
+"""Keys of these language models that the table of a larger one has otherwise, or not at all."""
+
+
+@st.composite
+def qwen_ropes(draw: st.DrawFn, interleaved: bool) -> dict[str, Any]:
+    """A position encoding of frame, row and column, as either version of `transformers` spells it, or both."""
+    form: dict[str, Any] = {"mrope_section": draw(st.lists(st.integers(1, 9), min_size=3, max_size=3))}
+    form |= {"mrope_interleaved": True} if interleaved else {}
+    theta, spelling = draw(THETAS), draw(st.sampled_from(SPELLINGS))
+    keys: dict[str, Any] = {}
+    if spelling != "5":
+        named = {"type": "mrope"} if not interleaved and draw(st.booleans()) else {"rope_type": "default"}
+        keys |= {"rope_theta": theta, "rope_scaling": {**form, **named}}
+    if spelling != "4":
+        keys["rope_parameters"] = {**form, "rope_type": "default", "rope_theta": theta}
+    return keys
+
+
+@st.composite
+def qwen_towers(draw: st.DrawFn, type_: str) -> dict[str, Any]:
+    """With windows, or with a table of positions and DeepStack."""
+    heads, depth, patch = draw(st.sampled_from([1, 2, 4])), draw(st.integers(2, 6)), draw(st.sampled_from([8, 14, 16]))
+    config = {
+        "model_type": draw(st.sampled_from([f"{type_}_vision", type_])),
+        "depth": depth,
+        "num_heads": heads,
+        "hidden_size": heads * draw(st.sampled_from([8, 16])),
+        "intermediate_size": draw(st.integers(1, 99)),
+        "patch_size": patch,
+        "spatial_merge_size": (merge := draw(st.integers(1, 3))),
+        **draw(some(temporal_patch_size=st.integers(1, 3), in_channels=st.just(3))),
+        **draw(some(rope_parameters=st.builds(lambda base: {"rope_type": "axial", "rope_theta": base}, THETAS))),
+    }
+    blocks = sorted(draw(st.sets(st.integers(0, depth - 1))))
+    if type_ != "qwen2_5_vl":
+        return {**config, "num_position_embeddings": draw(st.integers(1, 9)) ** 2, "deepstack_visual_indexes": blocks}
+    window = {"window_size": patch * merge * draw(st.integers(1, 4)), "fullatt_block_indexes": blocks}
+    return {**config, **window, **draw(some(tokens_per_second=st.integers(1, 30)))}
+
+
+@st.composite
+def qwens(draw: st.DrawFn, type_: str) -> dict[str, Any]:
+    """Qwen2.5-VL, in tables or as its first files have it, and Qwen3-VL."""
+    is_first = type_ == "qwen2_5_vl"
+    text = {key: value for key, value in draw(configs(QWEN_LANGUAGES[type_])).items() if key not in WITHOUT}
+    for key in ("head_dim", "attention_bias") if is_first else ("norm_topk_prob",):
+        text.pop(key, None)
+    tied = draw(st.booleans())  # as both versions of `transformers` say it
+    text |= {**draw(qwen_ropes(not is_first)), "model_type": f"{type_}_text", TIED: tied}
+    tokens = draw(some(image_token_id=st.just(5), video_token_id=st.just(6)))
+    vision = {**draw(qwen_towers(type_)), "out_hidden_size": text["hidden_size"]}
+    if is_first and draw(st.booleans()):
+        return {**text, "model_type": type_, "vision_config": vision, **tokens}
+    return {"text_config": text, "vision_config": vision, TIED: tied, **tokens}
+
+
 MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "llava": llavas,
     "paligemma": paligemmas,
     "idefics3": lambda: shuffled("idefics3_vision"),
     "smolvlm": lambda: shuffled("smolvlm_vision"),
     "mllama": mllamas,
+    "qwen2_5_vl": lambda: qwens("qwen2_5_vl"),
+    "qwen3_vl": lambda: qwens("qwen3_vl"),
+    "qwen3_vl_moe": lambda: qwens("qwen3_vl_moe"),
 }
 DRAWN = {**TOWERS, **MODELS}
 
 
 def vision_configs(type_: str) -> st.SearchStrategy[dict[str, Any]]:
     """Configurations of a tower, or of a model that sees images."""
-    return DRAWN[type_]().map(lambda config: {"model_type": type_, **config})
+    return DRAWN[type_]().map(lambda config: {**config, "model_type": type_})
 
 
 def keys_that_are_read(type_: str) -> set[str]:

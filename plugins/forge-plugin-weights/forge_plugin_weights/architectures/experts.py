@@ -151,15 +151,19 @@ class Qwen3MoE(ArchitectureComponent):
         return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, router, *expert_rules(layer), *tied_head(model))
 
 
-def router_fields() -> Sequence[Field]:
-    """Returns the keys of experts that a softmax chooses, as Qwen's have them."""
-    normalised: dict[bool, Flat] = {
+def router_fields(*, normalised: bool | None = None) -> Sequence[Field]:
+    """Returns the keys of experts that a softmax chooses, as Qwen's have them.
+
+    Args:
+        normalised: whether weights of the chosen experts add up to 1; None: a key says it.
+    """
+    options: dict[bool, Flat] = {
         value: {"ffn.router.type": f"{MOE}/softmax_topk", "ffn.router.normalise": name}
         for value, name in ((False, "before"), (True, "after"))
     }
     return (
         Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
-        Choice("norm_topk_prob", normalised, False),
+        Choice("norm_topk_prob", options, False) if normalised is None else Fixed(options[normalised]),
         Key("num_experts", "ffn.experts", other_names=("num_local_experts",)),
         Key("num_experts_per_tok", "ffn.router.top_k"),
         Key("moe_intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
