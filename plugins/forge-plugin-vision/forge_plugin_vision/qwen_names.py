@@ -2,14 +2,17 @@
 
 Their counterpart is `vision_language` with `transformer`, `qwen_vit`, `merger` and `joint`. Tensors are the same but
 for the projection of patches, which is a convolution (W, channels, frames, rows, columns) there and a matrix here.
+`forge-run weights` reads and writes whole models by these tables.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
+from forge_core import deprecated
 from forge_plugin_transformer import huggingface_names
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ def from_huggingface(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         KeyError: Forge has no such parameter.
     """
+    _warn("from_huggingface", "forge-run weights import")
     return {_name_of_ours(name): tensor.flatten(1) if tensor.ndim == 5 else tensor for name, tensor in state.items()}
 
 
@@ -68,11 +72,16 @@ def to_huggingface(state: Mapping[str, Tensor], family: Family, form: ImageForma
     Raises:
         KeyError: the model has no such parameter.
     """
+    _warn("to_huggingface", "forge-run weights export")
     patch = (-1, form.channels, form.frames, form.patch, form.patch)
     return {
         _name_of_theirs(name, family): tensor.view(patch) if name == "vision.encoder.patch.weight" else tensor
         for name, tensor in state.items()
     }
+
+
+def _warn(name: str, instead: str) -> None:
+    warnings.warn(deprecated(f"qwen_names.{name}", "0.4", f"use {instead}"), stacklevel=3)
 
 
 def _name_of_ours(name: str) -> str:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
+from PIL import Image
 from published_models import ours
-from published_qwen import MODELS, prompts_of
+from published_qwen import MODELS, in_blocks, prompts_of, rope
 from published_vision import wide_logits
-from test_published_vision import check_tensors, imported, loaded, logits
+from test_published_vision import check_table, check_tensors, imported, loaded, logits
 
+from forge_core.checkpoint.resume import locate
+from forge_core.config.load import parse_job
+from forge_core.contracts.errors import JobError
+from forge_core.plugins.catalog import Catalog
 from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_weights.exporting import export_run
+from forge_plugin_weights.importing import import_folder, read_json
+from forge_plugin_weights.tables import architecture_of, read_config, write_config
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -29,6 +41,11 @@ def test_a_model_that_sees_videos_comes_in_and_goes_out(tmp_path, name):
 
     again = loaded(export_run(run, tmp_path / "out"), theirs)
     check_tensors(theirs, again, ())
+    before, after = (read_json(tmp_path / folder / "config.json") for folder in ("published", "out"))
+    _, architecture = architecture_of(before, Catalog.installed())
+    if name != "qwen3_vl_moe":  # whose number of experts has another of its two names
+        check_table(before, after, {"tie_word_embeddings"})
+    assert read_config(architecture, after) == read_config(architecture, before)
     assert torch.equal(again(**inputs).logits, expected)
     one = slice(0, 1)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
@@ -40,3 +57,114 @@ def test_a_model_that_sees_videos_comes_in_and_goes_out(tmp_path, name):
     for use_cache in (True, False):
         said = generate(ours32, [ids], 8, -1, Sampling(temperature=0), entries=entries, use_cache=use_cache)
         assert said == [tokens]
+
+
+PROCESSORS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_5_vl": {"min_pixels": 4 * 64, "max_pixels": 40 * 64, "processor_class": "Qwen2_5_VLProcessor"},
+    "qwen3_vl": {
+        "size": {"shortest_edge": 4 * 64, "longest_edge": 40 * 64},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "processor_class": "Qwen3VLProcessor",
+    },
+}
+"""Keys of published files, for images of 16 to 160 patches."""
+SHARED = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_pixels_are_those_of_the_published_processor_and_its_files_travel(tmp_path, name):
+    settings, video = {**SHARED, **PROCESSORS[name]}, {"fps": 2, "size": {"shortest_edge": 3, "longest_edge": 5}}
+    folder = tmp_path / "published"
+    MODELS[name].write(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    run = import_folder(folder, tmp_path / "run", tokenizer=False)
+    keys = 'resize = "native", min_patches = 16, max_patches = 160'
+    assert (
+        f"Images are as the published model's with, in each table [[data.sources]]: {keys}\n"
+        in (run / "start.toml").read_text()
+    )
+    model: Any = ours(run)
+    reference = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
+    processor = ImageProcessor(model.vision.normalise.form, "native", 160, 16)
+    for size in ((37, 61), (100, 33), (9, 12), (160, 90)):
+        photo = Image.fromarray(np.random.default_rng(size).integers(0, 256, (*size, 3), np.uint8))
+        expected, [grid] = processor.patches(photo), processor.grids(size)
+        theirs = reference(photo, return_tensors="pt")
+        assert theirs["image_grid_thw"].tolist() == [list(grid)]
+        own = in_blocks(model.vision.normalise(torch.from_numpy(expected)), tuple(grid))
+        assert (own - theirs["pixel_values"]).abs().max() < 1e-6
+
+    out = export_run(run, tmp_path / "out")
+    written = read_json(out / "preprocessor_config.json")
+    assert {key: written[key] for key in settings} == settings
+    for key, value in (("patch_size", 8), ("merge_size", 4)):
+        (folder / "preprocessor_config.json").write_text(json.dumps({**settings, key: value}))
+        with pytest.raises(JobError, match=f"{key} = {value} in preprocessor_config.json, and vision_config has"):
+            import_folder(folder, tmp_path / "other", tokenizer=False)
+
+
+def test_an_export_says_how_videos_are_processed(tmp_path):
+    """By a file that travelled along with the tokenizer, or else by the class, whose patches are the model's."""
+    _, run = imported(tmp_path, MODELS["qwen3_vl"])
+    written = read_json(export_run(run, tmp_path / "out") / "video_preprocessor_config.json")
+    sizes = {key: value for key, value in SHARED.items() if key != "image_processor_type"}
+    assert sizes.items() <= written.items()
+    assert written["video_processor_type"] == "Qwen3VLVideoProcessor"
+    (run / "tokenizer").mkdir()
+    for name, content in (
+        ("video_preprocessor_config.json", {"fps": 3}),
+        ("processor_config.json", {"video_processor": {}}),
+    ):
+        (run / "tokenizer" / name).write_text(json.dumps(content))
+        again = export_run(run, tmp_path / name)
+        assert read_json(again / name) == content
+        (run / "tokenizer" / name).unlink()
+    assert not (again / "video_preprocessor_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "changes", "message"),
+    [
+        ("qwen2_5_vl", "text_config", {"use_sliding_window": True}, "says that layers have windows; Forge has none"),
+        ("qwen2_5_vl", "text_config", {"head_dim": 16}, "head_dim = 16, where it is hidden_size / num_attention_heads"),
+        ("qwen2_5_vl", "vision_config", {"window_size": 20}, "window_size = 20, .*; windows are a multiple of 8"),
+        (
+            "qwen3_vl",
+            "text_config",
+            rope(mrope_interleaved=False),
+            "mrope_interleaved = False, where it is True always",
+        ),
+        (
+            "qwen3_vl",
+            "text_config",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope_type = 'yarn'; Forge has default",
+        ),
+        (
+            "qwen3_vl",
+            "vision_config",
+            {"num_position_embeddings": 24},
+            "num_position_embeddings = 24, which is no square",
+        ),
+        ("qwen3_vl", "vision_config", {"deepstack_visual_indexes": [2, 0]}, "blocks in ascending order"),
+        ("qwen3_vl", "vision_config", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+    ],
+)
+def test_what_forge_does_not_compute_is_named(name, table, changes, message):
+    config = MODELS[name].config().to_dict()
+    config[table] = {**config[table], **changes}
+    _, architecture = architecture_of(config, Catalog.installed())
+    with pytest.raises(JobError, match=message):
+        read_config(architecture, config)
+
+
+def test_a_rate_that_no_key_can_say_is_not_exported(tmp_path):
+    _, run = imported(tmp_path, MODELS["qwen2_5_vl"])
+    _, manifest = locate(run, "full")
+    text = manifest["job"].replace("positions_per_second = 3.0", "positions_per_second = 2.5")
+    assert text != manifest["job"]
+    model = parse_job(text, "job.toml", Catalog.installed()).model
+    with pytest.raises(JobError, match=r"positions_per_second = 2.5, which is a whole number there"):
+        write_config(architecture_of({"model_type": "qwen2_5_vl"}, Catalog.installed())[1], model, Catalog.installed())

@@ -354,7 +354,7 @@ class OutputWidth(Field):
 
 def block_width(model: Flat) -> int:
     """Returns the width of a square of patches, which is that between the matrices of a merger."""
-    return int(model[f"{ADAPTER}.merge"]) ** 2 * int(model[f"{ENCODER}.dim"])
+    return int(model.get(f"{ADAPTER}.merge", 0)) ** 2 * int(model.get(f"{ENCODER}.dim", 0))
 
 
 @frozen(kw_only=True)
