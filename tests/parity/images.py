@@ -1,4 +1,4 @@
-"""The table of layouts for vision-language models: every fusion, rows of text among those with images.
+"""The table of layouts for vision-language models: every fusion, rows of text among those with images and videos.
 
 python tests/parity/table.py --images
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 from layouts import FSDP_ALL_REDUCE, FSDP_SCATTER, NORM, SUM, TP_COMPLETION, TRACED, Row, cp, ep, pp, tp
 
 from forge_core.contracts.components import ModelComponent
@@ -46,9 +46,15 @@ class ImageRow(Row):
     """Only every so many-th sequence has images; 0: two of three have some."""
 
     @property
+    def has_videos(self) -> bool:
+        """Whether sequences have videos beside images: not where experts are those of images alone."""
+        return self.fusion != "moma"
+
+    @property
     def features(self) -> str:
         few = [f"images in one of {self.image_every} sequences"] if self.image_every else []
-        return ", ".join([self.fusion, *few, *(["accumulation"] if self.micro_batch_size else [])])
+        more = ["videos"] * self.has_videos + few + ["accumulation"] * bool(self.micro_batch_size)
+        return ", ".join([self.fusion, *more])
 
     def _language(self) -> ModelComponent:
         attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
@@ -62,8 +68,10 @@ class ImageRow(Row):
 
     def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
         """The row's job; without its stages, what it is compared with."""
-        model = VisionLanguage(language=self._language(), vision=tiny_vision(), fusion=FUSIONS[self.fusion])
-        source = RandomImages(held_out=5, has_entries=False, image_every=self.image_every)
+        vision = evolve(tiny_vision(), patches_per_sequence=12 if self.has_videos else 8)
+        model = VisionLanguage(language=self._language(), vision=vision, fusion=FUSIONS[self.fusion])
+        videos = 2 if self.has_videos else 0  # every second image of a sequence is one
+        source = RandomImages(held_out=5, has_entries=False, image_every=self.image_every, video_every=videos)
         settings: dict[str, Any] = {"model": model, "data": {"sources": (source,)}, "precision": precision}
         settings |= {"steps": steps, "global_batch_size": 8, "seq_len": SEQ_LEN, "grad_clip_norm": 0.5}
         if parallel:
