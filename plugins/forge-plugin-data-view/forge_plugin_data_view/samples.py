@@ -16,7 +16,7 @@ from forge_core.contracts.data import IGNORED_LABEL, Batch
 
 ENTRIES = ("input_ids", "labels", "document_ids", "positions", "sources", "slots")
 """Entries of a batch that are shown as text, or not at all; of all others, the shape is shown."""
-GRIDS = "grids"
+GRIDS, TILE_ROW = "grids", 1000
 """Entry (N, 3) of samples with images: frames, rows and columns of each in patches; zeros where there is none."""
 
 
@@ -181,6 +181,9 @@ def image_names(runs: Sequence[Run], grids: Sequence[tuple[int, int, int]]) -> l
 
 
 def grid_text(grid: tuple[int, int, int]) -> str:
-    """`16 x 24`, with the frames before them if there are several."""
+    """`16 x 24`, with the frames before them if there are several; of an image in tiles that are joined, those too."""
     frames, rows, columns = grid
+    if frames < 0:
+        tile_rows, tile_columns = divmod(-frames, TILE_ROW)
+        return f"{rows} x {columns} of {tile_rows} x {tile_columns} tiles"
     return f"{rows} x {columns}" if frames == 1 else f"{frames} x {rows} x {columns}"

@@ -30,7 +30,10 @@ class Visual:
     number: int
     """Among all of the row, from 0."""
     grid: Grid
-    """Entries of the time axis (1 of an image), rows and columns, in patches."""
+    """Entries of the time axis (1 of an image), rows and columns, in patches. Of an image in tiles that are joined, the
+    entries are the whole in one tile, and the tiles."""
+    stated: Grid
+    """As the row has it."""
     pixels: np.ndarray
     """(T, frames, height, width, channels) uint8; `frames` of an entry as the encoder's patches have them."""
     patch: int
@@ -52,6 +55,10 @@ class Visual:
     def size(self) -> str:
         """Its patches and pixels."""
         time, rows, columns = self.grid
+        if self.stated != self.grid:
+            across, (_, shown_rows, shown_columns) = "{} x {}".format(*self.stated.tiles), self.stated
+            pixels = f"{across} tiles of {rows * self.patch} x {columns * self.patch} pixels"
+            return f"{pixels}, {shown_rows} x {shown_columns} patches of them shown, after the whole in one tile"
         frames = f"{time} x " if self.is_clip else ""
         pixels = f"{rows * self.patch} x {columns * self.patch} pixels"
         every = f", {self.seconds:.3g} s from one to the next" if self.is_clip and self.seconds else ""
@@ -63,6 +70,8 @@ class Visual:
 
     def positions_of(self, entry: int) -> np.ndarray:
         """Returns the positions of one entry of the time axis; none if positions are not divided by entries."""
+        if self.stated != self.grid:
+            return self.positions[:0]
         each, rest = divmod(len(self.positions), self.grid.frames)
         return self.positions[:0] if rest else self.positions[entry * each : (entry + 1) * each]
 
@@ -85,7 +94,8 @@ def visuals_of(row: Mapping[str, np.ndarray], seen: ImageInput) -> list[Visual]:
         visuals.append(
             Visual(
                 number=number,
-                grid=grid,
+                grid=grid.plain,
+                stated=grid,
                 pixels=pixels_of(row[PATCHES][patch : patch + grid.patches], grid, seen.format),
                 patch=seen.format.patch,
                 positions=own,
@@ -107,9 +117,9 @@ def pixels_of(patches: np.ndarray, grid: Grid, form: ImageFormat) -> np.ndarray:
         form: the encoder's format.
 
     Returns:
-        (T, frames, height, width, channels) uint8.
+        (T, frames, height, width, channels) uint8; of an image in tiles that are joined, T is the whole and each.
     """
-    time, rows, columns = grid
+    time, rows, columns = grid.plain
     whole = np.zeros((grid.patches, form.values), np.uint8)
     whole[: len(patches)] = patches
     cut = whole.reshape(time, rows, columns, form.channels, form.frames, form.patch, form.patch)
@@ -130,7 +140,7 @@ def side_of_a_position(grid: Grid, seen: ImageInput) -> int:
 
 def faults_of(row: Mapping[str, np.ndarray], visuals: Sequence[Visual], seen: ImageInput) -> Iterator[str]:
     """Yields what is wrong with the images of a row: what a look at the picture might miss."""
-    positions, wanted = int((row["input_ids"] < 0).sum()), sum(int(seen.positions(visual.grid)) for visual in visuals)
+    positions, wanted = int((row["input_ids"] < 0).sum()), sum(int(seen.positions(visual.stated)) for visual in visuals)
     if positions != wanted:
         yield f"input_ids have {positions:,} positions of images, and the grids take {wanted:,}"
     used = sum(visual.grid.patches for visual in visuals)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.contexts import BuildContext
-from forge_plugin_vision import VisionEncoderComponent
+from forge_plugin_vision import Grid, VisionEncoderComponent
 
 
 def describe_tower(component: VisionEncoderComponent, context: BuildContext, taps: Sequence[int]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def image_keys(patches: Tensor, grids: Tensor) -> list[ImageKey]:
     for row, own in enumerate(grids.tolist()):
         start = 0
         for frames, rows, columns in own:
-            if stop := start + frames * rows * columns:
+            if stop := start + Grid(frames, rows, columns).patches:
                 if stop > start:
                     digest = hashlib.sha256(f"{frames} {rows} {columns} {values.shape[-1]} ".encode())
                     digest.update(values[row, start:stop].data)

@@ -13,7 +13,7 @@ from forge_kit.tokenizers import begin_of_text
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.records import ImageSource, Record, Records
 from forge_plugin_images.rows import Document, Footprint, Needs, Tokens
-from forge_plugin_images.visuals import Visual, Visuals, VisualSource
+from forge_plugin_images.visuals import Visual, Visuals, VisualSource, as_one_document
 from forge_plugin_vision import ImageInput
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ class ImageDocuments:
         visuals = Visuals(self.records, self.processor, self.seen)
         if self.clips is not None:
             visuals.videos, visuals.draw = self.clips.videos, self.clips.draw(sample)
-        parts, begin = list(self.layout.parts(record, visuals, self.tokenizer)), begin_of_text(self.tokenizer)
+        parts = as_one_document(list(self.layout.parts(record, visuals, self.tokenizer)))
+        begin = begin_of_text(self.tokenizer)
         start = parts[0].ids[: len(begin)] if parts and isinstance(parts[0], Tokens) else ()
         if list(start) != begin:  # a chat's template writes it itself
             parts = [Tokens(begin, False), *parts]

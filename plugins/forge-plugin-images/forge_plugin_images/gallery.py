@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from forge_plugin_vision import GRIDS, PATCHES
+from forge_plugin_vision import GRIDS, PATCHES, Grid
 
 if TYPE_CHECKING:
     from forge_plugin_images.answering import Answer
@@ -95,7 +95,8 @@ def frames_of(patches: np.ndarray, grid: np.ndarray, form: ImageFormat) -> np.nd
     Returns:
         (T, H, W, C) uint8: of an image, one frame for each frame of a patch.
     """
-    entries, rows, columns = (int(side) for side in grid)
+    entries, rows, columns = Grid(*map(int, grid)).plain
+    entries = 1 if grid[0] < 0 else entries  # of an image in tiles that are joined: the whole in one tile
     cut = patches[: entries * rows * columns].reshape(
         entries, rows, columns, form.channels, form.frames, form.patch, form.patch
     )

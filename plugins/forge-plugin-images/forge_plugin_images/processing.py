@@ -9,20 +9,30 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from PIL import Image
 
 from forge_plugin_images.patches import grid_of, patches_of
-from forge_plugin_images.tiling import PADDING, canvas_of, fitted_size, tile_grid, tiles_of
+from forge_plugin_images.tiling import (
+    PADDING,
+    best_tiles,
+    canvas_of,
+    fitted_size,
+    shown_part,
+    tile_grid,
+    tiles_of,
+)
+from forge_plugin_vision import Grid
 
 if TYPE_CHECKING:
     from forge_plugin_images.source import Overview
-    from forge_plugin_vision import Grid, ImageFormat
+    from forge_plugin_vision import ImageFormat
 
-Policy = Literal["native", "fill", "stretch", "crop", "pad", "tiles", "canvas"]
+Policy = Literal["native", "fill", "stretch", "crop", "pad", "tiles", "canvas", "any_resolution"]
 """How an image gets the size of a grid. `native` (Qwen2-VL's `smart_resize`) and `fill` (SigLIP 2's NaFlex) keep its
 shape nearly; the others make images of one size, as SigLIP (`stretch`), CLIP (`crop`) and LLaVA-1.5 (`pad`) do, or
-several of one size (`tiles`, LLaVA-NeXT). `canvas` makes one image of several tiles (Llama 3.2 Vision)."""
+several of one size (`tiles`). `canvas` and `any_resolution` make one image of several tiles, which the encoder sees
+together (Llama 3.2 Vision), or which an adapter joins behind it (LLaVA-NeXT, LLaVA-OneVision)."""
 RESAMPLING = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
@@ -47,6 +57,13 @@ class ImageProcessor:
     """Of an image, for `tiles`, without the overview."""
     overview: Overview = "first"
     """For `tiles`."""
+    max_tiled_images: int = 0
+    """For `any_resolution`: images of a document that may be in tiles; 0: all of them."""
+
+    def among(self, images: int) -> ImageProcessor:
+        """Returns what processes each image of a document that has this many."""
+        alone = not self.max_tiled_images or images <= self.max_tiled_images
+        return self if alone or self.policy != "any_resolution" else evolve(self, policy="pad")
 
     @property
     def step(self) -> int:
@@ -55,6 +72,10 @@ class ImageProcessor:
 
     def grids(self, size: Size) -> tuple[Grid, ...]:
         """Returns the grids of an image of this size: one, or with `tiles` one for each tile and the overview."""
+        if self.policy == "any_resolution":
+            (rows, columns), (_, *tile) = self._tiles(size), grid_of(*self._target(size), self.form)
+            shown = shown_part(size, rows * tile[0], columns * tile[1])
+            return (Grid.of_tiles(rows, columns, shown),)
         count = 1
         if self.policy == "tiles" and (tiles := math.prod(self._tiles(size))) > 1:
             count = tiles + (self.overview != "none")
@@ -62,10 +83,10 @@ class ImageProcessor:
 
     def patches(self, image: Image.Image) -> np.ndarray:
         """Returns the patches of an RGB image, one grid after the other: (patches, V) uint8."""
-        if self.policy != "tiles":
+        if self.policy not in ("tiles", "any_resolution"):
             return self._resized(image)
         rows, columns = self._tiles((image.height, image.width))
-        if rows * columns == 1:
+        if rows * columns == 1 and self.policy == "tiles":
             return self._resized(image)
         tiles = tiles_of(image, rows, columns, self._target((0, 0)), RESAMPLING[self.form.resample])
         parts = [patches_of(np.asarray(tile), self.form) for tile in tiles]
@@ -98,12 +119,15 @@ class ImageProcessor:
         form = self.form
         shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
         tiling: list[object] = [self.max_tiles, self.overview] if self.policy == "tiles" else []
+        tiling += [self.max_tiled_images] if self.policy == "any_resolution" else []
         tiling += [form.pixels] if form.pixels else []
         tiling += [form.arrangements] if form.arrangements else []
         return [*shape, form.resample, form.mean, self.policy, self.max_patches, self.min_patches, *tiling]
 
     def _tiles(self, size: Size) -> tuple[int, int]:
         """Returns rows and columns of the tiles of an image of this size."""
+        if self.policy == "any_resolution":
+            return best_tiles(size, self._target(size), self.form.arrangements)
         return tile_grid(size, self._target(size), self.max_tiles)
 
     def _target(self, size: Size) -> Size:

@@ -16,7 +16,7 @@ from forge_plugin_images.decoding import BrokenImage, FileImage
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens
 from forge_plugin_images.source import ImageDataset, default_policy
-from forge_plugin_images.visuals import ImageVisual, Visual
+from forge_plugin_images.visuals import ImageVisual
 from forge_plugin_vision import image_input
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def prompts_with_images(
     seen = image_input(job)
     processor = _processor(job, seen)
     images = iter([ImageVisual(FileImage(file), processor, seen) for file in files])
-    rows = [_row(text, [next(images) for _ in range(text.count(MARK))], seen, tokenizer) for text in texts]
+    counts = [text.count(MARK) for text in texts]
+    own = [[next(images).among(count) for _ in range(count)] for count in counts]
+    rows = [_row(text, visuals, seen, tokenizer) for text, visuals in zip(texts, own, strict=True)]
     begin = begin_of_text(tokenizer) if bos else []
     prompts = [[*begin, *ids] or [tokenizer.end_of_text] for ids, _ in rows]
     return Prompts(prompts, collate([entries for _, entries in rows]))
@@ -83,7 +85,7 @@ def _processor(job: Job, seen: ImageInput) -> ImageProcessor:
 
 
 def _row(
-    text: str, visuals: Sequence[Visual], seen: ImageInput, tokenizer: Tokenizer
+    text: str, visuals: Sequence[ImageVisual], seen: ImageInput, tokenizer: Tokenizer
 ) -> tuple[list[int], dict[str, np.ndarray]]:
     """Returns the ids of a prompt, and its entries `patches` (P, V), `grids` (N, 3) and `grid_seconds` (N,)."""
     try:

@@ -120,7 +120,7 @@ class RenderedText(DatasetComponent):
                 f"{list(self.size)}: height and width must be multiples of {step} pixels for this encoder and adapter"
             )
             yield Problem("size", f"{message}, such as [{2 * step}, {8 * step}]")
-        elif form.arrangements and (height // step, width // step) not in form.arrangements:
+        elif form.arrangements and not grid and (height // step, width // step) not in form.arrangements:
             pairs = [[rows * step, columns * step] for rows, columns in form.arrangements]
             yield Problem("size", f"{list(self.size)}, but the encoder takes images in tiles, of one of {pairs}")
         elif grid and (height, width) != (grid[0] * form.patch, grid[1] * form.patch):

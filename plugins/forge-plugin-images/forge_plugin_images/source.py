@@ -15,6 +15,7 @@ from forge_core import deprecated_key
 from forge_core.contracts.components import DatasetComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images.listing import files_of, is_saved, open_records
+from forge_plugin_images.size_problems import size_problems
 from forge_plugin_images.stream_problems import stream_problems
 from forge_plugin_vision import image_input
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from forge_plugin_images.visuals import VisualSource
     from forge_plugin_vision import ImageFormat, ImageInput
 
-FIXED, FREE = ("stretch", "crop", "pad", "tiles"), ("native", "fill")
-"""Policies of encoders with one size of images, and of those with any."""
 MAX_UNREADABLE = 0.01
 NO_TOKENIZER = 'texts need a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'
 
@@ -77,17 +76,22 @@ class ImageDataset(DatasetComponent):
     """Of a stream or a table, Parquet or `save_to_disk`: the split to train on."""
     folder: str = ""
     """Where relative paths of images and videos start; empty: beside the file that names them."""
-    resize: Literal["auto", "native", "fill", "stretch", "crop", "pad", "tiles", "canvas"] = "auto"
+    resize: Literal["auto", "native", "fill", "stretch", "crop", "pad", "tiles", "canvas", "any_resolution"] = "auto"
     """How images get their size. For encoders of any size `native` (nearest multiples, smaller only if `max_patches`
     demands it) or `fill` (as large as `max_patches` allows); for those of one size `stretch`, `crop` (the middle),
     `pad` (bars of the mean colour) or `tiles` (any-res: several images of that size). For those of one image in tiles
-    `canvas`: at the top left of as many as suit it (Llama 3.2 Vision). auto: `native`, `stretch` or `canvas`."""
+    `canvas`: at the top left of as many as suit it (Llama 3.2 Vision). For adapters that join tiles `any_resolution`
+    (LLaVA-NeXT, LLaVA-OneVision), or one of those of one size. auto: `native`, `stretch`, `canvas` or
+    `any_resolution`."""
     max_tiles: int = field(default=0, validator=ge(0))
     """With `tiles`: tiles of an image at most, without the overview; 0: as many as a sequence has room for."""
     overview: Overview = "first"
     """With `tiles`: where the whole image stands, as one more image of the encoder's size. first: before its tiles, as
     in LLaVA-NeXT; last: after them, as in Idefics3, SmolVLM and InternVL; none: nowhere, as in Llama 3.2 Vision. An
     image that fits into one tile has no overview."""
+    max_tiled_images: int = field(default=0, validator=ge(0))
+    """With `any_resolution`: images of a document that may be in tiles; if it has more, each is in one tile, in the
+    middle of a square of the mean colour. LLaVA-OneVision has 1. 0: any number is in tiles."""
     max_patches: int = field(default=0, validator=ge(0))
     """Patches of an image at most, for `native` and `fill`; 0: the model's for a sequence, shared by its images."""
     min_patches: int = field(default=0, validator=ge(0))
@@ -228,10 +232,21 @@ class ImageDataset(DatasetComponent):
         from forge_plugin_images.processing import ImageProcessor
 
         most = self.max_patches or seen.patches_per_sequence // seen.images_per_sequence
-        policy = default_policy(seen.format) if self.resize == "auto" else self.resize
-        return ImageProcessor(seen.format, policy, most, self.min_patches, self._tiles(seen), self.overview)
+        return ImageProcessor(
+            seen.format,
+            self.policy(seen),
+            most,
+            self.min_patches,
+            self.tiles(seen),
+            self.overview,
+            self.max_tiled_images,
+        )
 
-    def _tiles(self, seen: ImageInput) -> int:
+    def policy(self, seen: ImageInput) -> Policy:
+        """Returns how images get their size, whatever the key `resize` leaves open."""
+        return default_policy(seen.format) if self.resize == "auto" else self.resize
+
+    def tiles(self, seen: ImageInput) -> int:
         """Returns how many tiles an image may have; 0 without `tiles`."""
         if self.resize != "tiles" or seen.format.grid is None:
             return 0
@@ -242,7 +257,7 @@ class ImageDataset(DatasetComponent):
         if job.data.tokenizer is None:
             yield Problem("", NO_TOKENIZER)
         try:
-            yield from self._size_problems(image_input(job))
+            yield from size_problems(self, image_input(job))
         except JobError as error:
             yield Problem("", error.problems[0].message)
         yield from stream_problems(self, job)
@@ -268,60 +283,11 @@ class ImageDataset(DatasetComponent):
         if self.split != "train" and not takes_split:
             yield Problem("split", f"{self.split!r}, but only tables have splits; leave it out, or name other files")
 
-    def _size_problems(self, seen: ImageInput) -> Iterator[Problem]:
-        form = seen.format
-        if form.grid and self.resize in FREE:
-            rows, columns = form.grid
-            size = f"{rows * form.patch} x {columns * form.patch} pixels"
-            yield Problem("resize", f"{self.resize!r}, but the encoder takes images of {size}; take one of {FIXED}")
-        if form.arrangements and self.resize in (*FIXED, *FREE):
-            yield Problem("resize", f"{self.resize!r}, but the encoder takes images in tiles; take 'canvas'")
-        elif not form.grid and self.resize in FIXED:
-            yield Problem("resize", f"{self.resize!r}, but the encoder takes images of any size; take one of {FREE}")
-        if not form.arrangements and self.resize == "canvas":
-            policies = FIXED if form.grid else FREE
-            yield Problem("resize", f"'canvas' is for encoders of images in tiles; take one of {policies}")
-        for key in ("max_patches", "min_patches"):
-            if (form.grid or form.arrangements) and (value := getattr(self, key)):
-                sizes = "one size" if form.grid else "the sizes of its tiles"
-                yield Problem(key, f"{value}, but all images of this encoder have {sizes}; leave it out")
-        most = self.max_patches or seen.patches_per_sequence // seen.images_per_sequence
-        if not form.grid and most < form.multiple**2:
-            message = f"{most} patches of an image at most, and the smallest has {form.multiple**2} with this adapter"
-            yield Problem("max_patches", f"{message}; raise it, or model.vision.patches_per_sequence")
-        if most > seen.patches_per_sequence:
-            room = f"model.vision.patches_per_sequence = {seen.patches_per_sequence}"
-            yield Problem("max_patches", f"{most}, and a sequence has {room}; lower the one or raise the other")
-        if self.min_patches > most:
-            yield Problem("min_patches", f"{self.min_patches} is more than max_patches, which is {most}")
-        yield from self._tile_problems(seen)
-
-    def _tile_problems(self, seen: ImageInput) -> Iterator[Problem]:
-        if self.resize != "tiles":
-            for key, default in (("max_tiles", 0), ("overview", "first")):
-                if (value := getattr(self, key)) != default:
-                    yield Problem(key, f'{value!r} is for resize = "tiles"; set that, or leave it out')
-            return
-        if seen.format.grid is None:
-            return
-        if message := seen.fusion.tile_problem():
-            yield Problem("resize", f"'tiles' makes several images of one, and {message}")
-        tiles, whole = self._tiles(seen), int(self.overview != "none")
-        if tiles < 2:
-            hint = "take 2 or more, or leave it out" if self.max_tiles else "raise model.vision.images_per_sequence"
-            why = "an image needs at least 2" if self.max_tiles else "a sequence has room for no more"
-            yield Problem("max_tiles", f"{max(tiles, 0)}, and {why}; {hint}")
-            return
-        patches = math.prod(seen.format.grid)
-        for name, one in (("images_per_sequence", 1), ("patches_per_sequence", patches)):
-            if (needed := (tiles + whole) * one) > (room := getattr(seen, name)):
-                has = f"an image may become {tiles} tiles{' and an overview' if whole else ''}"
-                message = f"{has}, which need model.vision.{name} = {needed}, and it is {room}"
-                yield Problem("max_tiles", f"{message}; raise it, or lower max_tiles")
-
 
 def default_policy(form: ImageFormat) -> Policy:
     """Returns how images get their size where no key says it."""
+    if form.joins_tiles:
+        return "any_resolution"
     if form.arrangements:
         return "canvas"
     return "stretch" if form.grid else "native"

@@ -25,14 +25,21 @@ def tile_grids(most: int) -> tuple[tuple[int, int], ...]:
 
 
 def tile_grid(size: tuple[int, int], tile: tuple[int, int], most: int) -> tuple[int, int]:
+    """Returns the best rows and columns of at most `most` tiles; see `best_tiles`."""
+    return best_tiles(size, tile, tile_grids(most))
+
+
+def best_tiles(
+    size: tuple[int, int], tile: tuple[int, int], arrangements: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
     """Returns the rows and columns of tiles that keep most of an image's resolution, and among those waste least.
 
-    This is LLaVA-NeXT's `select_best_resolution` (Liu et al. 2024) over `tile_grids(most)`.
+    This is LLaVA-NeXT's `select_best_resolution` (Liu et al. 2024).
 
     Args:
         size: height and width of the image in pixels.
         tile: height and width of a tile in pixels.
-        most: tiles at most.
+        arrangements: rows and columns to choose from.
     """
     (height, width), area = size, size[0] * size[1]
 
@@ -42,7 +49,26 @@ def tile_grid(size: tuple[int, int], tile: tuple[int, int], most: int) -> tuple[
         shown = min(int(width * scale) * int(height * scale), area)  # enlarging adds no detail
         return shown, shown - canvas[0] * canvas[1]
 
-    return max(tile_grids(most), key=merit)  # the first of equals
+    return max(arrangements, key=merit)  # the first of equals
+
+
+def shown_part(size: tuple[int, int], rows: int, columns: int) -> tuple[int, int]:
+    """Returns how many rows and columns in the middle of a canvas show an image that is resized to fit into it.
+
+    As many are left out above as below, and left as right, so one that is partly filled may remain. This is
+    `unpad_image` of LLaVA-NeXT, whose roundings matter.
+
+    Args:
+        size: height and width of the image in pixels.
+        rows: of the canvas, in patches.
+        columns: of the canvas, in patches.
+    """
+    height, width = size
+    if width / height > columns / rows:
+        filled = int(round(height * (columns / width), 7))
+        return rows - (rows - filled) // 2 * 2, columns
+    filled = int(round(width * (rows / height), 7))
+    return rows, columns - (columns - filled) // 2 * 2
 
 
 def canvas_of(size: tuple[int, int], tile: int, arrangements: Sequence[tuple[int, int]]) -> tuple[int, int]:

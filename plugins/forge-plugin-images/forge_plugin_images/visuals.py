@@ -5,15 +5,15 @@ V: values of a patch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_images.decoding import ImageFile, decode, size_of
-from forge_plugin_images.rows import Footprint
+from forge_plugin_images.rows import Footprint, Tokens
 from forge_plugin_images.video import NO_TABLE, Span, span_of
 
 if TYPE_CHECKING:
@@ -75,6 +75,16 @@ class ImageVisual:
 
     def read(self) -> np.ndarray:
         return self.processor.patches(decode(self.file))
+
+    def among(self, images: int) -> ImageVisual:
+        """Returns it as one of this many images of a document."""
+        return evolve(self, processor=self.processor.among(images))
+
+
+def as_one_document(parts: Sequence[Tokens | Visual]) -> list[Tokens | Visual]:
+    """Returns the parts of a document, whose images may be processed otherwise if there are several of them."""
+    images = sum(isinstance(part, ImageVisual) for part in parts)
+    return [part.among(images) if isinstance(part, ImageVisual) else part for part in parts]
 
 
 @define

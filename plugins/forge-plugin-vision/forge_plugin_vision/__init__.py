@@ -1,6 +1,7 @@
 """Vision-language models: an image encoder, an adapter and a fusion around any language model."""
 
 from forge_plugin_vision.adapters import AttentionPool, AveragePool, LinearAdapter, MLPAdapter, Perceiver, PixelShuffle
+from forge_plugin_vision.any_resolution import AnyResolution
 from forge_plugin_vision.encoders import ViT
 from forge_plugin_vision.kinds import (
     BROKEN,
@@ -32,6 +33,7 @@ __all__ = [
     "SECONDS",
     "VIDEO",
     "AdapterComponent",
+    "AnyResolution",
     "AttentionPool",
     "AveragePool",
     "FusionComponent",

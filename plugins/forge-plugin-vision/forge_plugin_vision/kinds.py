@@ -12,8 +12,9 @@ model's width; a fusion says how the language model sees them. A batch has, besi
 - `patches` (B, P, V) uint8: patches of the row's images, one image after the other, each row by row; zeros at the end.
   The values of a patch are in the order channel, frame, row, column;
 - `grids` (B, N, 3) int64: frames, rows and columns of each image, in patches; zeros where there is no image. An image
-  that the encoder sees as several tiles is one image, whose grid covers them all, so its sides say how they lie. A clip
-  of a video is one grid too, with as many frames as its time axis has entries, also where texts stand between them;
+  that the encoder sees as several tiles is one image, whose grid covers them all, so its sides say how they lie. One
+  whose tiles an adapter joins has negative frames, see `Grid`. A clip of a video is one grid too, with as many frames
+  as its time axis has entries, also where texts stand between them;
 - `grid_seconds` (B, N) float32: seconds from one entry of a clip's time axis to the next; 0 for images;
 - `broken_documents` (B,) int64: documents that the row would have, and that its dataset left out since an image or
   video of them cannot be read. It is only counted, for the metric `data/unreadable`.
@@ -40,19 +41,59 @@ if TYPE_CHECKING:
 
 IMAGE, VIDEO = -1, -2
 """Entries of `input_ids` at positions that are no token."""
+TILE_ROW = 1000
+"""What a row of tiles counts in the frames of a `Grid`, where a column counts 1."""
 PATCHES, GRIDS, SECONDS, BROKEN = "patches", "grids", "grid_seconds", "broken_documents"
 
 
 class Grid(NamedTuple):
-    """Size of an image in patches."""
+    """Size of an image in patches. All of its arithmetic holds for a `Grid` of tensors, too.
+
+    An image whose tiles an adapter joins (`AdapterComponent.arrangements`) has the rows and columns of that part of
+    its tiles which shows it, and `-(1000 rows + columns)` of tiles as its frames: `Grid(-1002, 24, 40)` is in one row
+    of two tiles, of which 24 x 40 patches show it. Tiles are squares, and the part has all rows of them, or all
+    columns. Its patches are those of the whole image in one tile, and then those of each tile.
+    """
 
     frames: int
     rows: int
     columns: int
 
+    @classmethod
+    def of_tiles(cls, rows: int, columns: int, shown: tuple[int, int]) -> Grid:
+        """Returns the grid of an image in tiles that are joined.
+
+        Args:
+            rows: of tiles.
+            columns: of tiles.
+            shown: rows and columns of patches that show the image.
+        """
+        return cls(-(TILE_ROW * rows + columns), *shown)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Rows and columns of tiles that are joined; zeros for any other image."""
+        code = -self.frames * (self.frames < 0)
+        return code // TILE_ROW, code % TILE_ROW
+
+    @property
+    def plain(self) -> Grid:
+        """The grid of what the encoder sees: tiles that are joined as frames, any other image as it is."""
+        joined, (down, across) = (self.frames < 0) * 1, self.tiles
+        # One of the two sides is that of the tiles, and the other is no larger; both divide by 1 for other images.
+        by_rows, by_columns = self.rows // (down + 1 - joined), self.columns // (across + 1 - joined)
+        side = by_rows + (by_columns - by_rows) * (by_columns > by_rows)
+        return Grid(
+            self.frames + joined * (1 + down * across - self.frames),
+            self.rows + joined * (side - self.rows),
+            self.columns + joined * (side - self.columns),
+        )
+
     @property
     def patches(self) -> int:
-        return self.frames * self.rows * self.columns
+        """Their number."""
+        frames, rows, columns = self.plain
+        return frames * rows * columns
 
 
 @frozen(kw_only=True)
@@ -77,7 +118,8 @@ class ImageFormat:
     multiple: int = field(default=1, validator=ge(1))
     """Rows and columns of patches are multiples of this."""
     arrangements: tuple[tuple[int, int], ...] = ()
-    """Rows and columns of tiles, squares of `multiple` patches a side, that an image may have; empty: it has none."""
+    """Rows and columns of tiles that an image may have; empty: it has none. Tiles are squares of `multiple` patches a
+    side that the encoder sees together; or images of size `grid`, whose features the adapter joins."""
 
     @property
     def values(self) -> int:
@@ -87,12 +129,17 @@ class ImageFormat:
     @property
     def largest(self) -> Grid | None:
         """The grid with the most patches that an image may have; None: there is no such bound."""
-        if self.grid:
-            return Grid(1, *self.grid)
         if not self.arrangements:
-            return None
+            return Grid(1, *self.grid) if self.grid else None
         rows, columns = max(self.arrangements, key=lambda tiles: tiles[0] * tiles[1])
+        if self.grid:
+            return Grid.of_tiles(rows, columns, (rows * self.grid[0], columns * self.grid[1]))
         return Grid(1, rows * self.multiple, columns * self.multiple)
+
+    @property
+    def joins_tiles(self) -> bool:
+        """Whether the tiles of an image are joined behind the encoder, which sees each alone."""
+        return bool(self.grid and self.arrangements)
 
 
 @frozen(kw_only=True)
@@ -147,6 +194,11 @@ class AdapterComponent(Component["nn.Module"]):
     def multiple(self) -> int:
         """Rows and columns of an image's patches must be multiples of this."""
         return 1
+
+    @property
+    def arrangements(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of tiles, images of the encoder's size, whose features it joins; empty: it joins none."""
+        return ()
 
     def positions(self, grid: Grid) -> int:
         """Returns the number of features of an image; arithmetic that holds for a `Grid` of int64 tensors, too."""
@@ -240,7 +292,8 @@ def format_for(encoder: VisionEncoderComponent, adapter: AdapterComponent) -> Im
     from math import lcm
 
     own = encoder.image_format()
-    return evolve(own, multiple=lcm(own.multiple, adapter.multiple))
+    tiles = adapter.arrangements or own.arrangements
+    return evolve(own, multiple=lcm(own.multiple, adapter.multiple), arrangements=tiles)
 
 
 def grid_problems(form: ImageFormat, encoder: VisionEncoderComponent, adapter: AdapterComponent) -> Iterable[Problem]:
@@ -249,6 +302,10 @@ def grid_problems(form: ImageFormat, encoder: VisionEncoderComponent, adapter: A
     if seen != smallest and (seen.rows % adapter.multiple or seen.columns % adapter.multiple):
         message = f"it joins {adapter.multiple} x {adapter.multiple} features of a grid, which this encoder's are not"
         yield Problem("adapter", f"{message}; take one that does not join any, such as linear or mlp")
+    if adapter.arrangements and (not form.grid or form.grid[0] != form.grid[1]):
+        given = f"has images of {form.grid[0]} x {form.grid[1]} patches" if form.grid else "has images of any size"
+        message = f"it joins tiles, which are squares of the encoder's one size, and this encoder {given}"
+        yield Problem("adapter", f"{message}; take another encoder, such as vit with a square size, or another adapter")
     if form.grid and any(side % form.multiple for side in form.grid):
         rows, columns = form.grid
         message = f"images have {rows} x {columns} patches, which {form.multiple} does not divide"

@@ -26,6 +26,7 @@ from forge_core.contracts.data import Batch
 from forge_core.data.reading import collate
 from forge_kit.generation import Generates
 from forge_plugin_vision.kinds import GRIDS, PATCHES, SECONDS, Grid
+from forge_plugin_vision.modules.images import plain_grids
 from forge_plugin_vision.testing import RandomImages
 from forge_plugin_vision.vision import VisionLanguage
 from forge_testing.suites import ModelSuite
@@ -126,7 +127,7 @@ class VisionModelSuite(ModelSuite):
         """Four rows of one text: each image has its own loss, wherever it is in the batch."""
         model, rows = self._model(tmp_path), self._labelled_rows(tmp_path)
         one = {name: tensor[1:2].expand(B, *tensor.shape[1:]) for name, tensor in rows.items()}
-        used = int(rows[GRIDS][1].prod(-1).sum())
+        used = int(plain_grids(rows[GRIDS][1]).prod(-1).sum())
         generator = torch.Generator().manual_seed(3)
         patches = one[PATCHES].clone()
         patches[:, :used] = torch.randint(256, patches[:, :used].shape, generator=generator, dtype=torch.uint8)
@@ -171,7 +172,7 @@ class VisionModelSuite(ModelSuite):
     def test_every_patch_of_an_image_matters(self, tmp_path: Path) -> None:
         """And its place: two patches that change places change hidden states."""
         model, batch = self._model(tmp_path), self._image_batch(tmp_path)
-        hidden, patches = model(batch), int(batch[GRIDS][1].prod(-1).sum())
+        hidden, patches = model(batch), int(plain_grids(batch[GRIDS][1]).prod(-1).sum())
         for number in range(patches):
             other = {**batch, PATCHES: batch[PATCHES].clone()}
             other[PATCHES][1, number] = 255 - other[PATCHES][1, number]
@@ -184,7 +185,7 @@ class VisionModelSuite(ModelSuite):
         """Patches behind the last image of a row are arbitrary."""
         model, batch = self._model(tmp_path), self._image_batch(tmp_path)
         other = {**batch, PATCHES: batch[PATCHES].clone()}
-        for row, used in enumerate(batch[GRIDS].prod(-1).sum(1).tolist()):
+        for row, used in enumerate(plain_grids(batch[GRIDS]).prod(-1).sum(1).tolist()):
             other[PATCHES][row, used:] = 99
         error = (model(other) - model(batch)).abs().max().item()
         assert error <= self.rounding, f"patches that belong to no image change hidden states by {error:.3g}"
@@ -192,7 +193,7 @@ class VisionModelSuite(ModelSuite):
     def test_images_of_a_document_are_not_seen_by_another(self, tmp_path: Path) -> None:
         """Two documents with an image each in one row: other patches of one image leave the other document alone."""
         model, batch = self._model(tmp_path), self._two_documents(tmp_path)
-        hidden, sizes = model(batch), batch[GRIDS][0].prod(-1)
+        hidden, sizes = model(batch), plain_grids(batch[GRIDS][0]).prod(-1)
         second = batch["document_ids"][0].bool()
         for image, own in ((0, ~second), (1, second)):
             start = int(sizes[:image].sum())
@@ -239,7 +240,7 @@ class VisionModelSuite(ModelSuite):
         form, count = self.component.image_input(), self.component.image_input().images_per_sequence
         assert count >= 2, "choose images_per_sequence = 2 at least"
         grid = next(each for each in sample[GRIDS] if each.any())
-        size = int(np.prod(grid))
+        size = Grid(*map(int, grid)).patches
         positions = form.positions(Grid(*map(int, grid)))
         assert positions <= half - 3, f"an image takes {positions} positions; choose one that fits into {half - 3}"
         generator = np.random.default_rng(7)

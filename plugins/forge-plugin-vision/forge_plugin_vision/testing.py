@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Dataset
-    from forge_plugin_vision.kinds import ImageInput
+    from forge_plugin_vision.kinds import ImageFormat, ImageInput
 
 
 def tiny_vision() -> VisionPart:
@@ -111,11 +111,24 @@ class _Rows:
         form, patches, positions = self._input.format, self._input.patches_per_sequence, self._length - 2
         every = self._component.video_every
         for number in range(1, self._input.images_per_sequence + 1):
-            tiles = generator.choice(form.arrangements) if form.arrangements else generator.integers(1, 4, 2)
-            rows, columns = form.grid or (int(n) * form.multiple for n in tiles)
-            grid = Grid(1 if not every or number % every else 2, rows, columns)
+            grid = self._grid(generator, form)
+            if every and number % every == 0:
+                grid = Grid(2, *grid.plain[1:])
             patches -= grid.patches
             positions -= self._input.positions(grid) + 1
             if patches < 0 or positions < 0:
                 return
             yield grid
+
+    @staticmethod
+    def _grid(generator: np.random.Generator, form: ImageFormat) -> Grid:
+        if not form.arrangements:
+            rows, columns = form.grid or (int(n) * form.multiple for n in generator.integers(1, 4, 2))
+            return Grid(1, rows, columns)
+        rows, columns = map(int, generator.choice(form.arrangements))
+        if form.grid is None:
+            return Grid(1, rows * form.multiple, columns * form.multiple)
+        if not generator.integers(4):
+            return Grid(1, *form.grid)
+        side = form.grid[0]
+        return Grid.of_tiles(rows, columns, (rows * side, columns * side - int(generator.integers(side))))

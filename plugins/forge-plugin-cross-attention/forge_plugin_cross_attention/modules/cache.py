@@ -47,7 +47,7 @@ class ImageCache:
 
     def add_images(self, grids: Tensor, numbers: Tensor) -> None:
         """Append images of these grids (B, N, 3); `numbers` (B, M) begin at 0."""
-        new = (grids.prod(-1) > 0).sum(1, keepdim=True)
+        new = (grids[..., 0] != 0).sum(1, keepdim=True)
         if self.numbers is None or self.images is None:
             self.numbers, self.images = numbers, new
             return

@@ -100,7 +100,7 @@ class Sight(nn.Module):
 
     def numbers(self, grids: Tensor, features: int) -> Tensor:
         """Returns (B, M), the number in the row of each feature's image, -1 for none, for M = `features`."""
-        sizes = self.budget.features(Grid(*grids.unbind(-1))) * (grids.prod(-1) > 0)  # type: ignore[arg-type]
+        sizes = self.budget.features(Grid(*grids.unbind(-1))) * (grids[..., 0] != 0)  # type: ignore[arg-type]
         index = torch.arange(features, device=grids.device).expand(len(grids), -1).contiguous()
         numbers = torch.searchsorted(sizes.cumsum(1), index, right=True)
         return numbers.where(numbers < grids.shape[1], -1)

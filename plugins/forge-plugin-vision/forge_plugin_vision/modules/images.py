@@ -7,16 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forge_plugin_vision.kinds import Grid
+
 
 class Images(NamedTuple):
     """The images of a micro-batch: which image each patch belongs to, and where in it. All int64, on the device."""
 
     grids: Tensor
-    """(B, N, 3): frames, rows and columns of each image; zeros: no image."""
+    """(B, N, 3): frames, rows and columns of each image, as the batch has them; zeros: no image."""
     number: Tensor
     """(B, P): number of the patch's image in its row; N for what fills the row."""
     frame: Tensor
-    """(B, P), as `row` and `column`: place of the patch in its image."""
+    """(B, P), as `row` and `column`: place of the patch in its image; tiles that are joined count as frames."""
     row: Tensor
     column: Tensor
 
@@ -34,11 +36,18 @@ class Images(NamedTuple):
     def of(cls, grids: Tensor, patches: int) -> Images:
         """Returns the places of `patches` entries a row, filled by images of these grids (B, N, 3) in turn."""
         # By arithmetic on the device alone: asking how large an image is would make the host wait.
-        sizes = grids.prod(-1)
+        plain = plain_grids(grids)
+        sizes = plain.prod(-1)
         ends = sizes.cumsum(1)
         index = torch.arange(patches, device=grids.device).expand(len(grids), -1).contiguous()
         number = torch.searchsorted(ends, index, right=True)
         own = number.clamp(max=grids.shape[1] - 1)
-        _, rows, columns = (grids[..., side].gather(1, own).clamp(min=1) for side in range(3))
+        _, rows, columns = (plain[..., side].gather(1, own).clamp(min=1) for side in range(3))
         within = index - (ends - sizes).gather(1, own)
         return cls(grids, number, within // (rows * columns), within // columns % rows, within % columns)
+
+
+def plain_grids(grids: Tensor) -> Tensor:
+    """Returns `Grid.plain` of grids (…, 3), whose products are the patches of images."""
+    frames, rows, columns = grids.unbind(-1)
+    return torch.stack(Grid(frames, rows, columns).plain, -1)  # type: ignore[arg-type]

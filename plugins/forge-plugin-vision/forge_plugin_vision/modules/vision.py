@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from forge_kit.taps import TapPoint, tap_points
 from forge_plugin_vision.kinds import BROKEN, GRIDS, PATCHES, Grid
-from forge_plugin_vision.modules.images import Images
+from forge_plugin_vision.modules.images import Images, plain_grids
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -85,7 +85,7 @@ class Vision(nn.Module):
 
     def count(self, batch: Batch) -> None:
         """Count the patches of a micro-batch for the metrics `vision/…`, and the documents that it lacks."""
-        filled = batch[GRIDS].prod(-1).sum(1).double()
+        filled = plain_grids(batch[GRIDS]).prod(-1).sum(1).double()
         metrics = {
             "vision/patches_per_sequence": filled.sum(),
             "vision/fill": filled.sum() / batch[PATCHES].shape[1],
@@ -113,7 +113,7 @@ class Vision(nn.Module):
 
     def encoder_flops(self, grid: Grid) -> float:
         """Returns FLOPs of the encoder for an image, forward and backward; of many for a `Grid` of tensors."""
-        return flops_of(self.encoder, grid)
+        return flops_of(self.encoder, grid.plain)
 
     def adapter_flops(self, grid: Grid) -> float:
         """Returns FLOPs of all adapters likewise."""
