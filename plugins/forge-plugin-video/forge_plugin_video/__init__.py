@@ -6,17 +6,21 @@ frames carry their numbers.
 
 from forge_plugin_video.frames import Frames
 from forge_plugin_video.kinds import BrokenVideo, Clip, FrameSamplingComponent, VideoReader, VideoReaderComponent
-from forge_plugin_video.readers import PyAV
-from forge_plugin_video.samplings import Fps, Uniform
+from forge_plugin_video.readers import Auto, PyAV, TorchCodec
+from forge_plugin_video.samplings import Fps, Middle, Scene, Uniform
 from forge_plugin_video.video_text import VideoText
 
 __all__ = [
+    "Auto",
     "BrokenVideo",
     "Clip",
     "Fps",
     "FrameSamplingComponent",
     "Frames",
+    "Middle",
     "PyAV",
+    "Scene",
+    "TorchCodec",
     "Uniform",
     "VideoReader",
     "VideoReaderComponent",

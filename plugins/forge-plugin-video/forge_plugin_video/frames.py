@@ -36,7 +36,7 @@ class Frames(VideoComponent):
 
     sampling: FrameSamplingComponent = default_type("forge-plugin-video/uniform")
     """`[data.sources.video.sampling]`: which frames."""
-    reader: VideoReaderComponent = default_type("forge-plugin-video/pyav")
+    reader: VideoReaderComponent = default_type("forge-plugin-video/auto")
     """`[data.sources.video.reader]`: what decodes them."""
     timestamps: Literal["none", "text", "positions"] = "none"
     """How the model learns when each frame is shown. text: written before each entry of the time axis, not learned.

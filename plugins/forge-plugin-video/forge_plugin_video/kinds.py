@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
 
+TOLERANCE = 1e-6
+"""Seconds below which times are equal: less than any container resolves, more than floating point errs."""
+
 
 class BrokenVideo(BrokenImage):
     """A clip that cannot be read; the message names it and says why."""
@@ -81,7 +84,7 @@ class VideoReaderComponent(Component[VideoReader]):
     """Builds what reads clips, in one thread for each worker."""
 
     kind = "video_reader"
-    usual_type: ClassVar[str | None] = "pyav"
+    usual_type: ClassVar[str | None] = "auto"
 
     max_duration: float = field(default=14_400.0, validator=gt(0))
     """Seconds of the longest clip; a longer one is refused by name, as one whose times are damaged."""

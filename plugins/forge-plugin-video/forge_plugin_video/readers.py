@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Literal
 
+from attrs import field, frozen
+from attrs.validators import min_len
+
+from forge_core.contracts.errors import Problem
 from forge_plugin_video.kinds import VideoReader, VideoReaderComponent
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+
+TORCHCODEC_NEEDS = (
+    "it needs FFmpeg's shared libraries (4 to 8); of its Linux wheels on PyPI, 0.11.1 to 0.13 need no CUDA, and "
+    "later ones need CUDA 13"
+)
 
 
 @frozen(kw_only=True)
@@ -15,3 +32,69 @@ class PyAV(VideoReaderComponent):
         from forge_plugin_video.readers_pyav import PyAVReader
 
         return PyAVReader(max_duration=self.max_duration)
+
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        yield "video_reader", "pyav", _pyav()
+
+
+@frozen(kw_only=True)
+class TorchCodec(VideoReaderComponent):
+    """Decodes with torchcodec, where it loads; PyAV reads the container."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if reason := torchcodec_problem():
+            yield Problem("", f'torchcodec does not load ({reason}); {TORCHCODEC_NEEDS}; or take type = "pyav"')
+
+    def build(self) -> VideoReader:
+        from forge_plugin_video.readers_torchcodec import TorchCodecReader
+
+        return TorchCodecReader(max_duration=self.max_duration)
+
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        yield "video_reader", "torchcodec", _torchcodec()
+
+
+@frozen(kw_only=True)
+class Auto(VideoReaderComponent):
+    """The first reader that loads on this machine; the summary of the run says which."""
+
+    prefer: tuple[Literal["pyav", "torchcodec"], ...] = field(default=("pyav", "torchcodec"), validator=min_len(1))
+    """Readers, best first: PyAV takes less time for the same frames (docs/benchmarks.md), and notices damage."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if "pyav" not in self.prefer and (reason := torchcodec_problem()):
+            yield Problem("prefer", f'torchcodec does not load ({reason}); add "pyav"')
+
+    def build(self) -> VideoReader:
+        return self._chosen().build()
+
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        chosen = self._chosen()
+        is_second = isinstance(chosen, PyAV) and self.prefer[0] != "pyav"
+        why = f"; torchcodec does not load ({torchcodec_problem()})" if is_second else ""
+        for subject, choice, reason in chosen.choices(context):
+            yield subject, choice, reason + why
+
+    def _chosen(self) -> VideoReaderComponent:
+        is_torchcodec = self.prefer[0] == "torchcodec" and not ("pyav" in self.prefer and torchcodec_problem())
+        return (TorchCodec if is_torchcodec else PyAV)(max_duration=self.max_duration)
+
+
+def torchcodec_problem() -> str:
+    """Returns why torchcodec does not load here; empty if it does."""
+    try:
+        import_module("torchcodec.decoders")
+    except (ImportError, OSError, RuntimeError) as error:  # of its own, of a shared library, of FFmpeg
+        root = error.__cause__ or error
+        return str(root).strip().splitlines()[0]
+    return ""
+
+
+def _pyav() -> str:
+    import av
+
+    return f"PyAV {av.__version__} with FFmpeg {av.ffmpeg_version_info}"
+
+
+def _torchcodec() -> str:
+    return f"torchcodec {version('torchcodec')}"

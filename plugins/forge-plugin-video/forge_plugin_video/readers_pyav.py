@@ -39,11 +39,11 @@ class PyAVReader:
 
     def probe(self, file: ImageFile) -> Clip:
         """See `VideoReader`. Where the header has no index of all frames, it decodes the first, for its rotation."""
-        with _opened(file) as (container, stream, data):
+        with opened(file) as (container, stream, data):
             indexed = frames_by_index(data, container, stream)
             if indexed is not None:
                 return clip_of(indexed[0], stream, indexed[1], self.max_duration)
-        with _opened(file) as (container, stream, _):
+        with opened(file) as (container, stream, _):
             frames = frames_by_packets(container, stream)
             clip = clip_of(frames, stream, Turn(), self.max_duration)
             [frame] = self._decode(container, stream, clip, [0])
@@ -54,7 +54,7 @@ class PyAVReader:
         from av.video.reformatter import VideoReformatter
 
         wanted = sorted(set(numbers))
-        with _opened(file) as (container, stream, _):
+        with opened(file) as (container, stream, _):
             reformatter = VideoReformatter()  # of all frames: setting one up takes as long as using it
             decoded = self._decode(container, stream, clip, wanted)
             found = {number: _pixels(frame, reformatter) for number, frame in zip(wanted, decoded, strict=True)}
@@ -176,7 +176,12 @@ def _groups(keys: np.ndarray, wanted: Sequence[int]) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _opened(file: ImageFile) -> Iterator[tuple[InputContainer, VideoStream, BinaryIO]]:
+def opened(file: ImageFile) -> Iterator[tuple[InputContainer, VideoStream, BinaryIO]]:
+    """Opens a clip: its container, its video stream, and the file itself for what PyAV does not hand on.
+
+    Raises:
+        BrokenVideo: it cannot be opened, or what is done inside fails.
+    """
     import av
 
     # Decoders raise whatever a damaged file leads them to: av's errors, ValueError, UnicodeDecodeError, …

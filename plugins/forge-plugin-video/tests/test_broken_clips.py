@@ -115,11 +115,11 @@ def test_a_probe_names_the_clip_and_the_reason(tmp_path, reader, name):
 @pytest.mark.parametrize("codec", CODECS)
 def test_damage_in_the_middle_is_found_in_its_group_alone(tmp_path, reader, codec):
     write(path := tmp_path / "clip.mp4", codec=codec, options=CODECS[codec])
-    with av.open(str(path)) as container:
-        [*entries] = container.streams.video[0].index_entries
+    with av.open(str(path)) as container:  # its entries do not outlive it
+        spots = [(entry.pos, entry.size) for entry in container.streams.video[0].index_entries]
     data = bytearray(path.read_bytes())
-    for entry in entries[15:17]:
-        data[entry.pos + 12 : entry.pos + entry.size] = bytes(max(0, entry.size - 12))
+    for start, size in spots[15:17]:
+        data[start + 12 : start + size] = bytes(max(0, size - 12))
     clip = reader.probe(file := BytesImage("clip.mp4", bytes(data)))
     whole = [*range(12), *range(24, 40)]
     assert [read_bar_code(frame) for frame in reader.frames(file, clip, whole)] == whole

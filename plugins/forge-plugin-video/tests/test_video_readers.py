@@ -1,0 +1,83 @@
+"""Which reader a run has, and that torchcodec, where it loads, has the same frames."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from forge_plugin_images.decoding import BytesImage, FileImage
+from forge_plugin_video import Auto, BrokenVideo, PyAV, TorchCodec
+from forge_plugin_video.readers import torchcodec_problem
+from forge_plugin_video.testing import bar_code, read_bar_code, write_clip
+
+needs_torchcodec = pytest.mark.skipif(bool(torchcodec_problem()), reason="torchcodec does not load here")
+CLOCK = np.cumsum(np.random.default_rng(0).integers(10, 90, 40)) / 1000
+
+
+@pytest.fixture
+def no_torchcodec(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchcodec", None)
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+
+
+def test_pyav_is_taken_first_and_its_version_is_printed():
+    [(subject, choice, reason)] = Auto().choices(None)
+    assert (subject, choice) == ("video_reader", "pyav")
+    assert reason.startswith("PyAV ")
+    assert type(Auto(max_duration=60.0).build()) is type(PyAV().build())
+    assert Auto(max_duration=60.0).build().max_duration == 60.0
+
+
+def test_where_torchcodec_does_not_load_the_next_reader_is_taken_and_the_reason_printed(no_torchcodec):
+    auto = Auto(prefer=("torchcodec", "pyav"))
+    [(_, choice, reason)] = auto.choices(None)
+    assert choice == "pyav"
+    assert "torchcodec does not load (import of torchcodec.decoders halted" in reason
+    assert type(auto.build()) is type(PyAV().build())
+
+
+def test_a_job_that_insists_on_torchcodec_is_refused_where_it_does_not_load(no_torchcodec):
+    [problem] = TorchCodec().problems(None, None)
+    assert problem.message.startswith("torchcodec does not load (import of torchcodec.decoders halted")
+    assert problem.message.endswith('or take type = "pyav"')
+    [problem] = Auto(prefer=("torchcodec",)).problems(None, None)
+    assert problem.path == "prefer"
+    assert not list(Auto().problems(None, None))
+
+
+@needs_torchcodec
+@pytest.mark.parametrize("container", ["mp4", "mkv"])
+def test_torchcodec_has_the_frames_of_pyav(tmp_path, container):
+    assert not list(TorchCodec().problems(None, None))
+    [(_, choice, _)] = Auto(prefer=("torchcodec", "pyav")).choices(None)
+    assert choice == "torchcodec"
+    reader = Auto(prefer=("torchcodec", "pyav")).build()
+    write_clip(path := tmp_path / f"clip.{container}", 40, CLOCK, options={"g": "12", "bf": "3"})
+    for file in (FileImage(str(path)), BytesImage("bytes", path.read_bytes())):
+        clip = reader.probe(file)
+        assert np.allclose(clip.times, CLOCK if container == "mkv" else clip.times)
+        for numbers in ([0, 5, 6, 17, 18, 35, 39], [3, 3, 20]):
+            frames = reader.frames(file, clip, numbers)
+            assert [read_bar_code(frame) for frame in frames] == numbers
+            for frame, expected in zip(frames, PyAV().build().frames(file, clip, numbers), strict=True):
+                assert abs(frame.astype(int) - expected).max() <= 2  # another FFmpeg may round colours otherwise
+
+
+@needs_torchcodec
+def test_torchcodec_turns_frames_upright_and_names_what_it_cannot_read(tmp_path):
+    reader = TorchCodec().build()
+    turned = [np.rot90(bar_code(number), -1).copy() for number in range(6)]
+    write_clip(path := tmp_path / "clip.mp4", turned, rotation=90)
+    clip = reader.probe(file := FileImage(str(path)))
+    assert [read_bar_code(frame) for frame in reader.frames(file, clip, [1, 5])] == [1, 5]
+    write_clip(path := tmp_path / "clip.ts", 24)
+    clip = reader.probe(file := FileImage(str(path)))
+    with pytest.raises(BrokenVideo, match="torchcodec misses the key frames of MPEG transport streams"):
+        reader.frames(file, clip, [5])
+    write_clip(path := tmp_path / "clip.mkv", 40, options={"g": "12"})
+    clip = reader.probe(FileImage(str(path)))
+    data = path.read_bytes()
+    with pytest.raises(BrokenVideo, match=r"video 'cut' cannot be read \((torchcodec: |frame 39 )"):
+        reader.frames(BytesImage("cut", data[: len(data) // 2]), clip, [39])
