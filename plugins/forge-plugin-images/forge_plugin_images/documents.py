@@ -18,6 +18,7 @@ from forge_plugin_vision import ImageInput
 
 if TYPE_CHECKING:
     from forge_plugin_images.source import Split
+    from forge_plugin_images.tile_text import TileTexts
     from forge_plugin_images.video import VideoComponent, Videos
 
 Part = Tokens | Visual
@@ -78,6 +79,8 @@ class ImageDocuments:
     """What does not fit into it is cut off, never within a visual; None: nothing is."""
     clips: Clips | None = None
     """How videos are seen; None: documents have none."""
+    texts: TileTexts | None = None
+    """Texts around images and their tiles; None: there are none."""
 
     def __len__(self) -> int:
         assert isinstance(self.records, Records)
@@ -134,10 +137,11 @@ class ImageDocuments:
         assert isinstance(self.records, Records)
         of_clips = [] if self.clips is None else [self.clips.key()]
         own = [self.records.identity(), self.layout.layout_key(), tokenizer, self.processor.key(), positions, room]
-        return [*own, *of_clips]
+        of_texts = [] if self.texts is None else [repr(self.texts.texts)]
+        return [*own, *of_clips, *of_texts]
 
     def _parts(self, record: Record, sample: str | None) -> list[Part]:
-        visuals = Visuals(self.records, self.processor, self.seen)
+        visuals = Visuals(self.records, self.processor, self.seen, self.texts)
         if self.clips is not None:
             visuals.videos, visuals.draw = self.clips.videos, self.clips.draw(sample)
         parts = as_one_document(list(self.layout.parts(record, visuals, self.tokenizer)))

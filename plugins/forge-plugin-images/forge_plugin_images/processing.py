@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from PIL import Image
 
 from forge_plugin_images.patches import grid_of, patches_of
+from forge_plugin_images.splitting import resized_to_longest, split_grid, split_image
 from forge_plugin_images.tiling import (
     PADDING,
     best_tiles,
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from forge_plugin_images.source import Overview
     from forge_plugin_vision import ImageFormat
 
-Policy = Literal["native", "fill", "stretch", "crop", "pad", "tiles", "canvas", "any_resolution"]
+Policy = Literal["native", "fill", "stretch", "crop", "pad", "tiles", "split", "canvas", "any_resolution"]
 """How an image gets the size of a grid. `native` (Qwen2-VL's `smart_resize`) and `fill` (SigLIP 2's NaFlex) keep its
 shape nearly; the others make images of one size, as SigLIP (`stretch`), CLIP (`crop`) and LLaVA-1.5 (`pad`) do, or
-several of one size (`tiles`). `canvas` and `any_resolution` make one image of several tiles, which the encoder sees
-together (Llama 3.2 Vision), or which an adapter joins behind it (LLaVA-NeXT, LLaVA-OneVision)."""
+several of one size (`tiles`; `split`, Idefics3). `canvas` and `any_resolution` make one image of several tiles, which
+the encoder sees together (Llama 3.2 Vision), or which an adapter joins behind it (LLaVA-NeXT, LLaVA-OneVision)."""
 RESAMPLING = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
@@ -54,11 +55,13 @@ class ImageProcessor:
     min_patches: int = 0
     """Of an image, for `native`: smaller ones are enlarged."""
     max_tiles: int = 0
-    """Of an image, for `tiles`, without the overview."""
+    """Of an image, for `tiles`, without the overview; for `split` 1, if images are not cut."""
     overview: Overview = "first"
-    """For `tiles`."""
+    """For `tiles` and `split`."""
     max_tiled_images: int = 0
     """For `any_resolution`: images of a document that may be in tiles; 0: all of them."""
+    longest_side: int = 0
+    """Pixels of the longer side, for `split`, before an image is stretched to whole tiles."""
 
     def among(self, images: int) -> ImageProcessor:
         """Returns what processes each image of a document that has this many."""
@@ -71,32 +74,39 @@ class ImageProcessor:
         return self.form.patch * self.form.multiple
 
     def grids(self, size: Size) -> tuple[Grid, ...]:
-        """Returns the grids of an image of this size: one, or with `tiles` one for each tile and the overview."""
+        """Returns the grids of an image of this size: one, or one for each tile and the overview."""
         if self.policy == "any_resolution":
-            (rows, columns), (_, *tile) = self._tiles(size), grid_of(*self._target(size), self.form)
+            (rows, columns), (_, *tile) = self.tiles(size), grid_of(*self._target(size), self.form)
             shown = shown_part(size, rows * tile[0], columns * tile[1])
             return (Grid.of_tiles(rows, columns, shown),)
-        count = 1
-        if self.policy == "tiles" and (tiles := math.prod(self._tiles(size))) > 1:
-            count = tiles + (self.overview != "none")
+        count = math.prod(self.tiles(size))
+        if count > 1:
+            count += self.overview != "none"
         return (grid_of(*self._target(size), self.form),) * count
 
     def patches(self, image: Image.Image) -> np.ndarray:
         """Returns the patches of an RGB image, one grid after the other: (patches, V) uint8."""
-        if self.policy not in ("tiles", "any_resolution"):
+        rows, columns = self.tiles((image.height, image.width))
+        if rows * columns == 1 and self.policy != "any_resolution":
             return self._resized(image)
-        rows, columns = self._tiles((image.height, image.width))
-        if rows * columns == 1 and self.policy == "tiles":
-            return self._resized(image)
-        tiles = tiles_of(image, rows, columns, self._target((0, 0)), RESAMPLING[self.form.resample])
+        resampling = RESAMPLING[self.form.resample]
+        if self.policy == "split":
+            tiles, whole = split_image(image, self._target((0, 0)), self.longest_side, resampling)
+        else:
+            tiles, whole = list(tiles_of(image, rows, columns, self._target((0, 0)), resampling)), image
         parts = [patches_of(np.asarray(tile), self.form) for tile in tiles]
-        overview = [] if self.overview == "none" else [self._resized(image)]
+        overview = [] if self.overview == "none" else [self._fitted(whole)]
         return np.concatenate([*overview, *parts] if self.overview == "first" else [*parts, *overview])
 
     def _resized(self, image: Image.Image) -> np.ndarray:
         """Returns the patches of the whole image as one: (patches, V) uint8."""
-        size = image.height, image.width
-        height, width = self._target(size)
+        if self.policy == "split":
+            image = resized_to_longest(image, self.longest_side, RESAMPLING[self.form.resample])
+        return self._fitted(image)
+
+    def _fitted(self, image: Image.Image) -> np.ndarray:
+        """Returns the patches of an image that gets its last size: (patches, V) uint8."""
+        height, width = self._target((image.height, image.width))
         if self.policy == "canvas":
             image = self._on_canvas(image, (height, width))
         elif self.policy == "pad":
@@ -118,17 +128,22 @@ class ImageProcessor:
         """Returns all that patches depend on, besides the image."""
         form = self.form
         shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
-        tiling: list[object] = [self.max_tiles, self.overview] if self.policy == "tiles" else []
+        tiling: list[object] = [self.max_tiles, self.overview] if self.policy in ("tiles", "split") else []
+        tiling += [self.longest_side] if self.policy == "split" else []
         tiling += [self.max_tiled_images] if self.policy == "any_resolution" else []
         tiling += [form.pixels] if form.pixels else []
         tiling += [form.arrangements] if form.arrangements else []
         return [*shape, form.resample, form.mean, self.policy, self.max_patches, self.min_patches, *tiling]
 
-    def _tiles(self, size: Size) -> tuple[int, int]:
-        """Returns rows and columns of the tiles of an image of this size."""
+    def tiles(self, size: Size) -> tuple[int, int]:
+        """Returns rows and columns of the tiles of an image of this size; (1, 1) if it is one grid."""
         if self.policy == "any_resolution":
             return best_tiles(size, self._target(size), self.form.arrangements)
-        return tile_grid(size, self._target(size), self.max_tiles)
+        if self.policy == "tiles":
+            return tile_grid(size, self._target(size), self.max_tiles)
+        if self.policy == "split" and self.max_tiles != 1:
+            return split_grid(size, self._target(size), self.longest_side)
+        return 1, 1
 
     def _target(self, size: Size) -> Size:
         if self.policy == "native":

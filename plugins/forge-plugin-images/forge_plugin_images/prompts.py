@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.data import Tokenizer
     from forge_core.job import Job
+    from forge_plugin_images.tile_text import TileTexts
     from forge_plugin_vision import ImageInput
 
 
@@ -61,8 +62,8 @@ def prompts_with_images(
         message = f"the prompts have {MARK} {marks} times, and there are {len(files)} images"
         raise ForgeError(f"{message}; write it once for each image, where it stands")
     seen = image_input(job)
-    processor = _processor(job, seen)
-    images = iter([ImageVisual(FileImage(file), processor, seen) for file in files])
+    processor, texts_of_tiles = _processing(job, seen, tokenizer)
+    images = iter([ImageVisual(FileImage(file), processor, seen, texts_of_tiles) for file in files])
     counts = [text.count(MARK) for text in texts]
     own = [[next(images).among(count) for _ in range(count)] for count in counts]
     rows = [_row(text, visuals, seen, tokenizer) for text, visuals in zip(texts, own, strict=True)]
@@ -71,17 +72,15 @@ def prompts_with_images(
     return Prompts(prompts, collate([entries for _, entries in rows]))
 
 
-def _processor(job: Job, seen: ImageInput) -> ImageProcessor:
+def _processing(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> tuple[ImageProcessor, TileTexts | None]:
+    """Returns what makes patches of images, and the texts around them."""
     for number, source in enumerate(job.data.sources):
         if isinstance(source, ImageDataset):
-            return source.processor(seen)
+            return source.processor(seen), source.tile_texts(tokenizer)
         if isinstance(source, Unavailable):  # images may be resized as it says
             raise JobError(problem.below(f"data.sources.{number}") for problem in source.error.problems)
-    return ImageProcessor(
-        seen.format,
-        default_policy(seen.format),
-        seen.patches_per_sequence // seen.images_per_sequence,
-    )
+    most = seen.patches_per_sequence // seen.images_per_sequence
+    return ImageProcessor(seen.format, default_policy(seen.format), most), None
 
 
 def _row(

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from forge_core.contracts.errors import Problem
+from forge_plugin_images.split_problems import split_problems
 
 if TYPE_CHECKING:
     from forge_plugin_images.source import ImageDataset
     from forge_plugin_vision import ImageInput
 
-FIXED, FREE = ("stretch", "crop", "pad", "tiles"), ("native", "fill")
+FIXED, FREE = ("stretch", "crop", "pad", "tiles", "split"), ("native", "fill")
 """Policies of encoders with one size of images, and of those with any."""
 
 
@@ -21,6 +22,7 @@ def size_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
     yield from _policy_problems(keys, seen)
     yield from _patch_problems(keys, seen)
     yield from _tile_problems(keys, seen)
+    yield from split_problems(keys, seen)
 
 
 def _policy_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
@@ -29,8 +31,8 @@ def _policy_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
         rows, columns = form.grid
         size = f"{rows * form.patch} x {columns * form.patch} pixels"
         yield Problem("resize", f"{keys.resize!r}, but the encoder takes images of {size}; take one of {FIXED}")
-    if form.joins_tiles and keys.resize == "tiles":
-        message = "'tiles' are images of their own, and the adapter joins those of an image"
+    if form.joins_tiles and keys.resize in ("tiles", "split"):
+        message = f"{keys.resize!r} are images of their own, and the adapter joins those of an image"
         yield Problem("resize", f"{message}; take 'any_resolution', or 'pad' for images in one tile")
     if form.arrangements and not form.grid and keys.resize in (*FIXED, *FREE):
         yield Problem("resize", f"{keys.resize!r}, but the encoder takes images in tiles; take 'canvas'")
@@ -68,7 +70,7 @@ def _patch_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
 def _tile_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
     if keys.resize != "tiles":
         for key, default in (("max_tiles", 0), ("overview", "first")):
-            if (value := getattr(keys, key)) != default:
+            if (value := getattr(keys, key)) != default and keys.resize != "split":
                 yield Problem(key, f'{value!r} is for resize = "tiles"; set that, or leave it out')
         return
     if seen.format.grid is None:

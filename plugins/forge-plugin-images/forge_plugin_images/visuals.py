@@ -19,6 +19,7 @@ from forge_plugin_images.video import NO_TABLE, Span, span_of
 if TYPE_CHECKING:
     from forge_plugin_images.processing import ImageProcessor
     from forge_plugin_images.records import ImageSource, Record
+    from forge_plugin_images.tile_text import TileTexts
     from forge_plugin_images.video import Videos
     from forge_plugin_vision import ImageInput
 
@@ -64,14 +65,21 @@ class VisualSource(Protocol):
 
 @frozen
 class ImageVisual:
-    """An image: one grid, or with tiles several, each with its positions side by side. See `Visual`."""
+    """An image: one grid, or with tiles several, each with its positions side by side, and texts. See `Visual`."""
 
     file: ImageFile
     processor: ImageProcessor
     seen: ImageInput
+    texts: TileTexts | None = None
+    """None: there are none."""
 
     def measure(self) -> Footprint:
-        return Footprint.of_images(self.processor.grids(size_of(self.file)), self.seen)
+        size = size_of(self.file)
+        grids = self.processor.grids(size)
+        if self.texts is None:
+            return Footprint.of_images(grids, self.seen)
+        tiles = self.processor.tiles(size) if len(grids) > 1 else (1, 1)  # joined tiles have no texts between
+        return self.texts.footprint(grids, tiles, self.processor.overview, self.seen)
 
     def read(self) -> np.ndarray:
         return self.processor.patches(decode(self.file))
@@ -94,13 +102,15 @@ class Visuals:
     files: ImageSource
     processor: ImageProcessor
     seen: ImageInput
+    texts: TileTexts | None = None
+    """Around images and their tiles; None: there are none."""
     videos: Videos | None = None
     draw: str | None = None
     """What random choices of the document are seeded with; None: none is made."""
     _clips: int = field(default=0, init=False)
 
     def image(self, record: Record, value: Any) -> Visual:
-        return ImageVisual(self.files.image(record, value), self.processor, self.seen)
+        return ImageVisual(self.files.image(record, value), self.processor, self.seen, self.texts)
 
     def video(self, record: Record, value: Any, span: Span | None = None) -> Visual:
         if self.videos is None:

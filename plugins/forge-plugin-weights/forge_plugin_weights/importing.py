@@ -209,8 +209,10 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
     Raises:
         JobError: the configuration has something that Forge does not support.
     """
-    model = read_config(source.architecture, source.config)
+    model: dict[str, Any] = dict(read_config(source.architecture, source.config))
     images = image_table(source.config, flattened(model))
+    if images and source.architecture.has_text and images.images > 1:  # else no prompt could have one
+        model["vision"] = {**model["vision"], "images_per_sequence": images.images}
     table: dict[str, Any] = {
         "job": {"name": output.name},
         "train": {"steps": 1, "global_batch_size": 1, "seq_len": _length(source.config, model)},

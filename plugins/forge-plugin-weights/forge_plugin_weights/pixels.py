@@ -220,6 +220,10 @@ class ImageTable:
     keys: Mapping[str, Any]
     differences: Sequence[str] = ()
     """What Forge's images differ in all the same."""
+    images: int = 1
+    """Images that one becomes at most."""
+    image_token: str = ""
+    """The text that the chat template writes for an image, if it is known to write one."""
 
     def source(self) -> Mapping[str, Any]:
         """Returns a table `[[data.sources]]` with these keys, of which the path is anything."""
@@ -227,12 +231,20 @@ class ImageTable:
 
     def lines(self) -> Sequence[str]:
         """Returns what a user has to know, a line each."""
-        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.keys.items())
-        first = f"Images are as the published model's with, in each table [[data.sources]]: {settings}"
-        if not self.differences:
-            return [first]
-        nearly = first.replace("Images are as", "Images are nearly as")
-        return [nearly, *(f"but {difference}" for difference in self.differences)]
+        plain = {key: value for key, value in self.keys.items() if not isinstance(value, Mapping)}
+        nearly = "nearly " if self.differences else ""
+        first = f"Images are {nearly}as the published model's with, in each table [[data.sources]]: {_settings(plain)}"
+        tables = [
+            f"and below it [data.sources.{key}] with {_settings(value)}"
+            for key, value in self.keys.items()
+            if isinstance(value, Mapping)
+        ]
+        chats = [f'and for chats image_token = "{self.image_token}"'] if self.image_token else []
+        return [first, *tables, *chats, *(f"but {difference}" for difference in self.differences)]
+
+
+def _settings(keys: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
 
 
 def image_table(config: Config, model: Flat) -> ImageTable | None:
@@ -253,7 +265,7 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
     if "max_num_patches" in settings:
         return ImageTable({"resize": "fill", "max_patches": settings["max_num_patches"]})
     if "max_image_size" in settings:
-        return _squashed(settings, (height, width))
+        return _split(settings, (height, width))
     size = _sides(settings.get("crop_size") if settings.get("do_center_crop") else settings.get("size"))
     differences = []
     if size not in ((height, width), None):
@@ -298,21 +310,28 @@ def _by_area(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     return ImageTable(keys, differences)
 
 
-def _squashed(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
+SPLIT_TEXT: Mapping[str, str] = {
+    "tile": "<fake_token_around_image><row_{row}_col_{column}>",
+    "row_end": "\n",
+    "overview": "\n<fake_token_around_image><global-img>",
+    "single": "<fake_token_around_image><global-img>",
+    "after": "<fake_token_around_image>",
+}
+"""Texts around the tiles of Idefics3 and SmolVLM, which no file says: their processors write them."""
+
+
+def _split(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
     """Of Idefics3 and SmolVLM."""
-    longest = (settings.get("size") or {}).get("longest_edge")
-    differences = [
-        f"they are resized twice there, first until the longer side is {longest}",
-    ]
-    if settings.get("do_image_splitting", True):
-        tile = (settings["max_image_size"] or {}).get("longest_edge")
-        differences.append(
-            f"they are cut into tiles of {tile} pixels there, with texts like <row_1_col_1> between; "
-            'resize = "tiles" with overview = "last" comes near, without the texts'
-        )
-    if settings["max_image_size"].get("longest_edge") != size[0]:
+    longest = (settings.get("size") or {}).get("longest_edge", 4 * 364)
+    keys: dict[str, Any] = {"resize": "split", "longest_side": longest, "overview": "last"}
+    tile, differences = settings["max_image_size"].get("longest_edge"), []
+    if not settings.get("do_image_splitting", True):
+        keys["max_tiles"] = 1
+    if (tile, tile) != size:
         differences.append(f"they are {settings['max_image_size']} there, and {size} by config.json")
-    return ImageTable({"resize": "stretch"}, differences)
+    side = -(-(longest + longest % 2) // min(size))  # rounded up to an even number there
+    images = 1 if "max_tiles" in keys else side**2 + (side > 1)
+    return ImageTable({**keys, "tile_text": SPLIT_TEXT}, differences, images, "<image>")
 
 
 def _sides(size: Any) -> tuple[int, int] | None:

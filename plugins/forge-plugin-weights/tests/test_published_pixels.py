@@ -106,20 +106,25 @@ def test_a_prompt_of_the_imported_model_has_its_images_likewise(tmp_path):
 
 
 @pytest.mark.parametrize("splitting", [True, False])
-def test_what_images_cannot_have_is_said(tmp_path, capsys, splitting):
+def test_how_images_are_split_is_said_and_a_prompt_has_room_for_it(tmp_path, capsys, splitting):
     run = written(tmp_path, "idefics3", processor_of("Idefics3", {**SHUFFLED, "do_image_splitting": splitting}))
     start = (run / "start.toml").read_text()
-    assert (
-        '# Images are nearly as the published model\'s with, in each table [[data.sources]]: resize = "stretch"'
-        in start
-    )
-    assert "# but they are resized twice there, first until the longer side is 64" in start
-    assert ("# but they are cut into tiles of 16 pixels there, with texts like <row_1_col_1>" in start) == splitting
-    assert tomllib.loads(start)["model"]["vision"]["encoder"]["resample"] == "lanczos"
+    keys = {"resize": "split", "longest_side": 64, "overview": "last", **({} if splitting else {"max_tiles": 1})}
+    assert f"# Images are as the published model's with, in each table [[data.sources]]: {shown(keys)}\n" in start
+    tile = '"<fake_token_around_image><row_{row}_col_{column}>"'
+    assert f"# and below it [data.sources.tile_text] with tile = {tile}" in start
+    vision = tomllib.loads(start)["model"]["vision"]
+    assert vision["encoder"]["resample"] == "lanczos"
+    assert vision["images_per_sequence"] == (17 if splitting else 1)
     assert main(["weights", "inspect", str(tmp_path / "published")]) == 0
-    shown = capsys.readouterr().out
-    assert "but they are resized twice there" in shown
-    assert "NOT" not in shown
+    shown_by_inspect = capsys.readouterr().out
+    assert 'resize = "split"' in shown_by_inspect
+    assert "NOT" not in shown_by_inspect
+
+
+def test_what_images_cannot_have_is_said(tmp_path):
+    run = written(tmp_path, "idefics3", processor_of("Idefics3", {**SHUFFLED, "max_image_size": {"longest_edge": 20}}))
+    assert "# but they are {'longest_edge': 20} there, and (16, 16) by config.json" in (run / "start.toml").read_text()
 
 
 @pytest.mark.parametrize("key", ["do_flip", "resample", "rescale_factor"])

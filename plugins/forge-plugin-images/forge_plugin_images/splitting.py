@@ -1,0 +1,82 @@
+"""Splitting as in Idefics3 and SmolVLM: an image is resized to whole tiles, which then are cut out of it.
+
+Unlike the tiles of `tiling`, these leave no bars: both sides are stretched to multiples of a tile. An image is resized
+up to three times (its longer side; to whole tiles; the overview of that), and the roundings of each matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from PIL import Image
+
+LARGEST = 4096
+"""Pixels of the longer side at most."""
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+
+def with_longest_side(size: Size, longest: int) -> Size:
+    """Returns the size whose longer side has `longest` pixels, and whose other is even, rounded up.
+
+    This is `get_resize_output_image_size` of Idefics3, for a longest side within `LARGEST`.
+    """
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        shorter = int(longest / ratio)
+        return max(shorter + shorter % 2, 1), longest
+    shorter = int(longest * ratio)
+    return longest, max(shorter + shorter % 2, 1)
+
+
+def whole_tiles(size: Size, tile: Size) -> tuple[int, int]:
+    """Returns the rows and columns of tiles to which an image is stretched (`resize_for_vision_encoder`)."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        columns = math.ceil(width / tile[1])
+        return math.ceil(int(columns * tile[1] / ratio) / tile[0]), columns
+    rows = math.ceil(height / tile[0])
+    return rows, math.ceil(int(rows * tile[0] * ratio) / tile[1])
+
+
+def split_grid(size: Size, tile: Size, longest: int) -> tuple[int, int]:
+    """Returns rows and columns of the tiles of an image: (1, 1) if it is seen whole, without an overview."""
+    return whole_tiles(with_longest_side(size, longest), tile)
+
+
+def most_tiles(tile: Size, longest: int) -> int:
+    """Returns the tiles of an image at most: those of a square."""
+    return math.prod(split_grid((1, 1), tile, longest))
+
+
+def split_image(
+    image: Image.Image, tile: Size, longest: int, resampling: Image.Resampling
+) -> tuple[list[Image.Image], Image.Image]:
+    """Returns the tiles of an image row by row, and its overview, all of the size of a tile.
+
+    Args:
+        image: the image, in RGB.
+        tile: height and width of a tile.
+        longest: pixels of the longer side before it is stretched to whole tiles.
+        resampling: how pixels are interpolated.
+    """
+    rows, columns = split_grid((image.height, image.width), tile, longest)
+    whole = resized_to_longest(image, longest, resampling).resize((columns * tile[1], rows * tile[0]), resampling)
+    overview = whole.resize((tile[1], tile[0]), resampling)
+    return list(_cut(whole, tile)), overview
+
+
+def resized_to_longest(image: Image.Image, longest: int, resampling: Image.Resampling) -> Image.Image:
+    """Returns an image whose longer side has `longest` pixels."""
+    height, width = with_longest_side((image.height, image.width), longest)
+    return image.resize((width, height), resampling)
+
+
+def _cut(image: Image.Image, tile: Size) -> Iterator[Image.Image]:
+    for top in range(0, image.height, tile[0]):
+        for left in range(0, image.width, tile[1]):
+            yield image.crop((left, top, left + tile[1], top + tile[0]))

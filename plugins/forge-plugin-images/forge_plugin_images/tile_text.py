@@ -1,0 +1,99 @@
+"""Texts around the tiles of an image, by which a model knows where each tile stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field, frozen
+
+from forge_plugin_images.rows import Footprint, Places, Tokens
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Tokenizer
+    from forge_plugin_images.source import Overview
+    from forge_plugin_vision import Grid, ImageInput
+
+
+@frozen(kw_only=True)
+class TileText:
+    """`[data.sources.tile_text]`: texts around images and their tiles. None of them is learned.
+
+    Neighbouring texts are encoded together, as one, and special tokens that they spell out are special tokens.
+    """
+
+    before: str = ""
+    """Before each image, such as `<img>` of InternVL."""
+    tile: str = ""
+    """Before each tile. `{row}` and `{column}` in it are its numbers, from 1: `<row_{row}_col_{column}>`."""
+    row_end: str = ""
+    """After the last tile of each row, such as a newline."""
+    overview: str = ""
+    """Before the overview of an image that has tiles."""
+    single: str = ""
+    """Before an image that is not cut, in place of both."""
+    after: str = ""
+    """After each image."""
+
+    def pieces(self, tiles: tuple[int, int], overview: Overview) -> list[str]:
+        """Returns the texts before each grid of an image, and the one behind the last.
+
+        Args:
+            tiles: rows and columns.
+            overview: where it stands.
+        """
+        if tiles == (1, 1):
+            return [self.before + self.single, self.after]
+        pieces, text = list[str](), self.before
+        for mark in self._marks(tiles, overview):
+            if mark is None:
+                text += self.row_end
+            else:
+                pieces.append(text + mark)
+                text = ""
+        return [*pieces, text + self.after]
+
+    def _marks(self, tiles: tuple[int, int], overview: Overview) -> Iterator[str | None]:
+        """Yields the text of each grid, and None behind each row of tiles."""
+        if overview == "first":
+            yield self.overview
+        for row in range(1, tiles[0] + 1):
+            for column in range(1, tiles[1] + 1):
+                yield self.tile.replace("{row}", str(row)).replace("{column}", str(column))
+            yield None
+        if overview == "last":
+            yield self.overview
+
+
+@define
+class TileTexts:
+    """The tokens of a `TileText`."""
+
+    texts: TileText
+    tokenizer: Tokenizer
+    _known: dict[str, Sequence[int]] = field(factory=dict, init=False)
+
+    def footprint(
+        self, grids: Sequence[Grid], tiles: tuple[int, int], overview: Overview, seen: ImageInput
+    ) -> Footprint:
+        """Returns what an image takes in a row, with its texts.
+
+        Args:
+            grids: of its tiles and its overview.
+            tiles: rows and columns.
+            overview: where it stands.
+            seen: what the model has as its input.
+        """
+        first, *following = self.texts.pieces(tiles, overview)
+        runs: list[Tokens | Places] = [*self._tokens(first)]
+        for grid, text in zip(grids, following, strict=True):
+            runs += [Places(seen.positions(grid)), *self._tokens(text)]
+        return Footprint(runs, grids)
+
+    def _tokens(self, text: str) -> list[Tokens]:
+        if text and text not in self._known:
+            # Texts of a job are not those of data: what looks like a special token in them is meant as one.
+            tokenizer: Any = self.tokenizer
+            encode: Callable[[str], list[int]] = getattr(tokenizer, "encode_special", tokenizer.encode)
+            self._known[text] = encode(text)
+        return [Tokens(self._known[text], False)] if text else []

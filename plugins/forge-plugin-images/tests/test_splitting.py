@@ -1,0 +1,134 @@
+"""Splitting as in Idefics3: sizes, pixels and texts are those of its processor; keys that cannot be are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from PIL import Image
+
+from forge_core.contracts.errors import ForgeError
+from forge_plugin_cross_attention import CrossAttention
+from forge_plugin_images import ImageText
+from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_images.splitting import most_tiles, split_grid
+from forge_plugin_images.testing import tiny_model
+from forge_plugin_images.tile_text import TileText
+from forge_plugin_text import Bytes
+from forge_plugin_vision import IMAGE, ImageFormat
+from forge_testing import job_problems
+
+TILE = 16
+MODEL = tiny_model(16, 16, images_per_sequence=5)
+"""Images of four positions."""
+TEXTS = TileText(before="<", tile="{row}.{column}", row_end="/", overview="=", single="!", after=">")
+
+
+def noise(height: int, width: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+@pytest.fixture
+def reference() -> Any:
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    return Idefics3ImageProcessorPil(
+        max_image_size={"longest_edge": TILE}, size={"longest_edge": 50}, image_mean=[0.0] * 3, image_std=[1.0] * 3
+    )
+
+
+def test_the_grid_is_idefics3s_choice(reference):
+    """By what it makes of images: its own `get_number_of_image_patches` counts other columns for some sizes."""
+    generator, different = np.random.default_rng(0), set()
+    for _ in range(150):
+        size = tuple(np.exp(generator.uniform(0, 5, 2)).astype(int).tolist())
+        longest = int(generator.integers(8, 100))
+        made = reference(Image.new("RGB", size[::-1]), size={"longest_edge": longest}, return_row_col_info=True)
+        grid = split_grid(size, (TILE, TILE), longest)
+        assert (max(made["rows"][0][0], 1), max(made["cols"][0][0], 1)) == grid, (size, longest)
+        assert grid[0] * grid[1] <= most_tiles((TILE, TILE), longest)
+        different.add(grid)
+    assert len(different) > 20
+
+
+@pytest.mark.parametrize("size", [(40, 70), (100, 33), (64, 64), (3, 200), (15, 15)])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_tiles_and_the_overview_are_those_of_idefics3(reference, size, is_cut):
+    form = ImageFormat(patch=8, grid=(2, 2), resample="lanczos")
+    processor = ImageProcessor(form, "split", 4, max_tiles=int(not is_cut), overview="last", longest_side=50)
+    image = noise(*size)
+    patches = processor.patches(image)
+    expected = reference(image, do_image_splitting=is_cut, return_tensors="np")["pixel_values"][0]
+    tiles = np.round(expected * 255).astype(np.uint8).reshape(-1, 3, 2, 8, 2, 8)
+    assert len(processor.grids(size)) == len(tiles)
+    assert len(tiles) == 1 or is_cut
+    assert np.array_equal(patches, tiles.transpose(0, 2, 4, 1, 3, 5).reshape(len(patches), -1))
+
+
+@pytest.fixture
+def path(tmp_path):
+    noise(16, 32).save(tmp_path / "0.png")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "text": "abc"}))
+    return str(tmp_path / "pairs.jsonl")
+
+
+@pytest.mark.parametrize("overview", ["first", "last", "none"])
+def test_texts_stand_around_tiles_in_rows_and_in_prompts_and_are_not_learned(path, build, make_job, overview):
+    keys: dict[str, Any] = {"resize": "split", "longest_side": 32, "overview": overview, "tile_text": TEXTS}
+    rows = build(ImageText(path=path, **keys), model=MODEL, seq_len=64)
+    written = {"first": "<=####1.1####1.2####/>", "last": "<1.1####1.2####/=####>", "none": "<1.1####1.2####/>"}
+    ids = rows[0]["input_ids"].tolist()
+    text = "".join("#" if id_ == IMAGE else chr(id_) for id_ in ids if id_ < 256)
+    assert text.startswith(written[overview] + "abc")
+    assert [chr(id_) for id_ in rows[0]["labels"] if 0 <= id_ < 256] == ["a", "b", "c"]
+    job = make_job(ImageText(path=path, **keys), model=MODEL, seq_len=64)
+    tokenizer = Bytes().build(None, list)
+    file = path.replace("pairs.jsonl", "0.png")
+    [ids] = prompts_with_images(["What<image>?"], [file], job, tokenizer).ids
+    assert "".join("#" if id_ == IMAGE else chr(id_) for id_ in ids) == f"What{written[overview]}?"
+
+
+def test_neighbouring_texts_are_encoded_as_one():
+    assert TEXTS.pieces((2, 1), "last") == ["<1.1", "/2.1", "/=", ">"]
+    assert TEXTS.pieces((2, 1), "first") == ["<=", "1.1", "/2.1", "/>"]
+    assert TEXTS.pieces((1, 1), "last") == ["<!", ">"]
+    assert TileText(tile="{row}{other}").pieces((1, 2), "none") == ["1{other}", "1{other}", ""]
+
+
+def test_a_prompt_with_too_many_tiles_is_refused(path, make_job):
+    job = make_job(ImageText(path=path, resize="split", longest_side=64, overview="last"), model=MODEL)
+    with pytest.raises(ForgeError, match=r"a prompt has 1 images \(in \d+ tiles\)"):
+        prompts_with_images(["What?"], [path.replace("pairs.jsonl", "0.png")], job, Bytes().build(None, list))
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"longest_side": 64, "resize": "stretch"}, 'longest_side: 64 is for resize = "split"'),
+        ({"max_tiles": 3}, "max_tiles: 3, but longest_side says how many tiles an image has"),
+        ({"longest_side": 64}, "longest_side: a square image becomes 16 tiles and an overview with 64, which need"),
+    ],
+)
+def test_keys_that_cannot_be_are_refused(path, make_job, keys, problem):
+    job = make_job(ImageText(path=path, **{"resize": "split", **keys}), model=MODEL)
+    assert any(problem in each for each in job_problems(job))
+    fitting = ImageText(path=path, resize="split", longest_side=32)
+    assert not job_problems(make_job(fitting, model=MODEL))
+
+
+def test_a_fusion_that_sees_one_image_at_a_time_is_refused(path, make_job):
+    model = attrs.evolve(MODEL, fusion=CrossAttention(sees="last"))
+    job = make_job(ImageText(path=path, resize="split", longest_side=32), model=model)
+    assert any("'split' makes several images of one" in each for each in job_problems(job))
+
+
+def test_what_a_row_needs_is_known_without_decoding(tmp_path):
+    form = ImageFormat(patch=8, grid=(2, 2), resample="lanczos")
+    processor = ImageProcessor(form, "split", 4, overview="last", longest_side=50)
+    for size in ((37, 80), (80, 37), (50, 50), (1, 99)):
+        image = Image.new("RGB", (size[1], size[0]))
+        assert sum(grid.patches for grid in processor.grids(size)) == len(processor.patches(image))
