@@ -39,7 +39,7 @@ def image_budgets(keys: ImageDataset, context: BuildContext) -> Budgets:
     documents = keys.documents_of(context, context.tokenizer, keys.records())
     # Uncut: with `too_long = "cut"`, training keeps only what is left of those that are too long.
     documents = evolve(documents, room=None)
-    entries = entries_of(stored_index(documents, keys.broken == "skip").path)
+    entries = entries_of(stored_index(documents, keys.skips_unreadable).path)
     room = row_format(context, documents).room._asdict()
     over = np.any([entries[name] > most for name, most in room.items()], axis=0)
     budgets = [

@@ -96,3 +96,6 @@ def test_images_that_are_no_images_are_named(check: Any) -> None:
     assert code == 2
     assert "pairs.jsonl:2" in err
     assert "1-0.png" in err
+    code, out, err = check("--data.sources.0.unreadable=skip", "--data.sources.0.too_long=skip")
+    assert (code, err) == (0, "")
+    assert "positions: 1 need more than train.seq_len = 30 (the most is 32)" in out

@@ -8,6 +8,7 @@ from attrs import frozen
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_core.auxiliary import Auxiliary
+from forge_core.config.keys import walk_components
 from forge_core.contracts.model import Initialises, Model
 from forge_core.engine.build import (
     BuiltModel,
@@ -69,9 +70,15 @@ def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
 
 def _context(job: Job, catalog: Catalog, mode: FakeTensorMode) -> RunContext:
     context = build_context(job, catalog, None)
-    tokenizer = None if getattr(job.model, "vocab_size", 0) else build_tokenizer(job, context)
+    tokenizer = None if _has_vocabulary(job) else build_tokenizer(job, context)
     with mode:
         return attrs.evolve(context, auxiliary=Auxiliary(CPU), tokenizer=tokenizer)
+
+
+def _has_vocabulary(job: Job) -> bool:
+    """Whether the model, or a part of it, states its vocabulary, so that no tokenizer, maybe of the hub, is needed."""
+    parts = (part for path, part in walk_components(job) if path == "model" or path.startswith("model."))
+    return any(getattr(part, "vocab_size", 0) for part in parts)
 
 
 def _give_memory(model: Model) -> None:

@@ -17,6 +17,7 @@ from forge_core.parallel.mesh import leave_group
 from forge_plugin_plan.kernels import count_kernels
 
 ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs"
 JOB = """
 [train]
 steps = 1
@@ -197,6 +198,34 @@ def test_an_unknown_gpu_is_named_with_those_there_are(tmp_path: Path, capsys: py
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "sequences"), [("mot-37m", 24), ("moma-90m", 8)])
+def test_the_smallest_settings_of_papers_fit_with_their_images(
+    name: str, sequences: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Neither their data nor their tokenizer is there."""
+    leave_group()
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", str(CONFIGS / f"{name}.toml"), f"--train.global_batch_size={sequences}", "--gpu=h100"]) == 0
+    assert ": fits, " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks"), [("0.5b", 1), ("2b", 8), ("8b", 8)])
+def test_the_stages_of_vision_language_models_fit(
+    name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    leave_group()
+    monkeypatch.chdir(tmp_path)
+    files = [str(CONFIGS / f"vlm-{name}.toml"), str(CONFIGS / "vlm-stages.toml")]
+    sized = [f"--world-size={ranks}", f"--train.global_batch_size={4 * ranks}", "--gpu=h100"]
+    assert main(["plan", *files, *sized]) == 0
+    out = capsys.readouterr().out
+    assert ": fits, " in out
+    assert "little for what is not counted" not in out
+    assert out.count("freeze ") == 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "sequences"),
     [("llama-7b-1gpu", 1, 4), ("llama-8b-4gpu", 4, 16), ("llama-34b-8gpu", 8, 16), ("llama-70b-64gpu", 64, 64)],
@@ -204,7 +233,7 @@ def test_an_unknown_gpu_is_named_with_those_there_are(tmp_path: Path, capsys: py
 def test_the_configs_fit_their_gpus(name: str, ranks: int, sequences: int, capsys: pytest.CaptureFixture) -> None:
     """Two micro-batches a rank take as much memory as any number of them, and are sooner played."""
     leave_group()
-    config = str(ROOT / "configs" / f"{name}.toml")
+    config = str(CONFIGS / f"{name}.toml")
     sized = [f"--world-size={ranks}", f"--train.global_batch_size={sequences}", "--gpu=h200"]
     assert main(["plan", config, *sized]) == 0
     out = capsys.readouterr().out
