@@ -6,6 +6,7 @@ frames carry their numbers.
 
 from forge_plugin_video.frames import Frames
 from forge_plugin_video.kinds import BrokenVideo, Clip, FrameSamplingComponent, VideoReader, VideoReaderComponent
+from forge_plugin_video.moving_shapes import MovingShapes
 from forge_plugin_video.readers import Auto, PyAV, TorchCodec
 from forge_plugin_video.samplings import Fps, Middle, Scene, Uniform
 from forge_plugin_video.video_text import VideoText
@@ -18,6 +19,7 @@ __all__ = [
     "FrameSamplingComponent",
     "Frames",
     "Middle",
+    "MovingShapes",
     "PyAV",
     "Scene",
     "TorchCodec",

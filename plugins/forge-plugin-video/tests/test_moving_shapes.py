@@ -1,0 +1,134 @@
+"""`moving_shapes`: clips whose motion no single frame tells, encoded once, and held-out combinations of words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+from video_rows import FORM, frames
+
+from forge_core import JobError
+from forge_plugin_images.decoding import BytesImage
+from forge_plugin_images.gallery import frames_of
+from forge_plugin_images.testing import tiny_model
+from forge_plugin_text import Bytes
+from forge_plugin_video import MovingShapes, PyAV, moving_clips
+from forge_plugin_video.motions import DIRECTIONS, Motion, draw_motion, place, split_motions
+from forge_plugin_video.moving_clips import encoded
+from forge_plugin_vision import VIDEO
+from forge_testing import job_problems
+from forge_testing.suites import DatasetSuite
+
+FEW = {"colours": ("red", "blue"), "shapes": ("disc",), "directions": ("up", "down"), "size": (16, 16)}
+FEW |= {"frames": 4, "radius": (3, 4), "drawings": 2, "held_out": 2, "held_out_drawings": 3}
+MODEL = tiny_model(16, 16, patches_per_sequence=16)
+"""Sees four frames of 2 x 2 patches."""
+
+
+def decoded(keys, motion, drawing=0):
+    """The frames of a clip as they come out of its mp4 file."""
+    file, reader = BytesImage("clip", encoded(keys, motion, drawing)), PyAV().build()
+    clip = reader.probe(file)
+    return np.stack(reader.frames(file, clip, range(len(clip.times)))), clip
+
+
+class TestMovingShapes(DatasetSuite):
+    has_images = True
+    job = {"model": MODEL, "seq_len": 56, "data": {"tokenizer": Bytes()}}
+
+    def make(self, folder):
+        return MovingShapes(**FEW, video=frames(4))
+
+
+def test_in_every_frame_of_every_motion_each_place_is_as_likely():
+    """Counted over all starts: a frame alone says nothing about direction and speed."""
+    size = (6, 8)
+    everywhere = Counter(product(range(8), range(6)))
+    for direction, speed, frame in product(DIRECTIONS, (1, 2, 3), range(5)):
+        places = (place(np.array(start), direction, speed, frame, size) for start in everywhere)
+        assert Counter(tuple(each.tolist()) for each in places) == everywhere
+
+
+def test_clips_of_all_motions_begin_with_the_same_frame_and_go_on_with_others():
+    keys = MovingShapes(radius=(4, 5))
+    motions = [Motion("red", "ring", direction, speed) for direction in DIRECTIONS for speed in keys.speeds]
+    first, second, last = (Counter(draw_motion(keys, each, 3)[k].tobytes() for each in motions) for k in (0, 1, -1))
+    assert list(first.values()) == [len(motions)]
+    assert len(second) == len(last) == len(motions)
+
+
+def test_a_shape_moves_where_its_caption_says():
+    keys = MovingShapes(size=(32, 48), noise=0, speeds={"slowly": 1, "fast": 3}, radius=(4, 4))
+    y, x = np.mgrid[:32, :48]
+    for direction, (right, down) in DIRECTIONS.items():
+        drawn = draw_motion(keys, Motion("white", "disc", direction, "fast"), 0).astype(float)[..., 0]
+        cover = (drawn - drawn.min()) / np.ptp(drawn)
+        # Mean places on circles, since the sides are joined.
+        angles = [
+            [np.angle((each * np.exp(2j * np.pi * at / side)).sum()) * side / (2 * np.pi) for each in cover]
+            for at, side in ((x, 48), (y, 32))
+        ]
+        steps = [(np.diff(each) + side / 2) % side - side / 2 for each, side in zip(angles, (48, 32), strict=True)]
+        assert steps[0] == pytest.approx(3 * right, abs=0.05)
+        assert steps[1] == pytest.approx(3 * down, abs=0.05)
+
+
+def test_a_frame_is_decoded_to_the_same_pixels_whatever_came_before_it():
+    """In frame 8 of a clip 16 wide, what moves left meets what moves right, each a pixel a frame."""
+    keys = MovingShapes(size=(16, 16), frames=9, radius=(4, 5), fps=5)
+    (left, clip), (right, _) = (decoded(keys, Motion("green", "cross", each, "slowly")) for each in ("left", "right"))
+    assert (left[8] == right[8]).all()
+    assert (left[7] != right[7]).any()
+    assert clip.times == pytest.approx(np.arange(9) / 5)
+    drawn = draw_motion(keys, Motion("green", "cross", "left", "slowly"), 0)
+    assert np.abs(left.astype(int) - drawn).mean() < 6  # colours have half the resolution
+
+
+def test_a_row_is_the_frames_of_a_clip_in_order_and_then_its_caption(build):
+    keys = MovingShapes(**FEW, video=frames(4))
+    data = build(keys, model=MODEL, seq_len=56)
+    split = split_motions(keys)
+    assert (len(split.training), len(data), len(data.held_out)) == (6, 12, 6)
+    for part, motions, drawings in ((data, split.training, 0), (data.held_out, split.held_out, 2)):
+        for number in range(len(part)):
+            row, motion = part[number], motions[number % len(motions)]
+            assert row["grids"].tolist() == [[4, 2, 2]]
+            caption = [id_ for id_ in row["input_ids"].tolist() if id_ not in (VIDEO, 256)]
+            assert bytes(caption).decode() == motion.caption
+            shown = frames_of(row["patches"], row["grids"][0], FORM).astype(int)
+            drawn = draw_motion(keys, motion, drawings + number // len(motions)).astype(int)
+            distances = np.abs(shown[:, None] - drawn[None]).mean((2, 3, 4))
+            assert distances.argmin(1).tolist() == [0, 1, 2, 3]
+    texts = {bytes(row["input_ids"][16:40].clip(0, 255).tolist()) for row in map(data.__getitem__, range(len(data)))}
+    assert len(texts) == 6
+
+
+def test_clips_are_encoded_once_however_they_are_read(build, monkeypatch):
+    build(MovingShapes(**FEW, video=frames(4)), model=MODEL, seq_len=56)
+    monkeypatch.setattr(moving_clips, "encoded", lambda *_: pytest.fail("it encodes again"))
+    assert build(MovingShapes(**FEW, video=frames(2)), model=MODEL, seq_len=56)[0]["grids"].tolist() == [[2, 2, 2]]
+    with pytest.raises(pytest.fail.Exception, match="it encodes again"):
+        build(MovingShapes(**FEW, video=frames(4), seed=1), model=MODEL, seq_len=56)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"held_out": 4}, "held_out: 4, and no combination with 'red' is left to train on; hold out fewer, or draw"),
+        ({"speeds": {"slowly": 1, "fast": 8}}, "speeds: 'fast' is 8 pixels a frame, .* take less than 8"),
+        ({"radius": (3, 9)}, "radius: 9, but a side has 16 pixels; take 8 or less"),
+    ],
+)
+def test_keys_that_show_no_motion_are_refused_when_the_job_is_checked(make_job, keys, message):
+    import re
+
+    settings = {**FEW, "directions": ("up",), **keys}
+    problems = job_problems(make_job(MovingShapes(**settings, video=frames(4)), model=MODEL))
+    assert any(re.search(message, problem) for problem in problems), problems
+
+
+def test_what_has_no_room_is_refused(build):
+    with pytest.raises(JobError, match=r"needs|has \d+ positions \(a row has 24"):
+        build(MovingShapes(**FEW, video=frames(4)), model=MODEL, seq_len=24)
