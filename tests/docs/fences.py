@@ -49,11 +49,12 @@ TUTORIAL = ROOT / "docs" / "tutorials" / "own-text.md"
 METRICS = ROOT / "docs" / "how-to" / "metrics.md"
 LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
 TAPS = ROOT / "docs" / "how-to" / "taps.md"
-MAKE_DATA = (IMAGES, TUTORIAL)
+EVALUATES_VISION = ROOT / "docs" / "how-to" / "evaluate-vision.md"
+MAKE_DATA = (IMAGES, EVALUATES_VISION, TUTORIAL)
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
-    *(ROOT / "docs" / "publishing.md", IMAGES, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS),
+    *(ROOT / "docs" / "publishing.md", IMAGES, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS, EVALUATES_VISION),
 )
 """Pages of which every command is run."""
 

@@ -15,6 +15,7 @@ from forge_plugin_images.decoding import BrokenImage
 from forge_plugin_images.documents import ImageDocuments
 from forge_plugin_images.index import entries_of
 from forge_plugin_images.plan import Plan, alone, stored_plan
+from forge_plugin_images.records import Record
 from forge_plugin_images.rows import Document, RowFormat
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,10 @@ class ImageRows:
             documents.append(document)
             patches.extend(own)
         return self._rows.row(documents, patches, len(numbers) - len(documents))
+
+    def records(self, index: int) -> list[Record]:
+        """Returns what the files say of a row: the record of each of its documents, in order."""
+        return [self._documents.record(number) for number in self._plan[range(len(self))[index]]]
 
     def where(self, index: int) -> str:
         """See `HasLocation`."""

@@ -18,17 +18,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge_core.contracts.contexts import EvaluationContext
-    from forge_core.contracts.data import Batch
+    from forge_core.contracts.data import Batch, Dataset
     from forge_core.contracts.model import Head
     from forge_core.contracts.runtime import LossOutput
-    from forge_plugin_tasks.rows import ChoiceRows
 
 AT_A_TIME = 1024
 """Labels whose logits are held at a time."""
 
 
-def log_probabilities(context: EvaluationContext, rows: ChoiceRows) -> np.ndarray:
-    """Returns the natural logarithm of the probability of each row's choice. Collective."""
+def log_probabilities(context: EvaluationContext, rows: Dataset) -> np.ndarray:
+    """Returns the natural logarithm of the probability of each row's labels. Collective.
+
+    Args:
+        context: of the evaluation.
+        rows: rows that have their number as entry `ROW` besides; nothing but choices is labelled in them.
+    """
     # By the number of the row, so that ranks that compute other rows, or other positions of the same, may be summed.
     table = torch.zeros(len(rows), dtype=torch.float64, device=context.build.device)
     batches = iter(context.batches(rows, 0))

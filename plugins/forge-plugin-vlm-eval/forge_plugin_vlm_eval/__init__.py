@@ -1,0 +1,12 @@
+"""Evaluation of vision-language models during training: `exact_match`, `anls`, `captions` and `multiple_choice`.
+
+`questions` finds what is asked in rows of any dataset with images, `asked` where rows and right answers come from;
+`answers` lets the ranks of a run generate together, and `choice_rows` makes rows of choices, whose losses are enough.
+"""
+
+from forge_plugin_vlm_eval.anls import Anls
+from forge_plugin_vlm_eval.captions import Captions
+from forge_plugin_vlm_eval.exact_match import ExactMatch
+from forge_plugin_vlm_eval.multiple_choice import MultipleChoice
+
+__all__ = ["Anls", "Captions", "ExactMatch", "MultipleChoice"]

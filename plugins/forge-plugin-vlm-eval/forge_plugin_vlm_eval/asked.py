@@ -1,0 +1,201 @@
+"""The rows that an evaluation asks, what it asks in them, and the right answers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from attrs import define, field, frozen
+from attrs.validators import ge, matches_re
+
+from forge_core.contracts.components import DatasetComponent, EvaluationComponent, TrainingHook
+from forge_core.contracts.data import HasLocation
+from forge_core.contracts.errors import DataError, JobError, Problem
+from forge_plugin_vision import BROKEN, HasImageInput, image_input
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext, TrainContext
+    from forge_core.contracts.data import Dataset, Tokenizer
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+    from forge_plugin_vlm_eval.questions import Question
+
+
+class HasValues(Protocol):
+    """A record of a file."""
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class HasRecords(Protocol):
+    """A dataset that knows what its files say of a row, as those of forge-plugin-images do."""
+
+    def records(self, index: int) -> Sequence[HasValues]:
+        """Returns the record of each document of a row, in order."""
+        ...
+
+
+@frozen
+class Asked:
+    """A question, and where it is."""
+
+    index: int
+    """Number of its row."""
+    question: Question = field(eq=False)
+    answer: str
+    """The learned text, without what ends it."""
+    place: str
+    """For errors."""
+    values: Mapping[str, Any] | None = field(eq=False, default=None)
+    """What its record says; None: unknown, or the document has several questions."""
+
+    def value(self, key: str) -> Any:
+        """Returns a value of the record; raises `DataError` if there is none."""
+        if self.values is None:
+            message = "its document has several answers, or its source does not know records"
+            raise DataError(f"{self.place}: {message}, so {key!r} cannot be read for it; leave the key out")
+        if self.values.get(key) is None:
+            names = ", ".join(map(repr, filter(None, self.values))) or "nothing"
+            raise DataError(f"{self.place}: no key {key!r}, but {names}")
+        return self.values[key]
+
+
+@frozen
+class Questions:
+    """What an evaluation asks: questions in the order of rows."""
+
+    dataset: Dataset | None
+    asked: Sequence[Asked]
+
+    def row(self, asked: Asked) -> Mapping[str, Any]:
+        """Returns the row of a question, read anew: rows with their images are large."""
+        assert self.dataset is not None
+        return self.dataset[asked.index]
+
+
+@frozen(kw_only=True)
+class ImageQuestions(EvaluationComponent):
+    """Base of evaluations that ask a model about images and clips.
+
+    A question is a learned text of a held-out row that stands behind an image, asked with what is before it.
+    """
+
+    source: DatasetComponent | None = None
+    """`[evaluations.NAME.source]`: data of its own, of a type that makes rows with images (`image_text`, `image_chat`,
+    …): its held-out rows, or all where it holds out none. Without the table: the held-out rows of the job."""
+    sequences: int = field(default=256, validator=ge(0))
+    """Rows to ask at most, spread evenly; 0: all. Those without images do not count."""
+    prefix: str = field(default="", validator=matches_re(r"[\w./-]*"))
+    """Prefix of the names of the metrics. Empty: the name of this table."""
+
+    @property
+    def record_keys(self) -> Mapping[str, str]:
+        """Settings that name a key of the source's records, with the key; those that are empty name none."""
+        return {}
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if not isinstance(job.model, HasImageInput):
+            yield Problem("", f"{type(job.model).__name__} sees no images; leave this evaluation out")
+        if job.data.tokenizer is None:
+            yield Problem("", "answers are text, which needs a tokenizer; add [data.tokenizer], or leave this out")
+        for setting, key in self.record_keys.items():
+            if key and self.source is None:
+                message = f"{key!r} is a key of records, and held-out rows of the job do not know theirs"
+                yield Problem(setting, f"{message}; add [evaluations.NAME.source] with its own files")
+
+    def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        return [Prepare(evaluation=self)]
+
+    def check(self, asked: Asked) -> None:
+        """Raise `DataError` if the record of a question has not what the evaluation reads in it."""
+
+    def label(self, job: Job) -> str:
+        """Returns the prefix of the metrics."""
+        own = next((name for name, evaluation in job.evaluations.items() if evaluation is self), type(self).__name__)
+        return self.prefix or own
+
+
+@define(kw_only=True, slots=False)
+class Prepare(TrainingHook):
+    """Reads the evaluation's own files before the first step, so that no mistake in them ends a run later."""
+
+    evaluation: ImageQuestions
+    """The evaluation whose questions these are."""
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        if self.evaluation.source is not None and context.build is not None:
+            questions_for(self.evaluation, context.build, None)
+
+
+_QUESTIONS: dict[int, tuple[weakref.ref[ImageQuestions], object, Questions]] = {}
+"""Of evaluations of this process, by their identity: a component may have keys that cannot be hashed."""
+
+
+def questions_for(evaluation: ImageQuestions, context: BuildContext, held_out: Dataset | None) -> Questions:
+    """Returns what an evaluation asks; found once a run.
+
+    Args:
+        evaluation: the evaluation.
+        context: the run's.
+        held_out: the held-out rows of the run, for evaluations without a source of their own.
+
+    Raises:
+        JobError: the source has no rows, or no question, or a record lacks something.
+    """
+    known = _QUESTIONS.get(id(evaluation))
+    purpose = (context.job, held_out)
+    if known and known[0]() is evaluation and all(one is two for one, two in zip(known[1], purpose, strict=True)):  # type: ignore[call-overload]
+        return known[2]
+    if context.tokenizer is None:  # an evaluation given from Python has not been checked
+        raise JobError(list(evaluation.problems(context.job, context.layout)))
+    dataset = held_out if evaluation.source is None else _rows_of(evaluation.source, context)
+    try:
+        asked = [] if dataset is None else list(_asked(evaluation, dataset, context, context.tokenizer))
+    except DataError as error:
+        raise JobError(str(error)) from error
+    if evaluation.source is not None and not asked:
+        raise JobError("the source has no learned text behind an image; see its keys, or leave the evaluation out")
+    questions = Questions(dataset, asked)
+    _QUESTIONS[id(evaluation)] = weakref.ref(evaluation), purpose, questions
+    return questions
+
+
+def _rows_of(source: DatasetComponent, context: BuildContext) -> Dataset:
+    built: Any = context.build(source)
+    rows = built.held_out
+    if rows is None and hasattr(built, "__getitem__"):
+        rows = built
+    if rows is None or not len(rows):
+        raise JobError("the source is a stream without held-out documents; set held_out_split or held_out_every")
+    return rows  # type: ignore[no-any-return]
+
+
+def _asked(
+    evaluation: ImageQuestions, dataset: Dataset, context: BuildContext, tokenizer: Tokenizer
+) -> Iterator[Asked]:
+    from forge_plugin_generate.prompts import stop_ids
+    from forge_plugin_vlm_eval.questions import questions_of
+
+    seen, stops = image_input(context.job), set(stop_ids(tokenizer))
+    count = min(evaluation.sequences or len(dataset), len(dataset))
+    for number in range(count):
+        index = number * len(dataset) // count
+        row = dataset[index]
+        place = dataset.where(index) if isinstance(dataset, HasLocation) else f"row {index}"
+        try:
+            found = list(questions_of(row, seen))
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+        # With a document left out, those that are there have other numbers than the records.
+        complete = isinstance(dataset, HasRecords) and not row.get(BROKEN, 0)
+        records = dataset.records(index) if complete and any(evaluation.record_keys.values()) else []  # type: ignore[attr-defined]
+        for question in found:
+            alone = sum(question.document == other.document for other in found) == 1
+            values = records[question.document].values if records and alone else None
+            answer = tokenizer.decode([token for token in question.answer.tolist() if token not in stops])
+            asked = Asked(index, question, answer, place, values)
+            evaluation.check(asked)
+            yield asked

@@ -1,0 +1,105 @@
+"""Questions in the rows of a dataset with images: what stands before a learned text, and that text.
+
+Shapes: S positions of a row, N images of a row at most, P patches of a row, V values of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import field, frozen
+
+from forge_core.contracts.data import IGNORED_LABEL
+from forge_core.contracts.errors import DataError
+from forge_plugin_vision import GRIDS, PATCHES, SECONDS, Grid
+
+if TYPE_CHECKING:
+    from forge_plugin_vision import ImageInput
+
+Row = Mapping[str, np.ndarray]
+
+
+@frozen
+class Question:
+    """A run of learned tokens of a document that stands behind an image: the answer to what is before it."""
+
+    document: int
+    """Number of the document in its row."""
+    prompt: np.ndarray = field(eq=False)
+    """(n,) int64: the document up to where the answer begins, negative at the positions of images."""
+    answer: np.ndarray = field(eq=False)
+    """(m,) int64: the learned tokens, with what ends them."""
+    images: tuple[int, int]
+    """The row's images that the prompt has: from, and up to without."""
+
+    def entries(self, row: Row) -> dict[str, np.ndarray]:
+        """Returns `patches` (P, V), `grids` (N, 3) and `grid_seconds` (N,) of the row with the prompt's images alone.
+
+        What follows the prompt must not be there: a model may take the positions behind it from all images of a row.
+        """
+        first, stop = self.images
+        sizes = row[GRIDS].prod(-1)
+        patches = int(sizes[:first].sum()), int(sizes[:stop].sum())
+        ranges = {PATCHES: patches, GRIDS: self.images, SECONDS: self.images}
+        return {name: _moved(row[name], *ranges[name]) for name in ranges if name in row}
+
+
+def _moved(values: np.ndarray, first: int, stop: int) -> np.ndarray:
+    """Returns an array of equal shape with entries `first` to `stop` at its beginning, and zeros behind them."""
+    moved = np.zeros_like(values)
+    moved[: stop - first] = values[first:stop]
+    return moved
+
+
+def questions_of(row: Row, seen: ImageInput) -> Iterator[Question]:
+    """Yields the questions of a row, of each document in order: every run of learned tokens behind an image.
+
+    In a conversation each answer is one, after the right answers of the turns before.
+
+    Args:
+        row: of a dataset, packed or not.
+        seen: what the model sees.
+
+    Raises:
+        DataError: it is not known which positions belong to which image.
+    """
+    if GRIDS not in row or not row[GRIDS].any():
+        return
+    ids, labels = row["input_ids"].astype(np.int64), row["labels"].astype(np.int64)
+    places = (ids < 0).cumsum()
+    ends = _ends_of_images(row, seen, int(places[-1]))
+    for number, (start, end) in enumerate(_documents(row)):
+        before = int(places[start - 1]) if start else 0
+        for first, stop in _runs(labels[start:end] != IGNORED_LABEL, start):
+            if places[first] > before:
+                images = ends[before], ends[int(places[first])]
+                yield Question(number, ids[start : first + 1], labels[first:stop], images)
+
+
+def _documents(row: Row) -> list[tuple[int, int]]:
+    """Returns where the documents of a row begin and end."""
+    length = len(row["input_ids"])
+    if "document_ids" not in row:
+        return [(0, length)]
+    return list(pairwise([0, *(np.flatnonzero(np.diff(row["document_ids"])) + 1).tolist(), length]))
+
+
+def _runs(flags: np.ndarray, offset: int) -> list[tuple[int, int]]:
+    """Returns where the runs of True begin and end."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]]))) + offset
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _ends_of_images(row: Row, seen: ImageInput, places: int) -> dict[int, int]:
+    """Returns how many images stand before each place at which one ends, by the positions of images up to there."""
+    grids = [Grid(*grid) for grid in row[GRIDS].tolist() if any(grid)]
+    ends = np.cumsum([0, *map(seen.positions, grids)]).tolist()
+    if ends[-1] != places:
+        message = (
+            f"images of grids {[tuple(grid) for grid in grids]} take {ends[-1]} positions, and the row has {places}"
+        )
+        raise DataError(f"{message}; which of them a question has cannot be told")
+    return {end: number for number, end in enumerate(ends)}

@@ -1,0 +1,209 @@
+"""Evaluations of a run: against the model itself, under every layout, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.data.reading import collate
+from forge_core.engine.evaluation import evaluate
+from forge_plugin_images import ImageText
+from forge_plugin_packing import BestFit
+from forge_plugin_text import Bytes
+from forge_plugin_vision import image_input
+from forge_plugin_vlm_eval import Anls, Captions, ExactMatch, MultipleChoice, captions
+from forge_plugin_vlm_eval.asked import questions_for
+from forge_plugin_vlm_eval.generated import GeneratedAnswers
+from forge_testing import Numbers, job_problems
+from forge_testing.distribution import check_distribution
+from forge_testing.layouts import LAYOUTS
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import tiny_run
+
+CHOICES = ["red", "green", "a very deep blue"]
+
+
+class Said(GeneratedAnswers):
+    """Logs a digest of what the model has said."""
+
+    def scores(self, said, right):
+        return {"said": int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:6])}
+
+
+@pytest.fixture
+def records():
+    """Seventeen questions, of several lengths."""
+    return [
+        {"question": "which?" * (number % 3), "choices": CHOICES, "right": number % 3, "all": ["a", "red", "bb"]}
+        for number in range(17)
+    ]
+
+
+@pytest.fixture
+def changes(write, records, model):
+    source = {"path": write(records), "prompt": "question"}
+    choices = MultipleChoice(source=ImageText(**source), options="choices", answer="right")
+    return {
+        "model": model,
+        "data": {"sources": (ImageText(**source, held_out_every=2),), "tokenizer": Bytes()},
+        "evaluations": {
+            "choices": choices,
+            "said": Said(max_tokens=6),
+            "anls": Anls(source=ImageText(**source), references="all", max_tokens=6, threshold=1.0),
+            "match": ExactMatch(max_tokens=2, prefix="vqa"),
+            "captions": Captions(max_tokens=6),
+        },
+        "seq_len": 40,
+        "global_batch_size": 8,
+        "precision": "fp64",
+    }
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-vlm-eval", {"multiple_choice": {"options": ["yes", "no"]}})
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_numbers_are_those_of_the_model(changes, records, packing, tmp_path):
+    """Choices and greedy tokens by whole forward passes, without padding, cache or batch."""
+    data = changes["data"] | ({"packing": BestFit()} if packing else {})
+    run = tiny_run(tmp_path, **changes | {"data": data})
+    metrics = evaluate(run, 0)
+    tokenizer, fields = run.context.tokenizer, run.job.model.batch_fields(run.job)
+
+    def log_probabilities(ids, entries):
+        batch = collate([{"input_ids": np.array(ids), "labels": np.zeros(len(ids), int), **entries}], fields)
+        with torch.no_grad():
+            return run.model.head.logits(run.model(batch))[0].log_softmax(-1)
+
+    evaluation = run.job.evaluations["choices"]
+    questions = questions_for(evaluation, run.context, None)
+    assert len(questions.asked) == len(records)
+    by_record = {asked.place: asked for asked in questions.asked}  # a packed row has several
+    right, per_byte, bits = [], [], []
+    for asked in questions.asked:
+        entries, prompt = asked.question.entries(questions.row(asked)), asked.question.prompt.tolist()
+        number = asked.values["right"]
+        values = []
+        for text in CHOICES:
+            tokens = tokenizer.encode(text)
+            table = log_probabilities([*prompt, *tokens[:-1]], entries)[len(prompt) - 1 :]
+            values.append(sum(float(table[place, token]) for place, token in enumerate(tokens)))
+        right.append(np.argmax(values) == number)
+        per_byte.append(np.argmax([value / len(text) for value, text in zip(values, CHOICES, strict=True)]) == number)
+        bits.append(-values[number] / math.log(2) / len(CHOICES[number]))
+    assert metrics["choices/acc"] == np.mean(right)
+    assert metrics["choices/acc_per_byte"] == np.mean(per_byte)
+    assert metrics["choices/bits_per_byte"] == pytest.approx(np.mean(bits), rel=1e-9)
+    assert len(set(bits)) > 5
+    assert len(by_record) == (len(records) if not packing else len({asked.index for asked in questions.asked}))
+
+    said = []
+    held_out = questions_for(run.job.evaluations["said"], run.context, run.held_out)
+    for asked in held_out.asked:
+        entries, ids = asked.question.entries(held_out.row(asked)), asked.question.prompt.tolist()
+        start = len(ids)
+        while len(ids) < start + 6:
+            token = int(log_probabilities(ids, entries)[-1].argmax())
+            if token == tokenizer.end_of_text:
+                break
+            ids.append(token)
+        said.append(tokenizer.decode(ids[start:]))
+    assert metrics["said/said"] == Said().scores(said, [])["said"]
+    assert len(set(said)) > 2
+    assert image_input(run.job).images_per_sequence == 1 or packing
+
+
+def test_every_layout_measures_what_one_process_does(changes, catalog, tmp_path):
+    expected = evaluate(tiny_run(tmp_path, **changes), 0)
+    assert {name.split("/")[0] for name in expected} == {"eval", "choices", "said", "anls", "vqa", "captions"}
+    assert 0 < expected["anls/anls"] < 1
+    cases = {name: LAYOUTS[name] for name in ("fsdp2", "tp2", "pp2", "cp2")}
+
+    def evaluated(rank):
+        return {
+            name: evaluate(
+                tiny_run(tmp_path, **changes, micro_batch_size=case.micro_batch_size, parallel=case.stages(catalog)), 0
+            )
+            for name, case in cases.items()
+        }
+
+    for metrics in run_on_ranks(2, evaluated):
+        assert metrics == {name: pytest.approx(expected, rel=1e-9) for name in cases}
+
+
+def test_a_run_asks_before_its_first_step_what_its_files_say_and_logs_the_metrics(make_job, train, write, changes):
+    job = make_job(**changes | {"steps": 2, "eval": {"interval": 1}})
+    lines = [json.loads(line) for line in (train(job).folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "vqa/exact_match" in line] == [1, 2]
+    good = {"choices": CHOICES, "right": 1, "all": ["a"] * 4}
+    cases = [
+        ({"choices": CHOICES[:1]}, "choices", r"broken.jsonl:2: 'choices' holds \['red'\]; at least two are needed"),
+        ({"right": 3}, "choices", r"broken.jsonl:2: 'right' is 3, not a number from 0 to 2"),
+        ({"right": "blue"}, "choices", r"broken.jsonl:2: 'right' is 'blue', which is 0 of the choices"),
+        ({"right": None}, "choices", r"broken.jsonl:2: no key 'right', but 'image', 'question', 'text', 'choices', "),
+        ({"all": 7}, "match", r"broken.jsonl:2: 'all' holds '7', which is no list of texts"),
+        ({"all": ["a"] * 3}, "match", r"'all' has 3 answers, and with fewer than 4 no answer is worth 1"),
+    ]
+    for fault, name, message in cases:
+        source = ImageText(path=write([good, good | fault], "broken"), prompt="question")
+        evaluations = {
+            "choices": MultipleChoice(source=source, options="choices", answer="right"),
+            "match": ExactMatch(source=source, references="all", agreement="vqa"),
+        }
+        broken = make_job(**changes | {"evaluations": {name: evaluations[name]}, "job": {"name": "broken"}})
+        with pytest.raises(JobError, match=message):
+            train(broken)
+
+
+def test_choices_that_all_questions_share_are_compared_with_the_learned_text(changes, tmp_path):
+    evaluation = MultipleChoice(options=("red", "green", "blue", "white", "black"), metrics=("acc",))
+    metrics = evaluate(tiny_run(tmp_path, **changes | {"evaluations": {"colour": evaluation}}), 0)
+    assert {name for name in metrics if "colour" in name} == {"colour/acc", "colour/acc_stderr"}
+    missing = MultipleChoice(options=("red", "green"))
+    run = tiny_run(tmp_path, **changes | {"evaluations": {"colour": missing}})
+    with pytest.raises(JobError, match="the learned text is 'blue', which is 0 of the choices"):
+        evaluate(run, 0)
+    long = MultipleChoice(options=("red", "green", "blue", "white", "black", "x" * 40))
+    with pytest.raises(JobError, match=r"positions, and train.seq_len is 40"):
+        evaluate(tiny_run(tmp_path, **changes | {"evaluations": {"colour": long}}), 0)
+
+
+def test_what_a_check_refuses(make_job, changes, monkeypatch):
+    found = captions.find_spec
+    monkeypatch.setattr(captions, "find_spec", lambda name: None if name == "pycocoevalcap" else found(name))
+    monkeypatch.setattr(captions.shutil, "which", lambda name: None)
+    evaluations = {
+        "a": ExactMatch(references="answers"),
+        "b": ExactMatch(agreement="vqa"),
+        "c": Captions(words="ptb"),
+        "d": MultipleChoice(options=("yes", " ")),
+        "e": MultipleChoice(options="options"),
+    }
+    found = job_problems(make_job(**changes | {"evaluations": evaluations}))
+    key = "is a key of records, and held-out rows of the job do not know theirs; add [evaluations.NAME.source] with"
+    assert found == [
+        f"evaluations.a.references: 'answers' {key} its own files",
+        "evaluations.b.agreement: 'vqa' counts the answers of several people; set references to their key",
+        "evaluations.c: CIDEr needs pycocoevalcap, which is not installed; "
+        'pip install "forge-plugin-vlm-eval[captions]"',
+        "evaluations.c.words: 'ptb' runs Java, and there is no command java; install a JRE, or take 'treebank'",
+        "evaluations.d.options: holds ['yes', ' ']; at least two are needed, and none may be blank",
+        f"evaluations.e.options: 'options' {key} its own files",
+    ]
+    assert job_problems(make_job(evaluations={"a": ExactMatch()}, data={"sources": (Numbers(),)})) == [
+        "evaluations.a: TinyModel sees no images; leave this evaluation out",
+        "evaluations.a: answers are text, which needs a tokenizer; add [data.tokenizer], or leave this out",
+    ]
+
+
+def test_cider_of_one_question_is_refused(changes, write, tmp_path):
+    evaluation = Captions(source=ImageText(path=write([{}], "one")))
+    with pytest.raises((JobError, ForgeError), match="which one question does not tell; ask more"):
+        evaluate(tiny_run(tmp_path, **changes | {"evaluations": {"captions": evaluation}}), 0)
