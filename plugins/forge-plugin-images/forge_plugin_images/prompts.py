@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.data.reading import collate
 from forge_kit.tokenizers import begin_of_text
 from forge_plugin_images.content import MARK
-from forge_plugin_images.decoding import BrokenImage, FileImage
+from forge_plugin_images.decoding import BrokenImage, FileImage, ImageFile
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens
 from forge_plugin_images.source import ImageDataset, default_policy
@@ -38,7 +38,13 @@ class Prompts(NamedTuple):
 
 
 def prompts_with_images(
-    texts: Sequence[str], files: Sequence[str], job: Job, tokenizer: Tokenizer, *, bos: bool = True
+    texts: Sequence[str],
+    files: Sequence[str | ImageFile],
+    job: Job,
+    tokenizer: Tokenizer,
+    *,
+    bos: bool = True,
+    encode: Callable[[str], list[int]] | None = None,
 ) -> Prompts:
     """Make prompts of texts, and of images in the order of `<image>` in them; a single text without it follows them.
 
@@ -46,10 +52,12 @@ def prompts_with_images(
 
     Args:
         texts: the texts of the prompts.
-        files: the images, in any format that Pillow reads.
+        files: the images, in any format that Pillow reads: paths, or where else they are.
         job: the job of the model's training.
         tokenizer: the tokenizer of the model.
         bos: whether prompts begin with the tokenizer's beginning of text, as documents do in training.
+        encode: encodes the texts between images, such as those of chats, in which special tokens are spelt out; by
+            default the tokenizer's own.
 
     Raises:
         ForgeError: the texts refer to more or fewer images, an image cannot be read, or a prompt has too many.
@@ -63,10 +71,12 @@ def prompts_with_images(
         raise ForgeError(f"{message}; write it once for each image, where it stands")
     seen = image_input(job)
     processor, texts_of_tiles = _processing(job, seen, tokenizer)
-    images = iter([ImageVisual(FileImage(file), processor, seen, texts_of_tiles) for file in files])
+    found = [FileImage(file) if isinstance(file, str) else file for file in files]
+    images = iter([ImageVisual(file, processor, seen, texts_of_tiles) for file in found])
     counts = [text.count(MARK) for text in texts]
     own = [[next(images).among(count) for _ in range(count)] for count in counts]
-    rows = [_row(text, visuals, seen, tokenizer) for text, visuals in zip(texts, own, strict=True)]
+    encode, end = encode or tokenizer.encode, tokenizer.end_of_text
+    rows = [_row(text, visuals, seen, encode, end) for text, visuals in zip(texts, own, strict=True)]
     begin = begin_of_text(tokenizer) if bos else []
     prompts = [[*begin, *ids] or [tokenizer.end_of_text] for ids, _ in rows]
     return Prompts(prompts, collate([entries for _, entries in rows]))
@@ -84,7 +94,7 @@ def _processing(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> tuple[Image
 
 
 def _row(
-    text: str, visuals: Sequence[ImageVisual], seen: ImageInput, tokenizer: Tokenizer
+    text: str, visuals: Sequence[ImageVisual], seen: ImageInput, encode: Callable[[str], list[int]], filler: int
 ) -> tuple[list[int], dict[str, np.ndarray]]:
     """Returns the ids of a prompt, and its entries `patches` (P, V), `grids` (N, 3) and `grid_seconds` (N,)."""
     try:
@@ -96,14 +106,14 @@ def _row(
     parts: list[Tokens | Footprint] = []
     for number, part in enumerate(text.split(MARK)):
         parts += footprints[number - 1 : number] if number else []
-        parts.append(Tokens(tokenizer.encode(part)))
+        parts.append(Tokens(encode(part)))
     document = Document.of(parts)
     rows = RowFormat(
         length=len(document.ids),
         patches=seen.patches_per_sequence,
         images=seen.images_per_sequence,
         values=seen.format.values,
-        filler=tokenizer.end_of_text,
+        filler=filler,
     )
     return document.ids.tolist(), rows.visuals([document], patches)
 

@@ -23,6 +23,10 @@ def command(argv: list[str]) -> int:
     """Evaluate the model of a run or checkpoint on tasks of lm-evaluation-harness."""
     options = separated(_parser(), argv)
     check_path(Path(options.path), options.device)
+    if options.harness == "lmms-eval":
+        from forge_plugin_lm_eval.image_command import evaluate_images
+
+        return evaluate_images(options)
     return run_on_ranks("evaluate", argv, options.nproc, partial(_evaluate, options))
 
 
@@ -119,6 +123,12 @@ def _load(options: argparse.Namespace) -> ForgeLM:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="forge-run evaluate", description=command.__doc__)
     parser.add_argument("path", metavar="RUN", help="a run folder (its newest checkpoint) or a checkpoint")
+    parser.add_argument(
+        "--harness",
+        default="lm-eval",
+        choices=("lm-eval", "lmms-eval"),
+        help="whose tasks: lm-evaluation-harness (lm-eval), or lmms-eval for images (needs the extra [images])",
+    )
     parser.add_argument("--tasks", required=True, metavar="NAMES", help="tasks or groups, with commas; globs too")
     parser.add_argument(
         "--include", action="append", type=Path, default=[], metavar="FOLDER", help="folder with tasks of your own"

@@ -262,18 +262,11 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             self.eot_token_id,
             sampling,
             stop=stop_ids(self._tokenizer),
-            until=self._ends(settings.until),
+            until=ends_of(self._tokenizer, settings.until),
             seed=self._seed,
             batch_size=0 if settings.temperature else self._rows,
         )
         return [before_any(self._tokenizer.decode(row), settings.until) for row in rows]
-
-    def _ends(self, until: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-        """Returns whether a row's new tokens end with one of these texts in it."""
-        if not until:
-            return None
-        last = max(len(self._tokenizer.encode(text)) for text in until) + LOOK_BACK
-        return partial(_contains, self._tokenizer, until, last)
 
 
 def first_of_largest(logits: Tensor, labels: Tensor, is_largest: Tensor) -> Tensor:
@@ -287,6 +280,14 @@ def first_of_largest(logits: Tensor, labels: Tensor, is_largest: Tensor) -> Tens
     # `argmax` takes ten times as long as a maximum on a CPU, and where the label has less there is nothing to ask.
     rows = is_largest.nonzero()[:, 0]
     return is_largest.index_put((rows,), logits[rows].argmax(-1) == labels[rows])
+
+
+def ends_of(tokenizer: Tokenizer, until: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
+    """Returns whether a row's new tokens end with one of these texts in it; None without any."""
+    if not until:
+        return None
+    last = max(len(tokenizer.encode(text)) for text in until) + LOOK_BACK
+    return partial(_contains, tokenizer, until, last)
 
 
 def _contains(tokenizer: Tokenizer, ends: Sequence[str], last: int, row: Sequence[int]) -> bool:

@@ -1,0 +1,179 @@
+"""Tasks of lmms-eval with images on disk, asked by the command; as far as its package is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from forge_core.cli import main
+from forge_plugin_lm_eval import image_command
+
+COLOURS = ("red", "green", "blue", "white", "black", "orange")
+JOB = """
+[job]
+name = "vlm"
+output = "runs"
+
+[train]
+steps = 1
+global_batch_size = 2
+seq_len = 48
+device = "cpu"
+
+[optimizer]
+type = "forge_testing:TinyAdamW"
+
+[data.tokenizer]
+type = "bytes"
+
+[[data.sources]]
+type = "image_text"
+path = "training.jsonl"
+
+[model]
+type = "vision_language"
+
+[model.language]
+dim = 16
+layers = 1
+vocab_size = 258
+init_std = 0.7
+attention = { heads = 2 }
+
+[model.vision.encoder]
+type = "vit"
+dim = 16
+layers = 1
+heads = 2
+patch = 8
+size = [8, 8]
+init_std = 0.5
+"""
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/questions.jsonl}}}}
+test_split: test
+output_type: {kind}
+doc_to_visual: !function shown.images
+doc_to_text: question
+doc_to_target: {target}
+{more}
+"""
+CHOICE = (
+    'doc_to_choice: [red, green, a deep blue]\ntarget_delimiter: ""\nmetric_list: [{metric: acc}, {metric: acc_norm}]'
+)
+ANSWER = """
+generation_kwargs: {max_new_tokens: 6, temperature: 0, top_p: 1.0, num_beams: 1, do_sample: false, until: ["\\n"]}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+SHOWN = """
+from PIL import Image
+
+def images(document):
+    return [Image.open(document["file"])]
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory):
+    """A run, and a folder with tasks, in the working directory."""
+    folder = tmp_path_factory.mktemp("lmms")
+    records, questions = [], []
+    for number, colour in enumerate(COLOURS):
+        Image.new("RGB", (8, 8), colour).save(path := folder / f"{colour}.png")
+        records.append({"image": str(path), "text": colour})
+        questions.append(
+            {"file": str(path), "question": "colour" * number + "?", "right": colour, "number": number % 3}
+        )
+    for name, lines in (("training", records), ("questions", questions)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "job.toml").write_text(JOB)
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    (tasks / "shown.py").write_text(SHOWN)
+    for name, kind, target, more in (
+        ("colour_choice", "multiple_choice", "number", CHOICE),
+        ("colour_answer", "generate_until", "right", ANSWER),
+    ):
+        text = TASK.format(name=name, kind=kind, target=target, more=more, folder=folder)
+        (tasks / f"{name}.yaml").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("FORGE_CACHE", str(folder / "cache"))
+        patch.setenv("HF_HOME", str(folder / "hub"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        assert main(["run", "job.toml"]) == 0
+        yield folder, questions
+
+
+def ask(*options: str) -> int:
+    tasks = ["--tasks", "colour_choice,colour_answer", "--include", "tasks"]
+    return main(
+        ["evaluate", "runs/vlm", "--harness", "lmms-eval", "--device", "cpu", "--bootstrap", "0", *tasks, *options]
+    )
+
+
+def test_tasks_with_images_are_asked_and_scored_by_the_model(trained, capsys):
+    """Against whole forward passes, question by question."""
+    pytest.importorskip("lmms_eval")
+    from forge_core import load_model
+    from forge_plugin_images.prompts import prompts_with_images
+
+    _, questions = trained
+    assert ask("--output", "scores.json", "--items", "--batch-size", "4") == 0
+    assert "colour_choice" in capsys.readouterr().out
+    results = json.loads(Path("scores.json").read_text())
+    loaded = load_model("runs/vlm")
+    model, tokenizer = loaded.model, loaded.tokenizer
+
+    def log_probabilities(question, tokens):
+        prompt = prompts_with_images(["<image>" + question["question"]], [question["file"]], loaded.job, tokenizer)
+        with torch.no_grad():
+            hidden = model({"input_ids": torch.tensor([[*prompt.ids[0], *tokens]]), **prompt.entries})
+            return model.head.logits(hidden)[0, len(prompt.ids[0]) - 1 :].double().log_softmax(-1)
+
+    right, said = [], []
+    for question in questions:
+        losses = []
+        for choice in ("red", "green", "a deep blue"):
+            tokens = tokenizer.encode(choice)
+            table = log_probabilities(question, tokens)
+            losses.append(-sum(float(table[place, token]) for place, token in enumerate(tokens)) / len(tokens))
+        right.append(losses.index(min(losses)) == question["number"])
+        written: list[int] = []
+        while len(written) < 6:
+            token = int(log_probabilities(question, written)[-1].argmax())
+            if token in (tokenizer.end_of_text, 10):  # "\n"
+                break
+            written.append(token)
+        said.append(tokenizer.decode(written))
+    assert results["results"]["colour_choice"]["acc,none"] == sum(right) / len(right)
+    answers = {item["doc_id"]: item["filtered_resps"][0] for item in results["samples"]["colour_answer"]}
+    assert [answers[number] for number in range(len(questions))] == said
+    assert len(set(said)) > 1
+
+
+def test_what_is_refused(trained, capsys, monkeypatch):
+    pytest.importorskip("lmms_eval")
+    for options, message in (
+        (["--tasks", "colour_chioce"], "lmms-eval has no task 'colour_chioce'"),
+        (["--max-length", "8"], "positions, and rows have 8; choose a larger --max-length"),
+        (["--chat"], "this tokenizer has no chat template"),
+        (["--system", "x"], "a system's message is part of a chat; add --chat"),
+        (["--nproc", "2"], "2 ranks, but lmms-eval asks one process here"),
+        (["--gen-kwargs", "num_beams=3"], "generation_kwargs has num_beams"),
+    ):
+        assert ask(*options) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_what_installs_it(trained, capsys, monkeypatch):
+    monkeypatch.setattr(image_command, "find_spec", lambda name: None)
+    assert ask() == 2
+    message = 'lmms-eval is not installed; pip install "forge-plugin-lm-eval[images]"'
+    assert message in capsys.readouterr().err
