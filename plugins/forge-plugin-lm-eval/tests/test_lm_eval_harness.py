@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shutil
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -338,6 +339,13 @@ def test_an_answer_that_has_begun_is_continued(runs, monkeypatch):
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def own_tasks_alone(request, monkeypatch):
+    """Listing the harness' own tasks takes five seconds each time: one test has them."""
+    if request.node.name != "test_the_command_prints_a_table_and_writes_a_file":
+        monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
 
 
 def evaluate(*options):
