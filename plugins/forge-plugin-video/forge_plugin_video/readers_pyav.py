@@ -125,8 +125,9 @@ def _frames_from(
     if first is None:
         return
     left, decoder = set(wanted), stream.codec_context
+    may_skip = _may_skip(stream)
     for packet in chain([first], packets):
-        if decoder.name in SKIPS_EXACTLY:
+        if may_skip:
             decoder.skip_frame = "DEFAULT" if packet.pts in left else "NONREF"
         try:
             yield from packet.decode()
@@ -137,6 +138,19 @@ def _frames_from(
             break
     # A decoder holds frames back until later ones tell their order: draining it is cheaper than decoding those
     yield from stream.decode(None)
+
+
+def _may_skip(stream: VideoStream) -> bool:
+    """Returns whether the decoder can leave out frames that are marked as no reference, and no other changes.
+
+    In HEVC such a frame is none for its own temporal layer alone (ITU-T H.265, 7.4.2.2); a header that says that there
+    is one layer (ISO/IEC 14496-15, 8.3.2.1) makes that all.
+    """
+    decoder = stream.codec_context
+    if decoder.name != "hevc":
+        return decoder.name in SKIPS_EXACTLY
+    header = decoder.extradata or b""
+    return len(header) > 21 and header[0] == 1 and header[21] >> 3 & 7 == 1
 
 
 def _first(packets: Iterable[Packet], seek: int, key: int) -> Packet | None:

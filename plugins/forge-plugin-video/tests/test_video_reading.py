@@ -19,6 +19,7 @@ ENCODERS = {
     "h264 without key frames but the first": ("libx264", {"x264-params": "keyint=12:intra-refresh=1:bframes=0"}),
     "h264 with many key frames": ("libx264", {"g": "3", "bf": "2"}),
     "hevc": ("libx265", {"x265-params": "log-level=none:keyint=12:bframes=3"}),
+    "hevc in two layers": ("libx265", {"x265-params": "log-level=none:keyint=12:bframes=3:temporal-layers=3"}),
     "hevc with open groups": ("libx265", {"x265-params": "log-level=none:keyint=12:open-gop=1:bframes=3"}),
     "mpeg4": ("mpeg4", {"g": "12", "bf": "2"}),
     "vp9": ("libvpx-vp9", {"g": "12", "deadline": "realtime", "cpu-used": "8"}),
@@ -118,10 +119,16 @@ def test_an_hour_costs_what_its_sampled_frames_cost(tmp_path, reader):
     assert reader.decoded - before == 62 + 31 + 1 + 60
 
 
-def test_frames_that_no_other_needs_are_not_decoded(tmp_path, reader):
-    write_clip(
-        path := tmp_path / "clip.mp4", 48, options={"x264-params": "keyint=48:bframes=3:b-adapt=0:b-pyramid=none"}
-    )
+@pytest.mark.parametrize(
+    ("codec", "options"),
+    [
+        ("libx264", {"x264-params": "keyint=48:bframes=3:b-adapt=0:b-pyramid=none"}),
+        ("libx265", {"x265-params": "log-level=none:keyint=48:bframes=3:b-adapt=0:b-pyramid=0"}),
+        ("mpeg4", {"g": "48", "bf": "3"}),
+    ],
+)
+def test_frames_that_no_other_needs_are_not_decoded(tmp_path, reader, codec, options):
+    write_clip(path := tmp_path / "clip.mp4", 48, codec=codec, options=options)
     clip = reader.probe(file := FileImage(str(path)))
     before = reader.decoded
     assert read_bar_code(reader.frames(file, clip, [40])[0]) == 40
