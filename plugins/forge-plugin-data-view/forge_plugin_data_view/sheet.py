@@ -11,7 +11,8 @@ import torch
 from attrs import frozen
 
 from forge_core.contracts.layout import Layout
-from forge_core.parallel.initialise import bare_context, bare_model
+from forge_core.engine.build import build_bare_model
+from forge_core.parallel.initialise import bare_context
 from forge_plugin_data_view.decoding import Decoder
 from forge_plugin_data_view.job_data import JobData
 from forge_plugin_data_view.row_text import Piece, pieces_of
@@ -155,4 +156,4 @@ def _prepared(data: JobData, batch: Batch) -> Batch:
     # Only kernels are chosen by the device, which need not be here.
     device = torch.device("cpu" if data.job.train.device == "cpu" else "cuda")
     context = bare_context(data.job, Layout(), data.catalog, device, data.tokenizer)
-    return bare_model(data.job, context).prepare_sequences(batch)
+    return build_bare_model(data.job, context)[0].prepare_sequences(batch)
