@@ -151,12 +151,12 @@ def _continuations(trained: Trained, options: argparse.Namespace, answer: Any) -
 
 
 def _rows(trained: Trained, options: argparse.Namespace, prompts: Sequence[str], answer: Any) -> list[list[int]]:
-    """Returns the ids that continue prompts, which may have images."""
+    """Returns the ids that continue prompts, which may have images and videos."""
     from forge_plugin_generate.prompts import prompt_ids
 
     tokenizer, bos = trained.tokenizer, not options.no_bos
-    if options.image:
-        return answer(*_with_images(prompts, options.image, trained.job, tokenizer, bos))
+    if options.image or options.video:
+        return answer(*_with_images(prompts, options, trained.job, tokenizer))
     return answer([prompt_ids(tokenizer, prompt, bos=bos) for prompt in prompts])
 
 
@@ -195,15 +195,17 @@ def _show(texts: Sequence[str]) -> None:
 
 
 def _with_images(
-    prompts: Sequence[str], files: Sequence[str], job: Job, tokenizer: Tokenizer, bos: bool
+    prompts: Sequence[str], options: argparse.Namespace, job: Job, tokenizer: Tokenizer
 ) -> tuple[list[list[int]], dict[str, Tensor]]:
     from forge_core.contracts.errors import ForgeError
 
     try:
         from forge_plugin_images.prompts import prompts_with_images
     except ImportError as error:
-        raise ForgeError("--image needs forge-plugin-images; pip install forge-plugin-images") from error
-    return prompts_with_images(prompts, files, job, tokenizer, bos=bos)
+        message = "--image and --video need forge-plugin-images; pip install forge-plugin-images"
+        raise ForgeError(message) from error
+    images, videos = (given or () for given in (options.image, options.video))
+    return prompts_with_images(prompts, images, job, tokenizer, bos=not options.no_bos, videos=videos)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
@@ -212,12 +214,13 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     several = len(options.prompt or ()) > 1
     if options.system and not options.chat:
         parser.error("--system is the first message of a chat: add --chat")
-    if options.chat and options.image:
-        parser.error("--chat knows texts only; leave --image out, or --chat")
+    shown = next((name for name in ("image", "video") if getattr(options, name)), None)
+    if options.chat and shown:
+        parser.error(f"--chat knows texts only; leave --{shown} out, or --chat")
     if options.chat and options.no_bos:
         parser.error("--no-bos is for plain prompts: a chat begins as its template says; leave one of the two out")
-    if options.interactive and (options.prompt or options.chat or options.image):
-        parser.error("--interactive reads plain prompts; leave --prompt, --chat and --image out")
+    if options.interactive and (options.prompt or options.chat or shown):
+        parser.error("--interactive reads plain prompts; leave --prompt, --chat, --image and --video out")
     if options.stream and several:
         parser.error("--stream writes one text as it is made, and several prompts are one batch; give one --prompt")
     if options.stream is None:
@@ -248,6 +251,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", default="", metavar="TEXT", help="with --chat: the system's message")
     parser.add_argument(
         "--image", action="append", metavar="FILE", help="image for the next <image> of the prompts; repeat it for more"
+    )
+    parser.add_argument(
+        "--video", action="append", metavar="FILE", help="video for the next <video> of the prompts; repeat it for more"
     )
     parser.add_argument(
         "--no-bos", action="store_true", help="prompts without the tokenizer's beginning of text (begin_of_text)"

@@ -188,6 +188,7 @@ def test_several_prompts_are_answered_apart(run, capsys) -> None:
         (["--system", "x"], "--system is the first message of a chat: add --chat"),
         (["--chat", "--no-bos"], "--no-bos is for plain prompts: a chat begins as its template says"),
         (["--chat", "--image", "a.png"], "--chat knows texts only; leave --image out, or --chat"),
+        (["--chat", "--video", "a.mp4"], "--chat knows texts only; leave --video out, or --chat"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(run, capsys, options, message) -> None:

@@ -1,8 +1,9 @@
-"""Prompts with images. N: images of a prompt, P: patches of a row, V: values of a patch."""
+"""Prompts with images and videos. N: images of a prompt, P: patches of a row, V: values of a patch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,13 +11,16 @@ import numpy as np
 from forge_core.contracts.components import Unavailable
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.data.reading import collate
+from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import parse_component
 from forge_kit.tokenizers import begin_of_text
-from forge_plugin_images.content import MARK
+from forge_plugin_images.content import MARKS, Kind
 from forge_plugin_images.decoding import BrokenImage, FileImage, ImageFile
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens
 from forge_plugin_images.source import ImageDataset, default_policy
-from forge_plugin_images.visuals import ImageVisual
+from forge_plugin_images.video import Span, VideoComponent, Videos
+from forge_plugin_images.visuals import ImageVisual, Visual
 from forge_plugin_vision import image_input
 
 if TYPE_CHECKING:
@@ -32,7 +36,7 @@ class Prompts(NamedTuple):
     """Prompts for `forge_plugin_generate.generate.generate`."""
 
     ids: list[list[int]]
-    """Tokens, and `IMAGE` at the positions of images."""
+    """Tokens, and `IMAGE` or `VIDEO` at the positions of images and videos."""
     entries: dict[str, Tensor]
     """`patches` (B, P, V), `grids` (B, N, 3) and `grid_seconds` (B, N)."""
 
@@ -45,10 +49,12 @@ def prompts_with_images(
     *,
     bos: bool = True,
     encode: Callable[[str], list[int]] | None = None,
+    videos: Sequence[str | ImageFile] = (),
 ) -> Prompts:
-    """Make prompts of texts, and of images in the order of `<image>` in them; a single text without it follows them.
+    """Make prompts of texts, and of images and videos in the order of `<image>` and `<video>` in them.
 
-    Images are resized as by the job's first source of images in files, or as such a source does by default.
+    A single text without any of them follows them all. Images are resized, and frames of videos chosen, as by the job's
+    first source that has such, or as one does by default. Without videos, `<video>` is text.
 
     Args:
         texts: the texts of the prompts.
@@ -58,28 +64,67 @@ def prompts_with_images(
         bos: whether prompts begin with the tokenizer's beginning of text, as documents do in training.
         encode: encodes the texts between images, such as those of chats, in which special tokens are spelt out; by
             default the tokenizer's own.
+        videos: the videos, likewise.
 
     Raises:
-        ForgeError: the texts refer to more or fewer images, an image cannot be read, or a prompt has too many.
+        ForgeError: the texts refer to more or fewer images or videos, one cannot be read, a prompt has too many, or
+            nothing is installed that reads videos.
         JobError: the source that says how images are resized is not installed.
     """
-    if len(texts) == 1 and MARK not in texts[0]:
-        texts = [MARK * len(files) + texts[0]]
-    marks = sum(text.count(MARK) for text in texts)
-    if marks != len(files):
-        message = f"the prompts have {MARK} {marks} times, and there are {len(files)} images"
-        raise ForgeError(f"{message}; write it once for each image, where it stands")
+    given: Mapping[Kind, Sequence[str | ImageFile]] = {"image": files, "video": videos}
+    divided = _divided(texts, {kind: len(own) for kind, own in given.items()})
     seen = image_input(job)
-    processor, texts_of_tiles = _processing(job, seen, tokenizer)
-    found = [FileImage(file) if isinstance(file, str) else file for file in files]
-    images = iter([ImageVisual(file, processor, seen, texts_of_tiles) for file in found])
-    counts = [text.count(MARK) for text in texts]
-    own = [[next(images).among(count) for _ in range(count)] for count in counts]
-    encode, end = encode or tokenizer.encode, tokenizer.end_of_text
-    rows = [_row(text, visuals, seen, encode, end) for text, visuals in zip(texts, own, strict=True)]
+    visuals = _visuals(given, job, seen, tokenizer)
+    encode, end, rows = encode or tokenizer.encode, tokenizer.end_of_text, []
+    for parts, kinds in divided:
+        own = [next(visuals[kind]) for kind in kinds]
+        images = kinds.count("image")  # how many a prompt has may decide how each is shown
+        own = [visual.among(images) if isinstance(visual, ImageVisual) else visual for visual in own]
+        rows.append(_row(parts, own, seen, encode, end))
     begin = begin_of_text(tokenizer) if bos else []
-    prompts = [[*begin, *ids] or [tokenizer.end_of_text] for ids, _ in rows]
+    prompts = [[*begin, *ids] or [end] for ids, _ in rows]
     return Prompts(prompts, collate([entries for _, entries in rows]))
+
+
+def _divided(texts: Sequence[str], counts: Mapping[Kind, int]) -> list[tuple[list[str], list[Kind]]]:
+    """Returns the parts of each text, and what stands between them; raises `ForgeError` if counts are others."""
+    marks = {mark: kind for mark, kind in MARKS.items() if counts[kind] or kind == "image"}
+    if len(texts) == 1 and not any(mark in texts[0] for mark in marks):
+        texts = ["".join(mark * counts[kind] for mark, kind in marks.items()) + texts[0]]
+    for mark, kind in marks.items():
+        if (count := sum(text.count(mark) for text in texts)) != counts[kind]:
+            message = f"the prompts have {mark} {count} times, and there are {counts[kind]} {kind}s"
+            raise ForgeError(f"{message}; write it once for each {kind}, where it stands")
+    pattern = re.compile("|".join(map(re.escape, marks)))
+    return [(pattern.split(text), [marks[mark] for mark in pattern.findall(text)]) for text in texts]
+
+
+def _visuals(
+    given: Mapping[Kind, Sequence[str | ImageFile]], job: Job, seen: ImageInput, tokenizer: Tokenizer
+) -> Mapping[Kind, Iterator[Visual]]:
+    """Returns the images and the videos, in order."""
+    found = {
+        kind: [FileImage(file) if isinstance(file, str) else file for file in files] for kind, files in given.items()
+    }
+    processor, texts_of_tiles = _processing(job, seen, tokenizer) if found["image"] else (None, None)
+    images = [ImageVisual(file, processor, seen, texts_of_tiles) for file in found["image"] if processor is not None]
+    source = _videos(job, seen, tokenizer) if found["video"] else None
+    clips = [source.visual(file, Span(), None) for file in found["video"] if source is not None]
+    return {"image": iter(images), "video": iter(clips)}
+
+
+def _videos(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> Videos:
+    """Returns what makes visuals of videos: as the first source that has some, or by default."""
+    for source in job.data.sources:
+        if isinstance(source, ImageDataset) and (component := source.video_component()) is not None:
+            return component.build(seen, tokenizer)
+    usual = VideoComponent.usual_type
+    assert usual is not None
+    name, _, type_ = usual.partition("/")
+    catalog = Catalog.installed()
+    if not any(offer.qualified == usual for offer in catalog.offers(VideoComponent.kind)):
+        raise ForgeError(f"videos are read by {type_} of {name}, which is not installed; pip install {name}")
+    return parse_component({"type": usual}, "video", VideoComponent, catalog).build(seen, tokenizer)
 
 
 def _processing(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> tuple[ImageProcessor, TileTexts | None]:
@@ -94,9 +139,16 @@ def _processing(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> tuple[Image
 
 
 def _row(
-    text: str, visuals: Sequence[ImageVisual], seen: ImageInput, encode: Callable[[str], list[int]], filler: int
+    texts: Sequence[str],
+    visuals: Sequence[Visual],
+    seen: ImageInput,
+    encode: Callable[[str], list[int]],
+    filler: int,
 ) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Returns the ids of a prompt, and its entries `patches` (P, V), `grids` (N, 3) and `grid_seconds` (N,)."""
+    """Returns the ids of a prompt, and its entries `patches` (P, V), `grids` (N, 3) and `grid_seconds` (N,).
+
+    `texts` stand before, between and behind the visuals.
+    """
     try:
         footprints = [visual.measure() for visual in visuals]
         _check_room(footprints, seen)
@@ -104,9 +156,9 @@ def _row(
     except BrokenImage as error:
         raise ForgeError(str(error)) from error
     parts: list[Tokens | Footprint] = []
-    for number, part in enumerate(text.split(MARK)):
+    for number, text in enumerate(texts):
         parts += footprints[number - 1 : number] if number else []
-        parts.append(Tokens(encode(part)))
+        parts.append(Tokens(encode(text)))
     document = Document.of(parts)
     rows = RowFormat(
         length=len(document.ids),
@@ -122,6 +174,7 @@ def _check_room(footprints: Sequence[Footprint], seen: ImageInput) -> None:
     used, count = sum(one.patches for one in footprints), sum(len(one.grids) for one in footprints)
     if used > seen.patches_per_sequence or count > seen.images_per_sequence:
         tiles = "" if count == len(footprints) else f" (in {count} tiles)"
-        has = f"a prompt has {len(footprints)} images{tiles} with {used} patches"
+        kinds = "images and videos" if any(grid.frames > 1 for one in footprints for grid in one.grids) else "images"
+        has = f"a prompt has {len(footprints)} {kinds}{tiles} with {used} patches"
         most = f"{seen.images_per_sequence} images and {seen.patches_per_sequence} patches at most"
         raise ForgeError(f"{has}, and the model was trained with {most}; use fewer or smaller images")
