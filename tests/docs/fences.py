@@ -42,6 +42,7 @@ NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", ROOT / "docs" / "testing.
 
 TEN_MINUTES = ROOT / "docs" / "ten-minutes"
 IMAGES = ROOT / "docs" / "your-own-images.md"
+VIDEOS = ROOT / "docs" / "your-own-videos.md"
 EVALUATES = ROOT / "docs" / "evaluate.md"
 IMPORTS = ROOT / "docs" / "bring-a-model.md"
 """The page whose commands make the model of its job."""
@@ -50,11 +51,12 @@ METRICS = ROOT / "docs" / "how-to" / "metrics.md"
 LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
 TAPS = ROOT / "docs" / "how-to" / "taps.md"
 EVALUATES_VISION = ROOT / "docs" / "how-to" / "evaluate-vision.md"
-MAKE_DATA = (IMAGES, EVALUATES_VISION, TUTORIAL)
+MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL)
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
-    *(ROOT / "docs" / "publishing.md", IMAGES, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS, EVALUATES_VISION),
+    *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS),
+    EVALUATES_VISION,
 )
 """Pages of which every command is run."""
 

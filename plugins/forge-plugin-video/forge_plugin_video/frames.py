@@ -99,6 +99,7 @@ class Frames(VideoComponent):
             yield Problem("", error.problems[0].message)
             return
         yield from self._size_problems(seen)
+        yield from self._order_problems(seen)
         if self.timestamps == "text":
             yield from self._text_problems(seen)
         elif self.timestamp_format != Frames.__attrs_attrs__.timestamp_format.default:  # type: ignore[attr-defined]
@@ -130,6 +131,17 @@ class Frames(VideoComponent):
             yield Problem("max_patches", f"{most}, and a sequence has {room}; lower the one or raise the other")
         if 0 < self.max_frame_patches < least:
             yield Problem("max_frame_patches", f"{self.max_frame_patches}, and a frame has {least} at least; raise it")
+
+    def _order_problems(self, seen: ImageInput) -> Iterator[Problem]:
+        """Yields that a model would see the frames of a clip in no order: one position stands for all of them."""
+        form = seen.format
+        rows, columns = form.grid or (form.multiple, form.multiple)
+        if self.sampling.max_frames > form.frames and seen.positions(Grid(2, rows, columns)) == seen.positions(
+            Grid(1, rows, columns)
+        ):
+            message = "the model has as many positions for a clip as for a frame, so that it sees no order of frames"
+            hint = "take a fusion and an adapter that give each frame its own (joint, with any but perceiver)"
+            yield Problem("", f"{message}; {hint}, or show single frames (sampling.max_frames = {form.frames})")
 
     def _text_problems(self, seen: ImageInput) -> Iterator[Problem]:
         if message := format_problem(self.timestamp_format):

@@ -15,15 +15,12 @@ from forge_core.contracts.components import DatasetComponent
 from forge_core.engine.build import build_context, build_datasets, build_tokenizer
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_plugin_video.testing import bar_code, write_clip
 from forge_testing import tiny_job
 
 sys.path.append(str(Path(__file__).parent))
-
-MODEL = tiny_model(16, 48, any_size=True, images_per_sequence=3, patches_per_sequence=144)
-"""Patches of 8 pixels: a frame of `clips` has 2 x 6 of them."""
+from video_rows import MODEL
 
 
 @pytest.fixture(scope="session")

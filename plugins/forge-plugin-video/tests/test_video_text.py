@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
-from video_rows import frames, shown
+from video_rows import MODEL, frames, shown
 
+from forge_plugin_cross_attention import CrossAttention
+from forge_plugin_transformer import GroupedQueryAttention
 from forge_plugin_video import VideoText
-from forge_plugin_vision import VIDEO
+from forge_plugin_vision import VIDEO, MultimodalRope, Perceiver, TiledViT
+from forge_testing import job_problems
 
 PATCHES = 12
 """Of a frame."""
@@ -109,3 +113,52 @@ def test_folders_of_clips_with_texts_beside_them_are_read(build, clips, tmp_path
 def test_a_record_that_cannot_be_shown_is_named(build, clips, record, message):
     with pytest.raises(Exception, match=message):
         build(VideoText(path=lines(clips, record), video=frames(2)))
+
+
+def refusals(make_job, clips, model, video, **settings):
+    job = make_job(VideoText(path=lines(clips, {"video": "a.mp4", "text": "x"}), video=video), model=model, **settings)
+    return "\n".join(job_problems(job))
+
+
+def test_what_cannot_go_together_is_refused_when_the_job_is_checked(make_job, clips):
+    def model(**vision):
+        return attrs.evolve(MODEL, vision=attrs.evolve(MODEL.vision, **vision))
+
+    def found(model, video):
+        return refusals(make_job, clips, model, video)
+
+    assert found(MODEL, frames(4, timestamps="text")) == ""
+    latents = model(adapter=Perceiver(latents=4, layers=1, heads=1, head_dim=8))
+    assert "video.timestamps: 'text' stands between the frames of a clip, and " in found(
+        latents, frames(timestamps="text")
+    )
+    crossed = attrs.evolve(MODEL, fusion=CrossAttention(every=1, heads=4))
+    for blind in (latents, crossed):
+        assert "sees no order of frames; take a fusion" in found(blind, frames(4))
+        assert found(blind, frames(1)) == ""
+    assert "no rotary encoding of the model places frames by their seconds" in found(
+        MODEL, frames(timestamps="positions")
+    )
+    assert "timestamp_format: it is for timestamps = " in found(MODEL, frames(timestamp_format="{seconds}s"))
+    for form, reason in {
+        "now": "does not write the time",
+        "{seconds:q}": "is no format",
+        "{frame}{frame}{seconds}": "twice",
+    }.items():
+        assert reason in found(MODEL, frames(timestamps="text", timestamp_format=form))
+    assert "'stretch', but the encoder takes images of any size" in found(MODEL, frames(resize="stretch"))
+    assert "max_patches: a clip has room for 3 patches, and a frame has 8" in found(
+        MODEL, frames(max_patches=3, min_frame_patches=8)
+    )
+    tiles = TiledViT(
+        dim=16, layers=1, global_layers=1, heads=2, patch=8, tile=16, arrangements=((1, 1),), intermediate=(0,)
+    )
+    assert "the encoder takes images in tiles, and no videos" in found(model(encoder=tiles), frames())
+
+
+def test_positions_in_seconds_are_found_in_the_model(make_job, clips):
+    rope = MultimodalRope(sections=(1, 1, 0), time="seconds")
+    attention = GroupedQueryAttention(heads=4, kv_heads=2, rope=rope)
+    model = attrs.evolve(MODEL, language=attrs.evolve(MODEL.language, attention=attention))
+    assert refusals(make_job, clips, model, frames(timestamps="positions")) == ""
+    assert 'which "seconds" places without a gap' in refusals(make_job, clips, model, frames(timestamps="text"))

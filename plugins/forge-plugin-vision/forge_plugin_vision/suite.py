@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from forge_core.contracts.data import Batch
 from forge_core.data.reading import collate
 from forge_kit.generation import Generates
-from forge_plugin_vision.kinds import GRIDS, PATCHES, SECONDS, Grid
+from forge_plugin_vision.kinds import GRIDS, PATCHES, SECONDS, VIDEO, Grid
 from forge_plugin_vision.modules.images import plain_grids
 from forge_plugin_vision.testing import RandomImages
 from forge_plugin_vision.vision import VisionLanguage
@@ -203,6 +203,25 @@ class VisionModelSuite(ModelSuite):
             assert bool(changed[own].any()), f"image {image} changes nothing in its own document"
             assert not bool(changed[~own].any()), f"image {image} changes hidden states of the other document"
 
+    def test_a_video_is_seen_frame_by_frame(self, tmp_path: Path) -> None:
+        """A clip of two frames: each changes hidden states behind it, none before it or of other documents."""
+        model, batch = self._model(tmp_path), self._clip_batch(tmp_path)
+        hidden, ids, size = model(batch), batch["input_ids"][0], int(batch[GRIDS][0, 0, 1:].prod())
+        first, second = int((ids == VIDEO).nonzero()[0]), batch["document_ids"][0].bool()
+        for frame in range(2):
+            other = {**batch, PATCHES: batch[PATCHES].clone()}
+            other[PATCHES][0, frame * size : (frame + 1) * size] ^= 255
+            changed = (model(other) - hidden).abs().amax(-1)[0] > self.rounding
+            assert bool(changed[first:][~second[first:]].any()), f"frame {frame} of a clip changes nothing"
+            assert not bool(changed[:first].any()), f"hidden states before the clip depend on its frame {frame}"
+            assert not bool(changed[second].any()), f"frame {frame} of a clip changes the document behind it"
+        form, (_, rows, columns) = self.component.image_input(), (int(side) for side in batch[GRIDS][0, 0])
+        if form.positions(Grid(1, rows, columns)) == form.positions(Grid(2, rows, columns)):
+            return  # all frames share their positions, so that their order is not seen: datasets refuse clips
+        swapped = {**batch, PATCHES: batch[PATCHES].clone()}
+        swapped[PATCHES][0, : 2 * size] = batch[PATCHES][0, : 2 * size].unflatten(0, (2, size)).flip(0).flatten(0, 1)
+        assert not torch.equal(model(swapped), hidden), "two frames that change places change nothing"
+
     def test_a_cache_changes_nothing_with_images(self, tmp_path: Path) -> None:
         """Decoding a prompt with images, rows of unequal length included, and then token by token equals forward."""
         model = self._model(tmp_path).eval()
@@ -257,6 +276,34 @@ class VisionModelSuite(ModelSuite):
             PATCHES: patches,
             GRIDS: grids,
             SECONDS: np.zeros_like(sample[SECONDS]),
+        }
+        return self._collated([row])
+
+    def _clip_batch(self, folder: Path) -> Batch:
+        """One row: a document with a clip of two frames after its first token, and one of text alone."""
+        dataset = self._rows(folder)
+        sample, form = dataset[1], self.component.image_input()
+        if form.format.arrangements:
+            pytest.skip("its encoder takes images in tiles, and no videos")
+        _, rows, columns = (int(side) for side in next(each for each in sample[GRIDS] if each.any()))
+        grid = Grid(2, rows, columns)
+        positions, generator = form.positions(grid), np.random.default_rng(5)
+        if positions > S - 8 or grid.patches > form.patches_per_sequence:
+            pytest.skip(f"a clip of two frames takes {positions} positions and {grid.patches} patches: too many here")
+        ids = generator.integers(0, 32, S)
+        ids[1 : 1 + positions] = VIDEO
+        patches, grids = np.zeros_like(sample[PATCHES]), np.zeros_like(sample[GRIDS])
+        patches[: grid.patches] = generator.integers(0, 256, (grid.patches, patches.shape[1]))
+        grids[0], seconds = grid, np.zeros_like(sample[SECONDS])
+        seconds[0] = 0.5
+        second = np.arange(S) >= S - 4
+        row = {
+            "input_ids": ids,
+            "document_ids": second.astype(np.int64),
+            "positions": np.where(second, np.arange(S) - (S - 4), np.arange(S)),
+            PATCHES: patches,
+            GRIDS: grids,
+            SECONDS: seconds,
         }
         return self._collated([row])
 
