@@ -63,7 +63,7 @@ def _encode(keys: MovingShapes, folder: Path) -> Mapping[str, Any]:
 
 def _write(keys: MovingShapes, motions: Sequence[Motion], drawings: Sequence[int], path: Path) -> None:
     with tarfile.open(path, "w") as archive:
-        for number, (drawing, motion) in enumerate(product(drawings, motions)):
+        for number, (motion, drawing) in enumerate(product(motions, drawings)):
             _add(archive, f"{number:06}.mp4", encoded(keys, motion, drawing))
             _add(archive, f"{number:06}.txt", motion.caption.encode())
             if number % 100 == 0:

@@ -91,14 +91,14 @@ def test_a_row_is_the_frames_of_a_clip_in_order_and_then_its_caption(build):
     data = build(keys, model=MODEL, seq_len=56)
     split = split_motions(keys)
     assert (len(split.training), len(data), len(data.held_out)) == (6, 12, 6)
-    for part, motions, drawings in ((data, split.training, 0), (data.held_out, split.held_out, 2)):
+    for part, motions, drawings in ((data, split.training, (0, 1)), (data.held_out, split.held_out, (2, 3, 4))):
         for number in range(len(part)):
-            row, motion = part[number], motions[number % len(motions)]
+            row, motion = part[number], motions[number // len(drawings)]
             assert row["grids"].tolist() == [[4, 2, 2]]
             caption = [id_ for id_ in row["input_ids"].tolist() if id_ not in (VIDEO, 256)]
             assert bytes(caption).decode() == motion.caption
             shown = frames_of(row["patches"], row["grids"][0], FORM).astype(int)
-            drawn = draw_motion(keys, motion, drawings + number // len(motions)).astype(int)
+            drawn = draw_motion(keys, motion, drawings[number % len(drawings)]).astype(int)
             distances = np.abs(shown[:, None] - drawn[None]).mean((2, 3, 4))
             assert distances.argmin(1).tolist() == [0, 1, 2, 3]
     texts = {bytes(row["input_ids"][16:40].clip(0, 255).tolist()) for row in map(data.__getitem__, range(len(data)))}
