@@ -405,6 +405,9 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
     if pixels is not None:
         known = processor_of(folder) or origin_of(run).get("config", {}).get(PIXELS, {})
         (folder / PREPROCESSOR).write_text(json.dumps(updated_processor(pixels, known), indent=2) + "\n")
+        joint = target.architecture.processor_settings(described)
+        if joint and not (folder / PROCESSOR).is_file():
+            (folder / PROCESSOR).write_text(json.dumps(joint, indent=2) + "\n")
         if target.architecture.video_processor and not _has_video_processor(folder):
             settings = video_processor(pixels, target.architecture.video_processor)
             (folder / VIDEO_PREPROCESSOR).write_text(json.dumps(settings, indent=2) + "\n")

@@ -224,6 +224,10 @@ class ArchitectureComponent(Component[None]):
         """Returns the first id of tokens that the head has no row for, as they only mark where images stand, if any."""
         return None
 
+    def processor_settings(self, config: Config) -> Mapping[str, Any]:
+        """Returns the content of a `processor_config.json` for an export's `config.json`; empty: there is none."""
+        return {}
+
     def part_of(self, config: Config) -> Config:
         """Returns the configuration of this model, from that of a larger one that it is a part of, or from its own."""
         inner = config.get(self.table)

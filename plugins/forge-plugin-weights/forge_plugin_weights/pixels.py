@@ -21,12 +21,14 @@ PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 PROCESSOR_FILES = (PREPROCESSOR, PROCESSOR, VIDEO_PREPROCESSOR)
 """Files of a folder that say how images and videos are processed."""
-ENCODER = "vision.encoder"
+ENCODER, ADAPTER = "vision.encoder", "vision.adapter"
 RESAMPLING: Mapping[int, str] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """By Pillow's numbers."""
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 
+PINPOINTS = "image_grid_pinpoints"
+"""Heights and widths in pixels of all tiles of an image together, to choose from."""
 KNOWN = frozenset(
     (
         *("do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_pad", "do_convert_rgb", "rescale_factor"),
@@ -180,6 +182,10 @@ SHARED_SIZES: Mapping[str, str] = {
 """Keys of such a processor, and those of `vision_config` that mean the same."""
 
 
+OF_IMAGES = ("image_processor_type", "size", PINPOINTS, "do_pad")
+"""Keys of an image processor that a video processor has not, or has another value of."""
+
+
 def video_processor(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the content of a `video_preprocessor_config.json`.
 
@@ -187,8 +193,9 @@ def video_processor(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
         settings: the keys of the image processor.
         name: the class of the video processor, whose bounds of frames and pixels remain its own.
     """
-    shared = {key: value for key, value in settings.items() if key not in ("image_processor_type", "size")}
-    return {"video_processor_type": name, **shared}
+    shared = {key: value for key, value in settings.items() if key not in OF_IMAGES}
+    size = settings.get("size", {})  # of every frame, or bounds of the area of images
+    return {"video_processor_type": name, **shared, **({"size": size} if "height" in size else {})}
 
 
 def _most_tiles(model: Flat) -> int:
@@ -259,6 +266,8 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
         return None
     if f"{ENCODER}.arrangements" in model:
         return _tiled(settings, model)
+    if f"{ADAPTER}.arrangements" in model:
+        return _joined(settings, model)
     if "merge_size" in settings:
         return _by_area(settings, model)
     height, width = model.get(f"{ENCODER}.pixels") or model[f"{ENCODER}.size"]
@@ -281,6 +290,19 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
             differences.append(f"their shorter side becomes {short} before the middle is taken")
         return ImageTable({"resize": "crop"}, differences)
     return ImageTable({"resize": "stretch"}, differences)
+
+
+def _joined(settings: Mapping[str, Any], model: Flat) -> ImageTable:
+    """Of LLaVA-NeXT and LLaVA-OneVision."""
+    side, differences = max(model.get(f"{ENCODER}.pixels") or model[f"{ENCODER}.size"]), []
+    given = settings.get("size") or {}
+    if _sides(given) not in ((side, side), None) or given.get("shortest_edge", side) != side:
+        differences.append(f"their tiles are {given} there, and {side} x {side} by config.json")
+    pairs = [[rows * side, columns * side] for rows, columns in model[f"{ADAPTER}.arrangements"]]
+    if settings.get(PINPOINTS, pairs) != pairs:
+        differences.append(f"{PINPOINTS} are others there than in config.json, by which features are joined")
+    several = {"max_tiled_images": 1} if model[f"{ADAPTER}.max_feature_tiles"] else {}
+    return ImageTable({"resize": "any_resolution", **several}, differences)
 
 
 def _tiled(settings: Mapping[str, Any], model: Flat) -> ImageTable:

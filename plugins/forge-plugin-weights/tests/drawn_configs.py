@@ -16,7 +16,7 @@ from forge_plugin_weights.tables import all_fields, architectures
 
 SEEING = (
     *("siglip_vision_model", "siglip2_vision_model", "clip_vision_model"),
-    *("llava", "idefics3", "smolvlm", "mllama", "mllama_vision_model", "paligemma"),
+    *("llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "mllama", "mllama_vision_model", "paligemma"),
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
 """Towers, and models that see images: drawn_vision_configs.py has those."""

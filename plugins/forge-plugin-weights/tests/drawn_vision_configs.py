@@ -109,6 +109,20 @@ def llavas(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def joined(draw: st.DrawFn, onevision: bool = False) -> dict[str, Any]:
+    """LLaVA-NeXT and LLaVA-OneVision: LLaVA, of which images are tiles."""
+    config = draw(llavas().filter(lambda config: not onevision or "siglip" in config["vision_config"]["model_type"]))
+    side = config["vision_config"]["image_size"]
+    pairs = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5, unique=True)
+    config["image_grid_pinpoints"] = [[side * rows, side * columns] for rows, columns in draw(pairs)]
+    if TIED in config["text_config"]:  # as both versions of `transformers` say it
+        config[TIED] = config["text_config"][TIED]
+    if onevision:
+        config |= draw(some(vision_aspect_ratio=st.integers(1, 12).map(lambda most: f"anyres_max_{most}")))
+    return config
+
+
+@st.composite
 def shuffled(draw: st.DrawFn, tower: str) -> dict[str, Any]:
     """Idefics3 and SmolVLM, whose patches are joined in squares of `scale_factor`."""
     factor = draw(st.integers(1, 3))
@@ -209,6 +223,8 @@ def qwens(draw: st.DrawFn, type_: str) -> dict[str, Any]:
 
 MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "llava": llavas,
+    "llava_next": joined,
+    "llava_onevision": lambda: joined(onevision=True),
     "paligemma": paligemmas,
     "idefics3": lambda: shuffled("idefics3_vision"),
     "smolvlm": lambda: shuffled("smolvlm_vision"),

@@ -285,7 +285,9 @@ def test_a_published_configuration_means_what_version_5_makes_of_it(tmp_path, ca
     model = read_config(architecture, config)
     assert model == read_config(architecture, transformers.AutoConfig.for_model(**config).to_dict())
     component = parse_component(model, name, ModelComponent, catalog)
-    assert read_config(architecture, write_config(architecture, component, catalog)) == model
+    back = read_config(architecture, write_config(architecture, component, catalog))
+    # A language model may be written as another, plainer type, whose table says more.
+    assert parse_component(back, name, ModelComponent, catalog) == component
     assert not [problem for problem in encoder_problems(component) if "pixels" in problem or "size" in problem]
 
 

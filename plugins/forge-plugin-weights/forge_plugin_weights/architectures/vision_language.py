@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attrs import frozen
 
@@ -24,6 +24,8 @@ from forge_plugin_weights.pixels import ENCODER
 from forge_plugin_weights.rules import Same
 
 ADAPTER = "vision.adapter"
+IMAGE_TOKEN = "<image>"
+"""Stands for an image in texts."""
 
 
 @frozen
@@ -53,13 +55,17 @@ class SelectedLayer(Field):
 class SelectedTokens(Field):
     """`vision_feature_select_strategy`: whether the first feature, that of a class token, is left out."""
 
+    default: str = "default"
+    tower: str = "clip_vision_model"
+    """The `model_type` of a tower without one."""
+
     @property
     def keys(self) -> Collection[str]:
         return ("vision_feature_select_strategy",)
 
     def read(self, config: Config) -> Flat:
-        strategy = value_of(config, "vision_feature_select_strategy", "default")
-        tower = value_of(config, "vision_config", {}).get("model_type", "clip_vision_model")
+        strategy = value_of(config, "vision_feature_select_strategy", self.default)
+        tower = value_of(config, "vision_config", {}).get("model_type", self.tower)
         if strategy != self._needed(tower == "clip_vision_model"):
             hint = "features of patches are all there are: no class token, and no patch left out"
             raise Unsupported(f"vision_feature_select_strategy = {strategy!r} with a {tower}; {hint}")
@@ -106,18 +112,43 @@ class Llava(VisionLanguageModel):
     """LLaVA and LLaVA-1.5 (Liu et al. 2023): a tower of CLIP or SigLIP, two matrices, any language model."""
 
     name = "LlavaForConditionalGeneration"
-    harmless = ("image_token_index", "image_token_id", "image_seq_length", "ignore_index", "vocab_size")
-    kept = ("image_token_index", "image_token_id", "image_seq_length")
+    harmless: ClassVar[Collection[str]] = (
+        *("image_token_index", "image_token_id", "image_seq_length", "ignore_index", "vocab_size"),
+    )
+    kept: ClassVar[Collection[str]] = ("image_token_index", "image_token_id", "image_seq_length")
     image_token = "image_token_index"
     left_out = ("vision_tower.vision_model.head.*",)
     body, head, tower_names = "language_model.model.", "language_model.", "vision_tower.vision_model."
-    renames = {
+    renames: ClassVar[Mapping[str, str]] = {
         r"^model\.language_model\.": "language_model.model.",
         r"^lm_head\.": "language_model.lm_head.",
         r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
         r"^vision_tower\.(?!vision_model\.)": "vision_tower.vision_model.",
     }
     towers: ClassVar[Mapping[str, Tower]] = {"clip_vision_model": ClipVision(), "siglip_vision_model": SiglipVision()}
+    adapter: ClassVar[str] = f"{VISION}/mlp"
+    projection: ClassVar[str] = f"{ADAPTER}."
+    """What names of the adapter's two matrices begin with."""
+    processor: ClassVar[str] = "LlavaProcessor"
+    """The class of the processor."""
+
+    def tables(self) -> Sequence[Field]:
+        """Returns the tables of the language model and of the tower."""
+        return LanguageTable(), VisionTable(towers=self.towers)
+
+    def chosen(self) -> Sequence[Field]:
+        """Returns the keys that say which of the tower's outputs are features."""
+        return SelectedLayer(), SelectedTokens()
+
+    def processor_settings(self, config: Config) -> Mapping[str, Any]:
+        tower, strategy = config["vision_config"], config["vision_feature_select_strategy"]
+        return {
+            "processor_class": self.processor,
+            "patch_size": tower["patch_size"],
+            "num_additional_image_tokens": int(strategy == "default"),
+            "vision_feature_select_strategy": strategy,
+            "image_token": IMAGE_TOKEN,
+        }
 
     def fields(self) -> Sequence[Field]:
         activations = {
@@ -132,20 +163,18 @@ class Llava(VisionLanguageModel):
         }
         return (
             Fixed({"type": WHOLE, "fusion.type": f"{VISION}/joint"}),
-            LanguageTable(),
-            VisionTable(towers=self.towers),
-            Fixed({f"{ENCODER}.norm": False, f"{ADAPTER}.type": f"{VISION}/mlp"}),
+            *self.tables(),
+            Fixed({f"{ENCODER}.norm": False, f"{ADAPTER}.type": self.adapter}),
             Derived(f"{ADAPTER}.hidden", lambda model: model.get("language.dim", 0)),
             Choice("projector_hidden_act", activations, "gelu", f"{ADAPTER}.activation"),
             Key("multimodal_projector_bias", f"{ADAPTER}.bias", True),
-            SelectedLayer(),
-            SelectedTokens(),
+            *self.chosen(),
         )
 
     def adapter_rules(self) -> Sequence[Rule]:
         modules = {"up": "linear_1", "down": "linear_2"}
         return [
-            Same(f"{ADAPTER}.{ours}.{{tensor}}", f"multi_modal_projector.{theirs}.{{tensor}}")
+            Same(f"{self.projection}{ours}.{{tensor}}", f"multi_modal_projector.{theirs}.{{tensor}}")
             for ours, theirs in modules.items()
         ]
 
