@@ -110,7 +110,7 @@ class Frames(VideoComponent):
 
     def _size_problems(self, seen: ImageInput) -> Iterator[Problem]:
         form = seen.format
-        if form.arrangements:
+        if form.arrangements and not form.joins_tiles:
             yield Problem("", "the encoder takes images in tiles, and no videos; take another encoder")
             return
         allowed = FIXED if form.grid else FREE
