@@ -14,6 +14,8 @@ from forge_plugin_generate.prompts import stop_ids
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
     from forge_plugin_vlm_eval.asked import Asked, Questions
 
 AT_A_TIME = 16
@@ -28,7 +30,7 @@ def generated(context: EvaluationContext, questions: Questions, max_tokens: int)
     Raises:
         ForgeError: the model, or a stage that splits it, does not generate.
     """
-    _check(context)
+    check_generates(context.model, context.build.layout)
     layout, tokenizer = context.build.layout, context.build.tokenizer
     assert tokenizer is not None
     ranks, rank = layout.data_parallel, sample_rank(context.build.mesh, layout)
@@ -57,10 +59,11 @@ def _of_batch(
     return generate(context.model, prompts, max_tokens, end, Sampling(temperature=0), stop=stop, entries=entries)
 
 
-def _check(context: EvaluationContext) -> None:
-    layout = context.build.layout
-    if not isinstance(context.model, Generates):
-        raise ForgeError(f"{type(context.model).__name__} cannot generate: it has no new_cache and decode")
-    if layout.replicate != layout.world_size and not generates_jointly(context.model):
+def check_generates(model: Model, layout: Layout) -> None:
+    """Raise `ForgeError` if a model does not generate, or no stage of its layout lets ranks do it together."""
+    if not isinstance(model, Generates):
+        message = f"{type(model).__name__} cannot generate: it has no new_cache and decode"
+        raise ForgeError(f"{message}; leave the evaluation out; multiple_choice needs losses alone")
+    if layout.replicate != layout.world_size and not generates_jointly(model):
         message = f"no stage of the layout ({layout}) lets its ranks generate together (forge_kit.generation)"
         raise ForgeError(f"{message}; leave the evaluation out; multiple_choice works under every layout")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext, TrainContext
     from forge_core.contracts.data import Dataset, Tokenizer
     from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
     from forge_core.job import Job
     from forge_plugin_vlm_eval.questions import Question
 
@@ -109,6 +110,9 @@ class ImageQuestions(EvaluationComponent):
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         return [Prepare(evaluation=self)]
 
+    def check_model(self, model: Model, layout: Layout) -> None:
+        """Raise `ForgeError` if the model, or the layout that it was built for, cannot be asked."""
+
     def check(self, asked: Asked) -> None:
         """Raise `DataError` if the record of a question has not what the evaluation reads in it."""
 
@@ -120,13 +124,19 @@ class ImageQuestions(EvaluationComponent):
 
 @define(kw_only=True, slots=False)
 class Prepare(TrainingHook):
-    """Reads the evaluation's own files before the first step, so that no mistake in them ends a run later."""
+    """Reads the evaluation's own files before the first step, so that no mistake in them ends a run later.
+
+    What it needs of the model is checked there, too.
+    """
 
     evaluation: ImageQuestions
     """The evaluation whose questions these are."""
 
     def on_train_begin(self, context: TrainContext) -> None:
-        if self.evaluation.source is not None and context.build is not None:
+        if context.build is None:  # a hook that is tried without a run
+            return
+        self.evaluation.check_model(context.model, context.build.layout)
+        if self.evaluation.source is not None:
             questions_for(self.evaluation, context.build, None)
 
 

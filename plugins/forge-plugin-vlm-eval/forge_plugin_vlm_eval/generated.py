@@ -14,6 +14,8 @@ from forge_plugin_vlm_eval.asked import Asked, ImageQuestions, questions_for
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
 
 
 @frozen(kw_only=True)
@@ -29,6 +31,11 @@ class GeneratedAnswers(ImageQuestions):
     @property
     def record_keys(self) -> Mapping[str, str]:
         return {"references": self.references}
+
+    def check_model(self, model: Model, layout: Layout) -> None:
+        from forge_plugin_vlm_eval.answers import check_generates
+
+        check_generates(model, layout)
 
     def check(self, asked: Asked) -> None:
         self.right(asked)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -14,9 +16,9 @@ from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.data.reading import collate
 from forge_core.engine.evaluation import evaluate
 from forge_plugin_images import ImageText
+from forge_plugin_images.testing import tiny_model
 from forge_plugin_packing import BestFit
 from forge_plugin_text import Bytes
-from forge_plugin_vision import image_input
 from forge_plugin_vlm_eval import Anls, Captions, ExactMatch, MultipleChoice, captions
 from forge_plugin_vlm_eval.asked import questions_for
 from forge_plugin_vlm_eval.generated import GeneratedAnswers
@@ -57,7 +59,6 @@ def changes(write, records, model):
             "said": Said(max_tokens=6),
             "anls": Anls(source=ImageText(**source), references="all", max_tokens=6, threshold=1.0),
             "match": ExactMatch(max_tokens=2, prefix="vqa"),
-            "captions": Captions(max_tokens=6),
         },
         "seq_len": 40,
         "global_batch_size": 8,
@@ -69,11 +70,11 @@ def test_the_distribution():
     check_distribution("forge-plugin-vlm-eval", {"multiple_choice": {"options": ["yes", "no"]}})
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_numbers_are_those_of_the_model(changes, records, packing, tmp_path):
-    """Choices and greedy tokens by whole forward passes, without padding, cache or batch."""
-    data = changes["data"] | ({"packing": BestFit()} if packing else {})
-    run = tiny_run(tmp_path, **changes | {"data": data})
+def check_numbers(run, options):
+    """Choices and greedy tokens are those of whole forward passes, without padding, cache or batch.
+
+    Returns the bits of each right choice and the answers.
+    """
     metrics = evaluate(run, 0)
     tokenizer, fields = run.context.tokenizer, run.job.model.batch_fields(run.job)
 
@@ -82,32 +83,27 @@ def test_numbers_are_those_of_the_model(changes, records, packing, tmp_path):
         with torch.no_grad():
             return run.model.head.logits(run.model(batch))[0].log_softmax(-1)
 
-    evaluation = run.job.evaluations["choices"]
-    questions = questions_for(evaluation, run.context, None)
-    assert len(questions.asked) == len(records)
-    by_record = {asked.place: asked for asked in questions.asked}  # a packed row has several
+    questions = questions_for(run.job.evaluations["choices"], run.context, None)
     right, per_byte, bits = [], [], []
     for asked in questions.asked:
         entries, prompt = asked.question.entries(questions.row(asked)), asked.question.prompt.tolist()
         number = asked.values["right"]
         values = []
-        for text in CHOICES:
+        for text in options:
             tokens = tokenizer.encode(text)
             table = log_probabilities([*prompt, *tokens[:-1]], entries)[len(prompt) - 1 :]
             values.append(sum(float(table[place, token]) for place, token in enumerate(tokens)))
         right.append(np.argmax(values) == number)
-        per_byte.append(np.argmax([value / len(text) for value, text in zip(values, CHOICES, strict=True)]) == number)
-        bits.append(-values[number] / math.log(2) / len(CHOICES[number]))
+        per_byte.append(np.argmax([value / len(text) for value, text in zip(values, options, strict=True)]) == number)
+        bits.append(-values[number] / math.log(2) / len(options[number]))
     assert metrics["choices/acc"] == np.mean(right)
     assert metrics["choices/acc_per_byte"] == np.mean(per_byte)
     assert metrics["choices/bits_per_byte"] == pytest.approx(np.mean(bits), rel=1e-9)
-    assert len(set(bits)) > 5
-    assert len(by_record) == (len(records) if not packing else len({asked.index for asked in questions.asked}))
 
-    said = []
-    held_out = questions_for(run.job.evaluations["said"], run.context, run.held_out)
-    for asked in held_out.asked:
-        entries, ids = asked.question.entries(held_out.row(asked)), asked.question.prompt.tolist()
+    said, evaluation = [], run.job.evaluations["said"]
+    questions = questions_for(evaluation, run.context, None if evaluation.source else run.held_out)
+    for asked in questions.asked:
+        entries, ids = asked.question.entries(questions.row(asked)), asked.question.prompt.tolist()
         start = len(ids)
         while len(ids) < start + 6:
             token = int(log_probabilities(ids, entries)[-1].argmax())
@@ -116,13 +112,50 @@ def test_numbers_are_those_of_the_model(changes, records, packing, tmp_path):
             ids.append(token)
         said.append(tokenizer.decode(ids[start:]))
     assert metrics["said/said"] == Said().scores(said, [])["said"]
+    return bits, said
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_numbers_are_those_of_the_model(model, changes, records, packing, tmp_path):
+    keys = {"data": changes["data"] | {"packing": BestFit()}} if packing else {}
+    keys |= {"model": attrs.evolve(tiny_model(8, 16, images_per_sequence=3), language=model.language)}
+    evaluations = {name: changes["evaluations"][name] for name in ("choices", "said")}
+    run = tiny_run(tmp_path, **changes | keys | {"evaluations": evaluations})
+    bits, said = check_numbers(run, CHOICES)
+    assert len(set(bits)) > 5
     assert len(set(said)) > 2
-    assert image_input(run.job).images_per_sequence == 1 or packing
+    asked = questions_for(evaluations["choices"], run.context, None).asked
+    assert len(asked) == len(records)
+    assert (len({one.index for one in asked}) < len(records)) == packing  # a packed row has several
+
+
+def test_clips_are_asked_like_images(model, changes, tmp_path):
+    """With times as text between their frames, and two captions each."""
+    pytest.importorskip("av")
+    from forge_plugin_video import Frames, Uniform, VideoText
+    from forge_plugin_video.testing import bar_code, write_clip
+
+    lines = []
+    for number in range(3):
+        pictures = [bar_code(5 * number + frame, 16, 48) for frame in range(5)]
+        write_clip(tmp_path / f"{number}.mp4", pictures, np.arange(5) / 4)
+        lines.append({"video": f"{number}.mp4", "text": "yes", "q": "?", "right": number % 2})
+    (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    video = Frames(sampling=Uniform(fps=8, max_frames=3, min_frames=1), timestamps="text")
+    source = VideoText(path=str(tmp_path / "clips.jsonl"), video=video, prompt="q")
+    seen = tiny_model(16, 48, any_size=True, patches_per_sequence=48)
+    evaluations = {
+        "choices": MultipleChoice(source=source, options=("yes", "no way"), answer="right"),
+        "said": Said(source=source, max_tokens=6),
+    }
+    keys = {"model": attrs.evolve(seen, language=model.language), "evaluations": evaluations, "seq_len": 96}
+    bits, _ = check_numbers(tiny_run(tmp_path, **changes | keys), ("yes", "no way"))
+    assert len(set(bits)) == 3
 
 
 def test_every_layout_measures_what_one_process_does(changes, catalog, tmp_path):
     expected = evaluate(tiny_run(tmp_path, **changes), 0)
-    assert {name.split("/")[0] for name in expected} == {"eval", "choices", "said", "anls", "vqa", "captions"}
+    assert {name.split("/")[0] for name in expected} == {"eval", "choices", "said", "anls", "vqa"}
     assert 0 < expected["anls/anls"] < 1
     cases = {name: LAYOUTS[name] for name in ("fsdp2", "tp2", "pp2", "cp2")}
 
@@ -160,6 +193,7 @@ def test_a_run_asks_before_its_first_step_what_its_files_say_and_logs_the_metric
         broken = make_job(**changes | {"evaluations": {name: evaluations[name]}, "job": {"name": "broken"}})
         with pytest.raises(JobError, match=message):
             train(broken)
+    assert "loss" not in (Path(broken.job.output) / "broken" / "metrics.jsonl").read_text()
 
 
 def test_choices_that_all_questions_share_are_compared_with_the_learned_text(changes, tmp_path):
@@ -203,7 +237,22 @@ def test_what_a_check_refuses(make_job, changes, monkeypatch):
     ]
 
 
-def test_cider_of_one_question_is_refused(changes, write, tmp_path):
-    evaluation = Captions(source=ImageText(path=write([{}], "one")))
+def test_captions_have_cider_among_each_other(changes, write, tmp_path):
+    pytest.importorskip("pycocoevalcap")
+    source = ImageText(path=write([{"all": ["a cat", "a dog"]}] * 3))
+    asked = {"captions": Captions(source=source, references="all", max_tokens=6)}
+    metrics = evaluate(tiny_run(tmp_path, **changes | {"evaluations": asked}), 0)
+    assert metrics["captions/cider"] == 0 == metrics["captions/cider_stderr"]
+    one = {"captions": Captions(source=ImageText(path=write([{}], "one")))}
     with pytest.raises((JobError, ForgeError), match="which one question does not tell; ask more"):
-        evaluate(tiny_run(tmp_path, **changes | {"evaluations": {"captions": evaluation}}), 0)
+        evaluate(tiny_run(tmp_path, **changes | {"evaluations": one}), 0)
+
+
+def test_a_model_that_cannot_generate_is_refused_before_the_first_step(changes, make_job, train, monkeypatch):
+    from forge_plugin_vlm_eval import answers
+
+    monkeypatch.setattr(answers, "Generates", type("Never", (), {}))
+    job = make_job(**changes | {"steps": 1})
+    with pytest.raises(ForgeError, match="cannot generate: it has no new_cache and decode"):
+        train(job)
+    assert "loss" not in (Path(job.job.output) / "run" / "metrics.jsonl").read_text()
