@@ -14,13 +14,15 @@ from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.data.reading import collate
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import stop_ids
-from forge_plugin_vision import GRIDS, PATCHES, SECONDS, image_input
+from forge_plugin_images.questions import ends_of_images, images_of
+from forge_plugin_vision import GRIDS, PATCHES, image_input
 from forge_plugin_vision.frame_order import Order, has_clips, reordered, shuffled, still
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
     from forge_core.contracts.data import Dataset
     from forge_plugin_images.answers import Answers
+    from forge_plugin_vision import ImageInput
 
 Row = Mapping[str, np.ndarray]
 AT_A_TIME = 16
@@ -112,14 +114,17 @@ def _texts(rows: Sequence[Row], settings: Answers, context: EvaluationContext) -
     firsts = [int(np.argmax(row["labels"] != IGNORED_LABEL)) for row in rows]
     prompts = [row["input_ids"][: first + 1].tolist() for row, first in zip(rows, firsts, strict=True)]
     right = [list(_learned(row["labels"][first:], stop)) for row, first in zip(rows, firsts, strict=True)]
-    entries = {name: tensor.to(context.build.device) for name, tensor in _entries(rows).items()}
+    seen = image_input(context.job)
+    images = [images_of(row, 0, _images_before(row, first, seen)) for row, first in zip(rows, firsts, strict=True)]
+    entries = {name: tensor.to(context.build.device) for name, tensor in collate(images).items()}
     greedy = Sampling(temperature=0)
     said = generate(context.model, prompts, settings.max_tokens, end, greedy, stop=stop, entries=entries)
     return [(tokenizer.decode(one), tokenizer.decode(other)) for one, other in zip(right, said, strict=True)]
 
 
-def _entries(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    return collate([{name: row[name] for name in (PATCHES, GRIDS, SECONDS) if name in row} for row in rows])
+def _images_before(row: Row, first: int, seen: ImageInput) -> int:
+    """Returns how many of a row's images stand before its first learned text, which begins after position `first`."""
+    return ends_of_images(row, seen)[int((row["input_ids"][: first + 1] < 0).sum())]
 
 
 def _learned(labels: np.ndarray, stop: Sequence[int]) -> Iterator[int]:
@@ -141,7 +146,8 @@ def _losses(rows: Sequence[Row], context: EvaluationContext) -> torch.Tensor:
     fields = context.job.model.batch_fields(context.job)
     batch = {name: tensor.to(context.build.device) for name, tensor in collate(rows, fields).items()}
     sums, _ = context.executor.evaluate([batch]).per_sequence
-    return sums.double().cpu()
+    # Of a row that ranks share, each has a part of the loss; of ranks with sequences of their own, each has all here.
+    return (context.all_reduce(sums.double()) / context.build.layout.data_parallel).cpu()
 
 
 def edit_distance(one: str, other: str) -> int:

@@ -49,11 +49,6 @@ class Answers(EvaluationComponent):
             yield Problem("", f"{type(job.model).__name__} sees no images; leave this evaluation out")
         if job.data.tokenizer is None:
             yield Problem("", NO_TOKENIZER)
-        for dimension, size in layout.sizes:
-            # Images reach the first rank of a pipeline alone, and the bits of a row are not summed over its parts.
-            if size > 1 and (dimension.layers or (dimension.tokens and not dimension.samples)):
-                message = f"images cannot be answered where {dimension.name} divides layers or sequences ({layout})"
-                yield Problem("", f"{message}; leave this evaluation out; `looking` works under every layout")
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
         from forge_core.parallel.mesh import global_rank

@@ -13,7 +13,6 @@ from PIL import Image
 
 from forge_core import Trainer
 from forge_core.contracts.components import DatasetComponent
-from forge_core.contracts.layout import Layout
 from forge_plugin_generate.generate import Sampling
 from forge_plugin_images import Answers, RenderedText, answering
 from forge_plugin_images.answering import Answer, answered, edit_distance
@@ -165,14 +164,15 @@ class Said(Answers):
         return said | bits | {f"logits/{number}": size for number, size in enumerate(sizes)}
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "tp2", "tp2_whole_sequences"])
+@pytest.mark.parametrize("name", ["fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2"])
 def test_ranks_that_share_a_model_answer_as_one_process(name, make_job, catalog):
-    language = attrs.evolve(LANGUAGE, vocab_size=258, init_std=0.5)
+    language = attrs.evolve(LANGUAGE, vocab_size=258, layers=2, init_std=0.5)
     changes = {"model": attrs.evolve(tiny_model(), language=language), "global_batch_size": 8, "precision": "fp64"}
     changes |= {"evaluations": {"said": Said(sequences=5, max_tokens=6)}, "steps": 1}
     data = RenderedText(held_out=6, length=(3, 4), text_size=(5, 5))
     one = Trainer(make_job(data, job={"name": "one"}, **changes), catalog=catalog).run().evaluation
-    job = make_job(data, job={"name": name}, parallel=LAYOUTS[name].stages(catalog), **changes)
+    changes |= {"parallel": LAYOUTS[name].stages(catalog), "micro_batch_size": LAYOUTS[name].micro_batch_size}
+    job = make_job(data, job={"name": name}, **changes)
 
     def rank(number):
         return Trainer(job, catalog=catalog, echo=lambda text: None).run().evaluation
@@ -180,12 +180,3 @@ def test_ranks_that_share_a_model_answer_as_one_process(name, make_job, catalog)
     for metrics in run_on_ranks(2, rank):
         assert metrics == pytest.approx(one, rel=1e-9, abs=1e-9)
     assert all(abs(one[f"bits/{number}"]) > 1e-6 for number in range(5))  # images count
-
-
-@pytest.mark.parametrize(("split", "refused"), [({"pp": 2}, "pp"), ({"cp": 2}, "cp"), ({"shard": 2, "tp": 2}, "")])
-def test_layouts_that_cannot_have_it_are_refused(make_job, split, refused):
-    job = make_job(RenderedText())
-    messages = [problem.message for problem in Answers().problems(job, Layout(replicate=2, **split))]
-    assert [f"images cannot be answered where {refused} divides" in message for message in messages] == [True] * bool(
-        refused
-    )

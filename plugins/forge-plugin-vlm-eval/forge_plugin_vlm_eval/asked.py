@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.job import Job
-    from forge_plugin_vlm_eval.questions import Question
+    from forge_plugin_images.questions import Question
 
 
 class HasValues(Protocol):
@@ -187,7 +187,7 @@ def _asked(
     evaluation: ImageQuestions, dataset: Dataset, context: BuildContext, tokenizer: Tokenizer
 ) -> Iterator[Asked]:
     from forge_plugin_generate.prompts import stop_ids
-    from forge_plugin_vlm_eval.questions import questions_of
+    from forge_plugin_images.questions import questions_of
 
     seen, stops = image_input(context.job), set(stop_ids(tokenizer))
     count = min(evaluation.sequences or len(dataset), len(dataset))

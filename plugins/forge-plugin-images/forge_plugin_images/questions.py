@@ -36,15 +36,19 @@ class Question:
     """The row's images that the prompt has: from, and up to without."""
 
     def entries(self, row: Row) -> dict[str, np.ndarray]:
-        """Returns `patches` (P, V), `grids` (N, 3) and `grid_seconds` (N,) of the row with the prompt's images alone.
+        """Returns the entries of the row's images with those of the prompt alone; see `images_of`."""
+        return images_of(row, *self.images)
 
-        What follows the prompt must not be there: a model may take the positions behind it from all images of a row.
-        """
-        first, stop = self.images
-        sizes = row[GRIDS].prod(-1)
-        patches = int(sizes[:first].sum()), int(sizes[:stop].sum())
-        ranges = {PATCHES: patches, GRIDS: self.images, SECONDS: self.images}
-        return {name: _moved(row[name], *ranges[name]) for name in ranges if name in row}
+
+def images_of(row: Row, first: int, stop: int) -> dict[str, np.ndarray]:
+    """Returns `patches` (P, V), `grids` (N, 3) and `grid_seconds` (N,) of images `first` to `stop` of a row alone.
+
+    Images behind a prompt must not be there: a model may take the positions that follow from all images of a row.
+    """
+    sizes = row[GRIDS].prod(-1)
+    patches = int(sizes[:first].sum()), int(sizes[:stop].sum())
+    ranges = {PATCHES: patches, GRIDS: (first, stop), SECONDS: (first, stop)}
+    return {name: _moved(row[name], *ranges[name]) for name in ranges if name in row}
 
 
 def _moved(values: np.ndarray, first: int, stop: int) -> np.ndarray:
@@ -70,7 +74,7 @@ def questions_of(row: Row, seen: ImageInput) -> Iterator[Question]:
         return
     ids, labels = row["input_ids"].astype(np.int64), row["labels"].astype(np.int64)
     places = (ids < 0).cumsum()
-    ends = _ends_of_images(row, seen, int(places[-1]))
+    ends = ends_of_images(row, seen)
     for number, (start, end) in enumerate(_documents(row)):
         before = int(places[start - 1]) if start else 0
         for first, stop in _runs(labels[start:end] != IGNORED_LABEL, start):
@@ -93,8 +97,13 @@ def _runs(flags: np.ndarray, offset: int) -> list[tuple[int, int]]:
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def _ends_of_images(row: Row, seen: ImageInput, places: int) -> dict[int, int]:
-    """Returns how many images stand before each place at which one ends, by the positions of images up to there."""
+def ends_of_images(row: Row, seen: ImageInput) -> dict[int, int]:
+    """Returns how many images a row has up to each place where one ends, by the positions of images up to there.
+
+    Raises:
+        DataError: it is not known which positions belong to which image.
+    """
+    places = int((row["input_ids"] < 0).sum())
     grids = [Grid(*grid) for grid in row[GRIDS].tolist() if any(grid)]
     ends = np.cumsum([0, *map(seen.positions, grids)]).tolist()
     if ends[-1] != places:
