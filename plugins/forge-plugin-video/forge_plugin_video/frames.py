@@ -84,9 +84,8 @@ class Frames(VideoComponent):
 
     def key(self) -> list[object]:
         sizes = [self.resize, self.max_patches, self.min_frame_patches, self.max_frame_patches]
-        # Of the reader its type alone: how it decodes changes no footprint.
         written = self.timestamp_format if self.timestamps == "text" else ""
-        return ["frames", repr(self.sampling), type(self.reader).__qualname__, written, *sizes]
+        return ["frames", repr(self.sampling), repr(self.reader), written, *sizes]
 
     @property
     def draws(self) -> bool:

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import json
+import re
+import tarfile
+from itertools import islice
 
 import attrs
+import numpy as np
 import pytest
+import torch
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from video_rows import MODEL, frames, shown
 
 from forge_plugin_cross_attention import CrossAttention
+from forge_plugin_images import Span
+from forge_plugin_images.decoding import FileImage
+from forge_plugin_images.rows import Places
+from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention
-from forge_plugin_video import VideoText
-from forge_plugin_vision import VIDEO, MultimodalRope, Perceiver, TiledViT
+from forge_plugin_video import Frames, PyAV, Uniform, VideoText
+from forge_plugin_vision import (
+    VIDEO,
+    Merger,
+    MultimodalRope,
+    Perceiver,
+    QwenViT,
+    TiledViT,
+    VisionLanguage,
+    VisionPart,
+    image_input,
+)
 from forge_testing import job_problems
 
 PATCHES = 12
@@ -162,3 +183,68 @@ def test_positions_in_seconds_are_found_in_the_model(make_job, clips):
     model = attrs.evolve(MODEL, language=attrs.evolve(MODEL.language, attention=attention))
     assert refusals(make_job, clips, model, frames(timestamps="positions")) == ""
     assert 'which "seconds" places without a gap' in refusals(make_job, clips, model, frames(timestamps="text"))
+
+
+def test_clips_are_read_from_archives_and_from_streams(build, clips, tmp_path):
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        for name in "ab":
+            (tmp_path / f"{name}.txt").write_text(f"clip {name}")
+            archive.add(clips / f"{name}.mp4", f"{name}.mp4")
+            archive.add(tmp_path / f"{name}.txt", f"{name}.txt")
+    data = build(VideoText(path=str(tmp_path / "shard.tar"), video=frames(2)))
+    records = [{"video": str(clips / f"{name}.mp4"), "text": f"clip {name}"} for name in "ab"]
+    (tmp_path / "0.jsonl").write_text("\n".join(map(json.dumps, records)))
+    keys = {"path": "json", "data_files": str(tmp_path / "*.jsonl"), "streaming": True, "lanes": 1}
+    stream = build(VideoText(**keys, video=frames(2)), global_batch_size=1).read(0, None)
+    for number, (row, _) in enumerate(islice(stream, 2)):
+        assert shown(row) == [[0, 15]]
+        for name in ("input_ids", "patches", "grids", "grid_seconds"):
+            assert (row[name] == data[number][name]).all()
+
+
+def test_a_process_writes_how_fast_it_decodes(build, clips, caplog, monkeypatch):
+    monkeypatch.setattr("forge_plugin_video.throughput.EVERY_S", 0.0)
+    caplog.set_level("INFO")
+    build(VideoText(path=lines(clips, {"video": "a.mp4", "text": "x"}), video=frames(2)))[0]
+    assert re.search(r"videos: [1-9]\d* frames a second of decoding in this process", caplog.text)
+
+
+def test_patches_of_several_frames_are_qwens_and_the_last_frame_fills_its_patch(make_job, clips):
+    tower = QwenViT(dim=16, layers=1, heads=2, hidden=24, patch=8)
+    vision = VisionPart(encoder=tower, adapter=Merger(), images_per_sequence=1, patches_per_sequence=96)
+    model = VisionLanguage(language=MODEL.language, vision=vision)
+    seen = image_input(make_job(VideoText(path=str(clips)), model=model))
+    assert seen.format.frames == 2
+    table = Frames(sampling=Uniform(fps=8, min_frames=3, max_frames=3), reader=PyAV(), timestamps="text")
+    visual = table.build(seen, Bytes().build(None, list)).visual(FileImage(str(clips / "a.mp4")), Span(), None)
+    choice, footprint = visual.choice(), visual.measure()
+    assert (list(choice.numbers), choice.grid) == ([0, 7, 15], (2, 2, 6))
+    times = Qwen3VLProcessor._calculate_timestamps(None, [0, 7, 15], 4.0, 2)
+    assert choice.times.tolist() == pytest.approx(times)
+    assert footprint.seconds == pytest.approx([times[1] - times[0]])
+    assert [run.count for run in footprint.runs if isinstance(run, Places)] == [3, 3]
+
+    reader = PyAV().build()
+    frames_ = reader.frames(visual.file, reader.probe(visual.file), [0, 7, 15])
+    off = {"do_resize": False, "do_convert_rgb": False, "do_rescale": False, "do_normalize": False}
+    processor = Qwen3VLVideoProcessor(patch_size=8, temporal_patch_size=2, merge_size=2, **off)
+    clip = torch.from_numpy(np.stack(frames_)).permute(0, 3, 1, 2)
+    theirs = processor(videos=[clip], do_sample_frames=False, return_tensors="pt")
+    assert theirs["video_grid_thw"].tolist() == [list(choice.grid)]
+    blocks = theirs["pixel_values_videos"].view(2, 1, 3, 2, 2, -1)  # time, then blocks of 2 x 2 patches
+    by_rows = blocks.permute(0, 1, 3, 2, 4, 5).flatten(0, 4)
+    assert torch.equal(torch.from_numpy(visual.read()).float(), by_rows.float())
+
+
+def test_frames_of_a_clip_share_its_pixels_as_in_qwen3_vl(make_job, clips):
+    tower = QwenViT(dim=16, layers=1, heads=2, hidden=24, patch=8)
+    vision = VisionPart(encoder=tower, adapter=Merger(), images_per_sequence=1, patches_per_sequence=600)
+    model = VisionLanguage(language=MODEL.language, vision=vision)
+    seen = image_input(make_job(VideoText(path=str(clips)), model=model))
+    source = Frames(sampling=Uniform(), reader=PyAV()).build(seen, Bytes().build(None, list))
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        height, width, entries = draw.integers(40, 400), draw.integers(40, 400), int(draw.integers(1, 20))
+        expected = smart_resize(2 * entries, int(height), int(width), 2, 16, 1, 600 * 2 * 8**2)
+        [grid] = source.processor(entries).grids((int(height), int(width)))
+        assert (8 * grid.rows, 8 * grid.columns) == expected, (height, width, entries)
