@@ -37,7 +37,15 @@ from forge_plugin_weights.downloads import check_small_files, check_weights
 from forge_plugin_weights.files import BLOCK, Place, Room, places_in
 from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
 from forge_plugin_weights.matching import Match, check_tensors, match_names, unused_tensors
-from forge_plugin_weights.pixels import PROCESSOR_FILES, image_table, processor_of
+from forge_plugin_weights.pixels import (
+    PROCESSOR_FILES,
+    VIDEOS,
+    ImageTable,
+    image_table,
+    processor_of,
+    video_line,
+    with_videos,
+)
 from forge_plugin_weights.quantised import wide_places
 from forge_plugin_weights.reading import Digest, Piece, Reader
 from forge_plugin_weights.tables import architecture_of, flattened, load_architecture, read_config, resolved
@@ -218,12 +226,24 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
         "train": {"steps": 1, "global_batch_size": 1, "seq_len": _length(source.config, model)},
         "model": model,
         # By its first source of images, `generate` knows how those of a prompt get their size.
-        "data": {"sources": [images.source()] if images and source.architecture.has_text else []},
+        "data": {"sources": _sources(source, images, model, catalog)},
         "optimizer": {"type": "forge-plugin-adamw/adamw"},
     }
     if tokenizer and source.architecture.has_text:
         table["data"]["tokenizer"] = _tokenizer_table(source)
     return parse_job(tomli_w.dumps(table), str(source.folder / CONFIG), catalog, MODEL_TABLES)
+
+
+def _sources(
+    source: Source, images: ImageTable | None, model: Mapping[str, Any], catalog: Catalog
+) -> Sequence[Mapping[str, Any]]:
+    """Returns the table `[[data.sources]]` that shows images, and videos if what shows them is installed."""
+    if images is None or not source.architecture.has_text:
+        return []
+    videos = source.architecture.videos(flattened(model))
+    if videos and any(offer.qualified == VIDEOS for offer in catalog.offers("video")):
+        return [with_videos(images.source(), videos)]
+    return [images.source()]
 
 
 def added_tokens(folder: Path) -> dict[str, int]:
@@ -378,8 +398,11 @@ def start_toml(source: Source, job: Job, folder: Path, catalog: Catalog) -> str:
             "If the language model has weights too, write both tables [[checkpoint.load]] there, this one and another",
             'with exclude = ["vision.*"]: a list in a later file takes the place of one in an earlier file.',
         ]
-    if images := image_table(source.config, flattened(model)):
+    flat = flattened(model)
+    if images := image_table(source.config, flat):
         comments += images.lines()
+    if videos := source.architecture.videos(flat):
+        comments.append(video_line(videos))
     return "".join(f"# {line}\n" for line in comments) + tomli_w.dumps(tables)
 
 

@@ -253,6 +253,10 @@ class ArchitectureComponent(Component[None]):
         """Returns this model of a larger one that has it as a part; any other as it is."""
         return model
 
+    def videos(self, model: Flat) -> Mapping[str, Any]:
+        """Returns the keys of a table `[data.sources.video]` that shows videos as the published model saw them."""
+        return {}
+
     def has_tensor(self, name: str) -> bool:
         """Whether a tensor of such a larger model is of the part."""
         return True

@@ -254,6 +254,23 @@ def _settings(keys: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
 
 
+VIDEOS = "forge-plugin-video/frames"
+"""The type of a table `[data.sources.video]`."""
+
+
+def with_videos(source: Mapping[str, Any], videos: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a table `[[data.sources]]` that shows videos too, by the keys of `ArchitectureComponent.videos`."""
+    return {**source, "type": "forge-plugin-images/interleaved", "video": {"type": VIDEOS, **videos}}
+
+
+def video_line(videos: Mapping[str, Any]) -> str:
+    """Returns what a user has to know to show videos likewise."""
+    sampling = ", ".join(f"{key} = {json.dumps(value)}" for key, value in videos["sampling"].items())
+    keys = [f"{key} = {json.dumps(value)}" for key, value in videos.items() if key != "sampling"]
+    settings = ", ".join([*keys, f"sampling = {{ {sampling} }}"])
+    return f"Videos are shown as to the published model with, in a table [data.sources.video]: {settings}"
+
+
 def image_table(config: Config, model: Flat) -> ImageTable | None:
     """Returns the keys of a dataset for a model's images; None if no file says how they are processed.
 

@@ -69,6 +69,14 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Keys of published files, for images of 16 to 160 patches."""
+TIMESTAMPS = {"qwen2_5_vl": "positions", "qwen3_vl": "text"}
+VIDEOS = {
+    "qwen2_5_vl": 'timestamps = "positions", '
+    'sampling = { type = "forge-plugin-video/fps", multiple = 2, fps = 2.0, max_frames = 768 }',
+    "qwen3_vl": 'timestamps = "text", '
+    'timestamp_format = "<{seconds:.1f} seconds><|vision_start|>{frame}<|vision_end|>", '
+    'sampling = { type = "forge-plugin-video/uniform", fps = 2.0, max_frames = 768 }',
+}
 SHARED = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
 
 
@@ -85,6 +93,9 @@ def test_pixels_are_those_of_the_published_processor_and_its_files_travel(tmp_pa
         f"Images are as the published model's with, in each table [[data.sources]]: {keys}\n"
         in (run / "start.toml").read_text()
     )
+    assert f"in a table [data.sources.video]: {VIDEOS[name]}\n" in (run / "start.toml").read_text()
+    [source] = parse_job(locate(run, "full")[1]["job"], "job.toml", Catalog.installed()).data.sources
+    assert (source.resize, source.video.timestamps, source.video.sampling.fps) == ("native", TIMESTAMPS[name], 2.0)
     model: Any = ours(run)
     reference = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
     processor = ImageProcessor(model.vision.normalise.form, "native", 160, 16)

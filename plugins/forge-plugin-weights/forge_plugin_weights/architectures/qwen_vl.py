@@ -43,6 +43,10 @@ TOKENS: Mapping[str, str] = {
     "vision_end_token_id": "<|vision_end|>",
 }
 """Keys with the ids of tokens, which published models have beside the tables, and the tokens."""
+RATE: Mapping[str, Any] = {"fps": 2.0, "max_frames": 768}
+"""Frames of a video, as the published processors choose them."""
+TIME_OF_FRAME = "<{seconds:.1f} seconds><|vision_start|>{frame}<|vision_end|>"
+"""What Qwen3-VL reads before and around each frame."""
 OUTSIDE = frozenset(
     (
         *TOKENS,
@@ -501,6 +505,10 @@ class Qwen2_5_VL(QwenVL):  # noqa: N801
     language = LanguageTable(default="qwen2_5_vl_text", only=Qwen25Text())
     towers: ClassVar[Mapping[str, Tower]] = {name: Qwen25Vision() for name in ("qwen2_5_vl_vision", "qwen2_5_vl")}
 
+    def videos(self, model: Flat) -> Mapping[str, Any]:
+        sampling = {"type": "forge-plugin-video/fps", "multiple": model[f"{ENCODER}.frames"]}
+        return {"timestamps": "positions", "sampling": {**sampling, **RATE}}
+
 
 @frozen(kw_only=True)
 class Qwen3VL(QwenVL):
@@ -512,6 +520,10 @@ class Qwen3VL(QwenVL):
     body, tower_names = "model.language_model.", "model.visual."
     language = LanguageTable(default="qwen3_vl_text", only=Qwen3Text())
     towers: ClassVar[Mapping[str, Tower]] = {name: Qwen3Vision() for name in ("qwen3_vl_vision", "qwen3_vl")}
+
+    def videos(self, model: Flat) -> Mapping[str, Any]:
+        sampling = {"type": "forge-plugin-video/uniform", **RATE}
+        return {"timestamps": "text", "timestamp_format": TIME_OF_FRAME, "sampling": sampling}
 
 
 @frozen(kw_only=True)
