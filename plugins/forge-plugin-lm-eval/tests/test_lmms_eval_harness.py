@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from PIL import Image
@@ -177,3 +178,62 @@ def test_a_missing_package_is_named_with_what_installs_it(trained, capsys, monke
     assert ask() == 2
     message = 'lmms-eval is not installed; pip install "forge-plugin-lm-eval[images]"'
     assert message in capsys.readouterr().err
+
+
+TEXTS_ONLY = (
+    "{{- bos_token }}{%- for message in messages %}{{- '<|user|>' if message.role == 'user' else '<|answer|>' }}"
+    "{{- message.content + '<|end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|answer|>' }}{%- endif %}"
+)
+WITH_IMAGES = (
+    "{{- bos_token }}{%- for message in messages %}{{- '<|user|>' if message.role == 'user' else '<|answer|>' }}"
+    "{%- for part in message.content %}{{- '<|image|>' if part.type == 'image' else part.text }}{%- endfor %}"
+    "{{- '<|end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|answer|>' }}{%- endif %}"
+)
+SPECIAL = ["<|user|>", "<|answer|>", "<|end|>", "<|image|>", "<|begin|>"]
+
+
+@pytest.mark.parametrize(("template", "token"), [(TEXTS_ONLY, ""), (WITH_IMAGES, "<|image|>")])
+def test_a_chat_asks_with_the_positions_of_training(template, token, tmp_path, monkeypatch):
+    """Against a row of `image_chat` with the same question."""
+    pytest.importorskip("lmms_eval")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from forge_core.engine.build import build_context, build_datasets, build_tokenizer
+    from forge_core.plugins.catalog import Catalog
+    from forge_plugin_huggingface import Auto
+    from forge_plugin_images import ImageChat
+    from forge_plugin_images.questions import questions_of
+    from forge_plugin_images.testing import tiny_model
+    from forge_plugin_lm_eval.images import ForgeLMM
+    from forge_plugin_vision import image_input
+    from forge_testing import tiny_job
+
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|end|>", bos_token="<|begin|>", additional_special_tokens=SPECIAL
+    )
+    fast.chat_template = template
+    fast.save_pretrained(tmp_path / "tokenizer")
+    Image.new("RGB", (16, 8), "red").save(tmp_path / "red.png")
+    content = [{"type": "image", "image": "red.png"}, {"type": "text", "text": "which?"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "red"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
+    source = ImageChat(path=str(tmp_path / "chats.jsonl"), image_token=token)
+    data = {"sources": (source,), "tokenizer": Auto(path=str(tmp_path / "tokenizer"))}
+    catalog = Catalog.installed()
+    job = tiny_job(str(tmp_path), catalog, data=data, model=tiny_model(8, 16), seq_len=32)
+    context = build_context(job, catalog, None)
+    tokenizer = build_tokenizer(job, context)
+    [rows] = build_datasets(job, attrs.evolve(context, tokenizer=tokenizer))
+    [question] = questions_of(rows[0], image_input(job))
+
+    model = ForgeLMM(torch.nn.Linear(1, 1), tokenizer, job, max_length=32, chat=True)
+    image = Image.open(tmp_path / "red.png")
+    prompts = model._prompts([model._text("which?", [image])], [[image]])
+    assert prompts.ids == [question.prompt.tolist()]
+    assert (prompts.entries["patches"][0].numpy() == rows[0]["patches"]).all()
