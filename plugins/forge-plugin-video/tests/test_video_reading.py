@@ -72,6 +72,13 @@ def test_a_probe_by_the_header_and_one_by_packets_say_the_same(tmp_path, reader)
     assert np.allclose(np.diff(whole.times), np.diff(fragments.times), atol=1e-9)
 
 
+def test_offsets_below_zero_are_shifted_as_ffmpeg_shifts_them(tmp_path, reader):
+    options = {"movflags": "negative_cts_offsets"}
+    write_clip(path := tmp_path / "clip.mp4", 40, CLOCK, options={"g": "12", "bf": "3"}, container_options=options)
+    times, _ = decode(path)
+    assert reader.probe(FileImage(str(path))).times.tolist() == times
+
+
 def test_what_an_edit_list_cuts_off_is_not_shown(tmp_path, reader):
     """The edit begins 7 frames later, at a frame that only the invisible ones before it can make."""
     write_clip(path := tmp_path / "clip.mp4", 40, codec="mpeg4", options={"g": "12"})
