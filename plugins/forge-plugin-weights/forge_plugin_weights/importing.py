@@ -263,7 +263,8 @@ def _tokenizer_table(source: Source) -> dict[str, Any]:
     if not (folder / "tokenizer_config.json").is_file():
         hint = "add the tokenizer's files, or leave it out with --no-tokenizer"
         raise JobError(f"{folder} has no tokenizer (tokenizer_config.json is missing); {hint}")
-    table = {"type": "forge-plugin-huggingface/auto", "path": str(folder), "begin_of_text": "auto"}
+    table = {"type": "forge-plugin-huggingface/auto", "path": str(folder)}
+    table |= {} if architecture.begins_with_image else {"begin_of_text": "auto"}
     first = architecture.placeholders_from(source.config)
     placeholders = [token for token, id_ in added_tokens(folder).items() if first is not None and id_ >= first]
     return {**table, **({"placeholders": placeholders} if placeholders else {})}

@@ -205,6 +205,8 @@ class ArchitectureComponent(Component[None]):
     """Keys with ids of further tokens of the tokenizer, and those tokens."""
     video_processor: ClassVar[str] = ""
     """Class of the video processor, if it sees videos."""
+    begins_with_image: ClassVar[bool] = False
+    """Whether the beginning of text stands behind a document's image, so that the tokenizer puts none before it."""
     has_text: ClassVar[bool] = True
     """Whether it has a language model, and so a tokenizer, special tokens and a longest sequence."""
 

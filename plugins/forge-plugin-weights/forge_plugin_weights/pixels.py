@@ -288,6 +288,8 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
     if "merge_size" in settings:
         return _by_area(settings, model)
     height, width = model.get(f"{ENCODER}.pixels") or model[f"{ENCODER}.size"]
+    if model.get("fusion.prefix"):
+        return ImageTable({"resize": "stretch", "tile_text": BEGIN_BEHIND})
     if "max_num_patches" in settings:
         return ImageTable({"resize": "fill", "max_patches": settings["max_num_patches"]})
     if "max_image_size" in settings:
@@ -349,6 +351,8 @@ def _by_area(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     return ImageTable(keys, differences)
 
 
+BEGIN_BEHIND: Mapping[str, str] = {"after": "<bos>"}
+"""PaliGemma's documents begin with their image, and the beginning of text stands behind it."""
 SPLIT_TEXT: Mapping[str, str] = {
     "tile": "<fake_token_around_image><row_{row}_col_{column}>",
     "row_end": "\n",

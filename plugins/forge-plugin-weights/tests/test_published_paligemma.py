@@ -5,17 +5,25 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
+from PIL import Image
 from published_models import lifted, ours
-from published_vision import MODELS, PLACEHOLDER, SIDE, batch_of, pixels_of, wide
+from published_vision import MODELS, PLACEHOLDER, SIDE, Seeing, batch_of, paligemma, pixels_of, text, wide
 from test_published_vision import CONFIGS, imported, logits
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from forge_core.checkpoint.resume import locate
+from forge_core.config.load import parse_job
 from forge_core.contracts.errors import JobError
+from forge_core.engine.build import build_context, build_tokenizer
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_vision import GRIDS, IMAGE
+from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_vision import GRIDS, IMAGE, PATCHES
 from forge_plugin_weights.exporting import export_run
-from forge_plugin_weights.importing import read_json
+from forge_plugin_weights.importing import import_folder, read_json
 from forge_plugin_weights.tables import architecture_of, read_config
 
 
@@ -65,3 +73,49 @@ def test_what_it_cannot_be_is_named(changes: dict[str, Any], message: str) -> No
     _, architecture = architecture_of(config, Catalog.installed())
     with pytest.raises(JobError, match=re.escape(message)):
         read_config(architecture, config)
+
+
+def test_captions_and_prompts_have_the_ids_and_pixels_of_its_processor(tmp_path: Any) -> None:
+    """The image first, the beginning of text behind it; the newline that ends a prompt is the data's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<pad>", "<eos>", "<bos>"]
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=letters, special_tokens=special))
+    tokenizer.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
+    begins = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
+    )
+    tokenizer.post_processor = begins
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+    image, size = tokenizer.token_to_id("<image>"), tokenizer.get_vocab_size()
+    language = text("Gemma", head_dim=16, num_key_value_heads=1, vocab_size=size)
+    folder = tmp_path / "published"
+    model = Seeing("PaliGemmaForConditionalGeneration", lambda: paligemma(language, image_token_index=image)).write(
+        folder
+    )
+    pixels = transformers.SiglipImageProcessorPil(
+        size={"height": 4 * SIDE, "width": 4 * SIDE}, image_seq_length=SIDE**2
+    )
+    pixels.image_seq_length = SIDE**2
+    pixels.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    run = import_folder(folder, tmp_path / "run")
+    assert '# and below it [data.sources.tile_text] with after = "<bos>"' in (run / "start.toml").read_text()
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 44, 3), np.uint8))
+    picture.save(tmp_path / "a.png")
+    _, manifest = locate(run, "full")
+    catalog = Catalog.installed()
+    job = parse_job(manifest["job"], "job.toml", catalog)
+    own: Any = build_tokenizer(job, build_context(job, catalog, run))
+    prompt = prompts_with_images(["what is it\n"], [str(tmp_path / "a.png")], job, own)
+    fast = transformers.AutoTokenizer.from_pretrained(folder)
+    made = transformers.PaliGemmaProcessor(pixels, fast)(images=picture, text="<image>what is it", suffix="x")
+    expected = [IMAGE if id_ == image else id_ for id_ in made["input_ids"][0]]
+    assert [*prompt.ids[0], *own.encode("x"), own.end_of_text] == expected
+    seen = pixels_of(ours(run).vision, {PATCHES: prompt.entries[PATCHES]})
+    assert (seen - torch.as_tensor(made["pixel_values"])).abs().max() < 1e-6
+    assert model.config.image_token_id == image

@@ -95,6 +95,7 @@ class PaliGemma(VisionLanguageModel):
     )
     kept = ("image_token_index", "image_token_id", "hidden_size")
     image_token = "image_token_index"
+    begins_with_image = True
     left_out = ("vision_tower.vision_model.head.*",)
     body, head, tower_names = "language_model.model.", "language_model.", "vision_tower.vision_model."
     renames = {
