@@ -13,7 +13,13 @@ from attrs import evolve, frozen
 from PIL import Image
 
 from forge_plugin_images.patches import grid_of, patches_of
-from forge_plugin_images.splitting import resized_to_longest, split_grid, split_image
+from forge_plugin_images.splitting import (
+    nearest_shape,
+    resized_to_longest,
+    split_grid,
+    split_image,
+    stretched_tiles,
+)
 from forge_plugin_images.tiling import (
     PADDING,
     best_tiles,
@@ -29,11 +35,12 @@ if TYPE_CHECKING:
     from forge_plugin_images.source import Overview
     from forge_plugin_vision import ImageFormat
 
-Policy = Literal["native", "fill", "stretch", "crop", "pad", "tiles", "split", "canvas", "any_resolution"]
+Policy = Literal["native", "fill", "stretch", "crop", "pad", "tiles", "aspect", "split", "canvas", "any_resolution"]
 """How an image gets the size of a grid. `native` (Qwen2-VL's `smart_resize`) and `fill` (SigLIP 2's NaFlex) keep its
 shape nearly; the others make images of one size, as SigLIP (`stretch`), CLIP (`crop`) and LLaVA-1.5 (`pad`) do, or
-several of one size (`tiles`; `split`, Idefics3). `canvas` and `any_resolution` make one image of several tiles, which
-the encoder sees together (Llama 3.2 Vision), or which an adapter joins behind it (LLaVA-NeXT, LLaVA-OneVision)."""
+several of one size (`tiles`; `aspect`, InternVL; `split`, Idefics3). `canvas` and `any_resolution` make one image of
+several tiles, which the encoder sees together (Llama 3.2 Vision), or which an adapter joins behind it (LLaVA-NeXT,
+LLaVA-OneVision)."""
 RESAMPLING = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
@@ -92,6 +99,8 @@ class ImageProcessor:
         resampling = RESAMPLING[self.form.resample]
         if self.policy == "split":
             tiles, whole = split_image(image, self._target((0, 0)), self.longest_side, resampling)
+        elif self.policy == "aspect":
+            tiles, whole = stretched_tiles(image, (rows, columns), self._target((0, 0)), resampling), image
         else:
             tiles, whole = list(tiles_of(image, rows, columns, self._target((0, 0)), resampling)), image
         parts = [patches_of(np.asarray(tile), self.form) for tile in tiles]
@@ -128,7 +137,7 @@ class ImageProcessor:
         """Returns all that patches depend on, besides the image."""
         form = self.form
         shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
-        tiling: list[object] = [self.max_tiles, self.overview] if self.policy in ("tiles", "split") else []
+        tiling: list[object] = [self.max_tiles, self.overview] if self.policy in ("tiles", "aspect", "split") else []
         tiling += [self.longest_side] if self.policy == "split" else []
         tiling += [self.max_tiled_images] if self.policy == "any_resolution" else []
         tiling += [form.pixels] if form.pixels else []
@@ -139,6 +148,8 @@ class ImageProcessor:
         """Returns rows and columns of the tiles of an image of this size; (1, 1) if it is one grid."""
         if self.policy == "any_resolution":
             return best_tiles(size, self._target(size), self.form.arrangements)
+        if self.policy == "aspect":
+            return nearest_shape(size, self._target(size), self.max_tiles)
         if self.policy == "tiles":
             return tile_grid(size, self._target(size), self.max_tiles)
         if self.policy == "split" and self.max_tiles != 1:

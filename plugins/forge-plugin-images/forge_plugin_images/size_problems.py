@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forge_plugin_images.source import ImageDataset
     from forge_plugin_vision import ImageInput
 
-FIXED, FREE = ("stretch", "crop", "pad", "tiles", "split"), ("native", "fill")
+FIXED, FREE = ("stretch", "crop", "pad", "tiles", "aspect", "split"), ("native", "fill")
 """Policies of encoders with one size of images, and of those with any."""
 
 
@@ -31,7 +31,7 @@ def _policy_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
         rows, columns = form.grid
         size = f"{rows * form.patch} x {columns * form.patch} pixels"
         yield Problem("resize", f"{keys.resize!r}, but the encoder takes images of {size}; take one of {FIXED}")
-    if form.joins_tiles and keys.resize in ("tiles", "split"):
+    if form.joins_tiles and keys.resize in ("tiles", "aspect", "split"):
         message = f"{keys.resize!r} are images of their own, and the adapter joins those of an image"
         yield Problem("resize", f"{message}; take 'any_resolution', or 'pad' for images in one tile")
     if form.arrangements and not form.grid and keys.resize in (*FIXED, *FREE):
@@ -68,7 +68,7 @@ def _patch_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
 
 
 def _tile_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
-    if keys.resize != "tiles":
+    if keys.resize not in ("tiles", "aspect"):
         for key, default in (("max_tiles", 0), ("overview", "first")):
             if (value := getattr(keys, key)) != default and keys.resize != "split":
                 yield Problem(key, f'{value!r} is for resize = "tiles"; set that, or leave it out')
@@ -76,7 +76,7 @@ def _tile_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
     if seen.format.grid is None:
         return
     if message := seen.fusion.tile_problem():
-        yield Problem("resize", f"'tiles' makes several images of one, and {message}")
+        yield Problem("resize", f"{keys.resize!r} makes several images of one, and {message}")
     tiles, whole = keys.tiles(seen), int(keys.overview != "none")
     if tiles < 2:
         hint = "take 2 or more, or leave it out" if keys.max_tiles else "raise model.vision.images_per_sequence"

@@ -80,25 +80,27 @@ class ImageDataset(DatasetComponent):
     folder: str = ""
     """Where relative paths of images and videos start; empty: beside the file that names them."""
     resize: Literal[
-        "auto", "native", "fill", "stretch", "crop", "pad", "tiles", "split", "canvas", "any_resolution"
+        "auto", "native", "fill", "stretch", "crop", "pad", "tiles", "aspect", "split", "canvas", "any_resolution"
     ] = "auto"
     """How images get their size. For encoders of any size `native` (nearest multiples, smaller only if `max_patches`
     demands it) or `fill` (as large as `max_patches` allows); for those of one size `stretch`, `crop` (the middle),
-    `pad` (bars of the mean colour), `tiles` (any-res: several images of that size) or `split` (likewise, stretched to
-    whole tiles, as in Idefics3 and SmolVLM). For those of one image in tiles `canvas`: at the top left of as many as
-    suit it (Llama 3.2 Vision). For adapters that join tiles `any_resolution` (LLaVA-NeXT, LLaVA-OneVision), or one of
-    those of one size. auto: `native`, `stretch`, `canvas` or `any_resolution`."""
+    `pad` (bars of the mean colour), `tiles` (any-res: several images of that size), `aspect` (likewise, stretched to
+    the grid of nearest shape, as in InternVL) or `split` (to whole tiles, as in Idefics3 and SmolVLM). For those of one
+    image in tiles `canvas`: at the top left of as many as suit it (Llama 3.2 Vision). For adapters that join tiles
+    `any_resolution` (LLaVA-NeXT, LLaVA-OneVision), or one of those of one size. auto: `native`, `stretch`, `canvas` or
+    `any_resolution`."""
     max_tiles: int = field(default=0, validator=ge(0))
-    """With `tiles`: tiles of an image at most, without the overview; 0: as many as a sequence has room for. With
-    `split`: 1, if images are not cut, but resized in two steps all the same; 0: as many as `longest_side` makes."""
+    """With `tiles` and `aspect`: tiles of an image at most, without the overview; 0: as many as a sequence has room
+    for. With `split`: 1, if images are not cut, but resized in two steps all the same; 0: as many as `longest_side`
+    makes."""
     longest_side: int = field(default=0, validator=and_(ge(0), le(LARGEST)))
     """With `split`: pixels of an image's longer side before it is stretched to whole tiles; 0: four tiles."""
     tile_text: TileText | None = None
     """`[data.sources.tile_text]`: texts around images and their tiles, such as `<row_1_col_1>`; None: none."""
     overview: Overview = "first"
-    """With `tiles` and `split`: where the whole image stands, as one more image of the encoder's size. first: before
-    its tiles, as in LLaVA-NeXT; last: after them, as in Idefics3, SmolVLM and InternVL; none: nowhere, as in Llama 3.2
-    Vision. An image that fits into one tile has no overview."""
+    """With `tiles`, `aspect` and `split`: where the whole image stands, as one more image of the encoder's size. first:
+    before its tiles, as in LLaVA-NeXT; last: after them, as in Idefics3, SmolVLM and InternVL; none: nowhere, as in
+    Llama 3.2 Vision. An image that fits into one tile has no overview."""
     max_tiled_images: int = field(default=0, validator=ge(0))
     """With `any_resolution`: images of a document that may be in tiles; if it has more, each is in one tile, in the
     middle of a square of the mean colour. LLaVA-OneVision has 1. 0: any number is in tiles."""
@@ -264,7 +266,7 @@ class ImageDataset(DatasetComponent):
 
     def tiles(self, seen: ImageInput) -> int:
         """Returns how many tiles an image may have; 0 where it is no key that bounds them."""
-        if self.resize != "tiles" or seen.format.grid is None:
+        if self.resize not in ("tiles", "aspect") or seen.format.grid is None:
             return self.max_tiles
         room = min(seen.images_per_sequence, seen.patches_per_sequence // math.prod(seen.format.grid))
         return self.max_tiles or room - (self.overview != "none")

@@ -1,7 +1,7 @@
-"""Splitting as in Idefics3 and SmolVLM: an image is resized to whole tiles, which then are cut out of it.
+"""Splitting: an image is stretched to whole tiles, which then are cut out of it; `tiling` has those with bars instead.
 
-Unlike the tiles of `tiling`, these leave no bars: both sides are stretched to multiples of a tile. An image is resized
-up to three times (its longer side; to whole tiles; the overview of that), and the roundings of each matter.
+In Idefics3 and SmolVLM, an image is resized up to three times (its longer side; to whole tiles; the overview of that),
+and the roundings of each matter. In InternVL, the grid is the one whose shape is nearest to the image's.
 """
 
 from __future__ import annotations
@@ -68,6 +68,30 @@ def split_image(
     whole = resized_to_longest(image, longest, resampling).resize((columns * tile[1], rows * tile[0]), resampling)
     overview = whole.resize((tile[1], tile[0]), resampling)
     return list(_cut(whole, tile)), overview
+
+
+def nearest_shape(size: Size, tile: Size, most: int) -> tuple[int, int]:
+    """Returns rows and columns of at most `most` tiles, whose width by height in tiles is nearest to the image's.
+
+    Of equals that with more tiles, as long as the image has more than half of their pixels. This is
+    `get_optimal_tiled_canvas` of InternVL's processor.
+    """
+    height, width = size
+    pairs = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most + 1) if rows * columns <= most]
+    best, difference = (1, 1), math.inf
+    for rows, columns in sorted(pairs, key=math.prod):
+        own = abs(width / height - columns / rows)
+        has_enough = width * height > 0.5 * tile[0] * tile[1] * columns * rows
+        if own < difference or (own == difference and has_enough):
+            best, difference = (rows, columns), own
+    return best
+
+
+def stretched_tiles(
+    image: Image.Image, grid: tuple[int, int], tile: Size, resampling: Image.Resampling
+) -> list[Image.Image]:
+    """Returns the tiles of an image that is stretched to all of them, row by row."""
+    return list(_cut(image.resize((grid[1] * tile[1], grid[0] * tile[0]), resampling), tile))
 
 
 def resized_to_longest(image: Image.Image, longest: int, resampling: Image.Resampling) -> Image.Image:

@@ -15,7 +15,7 @@ from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageText
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
-from forge_plugin_images.splitting import most_tiles, split_grid
+from forge_plugin_images.splitting import most_tiles, nearest_shape, split_grid
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.tile_text import TileText
 from forge_plugin_text import Bytes
@@ -66,6 +66,39 @@ def test_tiles_and_the_overview_are_those_of_idefics3(reference, size, is_cut):
     tiles = np.round(expected * 255).astype(np.uint8).reshape(-1, 3, 2, 8, 2, 8)
     assert len(processor.grids(size)) == len(tiles)
     assert len(tiles) == 1 or is_cut
+    assert np.array_equal(patches, tiles.transpose(0, 2, 4, 1, 3, 5).reshape(len(patches), -1))
+
+
+@pytest.fixture
+def internvl() -> Any:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    sides = {"height": TILE, "width": TILE}
+    return GotOcr2ImageProcessorPil(size=sides, image_mean=[0.0] * 3, image_std=[1.0] * 3, crop_to_patches=True)
+
+
+def test_the_nearest_shape_is_internvls_choice(internvl):
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+
+    generator, different = np.random.default_rng(0), set()
+    for _ in range(500):
+        size = tuple(np.exp(generator.uniform(0, 6, 2)).astype(int).tolist())
+        most = int(generator.integers(1, 14))
+        columns, rows = get_optimal_tiled_canvas(size, (TILE, TILE), 1, most)
+        assert nearest_shape(size, (TILE, TILE), most) == (rows, columns), (size, most)
+        different.add((rows, columns))
+    assert len(different) > 20
+
+
+@pytest.mark.parametrize("size", [(40, 70), (100, 33), (64, 64), (9, 9)])
+def test_stretched_tiles_and_the_overview_are_those_of_internvl(internvl, size):
+    form = ImageFormat(patch=8, grid=(2, 2))
+    processor = ImageProcessor(form, "aspect", 4, max_tiles=6, overview="last")
+    image = noise(*size)
+    expected = np.stack(internvl(image, max_patches=6)["pixel_values"])
+    tiles = np.round(expected * 255).astype(np.uint8).reshape(-1, 3, 2, 8, 2, 8)
+    patches = processor.patches(image)
+    assert len(processor.grids(size)) == len(tiles)
     assert np.array_equal(patches, tiles.transpose(0, 2, 4, 1, 3, 5).reshape(len(patches), -1))
 
 

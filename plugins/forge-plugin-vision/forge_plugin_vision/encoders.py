@@ -53,6 +53,14 @@ class ViT(VisionEncoderComponent):
     """Whether a norm comes before the blocks, as in CLIP."""
     patch_bias: bool = True
     """Whether the projection of patches has a bias; CLIP's has none."""
+    block_norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation within the blocks; `rmsnorm` in InternVL's largest."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised (root mean square), all heads together, as in InternVL's largest."""
+    attention_bias: bool = True
+    """Whether the projections to queries, keys and values have biases."""
+    layer_scale: float = field(default=0.0, validator=ge(0))
+    """Initial value of a learned factor of each channel of what a block adds; 0: there is none. InternVL: 0.1."""
     norm: bool = True
     """Whether a norm comes after the blocks; LLaVA takes CLIP's features without."""
     select_layer: int = field(default=-1, validator=lt(0))
@@ -110,7 +118,7 @@ class ViT(VisionEncoderComponent):
         )
 
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
-        from forge_plugin_vision.modules.vit import VisionTransformer
+        from forge_plugin_vision.modules.vit import BlockForm, VisionTransformer
 
         if taps and taps[-1] >= self.blocks:
             message = f"the fusion uses the output of block {taps[-1]}, and there are {self.blocks}"
@@ -127,8 +135,14 @@ class ViT(VisionEncoderComponent):
             pre_norm=self.pre_norm,
             norm=self.norm,
             patch_bias=self.patch_bias,
-            activation=self.activation,
-            eps=self.eps,
-            std=self.init_std,
+            form=BlockForm(
+                activation=self.activation,
+                eps=self.eps,
+                std=self.init_std,
+                norm=self.block_norm,
+                qk_norm=self.qk_norm,
+                attention_bias=self.attention_bias,
+                layer_scale=self.layer_scale,
+            ),
             taps=taps,
         )

@@ -28,10 +28,15 @@ from forge_testing import job_problems
 S, END = 16, 31
 
 
-class TestPrefix(VisionModelSuite):
-    """Its rows are learned from the first image on: under layouts, prefixes have an image."""
+LARGE: Any = {"layer_scale": 0.5, "qk_norm": True, "block_norm": "rmsnorm", "attention_bias": False}
+"""Keys of InternVL's largest tower."""
 
-    component = VisionLanguage(language=tiny_language(), vision=tiny_vision(), fusion=Joint(prefix=True))
+
+class TestPrefix(VisionModelSuite):
+    """Its rows are learned from the first image on: under layouts, prefixes have an image. The tower is InternVL's."""
+
+    vision = evolve(tiny_vision(), encoder=evolve(tiny_vision().encoder, **LARGE))
+    component = VisionLanguage(language=tiny_language(), vision=vision, fusion=Joint(prefix=True))
     layouts = ("tp2", "pp2")
 
 

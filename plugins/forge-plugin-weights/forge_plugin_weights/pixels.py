@@ -34,6 +34,7 @@ KNOWN = frozenset(
         *("do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_pad", "do_convert_rgb", "rescale_factor"),
         *("image_mean", "image_std", "resample", "size", "crop_size", "patch_size", "max_num_patches"),
         *("do_image_splitting", "max_image_size", "default_to_square", "pad_size", "max_image_tiles"),
+        *("crop_to_patches", "min_patches", "max_patches"),
     )
 )
 """Keys of which `Pixels` knows the meaning."""
@@ -292,6 +293,8 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
         return ImageTable({"resize": "stretch", "tile_text": BEGIN_BEHIND})
     if "max_num_patches" in settings:
         return ImageTable({"resize": "fill", "max_patches": settings["max_num_patches"]})
+    if "crop_to_patches" in settings:
+        return _by_aspect(settings, (height, width))
     if "max_image_size" in settings:
         return _split(settings, (height, width))
     size = _sides(settings.get("crop_size") if settings.get("do_center_crop") else settings.get("size"))
@@ -351,6 +354,9 @@ def _by_area(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     return ImageTable(keys, differences)
 
 
+IMG_TEXT: Mapping[str, str] = {"before": "<img>", "after": "</img>"}
+"""Texts around the tiles of InternVL."""
+IMG_TOKEN = "<IMG_CONTEXT>"
 BEGIN_BEHIND: Mapping[str, str] = {"after": "<bos>"}
 """PaliGemma's documents begin with their image, and the beginning of text stands behind it."""
 SPLIT_TEXT: Mapping[str, str] = {
@@ -375,6 +381,19 @@ def _split(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
     side = -(-(longest + longest % 2) // min(size))  # rounded up to an even number there
     images = 1 if "max_tiles" in keys else side**2 + (side > 1)
     return ImageTable({**keys, "tile_text": SPLIT_TEXT}, differences, images, "<image>")
+
+
+def _by_aspect(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
+    """Of InternVL, whose processor always cuts images, whatever `crop_to_patches` says."""
+    most, differences = settings.get("max_patches", 12), []
+    if _sides(settings.get("size")) not in (size, None):
+        differences.append(f"their tiles are {settings['size']} there, and {size} by config.json")
+    if settings.get("min_patches", 1) != 1:
+        differences.append(f"they have at least {settings['min_patches']} tiles there")
+    if most < 2:
+        return ImageTable({"resize": "stretch", "tile_text": IMG_TEXT}, differences, image_token=IMG_TOKEN)
+    keys = {"resize": "aspect", "max_tiles": most, "overview": "last", "tile_text": IMG_TEXT}
+    return ImageTable(keys, differences, most + 1, IMG_TOKEN)
 
 
 def _sides(size: Any) -> tuple[int, int] | None:

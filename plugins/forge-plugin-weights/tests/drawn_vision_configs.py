@@ -221,11 +221,39 @@ def qwens(draw: st.DrawFn, type_: str) -> dict[str, Any]:
     return {"text_config": text, "vision_config": vision, TIED: tied, **tokens}
 
 
+@st.composite
+def internvls(draw: st.DrawFn) -> dict[str, Any]:
+    """InternVL, with sides as version 5 writes them."""
+    factor = draw(st.sampled_from([1, 2, 4]))
+    vision = draw(vits())
+    patch, rates = vision["patch_size"], dict.fromkeys(("hidden_dropout_prob", "projection_dropout"), RATES)
+    size = patch * factor * draw(st.integers(1, 4))
+    further = some(
+        norm_type=st.sampled_from(["layer_norm", "rms_norm"]),
+        layer_scale_init_value=st.sampled_from([0.1, 1.0]),
+        use_mask_token=st.just(False),
+        use_absolute_position_embeddings=st.just(True),
+        **dict.fromkeys(("use_qk_norm", "attention_bias", "use_mean_pooling"), st.booleans()),
+        **rates,
+    )
+    vision |= {"image_size": [size, size], "patch_size": [patch, patch]}
+    tied = draw(st.booleans())  # as both versions of `transformers` say it
+    text = {**draw(configs(draw(LANGUAGES))), TIED: tied}
+    same = some(
+        projector_hidden_act=st.just("gelu"),
+        vision_feature_layer=st.just(-1),
+        vision_feature_select_strategy=st.just("default"),
+    )
+    tower = {**vision, **draw(further), "model_type": "internvl_vision"}
+    return {"text_config": text, "vision_config": tower, "downsample_ratio": 1 / factor, TIED: tied, **draw(same)}
+
+
 MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "llava": llavas,
     "llava_next": joined,
     "llava_onevision": lambda: joined(onevision=True),
     "paligemma": paligemmas,
+    "internvl": internvls,
     "idefics3": lambda: shuffled("idefics3_vision"),
     "smolvlm": lambda: shuffled("smolvlm_vision"),
     "mllama": mllamas,

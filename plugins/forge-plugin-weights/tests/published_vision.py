@@ -53,6 +53,11 @@ def paligemma(language: Any, **keys: Any) -> Any:
     return transformers.PaliGemmaConfig(text_config=language, vision_config=siglip(vision_use_head=False), **settings)
 
 
+def internvl(language: Any, **keys: Any) -> Any:
+    tower = {**TOWER, "layer_norm_eps": 1e-5, **keys}
+    return transformers.InternVLConfig(text_config=language, vision_config=tower, image_token_id=PLACEHOLDER)
+
+
 def shuffled(name: str, language: Any, **keys: Any) -> Any:
     settings = {"scale_factor": 2, "image_token_id": PLACEHOLDER, **keys}
     return getattr(transformers, f"{name}Config")(text_config=language, vision_config=dict(TOWER), **settings)
@@ -117,6 +122,11 @@ MODELS: Mapping[str, Seeing] = {
     "paligemma, gemma2": Seeing(
         "PaliGemmaForConditionalGeneration",
         lambda: paligemma(text("Gemma2", **{**GEMMA, "num_hidden_layers": 2, "final_logit_softcapping": 2.0})),
+    ),
+    "internvl": Seeing("InternVLForConditionalGeneration", lambda: internvl(text("Qwen2"), attention_bias=True)),
+    "internvl, large": Seeing(
+        "InternVLForConditionalGeneration",
+        lambda: internvl(text("Qwen3", head_dim=8), norm_type="rms_norm", use_qk_norm=True, use_mean_pooling=False),
     ),
     "idefics3": Seeing("Idefics3ForConditionalGeneration", lambda: shuffled("Idefics3", text("Llama"))),
     "smolvlm": Seeing(
@@ -201,7 +211,7 @@ def inputs_for(name: str, batch: Mapping[str, Tensor], pixels: Tensor, rows: sli
     if name.startswith("paligemma"):  # the suffix, whose first token is a label of the prefix
         suffix = F.pad(batch["labels"][rows, :-1] >= 0, (1, 0)).cumsum(1) > 0
         return {**placed, "token_type_ids": suffix.long() if rows == slice(None) else torch.zeros_like(ids)}
-    if name.startswith("llava"):
+    if name.startswith(("llava", "internvl")):
         return placed
     images = torch.stack([pixels, torch.zeros_like(pixels)])[rows]  # an image of zeros is none
     return {"input_ids": ids.where(ids >= 0, PLACEHOLDER), "pixel_values": images}

@@ -90,7 +90,7 @@ def test_a_model_that_sees_images_comes_in_and_goes_out(tmp_path, name):
 
 
 def positions_of(name: str) -> int:
-    return SIDE**2 // 4 if name.startswith(("idefics3", "smolvlm")) else SIDE**2
+    return SIDE**2 // 4 if name.startswith(("idefics3", "smolvlm", "internvl")) else SIDE**2
 
 
 def logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:

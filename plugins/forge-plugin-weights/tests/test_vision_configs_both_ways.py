@@ -20,7 +20,7 @@ INNER = ("text_config", "vision_config")
 SPELT_OTHERWISE = {
     *BY_MEANING,
     *("vision_feature_layer", "attention_heads", "num_attention_heads", "tie_word_embeddings", "vision_use_head"),
-    *("model_type", "attention_dropout"),
+    *("model_type", "attention_dropout", "hidden_dropout_prob", "projection_dropout"),
 }
 """Keys for which there are several ways to say one thing, or that say nothing of what is computed."""
 

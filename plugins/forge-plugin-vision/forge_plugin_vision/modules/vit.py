@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -125,23 +126,80 @@ def _of_segment(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q + k + v) * 0 if number < 0 else F.scaled_dot_product_attention(q, k, v)
 
 
+class LayerScale(nn.Module):
+    """A learned factor of each channel (CaiT, Touvron et al. 2021)."""
+
+    def __init__(self, width: int, start: float) -> None:
+        super().__init__()
+        self.weight, self.start = nn.Parameter(torch.empty(width)), start
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        fill.constant(self.start)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.to(x.dtype)
+
+
+@frozen(kw_only=True)
+class BlockForm:
+    """What blocks of towers differ in; see the keys of `ViT`."""
+
+    activation: str
+    eps: float
+    std: float
+    norm: str = "layernorm"
+    qk_norm: bool = False
+    attention_bias: bool = True
+    layer_scale: float = 0.0
+
+    def new_norm(self, width: int) -> nn.Module:
+        """Returns a norm before attention or the feed-forward part."""
+        return _root_mean_square(width, self.eps) if self.norm == "rmsnorm" else LayerNorm(width, eps=self.eps)
+
+    def new_scale(self, width: int) -> nn.Module:
+        """Returns what is done to the output of attention or of the feed-forward part."""
+        return LayerScale(width, self.layer_scale) if self.layer_scale else nn.Identity()
+
+    def new_qk_norm(self, width: int) -> nn.Module:
+        """Returns what is done to queries or keys of all heads."""
+        return _root_mean_square(width, QK_EPS) if self.qk_norm else nn.Identity()
+
+
+QK_EPS = 1e-6
+"""Added to the mean square of queries and keys, whatever is in other norms (InternVL)."""
+
+
+def _root_mean_square(width: int, eps: float) -> nn.Module:
+    from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
+
+    return RootMeanSquareNorm(width, eps=eps)
+
+
 class EncoderBlock(nn.Module):
     """x + attention(norm(x)), then x + down(activation(up(norm(x)))), with attention among the patches of an image."""
 
-    def __init__(self, width: int, heads: int, hidden: int, *, activation: str, eps: float, std: float) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, form: BlockForm) -> None:
         super().__init__()
-        self.heads, self.activation = heads, ACTIVATIONS[activation]
-        self.attention_norm, self.ffn_norm = LayerNorm(width, eps=eps), LayerNorm(width, eps=eps)
-        self.q, self.k, self.v, self.o = (Linear(width, width, bias=True, std=std) for _ in range(4))
-        self.up = Linear(width, hidden, bias=True, std=std)
-        self.down = Linear(hidden, width, bias=True, std=std)
+        self.heads, self.activation = heads, ACTIVATIONS[form.activation]
+        self.attention_norm, self.ffn_norm = form.new_norm(width), form.new_norm(width)
+        self.q, self.k, self.v = (Linear(width, width, bias=form.attention_bias, std=form.std) for _ in range(3))
+        self.o = Linear(width, width, bias=True, std=form.std)
+        self.q_norm, self.k_norm = form.new_qk_norm(width), form.new_qk_norm(width)
+        self.up = Linear(width, hidden, bias=True, std=form.std)
+        self.down = Linear(hidden, width, bias=True, std=form.std)
+        self.attention_scale, self.ffn_scale = form.new_scale(width), form.new_scale(width)
 
     def forward(self, x: Tensor, segments: Tensor | None) -> Tensor:
         """(B, P, W) -> (B, P, W); `segments` as in `Arrangement`."""
         h = self.attention_norm(x)
-        q, k, v = (part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        x = x + self.o(attend(q, k, v, segments).transpose(1, 2).flatten(2))
-        return x + self.down(self.activation(self.up(self.ffn_norm(x))))
+        whole = self.q_norm(self.q(h)), self.k_norm(self.k(h)), self.v(h)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in whole)
+        x = x + self.attention_scale(self.o(attend(q, k, v, segments).transpose(1, 2).flatten(2)))
+        mixed: Tensor = x + self.ffn_scale(self.down(self.activation(self.up(self.ffn_norm(x)))))
+        return mixed
 
 
 class VisionTransformer(nn.Module):
@@ -161,23 +219,19 @@ class VisionTransformer(nn.Module):
         pre_norm: bool,
         norm: bool,
         patch_bias: bool,
-        activation: str,
-        eps: float,
-        std: float,
+        form: BlockForm,
         taps: Sequence[int],
     ) -> None:
         """Args: `values`, V; `grid`, rows and columns of the position table; others as the keys of `ViT`."""
         super().__init__()
+        eps, std = form.eps, form.std
         self.width, self.taps, self.grid, self.std = width, tuple(taps), grid, std
         self.one_size = interpolation == "none"
         self.patch = Linear(values, width, bias=patch_bias, std=std)
         self.class_token = nn.Parameter(torch.empty(width)) if class_token else None
         self.positions = PositionTable(grid, width, interpolation=interpolation, class_token=class_token, std=std)
         self.pre_norm = LayerNorm(width, eps=eps) if pre_norm else None
-        block = (width, heads, hidden)
-        self.blocks = nn.ModuleList(
-            EncoderBlock(*block, activation=activation, eps=eps, std=std) for _ in range(layers)
-        )
+        self.blocks = nn.ModuleList(EncoderBlock(width, heads, hidden, form) for _ in range(layers))
         self.norm = LayerNorm(width, eps=eps) if norm else None
 
     def init_parameter(self, name: str, fill: Fill) -> None:

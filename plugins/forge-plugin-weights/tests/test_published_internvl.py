@@ -1,0 +1,80 @@
+"""InternVL: images in tiles, its tower's keys, and what it is refused for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from published_models import ours
+from published_vision import MODELS, PATCH, SIDE, TOWER, text
+from test_published_vision import logits
+
+from forge_core.checkpoint.resume import locate
+from forge_core.config.load import parse_job
+from forge_core.contracts.errors import JobError
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_text import Bytes
+from forge_plugin_vision import IMAGE
+from forge_plugin_weights.importing import import_folder
+from forge_plugin_weights.tables import architecture_of, read_config
+
+TILE = PATCH * SIDE
+
+
+@torch.no_grad()
+def test_a_prompt_has_the_tiles_that_its_processor_makes_and_its_logits(tmp_path: Any) -> None:
+    theirs = MODELS["internvl"].write(tmp_path / "published")
+    processor = transformers.GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, max_patches=4)
+    processor.save_pretrained(tmp_path / "published")
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
+    start = (run / "start.toml").read_text()
+    assert 'in each table [[data.sources]]: resize = "aspect", max_tiles = 4, overview = "last"' in start
+    assert '# and below it [data.sources.tile_text] with before = "<img>", after = "</img>"' in start
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 44, 3), np.uint8))
+    picture.save(tmp_path / "a.png")
+    _, manifest = locate(run, "full")
+    job = parse_job(manifest["job"], "job.toml", Catalog.installed())
+    [ids], entries = prompts_with_images(["<image>!"], [str(tmp_path / "a.png")], job, Bytes().build(None, list))
+    count = SIDE**2 // 4 * 3  # 1 x 2 tiles and the overview
+    assert ids == [*b"<img>", *[IMAGE] * count, *b"</img>!"]
+    pixels = torch.as_tensor(np.stack(processor(picture, crop_to_patches=True, max_patches=4)["pixel_values"]))
+    tokens = torch.tensor([[7, *[IMAGE] * count, 9, 8]])
+    made = theirs(input_ids=tokens.where(tokens >= 0, theirs.config.image_token_id), pixel_values=pixels)
+    assert (logits(ours(run), {**entries, "input_ids": tokens}) - made.logits).abs().max() < 1e-4
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    whole = transformers.InternVLConfig(text_config=text("Qwen2"), vision_config=dict(TOWER)).to_dict()
+    tower = {**whole["vision_config"], **changes.pop("vision_config", {})}
+    return {**whole, **changes, "vision_config": tower}
+
+
+def test_sides_may_be_numbers_or_pairs() -> None:
+    _, architecture = architecture_of(config(), Catalog.installed())
+    numbers = {"image_size": TILE, "patch_size": PATCH}
+    assert read_config(architecture, config(vision_config=numbers)) == read_config(architecture, config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision_feature_layer": -2}, "vision_feature_layer = -2; features are those of the last layer"),
+        ({"downsample_ratio": 0.3}, "downsample_ratio = 0.3, which is not one by a whole number"),
+        ({"projector_hidden_act": "silu"}, "projector_hidden_act = 'silu'"),
+        ({"vision_config": {"layer_scale_init_value": 0}}, "layer_scale_init_value = 0"),
+        ({"vision_config": {"use_absolute_position_embeddings": False}}, "positions have a table"),
+        ({"vision_config": {"patch_size": [4, 2]}}, "patch_size = [4, 2]; patches are squares"),
+        ({"vision_config": {"image_size": [16, 8]}}, "image_size = [16, 8]"),
+    ],
+)
+def test_what_it_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
+    own = config(**changes)
+    _, architecture = architecture_of(own, Catalog.installed())
+    with pytest.raises(JobError, match=re.escape(message)):
+        read_config(architecture, own)
