@@ -297,6 +297,12 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
         return _by_aspect(settings, (height, width))
     if "max_image_size" in settings:
         return _split(settings, (height, width))
+    return _of_one_size(settings, (height, width))
+
+
+def _of_one_size(settings: Mapping[str, Any], sides: tuple[int, int]) -> ImageTable:
+    """Of SigLIP, CLIP and LLaVA."""
+    height, width = sides
     size = _sides(settings.get("crop_size") if settings.get("do_center_crop") else settings.get("size"))
     differences = []
     if size not in ((height, width), None):
