@@ -13,13 +13,14 @@ from forge_core.contracts.components import DatasetComponent, default_type
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images import VideoComponent
 from forge_plugin_video.motions import COLOURS, DIRECTIONS, OUTLINES, Motion, split_motions
-from forge_plugin_vision import image_input
+from forge_plugin_vision import Grid, image_input
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Dataset
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_plugin_vision import ImageInput
 
 NO_TOKENIZER = 'captions need a tokenizer; add a table [data.tokenizer], for example with type = "bytes"'
 
@@ -36,6 +37,22 @@ def _even(_: Any, attribute: attrs.Attribute, value: tuple[int, int]) -> None:
 
 def _words(known: Iterable[str]) -> Any:
     return and_(min_len(1), deep_iterable(in_(tuple(known))))
+
+
+def _order_problem(seen: ImageInput) -> str:
+    """Returns why the order of frames is hidden from a model; empty if it is not.
+
+    Towers see frames apart, without their number, so a model knows the order by the positions that frames have in the
+    sequence, or within a patch of several frames. Where a clip of any length takes as many positions, its features are
+    a set (`perceiver`, `cross_attention`).
+    """
+    side, form = seen.format.multiple, seen.format
+    rows, columns = form.grid or (side, side)
+    if form.frames > 1 or seen.positions(Grid(2, rows, columns)) != seen.positions(Grid(4, rows, columns)):
+        return ""
+    message = "a clip takes as many positions whatever its frames are, so the model cannot know their order"
+    hint = 'take the fusion "joint" and an adapter that gives each frame its own, such as pixel_shuffle'
+    return f"{message}; {hint}, or an encoder of patches with several frames"
 
 
 @frozen(kw_only=True)
@@ -99,7 +116,8 @@ class MovingShapes(DatasetComponent):
         if job.data.tokenizer is None:
             yield Problem("", NO_TOKENIZER)
         try:
-            image_input(job)
+            if problem := _order_problem(image_input(job)):
+                yield Problem("", problem)
         except JobError as error:
             yield Problem("", error.problems[0].message)
         yield from self._word_problems()

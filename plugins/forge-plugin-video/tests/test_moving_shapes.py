@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
+import attrs
 import numpy as np
 import pytest
+import torch
 from video_rows import FORM, frames
 
 from forge_core import JobError
+from forge_core.engine.build import build_context, build_model
 from forge_plugin_images.decoding import BytesImage
 from forge_plugin_images.gallery import frames_of
 from forge_plugin_images.testing import tiny_model
@@ -17,7 +20,7 @@ from forge_plugin_text import Bytes
 from forge_plugin_video import MovingShapes, PyAV, moving_clips
 from forge_plugin_video.motions import DIRECTIONS, Motion, draw_motion, place, split_motions
 from forge_plugin_video.moving_clips import encoded
-from forge_plugin_vision import VIDEO
+from forge_plugin_vision import VIDEO, Grid, Perceiver
 from forge_testing import job_problems
 from forge_testing.suites import DatasetSuite
 
@@ -132,3 +135,20 @@ def test_keys_that_show_no_motion_are_refused_when_the_job_is_checked(make_job, 
 def test_what_has_no_room_is_refused(build):
     with pytest.raises(JobError, match=r"needs|has \d+ positions \(a row has 24"):
         build(MovingShapes(**FEW, video=frames(4)), model=MODEL, seq_len=24)
+
+
+def test_a_model_to_which_frames_are_a_set_is_refused_and_to_it_they_are(make_job, catalog, tmp_path):
+    apart, latents = MODEL, attrs.evolve(MODEL, vision=attrs.evolve(MODEL.vision, adapter=Perceiver(layers=1, heads=2)))
+    keys = MovingShapes(**FEW, video=frames(4))
+    problems = job_problems(make_job(keys, model=latents))
+    assert any("the model cannot know their order; take" in problem for problem in problems)
+    assert not any("order" in problem for problem in job_problems(make_job(keys, model=apart)))
+    for model, knows_order in ((apart, True), (latents, False)):
+        job = make_job(keys, model=model)
+        built = build_model(job, build_context(job, catalog, tmp_path)).model
+        patches = torch.randint(0, 256, (1, 16, 192), generator=torch.manual_seed(0), dtype=torch.uint8)
+        shown = [patches, patches.view(1, 4, 4, 192).flip(1).view(1, 16, 192)]
+        ids = torch.full((1, 1), VIDEO).expand(1, job.model.image_input().positions(Grid(4, 2, 2)))
+        rest = {"input_ids": ids, "grids": torch.tensor([[[4, 2, 2]]]), "grid_seconds": torch.zeros(1, 1)}
+        one, other = (built.vision(built.prepare({**rest, "patches": each})) for each in shown)
+        assert torch.allclose(one, other, atol=1e-6) != knows_order
