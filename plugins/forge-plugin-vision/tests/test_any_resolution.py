@@ -100,6 +100,15 @@ def test_features_of_images_of_any_shape_in_one_row_are_those_of_transformers(ke
     assert output.isfinite().all()
 
 
+def test_a_row_has_room_for_images_of_which_all_is_shown(module, keys):
+    rows, columns = max(keys.arrangements, key=lambda tiles: tiles[0] / tiles[1])
+    grid = Grid.of_tiles(rows, columns, (rows * SIDE, columns * SIDE))
+    features = torch.zeros(1, 4 * grid.patches, WIDTH, dtype=torch.float64)
+    output = module(features, Images.of(torch.tensor([[grid] * 4]), features.shape[1]))
+    assert output.shape[1] >= 4 * keys.positions(grid)
+    assert output.shape[1] <= 4 * (grid.patches + rows * SIDE + 1) + 1
+
+
 @settings(max_examples=200, deadline=None)
 @given(height=st.integers(1, 3000), width=st.integers(1, 3000), most=st.integers(0, 9), rows=st.integers(1, 6))
 def test_the_numbers_of_a_grid_are_one_function_for_integers_and_tensors(height, width, most, rows):

@@ -95,7 +95,10 @@ class JoinedTower(VisionTable):
 
     def inner(self, config: Config) -> InnerTable:
         table = super().inner(config)
-        pixels = {key: value for key, value in (table.config.get(PIXELS) or {}).items() if key != PINPOINTS}
+        if PIXELS not in table.config:
+            return table
+        # Those of the processor are compared with those of `config.json` where a job's keys are said.
+        pixels = {key: value for key, value in table.config[PIXELS].items() if key != PINPOINTS}
         return attrs.evolve(table, config={**table.config, PIXELS: pixels})
 
     def write(self, model: Flat) -> Config:
