@@ -17,6 +17,7 @@ from forge_testing.runs import tiny_run
 FUSIONS = {
     "joint, deepstack and mrope": (Joint(deepstack=(0,)), MultimodalRope(sections=(1, 1, 0))),
     "joint, bidirectional": (Joint(bidirectional=True), PlainRope()),
+    "joint, prefix": (Joint(prefix=True), PlainRope()),
 }
 
 
@@ -44,7 +45,7 @@ def test_a_pipeline_and_parts_of_sequences(name, tmp_path):
     one, other = expected = rows(tmp_path, *FUSIONS[name])
     assert one[1] == other[1]
     assert one != other
-    layouts = ["pp2"] if "bidirectional" in name else ["pp2", "cp2"]
+    layouts = ["pp2", "cp2"] if "mrope" in name else ["pp2"]
 
     def rank(number):
         return [rows(tmp_path, *FUSIONS[name], layout) for layout in layouts]

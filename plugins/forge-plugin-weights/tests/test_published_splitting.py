@@ -25,6 +25,7 @@ from forge_core.engine.build import build_context, build_datasets, build_tokeniz
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_images.prompts import prompts_with_images
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES
+from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder
 
 TILE, LONGEST = PATCH * SIDE, 3 * PATCH * SIDE
@@ -144,4 +145,7 @@ def test_chats_prompts_and_logits_are_those_of_the_published_processor(tmp_path,
         [prompt] = prompts_with_images(["Hm\n<image>?"], [file], job, tokenizer).ids
         plain = theirs.processor(images=[photo(*size)], text="Hm\n<image>?")["input_ids"][0]
         assert prompt == [IMAGE if id_ == image else id_ for id_ in plain]
+    again = transformers.AutoProcessor.from_pretrained(export_run(run, tmp_path / "out"), backend="pil")
+    assert type(again) is type(theirs.processor) or type(again).__name__ == f"{name}Processor"
+    assert again(images=[photo(*size)], text="Hm\n<image>?")["input_ids"][0] == plain
     assert main(["generate", str(run), "--image", file, "--prompt", "<image>What?", "--max-tokens", "3"]) == 0
