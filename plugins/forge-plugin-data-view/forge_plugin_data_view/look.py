@@ -18,7 +18,7 @@ SHOWN = 4000
 
 
 def command(argv: list[str]) -> int:
-    """Draw a training sample of a job as the model gets it: images and clips in patches, and the row as text.
+    """Draw a training sample as the model gets it: images and clips in patches, and the row as text.
 
     Images are put together from the patches of the row, cut where the encoder and the adapter cut them. Learned tokens
     are green. No weights are made, and no run folder.
