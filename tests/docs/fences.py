@@ -46,6 +46,8 @@ VIDEOS = ROOT / "docs" / "your-own-videos.md"
 EVALUATES = ROOT / "docs" / "evaluate.md"
 IMPORTS = ROOT / "docs" / "bring-a-model.md"
 """The page whose commands make the model of its job."""
+CONTINUES = ROOT / "docs" / "how-to" / "continue-a-published-vlm.md"
+"""Likewise, and the data too: its job, which is none without them, is fenced as `ini`."""
 TUTORIAL = ROOT / "docs" / "tutorials" / "own-text.md"
 METRICS = ROOT / "docs" / "how-to" / "metrics.md"
 LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
@@ -56,7 +58,7 @@ MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL)
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
     *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS),
-    EVALUATES_VISION,
+    *(EVALUATES_VISION, CONTINUES),
 )
 """Pages of which every command is run."""
 
