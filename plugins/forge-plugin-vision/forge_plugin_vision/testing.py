@@ -123,7 +123,8 @@ class _Rows:
     @staticmethod
     def _grid(generator: np.random.Generator, form: ImageFormat) -> Grid:
         if not form.arrangements:
-            rows, columns = form.grid or (int(n) * form.multiple for n in generator.integers(1, 4, 2))
+            sides = generator.integers(1, 4, 2)
+            rows, columns = form.grid or (int(n) * form.multiple for n in sides)
             return Grid(1, rows, columns)
         rows, columns = map(int, generator.choice(form.arrangements))
         if form.grid is None:
