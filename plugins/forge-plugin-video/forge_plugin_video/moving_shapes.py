@@ -17,7 +17,7 @@ from forge_plugin_vision import Grid, image_input
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Dataset
+    from forge_core.contracts.data import Dataset, Stream
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
     from forge_plugin_vision import ImageInput
@@ -100,7 +100,7 @@ class MovingShapes(DatasetComponent):
         """Yields the captions to train on, which a tokenizer may be trained on too."""
         yield from (motion.caption for motion in split_motions(self).training)
 
-    def build(self, context: BuildContext) -> Dataset:
+    def build(self, context: BuildContext) -> Dataset | Stream:
         """Returns rows of clips and captions, encoded unless they are in the cache.
 
         Raises:
