@@ -24,8 +24,20 @@ ONEVISION = AnyResolution(
     max_feature_tiles=2,
     frame_pool=2,
 )
-SIZES = [(40, 100), (100, 40), (90, 95), (95, 90), (7, 200), (33, 33), (61, 64), (1000, 1010), (1010, 1000), (2, 900)]
-"""Heights and widths; among them squares in two tiles, and an image of which no row of features is shown."""
+SIZES = [
+    (40, 100),
+    (100, 40),
+    (90, 95),
+    (95, 90),
+    (7, 200),
+    (33, 33),
+    (61, 64),
+    (1000, 1010),
+    (1010, 1000),
+    (2, 900),
+    (24, 56),
+]
+"""Heights and widths: squares in two tiles, one of which no row is shown, one that is nearly shrunk."""
 
 
 def grid_of(keys: AnyResolution, size: tuple[int, int]) -> Grid:
