@@ -65,7 +65,8 @@ def answered(settings: Answers, context: EvaluationContext) -> list[Answer]:
     answers: list[Answer] = []
     for start in range(0, len(rows), AT_A_TIME):
         part = rows[start : start + AT_A_TIME]
-        others = [rows[(number + 1) % len(rows)] for number in range(start, start + len(part))]
+        half = max(1, len(rows) // 2)  # neighbours are often alike
+        others = [rows[(number + half) % len(rows)] for number in range(start, start + len(part))]
         bits = _bits(part, others, context)
         texts, others_said = _texts(part, settings, context), _without_motion(part, start, settings, context)
         pairs = zip(part, texts, bits, others_said, strict=True)

@@ -129,14 +129,15 @@ class ImageRows:
         self.counts.clips += has_clips(row)
         if self.seen == "grey":
             return {**row, PATCHES: np.full_like(row[PATCHES], GREY)}
-        return {**row, PATCHES: self._next_with_images(index)[PATCHES]} if self.seen == "other" else row
+        return {**row, PATCHES: self._another_with_images(index)[PATCHES]} if self.seen == "other" else row
 
-    def _next_with_images(self, index: int) -> Mapping[str, np.ndarray]:
-        """Returns the row after `index` that has images; itself where no other has. The first follows the last."""
-        # By number and not by neighbours in a micro-batch, so that layouts agree. Where its images have another size,
-        # their patches take the places of this row's in their order.
-        for number in range(1, len(self) + 1):
-            row = self.dataset[(index + number) % len(self)]
+    def _another_with_images(self, index: int) -> Mapping[str, np.ndarray]:
+        """Returns the row half-way round from `index`, or the next after that which has images; itself as the last."""
+        # By number and not by places in a micro-batch, so that layouts agree; from afar, as neighbours in a file are often
+        # alike. Where its images have another size, their patches take the places of this row's in their order.
+        rows, half = len(self), max(1, len(self) // 2)
+        for distance in (*range(half, rows), *range(1, half), 0):
+            row = self.dataset[(index + distance) % rows]
             if _has_images(row):
                 return row
         raise AssertionError("the row itself has images")

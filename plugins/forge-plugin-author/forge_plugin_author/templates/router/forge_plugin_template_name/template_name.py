@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge
 
-from forge_core import Problem, RouterComponent
+from forge_core import Problem
+from forge_kit.routers import RouterComponent
 
 if TYPE_CHECKING:
     from torch import nn
