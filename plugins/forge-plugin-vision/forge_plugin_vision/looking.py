@@ -133,7 +133,7 @@ class ImageRows:
 
     def _another_with_images(self, index: int) -> Mapping[str, np.ndarray]:
         """Returns the row half-way round from `index`, or the next after that which has images; itself as the last."""
-        # By number and not by places in a micro-batch, so that layouts agree; from afar, as neighbours in a file are often
+        # By number and not by places in a micro-batch, so that layouts agree; from afar, as neighbours in a file may be
         # alike. Where its images have another size, their patches take the places of this row's in their order.
         rows, half = len(self), max(1, len(self) // 2)
         for distance in (*range(half, rows), *range(1, half), 0):
