@@ -118,4 +118,6 @@ def test_captions_and_prompts_have_the_ids_and_pixels_of_its_processor(tmp_path:
     assert [*prompt.ids[0], *own.encode("x"), own.end_of_text] == expected
     seen = pixels_of(ours(run).vision, {PATCHES: prompt.entries[PATCHES]})
     assert (seen - torch.as_tensor(made["pixel_values"])).abs().max() < 1e-6
+    again = transformers.AutoProcessor.from_pretrained(export_run(run, tmp_path / "out"), backend="pil")
+    assert again(images=picture, text="<image>what is it", suffix="x")["input_ids"] == made["input_ids"]
     assert model.config.image_token_id == image
