@@ -152,7 +152,7 @@ class TestHelpAndVersion:
         check = Offer("command", "check", "forge_kit.check:command", CORE)
         merge = Offer("command", "merge", "forge_plugin_lora.gone:merge", LORA)
         text = help_text(Catalog([merge, check]))
-        assert "  check  Check a job and print what it is made of; nothing is run or written.\n" in text
+        assert "  check  Check a job and print what it is made of; nothing runs, and" in text
         assert "  merge  (from forge-plugin-lora 1.2.0)\n" in text
 
     @pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])

@@ -11,8 +11,8 @@ from attrs import define, field, frozen
 
 from forge_core.contracts.errors import DataError
 from forge_kit.cache import CachedFolder, digest_of
-from forge_plugin_images.decoding import BrokenImage
 from forge_plugin_images.documents import ImageDocuments
+from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.index import entries_of
 from forge_plugin_images.plan import Plan, alone, stored_plan
 from forge_plugin_images.records import Record

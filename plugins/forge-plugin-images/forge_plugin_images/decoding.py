@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from attrs import define, field, frozen
 from PIL import Image
+
+from forge_plugin_images.image_file import BrokenImage, ImageFile
 
 ORIENTATION = 0x0112
 """Tag of EXIF."""
@@ -25,16 +27,6 @@ TURNS = {
 """What makes an image of each orientation upright."""
 ON_ITS_SIDE = (5, 6, 7, 8)
 """Orientations whose width and height are exchanged."""
-
-
-class ImageFile(Protocol):
-    """An encoded image or video somewhere."""
-
-    @property
-    def name(self) -> str:
-        """Its name, for errors."""
-
-    def open(self) -> BinaryIO: ...
 
 
 @frozen
@@ -114,10 +106,6 @@ class _Section(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-class BrokenImage(Exception):
-    """An image that cannot be read; the message names it and says why."""
 
 
 def size_of(file: ImageFile) -> tuple[int, int]:

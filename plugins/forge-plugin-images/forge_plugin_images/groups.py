@@ -15,7 +15,8 @@ from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.cache import cached_folder, digest_of
-from forge_plugin_images.decoding import FileImage, ImageFile, SectionImage
+from forge_plugin_images.decoding import FileImage, SectionImage
+from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.json_lines import LINE, json_object, lines_of
 from forge_plugin_images.listing import IMAGES, VIDEOS
 from forge_plugin_images.records import Record, embedded_image, stamps

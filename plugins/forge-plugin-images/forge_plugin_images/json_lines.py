@@ -13,7 +13,8 @@ from attrs import frozen
 
 from forge_core.contracts.errors import JobError
 from forge_kit.cache import cached_folder, digest_of
-from forge_plugin_images.decoding import FileImage, ImageFile
+from forge_plugin_images.decoding import FileImage
+from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.records import Record, embedded_image, stamps
 
 FORMAT = 1

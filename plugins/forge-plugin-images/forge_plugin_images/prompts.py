@@ -15,7 +15,8 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.commands import parse_component
 from forge_kit.tokenizers import begin_of_text
 from forge_plugin_images.content import MARKS, Kind
-from forge_plugin_images.decoding import BrokenImage, FileImage, ImageFile
+from forge_plugin_images.decoding import FileImage
+from forge_plugin_images.image_file import BrokenImage, ImageFile
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens
 from forge_plugin_images.source import ImageDataset, default_policy

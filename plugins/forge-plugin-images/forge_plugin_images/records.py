@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_images.decoding import BytesImage, FileImage, ImageFile, UrlImage
+from forge_plugin_images.decoding import BytesImage, FileImage, UrlImage
+from forge_plugin_images.image_file import ImageFile
 
 
 class Record(NamedTuple):

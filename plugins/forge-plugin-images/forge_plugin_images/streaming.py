@@ -25,8 +25,8 @@ from forge_plugin_huggingface.rows import SourceRow, StreamRows, stream_rows
 from forge_plugin_huggingface.source import Origin, Source
 from forge_plugin_huggingface.stream import LaneReader
 from forge_plugin_images.building import all_rows, row_format
-from forge_plugin_images.decoding import BrokenImage, ImageFile
 from forge_plugin_images.documents import ImageDocuments, Measured
+from forge_plugin_images.image_file import BrokenImage, ImageFile
 from forge_plugin_images.records import Record, embedded_image, file_at
 from forge_plugin_images.rows import Needs, RowFormat
 from forge_plugin_images.tables import Table

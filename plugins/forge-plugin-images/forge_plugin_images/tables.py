@@ -10,7 +10,7 @@ from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.cache import digest_of
-from forge_plugin_images.decoding import ImageFile
+from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.records import Record, embedded_image, file_at
 
 if TYPE_CHECKING:

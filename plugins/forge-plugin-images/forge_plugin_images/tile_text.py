@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
-from forge_plugin_images.rows import Footprint, Places, Tokens
-
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
+    from forge_plugin_images.rows import Footprint, Places, Tokens
     from forge_plugin_images.source import Overview
     from forge_plugin_vision import Grid, ImageInput
 
@@ -84,6 +83,8 @@ class TileTexts:
             overview: where it stands.
             seen: what the model has as its input.
         """
+        from forge_plugin_images.rows import Footprint, Places
+
         first, *following = self.texts.pieces(tiles, overview)
         runs: list[Tokens | Places] = [*self._tokens(first)]
         for grid, text in zip(grids, following, strict=True):
@@ -91,6 +92,8 @@ class TileTexts:
         return Footprint(runs, grids)
 
     def _tokens(self, text: str) -> list[Tokens]:
+        from forge_plugin_images.rows import Tokens
+
         if text and text not in self._known:
             # Texts of a job are not those of data: what looks like a special token in them is meant as one.
             tokenizer: Any = self.tokenizer

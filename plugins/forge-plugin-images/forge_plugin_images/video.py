@@ -13,7 +13,7 @@ from forge_core.contracts.errors import JobError
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
-    from forge_plugin_images.decoding import ImageFile
+    from forge_plugin_images.image_file import ImageFile
     from forge_plugin_images.records import Record
     from forge_plugin_images.visuals import Visual
     from forge_plugin_vision import ImageInput

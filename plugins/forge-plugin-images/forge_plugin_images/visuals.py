@@ -12,7 +12,8 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_images.decoding import ImageFile, decode, size_of
+from forge_plugin_images.decoding import decode, size_of
+from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.rows import Footprint, Tokens
 from forge_plugin_images.video import NO_TABLE, Span, span_of
 

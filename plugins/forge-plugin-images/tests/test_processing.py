@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from forge_plugin_images.decoding import BrokenImage, BytesImage, decode, size_of
+from forge_plugin_images.decoding import BytesImage, decode, size_of
+from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.processing import ImageProcessor, native_size
 from forge_plugin_vision import ImageFormat
 

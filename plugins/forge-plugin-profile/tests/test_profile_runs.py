@@ -118,7 +118,7 @@ def test_the_command_makes_the_same_summary_again_and_compares(profiled, capsys)
     assert ((window / "profile.json").read_text(), (window / "profile.md").read_text()) == before
     assert capsys.readouterr().out == before[1]
     assert main(["profile", str(profiled / "profile" / "step-3"), str(profiled), "--rank", "1"]) == 0
-    assert "Slower most, by" in capsys.readouterr().out
+    assert "A step of" in capsys.readouterr().out  # what is slower, if anything is, depends on the machine
     assert main(["profile", str(profiled), "--rank", "1", "--json"]) == 0
     assert [each["rank"] for each in json.loads(capsys.readouterr().out)["ranks"]] == [1]
 

@@ -25,7 +25,7 @@ from forge_plugin_vision import VIDEO, Grid
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_plugin_images import Span
-    from forge_plugin_images.decoding import ImageFile
+    from forge_plugin_images.image_file import ImageFile
     from forge_plugin_images.processing import Policy
     from forge_plugin_vision import ImageFormat, ImageInput
 

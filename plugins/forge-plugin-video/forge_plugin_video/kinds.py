@@ -14,7 +14,7 @@ from attrs.validators import gt
 
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import Problem
-from forge_plugin_images.decoding import BrokenImage, ImageFile
+from forge_plugin_images.image_file import BrokenImage, ImageFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,7 +15,8 @@ from attrs import asdict, field, frozen
 from forge_core import report_progress
 from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_images.source import Split
-from forge_plugin_video.motions import Motion, draw_motion, split_motions
+from forge_plugin_video.motion_drawing import draw_motion
+from forge_plugin_video.motions import Motion, split_motions
 from forge_plugin_video.video_text import VideoText
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from attrs.validators import and_, deep_iterable, deep_mapping, ge, gt, in_, ins
 from forge_core.contracts.components import DatasetComponent, default_type
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images import VideoComponent
-from forge_plugin_video.motions import COLOURS, DIRECTIONS, OUTLINES, Motion, split_motions
+from forge_plugin_video.motions import COLOURS, DIRECTIONS, SHAPES, Motion, split_motions
 from forge_plugin_vision import Grid, image_input
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class MovingShapes(DatasetComponent):
     """`[data.sources.video]`: which frames of a clip are shown, and how."""
     colours: tuple[str, ...] = field(default=tuple(COLOURS), validator=_words(COLOURS))
     """Of the shapes."""
-    shapes: tuple[str, ...] = field(default=tuple(OUTLINES), validator=_words(OUTLINES))
+    shapes: tuple[str, ...] = field(default=SHAPES, validator=_words(SHAPES))
     """What moves."""
     directions: tuple[str, ...] = field(default=tuple(DIRECTIONS), validator=_words(DIRECTIONS))
     """Where to."""

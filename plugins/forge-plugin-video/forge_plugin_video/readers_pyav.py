@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from attrs import define, field
 
-from forge_plugin_images.decoding import FileImage, ImageFile
+from forge_plugin_images.decoding import FileImage
+from forge_plugin_images.image_file import ImageFile
 from forge_plugin_video.kinds import BrokenVideo, Clip, Unreadable
 from forge_plugin_video.orientation import Turn
 from forge_plugin_video.probing import clip_of, frames_by_index, frames_by_packets, ticks

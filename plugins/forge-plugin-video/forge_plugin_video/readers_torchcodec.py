@@ -10,7 +10,8 @@ from importlib import import_module
 import numpy as np
 from attrs import define
 
-from forge_plugin_images.decoding import FileImage, ImageFile
+from forge_plugin_images.decoding import FileImage
+from forge_plugin_images.image_file import ImageFile
 from forge_plugin_video.kinds import TOLERANCE, BrokenVideo, Clip, Unreadable
 from forge_plugin_video.readers_pyav import PyAVReader, opened
 

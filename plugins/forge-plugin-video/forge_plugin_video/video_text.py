@@ -10,7 +10,6 @@ from attrs import frozen
 from forge_core.contracts.components import default_type
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images import ImageDataset, VideoComponent
-from forge_plugin_images.rows import Tokens
 from forge_plugin_images.video import Span, span_of
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from forge_core.job import Job
     from forge_plugin_images.documents import Part
     from forge_plugin_images.records import Record
+    from forge_plugin_images.rows import Tokens
     from forge_plugin_images.visuals import VisualSource
 
 
@@ -128,6 +128,8 @@ class VideoText(ImageDataset):
 
 def _texts(tokenizer: Tokenizer, prompt: str, texts: Sequence[str]) -> Iterator[Tokens]:
     """Yields texts that are learned, each behind the prompt; between two of them an end-of-text."""
+    from forge_plugin_images.rows import Tokens
+
     for number, text in enumerate(texts):
         if number:
             yield Tokens([tokenizer.end_of_text])

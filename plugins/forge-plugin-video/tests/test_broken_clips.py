@@ -9,7 +9,8 @@ import av
 import numpy as np
 import pytest
 
-from forge_plugin_images.decoding import BrokenImage, BytesImage, FileImage
+from forge_plugin_images.decoding import BytesImage, FileImage
+from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_video import BrokenVideo, PyAV
 from forge_plugin_video.testing import bar_code, read_bar_code, write_clip
 

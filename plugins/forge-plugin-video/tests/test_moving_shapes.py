@@ -18,7 +18,8 @@ from forge_plugin_images.gallery import frames_of
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_plugin_video import MovingShapes, PyAV, moving_clips
-from forge_plugin_video.motions import DIRECTIONS, Motion, draw_motion, place, split_motions
+from forge_plugin_video.motion_drawing import draw_motion, place
+from forge_plugin_video.motions import DIRECTIONS, Motion, split_motions
 from forge_plugin_video.moving_clips import encoded
 from forge_plugin_vision import VIDEO, Grid, Perceiver
 from forge_testing import job_problems

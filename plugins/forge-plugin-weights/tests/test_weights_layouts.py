@@ -121,6 +121,13 @@ def has_experts(name: str) -> bool:
     return "moe_intermediate_size" in keys or "num_local_experts" in keys
 
 
+def takes(layout: str, name: str, run: Path) -> bool:
+    """Whether a layout is one for the model: its experts, or its heads, divide."""
+    model = tomllib.loads((run / START).read_text())["model"]
+    heads = model.get("language", model)["attention"].get("kv_heads", 2)
+    return has_experts(name) if layout == "ep2" else layout != "tp2" or heads % 2 == 0
+
+
 def bring_in(folder: Path, name: str) -> Path:
     """Write a published model and import it, with the tensors that one process has beside it."""
     published = folder / "published" / run_name(name)
@@ -134,7 +141,7 @@ def check_layouts(folder: Path, names: Sequence[str]) -> None:
     runs = {name: bring_in(folder, name) for name in names}
     train(runs, folder / "one", {})
     for layout, stages in {"one": {}, **LAYOUTS}.items():
-        chosen = {name: run for name, run in runs.items() if layout != "ep2" or has_experts(name)}
+        chosen = {name: run for name, run in runs.items() if takes(layout, name, run)}
         if stages:
             run_on_ranks(2, lambda rank, s=stages, c=chosen, o=folder / layout: train(c, o, s))
         for name, run in chosen.items():
