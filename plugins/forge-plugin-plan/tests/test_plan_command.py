@@ -210,7 +210,7 @@ def test_the_smallest_settings_of_papers_fit_with_their_images(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks"), [("0.5b", 1), ("2b", 8), ("8b", 8)])
+@pytest.mark.parametrize(("name", "ranks"), [("0.5b", 1), pytest.param("2b", 8, marks=pytest.mark.thorough), ("8b", 8)])
 def test_the_stages_of_vision_language_models_fit(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -228,7 +228,12 @@ def test_the_stages_of_vision_language_models_fit(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "sequences"),
-    [("llama-7b-1gpu", 1, 4), ("llama-8b-4gpu", 4, 16), ("llama-34b-8gpu", 8, 16), ("llama-70b-64gpu", 64, 64)],
+    [
+        ("llama-7b-1gpu", 1, 4),
+        ("llama-8b-4gpu", 4, 16),
+        pytest.param("llama-34b-8gpu", 8, 16, marks=pytest.mark.thorough),
+        ("llama-70b-64gpu", 64, 64),
+    ],
 )
 def test_the_configs_fit_their_gpus(name: str, ranks: int, sequences: int, capsys: pytest.CaptureFixture) -> None:
     """Two micro-batches a rank take as much memory as any number of them, and are sooner played."""
