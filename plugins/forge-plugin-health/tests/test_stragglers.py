@@ -95,9 +95,10 @@ def test_a_rank_that_runs_half_of_the_time_is_named(folder):
             time.sleep(0.05)
         while not over.wait(0.06):
             try:
-                os.kill(int(path.read_text()), signal.SIGSTOP)
+                rank = int(path.read_text())  # once: a rank that is stopped while it writes its file leaves it empty
+                os.kill(rank, signal.SIGSTOP)
                 time.sleep(0.06)
-                os.kill(int(path.read_text()), signal.SIGCONT)
+                os.kill(rank, signal.SIGCONT)
             except (ProcessLookupError, ValueError):
                 pass
 
