@@ -70,7 +70,8 @@ def _tasks(names: str, folders: Sequence[Path]) -> tuple[Any, list[str]]:
     """
     from lm_eval.tasks import TaskManager
 
-    from forge_core.contracts.errors import JobError, Problem, did_you_mean
+    from forge_core.contracts.errors import JobError, Problem
+    from forge_plugin_lm_eval.task_names import matching_tasks
 
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise JobError([Problem("--include", f"{folder} is not a folder") for folder in missing])
@@ -87,17 +88,7 @@ def _tasks(names: str, folders: Sequence[Path]) -> tuple[Any, list[str]]:
                 raise JobError([Problem("--tasks", f"a task of {names} cannot be loaded: {reason}; {hint}")]) from error
 
     manager = Manager(include_path=[str(folder) for folder in folders] or None)
-    found: dict[str, None] = {}
-    problems = []
-    for name in filter(None, map(str.strip, names.split(","))):
-        matches = manager.match_tasks([name])
-        found |= dict.fromkeys(matches)
-        if not matches:
-            message = f"there is no task {name!r} (your own are in a folder named by --include)"
-            problems.append(Problem("--tasks", message + did_you_mean(name, manager.all_tasks)))
-    if problems or not found:
-        raise JobError(problems or "--tasks names none")
-    return manager, list(found)
+    return manager, matching_tasks(manager, names, "lm-eval")
 
 
 def _load(options: argparse.Namespace) -> ForgeLM:

@@ -9,9 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forge_core.contracts.errors import ExitCode, JobError, Problem, did_you_mean
+from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_kit.ranks import ranks_asked_for
 from forge_plugin_generate.command import load_trained
+from forge_plugin_lm_eval.task_names import matching_tasks
 
 EXTRA = 'pip install "forge-plugin-lm-eval[images]"'
 
@@ -84,14 +85,4 @@ def _tasks(names: str, folders: Sequence[Path]) -> tuple[Any, list[str]]:
     from lmms_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=[str(folder) for folder in folders] or None)
-    found: dict[str, None] = {}
-    problems = []
-    for name in filter(None, map(str.strip, names.split(","))):
-        matches = manager.match_tasks([name])
-        found |= dict.fromkeys(matches)
-        if not matches:
-            message = f"lmms-eval has no task {name!r} (your own are in a folder named by --include)"
-            problems.append(Problem("--tasks", message + did_you_mean(name, manager.all_tasks)))
-    if problems or not found:
-        raise JobError(problems or "--tasks names none")
-    return manager, list(found)
+    return manager, matching_tasks(manager, names, "lmms-eval")

@@ -382,7 +382,7 @@ def test_what_trained_the_model_need_not_be_installed(lm, runs, tmp_path, capsys
 
 def test_wrong_tasks_are_named(lm, capsys):
     assert evaluate("--tasks", "choise,rolling") == 2
-    message = "there is no task 'choise' (your own are in a folder named by --include); did you mean 'choice'?"
+    message = "lm-eval has no task 'choise' (your own are in a folder named by --include); did you mean 'choice'?"
     assert message in capsys.readouterr().err
     assert main(["evaluate", "runs/plain", "--tasks", "choice", "--include", "nowhere"]) == 2
     assert "--include: nowhere is not a folder" in capsys.readouterr().err
