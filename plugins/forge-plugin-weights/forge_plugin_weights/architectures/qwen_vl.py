@@ -177,6 +177,10 @@ class Qwen25Text(ArchitectureComponent):
         return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
 
 
+QWEN3_ROPE = SpatialRope(theta=500000.0, sections=(24, 20, 20), interleaved=True)
+QWEN3_ATTENTION = Fixed({"attention.rope.time": "apart", "attention.qk_norm": True, "attention.window": 0})
+
+
 @frozen(kw_only=True)
 class Qwen3Text(ArchitectureComponent):
     """The language model of Qwen3-VL: Qwen3 with another position encoding."""
@@ -191,12 +195,11 @@ class Qwen3Text(ArchitectureComponent):
     }
 
     def fields(self) -> Sequence[Field]:
-        rope = SpatialRope(theta=500000.0, sections=(24, 20, 20), interleaved=True)
         return (
             *shape_fields(),
-            *attention_fields(head_dim=128, kv_heads=32, rope=rope),
+            *attention_fields(head_dim=128, kv_heads=32, rope=QWEN3_ROPE),
             all_biases(),
-            Fixed({"attention.rope.time": "apart", "attention.qk_norm": True, "attention.window": 0}),
+            QWEN3_ATTENTION,
             *swiglu_fields(),
             Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
         )
@@ -223,12 +226,11 @@ class Qwen3MoEText(ArchitectureComponent):
     }
 
     def fields(self) -> Sequence[Field]:
-        rope = SpatialRope(theta=500000.0, sections=(24, 20, 20), interleaved=True)
         return (
             *shape_fields(),
-            *attention_fields(kv_heads=16, rope=rope),
+            *attention_fields(kv_heads=16, rope=QWEN3_ROPE),
             all_biases(),
-            Fixed({"attention.rope.time": "apart", "attention.qk_norm": True, "attention.window": 0}),
+            QWEN3_ATTENTION,
             *dense_layers(),
             *router_fields(normalised=True),
             Only("norm_topk_prob", True, "weights of the chosen experts add up to 1", write_it=False),
