@@ -110,7 +110,7 @@ def test_a_probe_names_the_clip_and_the_reason(tmp_path, reader, name):
         message = re.escape(f"video {str(path)!r} cannot be read (") + reason
         with pytest.raises(BrokenVideo, match=message) as caught:
             reader.probe(file)
-        assert isinstance(caught.value, BrokenImage)  # so whoever counts images that cannot be read counts clips, too
+        assert isinstance(caught.value, BrokenImage)  # clips count among the images that cannot be read
 
 
 @pytest.mark.parametrize("codec", CODECS)
