@@ -50,6 +50,8 @@ def test_statements_are_measured_without_their_surroundings(tmp_path) -> None:
     text = '"""Two\n\nlines."""\n\n\ndef f():\n    # why\n    return 1  # noqa\n'
     (tmp_path / "m.py").write_text(text)
     assert measure.lines(tmp_path) == 5
+    assert measure.statements(tmp_path) == 2
+    assert measure.tokens(tmp_path) == 8
     assert measure.function_lengths(tmp_path) == [3]
     assert measure.comments(tmp_path) == 1
     assert measure.docstring_lines(tmp_path) == 2
