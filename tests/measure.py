@@ -78,7 +78,7 @@ def lines(folder: Path) -> int:
 
 
 def statements(folder: Path) -> int:
-    """Statements without docstrings and documentation of fields: what a reader has to follow, however it is laid out."""
+    """Statements, docstrings and documentation of fields excluded: what a reader has to follow, in any layout."""
     return sum(
         isinstance(node, ast.stmt) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         for path in modules(folder)
