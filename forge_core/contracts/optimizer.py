@@ -50,11 +50,16 @@ class NamedParameters(tuple[NamedParameter, ...]):
         return NamedParameters(p for p in self if p.role not in roles)
 
     def groups(self, decay: float, no_decay: Collection[Role] = ("norm", "bias", "embedding")) -> list[dict[str, Any]]:
-        """Two groups for a `torch.optim.Optimizer`: one with `weight_decay=decay`, one without."""
+        """Two groups for a `torch.optim.Optimizer`: one with `weight_decay=decay`, one without.
+
+        Parameters of fewer than two dimensions are in the second one, whatever their role (a router's bias has the
+        role `router`), and so are those of the roles `no_decay`.
+        """
+        spared = {p.name for p in self if p.parameter.ndim < 2 or p.role in no_decay}
         # Always both, empty or not: pipeline ranks have other parameters, and must have the same groups.
         return [
-            self.without_roles(no_decay).group(weight_decay=decay),
-            self.with_roles(no_decay).group(weight_decay=0.0),
+            NamedParameters(p for p in self if p.name not in spared).group(weight_decay=decay),
+            NamedParameters(p for p in self if p.name in spared).group(weight_decay=0.0),
         ]
 
     def group(self, **settings: Any) -> dict[str, Any]:
