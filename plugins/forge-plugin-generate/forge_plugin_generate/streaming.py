@@ -15,9 +15,9 @@ UNREADABLE = "\ufffd"
 class TextStream:
     """Writes the text of one row of tokens, piece by piece.
 
-    A character may have several tokens, so what ends in bytes that are no character yet waits for the next token. All
-    tokens are decoded each time: decoders treat the first token of a text in their own way, so that pieces decoded by
-    themselves would not add up to the text.
+    A character may have several tokens, so what ends in bytes that are no character yet waits for the next token.
+    Decoders treat the first token of a text in their own way, so a piece is what its tokens add to the text of the
+    piece before: a token costs the same however long the text is. `finish` compares with the text decoded as a whole.
 
     Args:
         tokenizer: the tokenizer of the model.
@@ -26,27 +26,35 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]) -> None:
         self._tokenizer, self._write = tokenizer, write
-        self._written = ""
+        self._pieces: list[str] = []
+        self._context = 0
+        """Where the last piece begins, whose tokens are decoded again with those of the next one."""
+        self._decoded = 0
+        """How many tokens have been written."""
 
     @property
     def text(self) -> str:
         """All that was written."""
-        return self._written
+        return "".join(self._pieces)
 
     def show(self, ids: Sequence[int]) -> bool:
-        """Write what is certain of these tokens, all of the row so far. False, as `until` of `generate` goes on."""
-        self._go_on(self._tokenizer.decode(ids).rstrip(UNREADABLE))
+        """Write what is certain of these tokens, all of the row so far. False: `until` of `generate` does not stop."""
+        before = self._tokenizer.decode(ids[self._context : self._decoded])
+        text = self._tokenizer.decode(ids[self._context :])
+        if len(text) > len(before) and text.startswith(before) and not text.endswith(UNREADABLE):
+            self._put(text[len(before) :])
+            self._context, self._decoded = self._decoded, len(ids)
         return False
 
     def finish(self, ids: Sequence[int]) -> None:
         """Write the rest, now that the row is complete."""
-        text = self._tokenizer.decode(ids)
-        if not text.startswith(self._written):  # a decoder that changes what came before: the whole text once more
+        text, written = self._tokenizer.decode(ids), self.text
+        if not text.startswith(written):  # a decoder that changes what came before: the whole text once more
             self._write("\n")
-            self._written = ""
-        self._go_on(text)
+            self._pieces, written = [], ""
+        if len(text) > len(written):
+            self._put(text[len(written) :])
 
-    def _go_on(self, text: str) -> None:
-        if len(text) > len(self._written) and text.startswith(self._written):
-            self._write(text[len(self._written) :])
-            self._written = text
+    def _put(self, piece: str) -> None:
+        self._pieces.append(piece)
+        self._write(piece)

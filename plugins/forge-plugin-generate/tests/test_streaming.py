@@ -109,6 +109,23 @@ def test_a_decoder_that_changes_what_it_wrote_has_the_whole_text_at_the_end() ->
     assert "".join(pieces) == "a \na."
 
 
+def test_a_token_costs_the_same_however_long_the_text_is() -> None:
+    decoded: list[int] = []
+
+    class Counts(ByteTokenizer):
+        def decode(self, ids):
+            decoded.append(len(ids))
+            return super().decode(ids)
+
+    text = "Grüße, 世界! " * 40
+    stream = TextStream(Counts(), lambda piece: None)
+    ids = [*text.encode()]
+    for end in range(1, len(ids) + 1):
+        stream.show(ids[:end])
+    assert stream.text == text
+    assert max(decoded) <= 6  # a character of three bytes after another
+
+
 # --- generate --------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, YarnRope
@@ -129,6 +130,29 @@ def test_the_memory_of_a_window_does_not_grow_with_the_length() -> None:
             assert keys.shape[1] == mask.shape[3] == min(number + 1, 32)
         sizes[length] = cache.nbytes
     assert sizes[1000] == sizes[100_000] == 2 * (31 + cache_module.SPARE) * (2 * 2 * 8 * 4 + 8)
+
+
+class LargestResult(TorchDispatchMode):
+    """Records the elements of the largest tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("window", [0, 1500])
+def test_a_new_position_costs_what_the_positions_before_it_are_and_not_their_square(window: int) -> None:
+    length, heads = 2000, torch.zeros(1, 1, 2, 8)
+    cache = KVCache(1, length + 1, window)
+    cache.extend(heads.expand(1, length, 2, 8), heads.expand(1, length, 2, 8), torch.arange(length)[None])
+    with LargestResult() as largest:
+        keys, _, mask = cache.extend(heads, heads, torch.tensor([[length]]))
+    assert mask.shape == (1, 1, 1, keys.shape[1])
+    assert largest.elements <= (length + 1) * heads.numel()
 
 
 def test_a_window_beyond_the_length_keeps_everything(ids: Tensor) -> None:

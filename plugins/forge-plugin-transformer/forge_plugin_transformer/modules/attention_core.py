@@ -162,7 +162,7 @@ def torch_attention(
     """
     if not scoring.plain_softmax:
         return softmax_attention(q, k, v, mask, scoring, sinks)
-    if mask is not None and _is_decoding_on_cpu(q):
+    if mask is not None and _is_grouped_query_on_cpu(q, k):
         return one_query_attention(q, k, v, mask, scoring)
     width, v = v.shape[-1], padded(v, k, kernel)
     on_cuda = q.device.type == "cuda"
@@ -180,10 +180,15 @@ def torch_attention(
     return narrowed(out.transpose(1, 2), width)
 
 
-def _is_decoding_on_cpu(q: Tensor) -> bool:
-    """Whether this is a step of generation for which two products are faster than torch's kernels."""
+def _is_grouped_query_on_cpu(q: Tensor, k: Tensor) -> bool:
+    """Whether this is a generated token for which two products are faster than torch's kernels.
+
+    They are where heads share keys, which torch's kernel repeats: 0.75 of its time. Without groups they take 1.1 to 1.7.
+    """
+    if q.shape[2] == k.shape[2] or torch.is_grad_enabled():
+        return False
     # Not with 16 bits, in which scores would be rounded before the softmax, as torch's kernels do not.
-    return q.shape[1] == 1 and q.device.type == "cpu" and q.dtype.itemsize >= 4 and not torch.is_grad_enabled()
+    return q.shape[1] == 1 and q.device.type == "cpu" and q.dtype.itemsize >= 4
 
 
 def _only(kernel: Kernel) -> AbstractContextManager[None]:

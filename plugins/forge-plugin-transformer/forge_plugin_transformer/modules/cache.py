@@ -96,9 +96,12 @@ class Cache:
         earlier = self._positions[:, self._held - before : self._held] if before else positions[:, :0]
         seen_at = torch.cat([earlier, positions], 1)[:, None, None, :]
         mask = (seen_at >= 0) & (seen_at <= positions[:, None, :, None])
+        # Entries by number, (T,) and (S, 1): made from a T x T matrix, each token would cost the square of the text.
+        entries = torch.arange(seen_at.shape[-1], device=mask.device)
+        queries = entries[before:, None]
         if self.window:  # counted in entries, as in training: the numbers of positions may leave some out
-            mask &= torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).triu_(before + 1 - self.window)
-        mask |= torch.eye(seen_at.shape[-1], dtype=torch.bool, device=mask.device)[before:]
+            mask &= entries > queries - self.window
+        mask |= entries == queries
         return mask
 
     def append(
