@@ -1,4 +1,4 @@
-"""Generation with a cache: CPU time of a token at several lengths, beside `generate` of transformers with equal weights.
+"""Generation with a cache: CPU time per token at several lengths, beside transformers with equal weights.
 
 python tests/benchmarks/generation.py --rounds 3
 python tests/benchmarks/generation.py --lengths 1024 8192 32768   # the step at a cache of that length, and its memory
@@ -31,9 +31,7 @@ def both(dim, layers, vocabulary, length):
     """Returns Forge's model and transformers', with equal weights."""
     heads, hidden = dim // 64, default_hidden(dim)
     attention = GroupedQueryAttention(heads=heads, kv_heads=heads)
-    model = Transformer(
-        attention=attention, ffn=SwiGLU(hidden=hidden), dim=dim, layers=layers, vocab_size=vocabulary
-    )
+    model = Transformer(attention=attention, ffn=SwiGLU(hidden=hidden), dim=dim, layers=layers, vocab_size=vocabulary)
     with tempfile.TemporaryDirectory() as folder:
         network = tiny_run(folder, model=model).model
     reference = LlamaForCausalLM(
