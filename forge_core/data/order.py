@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from fractions import Fraction
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,32 +111,47 @@ class Turns:
         self.taken = list(taken) or [0] * len(shares)
         self.sources = [source for source, share in enumerate(shares) if share]
         """The sources that take turns."""
+        self.cycle = sum(shares)
+        """Turns after which each source has had exactly its share, and the sequence repeats."""
         # All arithmetic is in whole numbers, so that it is exact after any number of turns.
-        self._turn, self._total = sum(self.taken), sum(shares)
+        self._turn = sum(self.taken)
         self._m = max(1, 2 * len(self.sources) - 2)
-        self._opens, self._due = [0] * len(shares), [0] * len(shares)
-        for source in self.sources:
-            self._set_span(source)
+        self._heap_spans()
 
     def take(self) -> int:
         """Returns the source whose turn it is."""
         self._turn += 1
-        if len(self.sources) == 1:  # most jobs have one source, and counting its turns was a third of the loading
-            self.taken[self.sources[0]] += 1
-            return self.sources[0]
         # Not the source that is furthest behind: that greedy choice keeps no such bound.
-        turn, opens, due = self._turn, self._opens, self._due
-        chosen = min((source for source in self.sources if opens[source] <= turn), key=due.__getitem__)
+        while self._waiting and self._waiting[0][0] <= self._turn:
+            _, due, source = heappop(self._waiting)
+            heappush(self._ready, (due, source))
+        _, chosen = heappop(self._ready)
         self.taken[chosen] += 1
-        self._set_span(chosen)
+        heappush(self._waiting, self._span(chosen))
         return chosen
 
-    def _set_span(self, source: int) -> None:
-        """Set the turns between which the next one of `source` must lie."""
+    def pass_cycles(self, count: int) -> None:
+        """Take the turns of `count` whole cycles at once."""
+        self._turn += count * self.cycle
+        for source in self.sources:
+            self.taken[source] += count * self.shares[source]
+        self._heap_spans()
+
+    def _heap_spans(self) -> None:
+        """Set up the sources that may not come yet, by their first turn, and those that may, by the turn before which.
+
+        Heaps, so that a turn among many sources costs the logarithm of their number.
+        """
+        self._waiting = [self._span(source) for source in self.sources]
+        heapify(self._waiting)
+        self._ready: list[tuple[int, int]] = []
+
+    def _span(self, source: int) -> tuple[int, int, int]:
+        """Returns the turns between which the next one of `source` must lie, and the source."""
         m, taken = self._m, self.taken[source] * self._m
         scaled = m * self.shares[source]
-        self._opens[source] = -(-self._total * (taken + 1) // scaled)
-        self._due[source] = self._total * (taken + m - 1) // scaled + 1
+        opens = -(-self.cycle * (taken + 1) // scaled)
+        return opens, self.cycle * (taken + m - 1) // scaled + 1, source
 
 
 class SampleOrder:
@@ -189,11 +205,29 @@ class SampleOrder:
 
     def advance(self, samples: int) -> int:
         """Skips samples and returns how many were skipped: fewer than `samples` if the sources are used up."""
-        for skipped in range(samples):
-            if not self._turns.sources:
-                return skipped
-            self._turn()
-        return samples
+        left = samples
+        while left and (turns := self._turns).sources:
+            left -= self._pass_cycles(left)
+            while left and self._turns is turns:
+                self._turn()
+                left -= 1
+        return samples - left
+
+    def _pass_cycles(self, samples: int) -> int:
+        """Skips whole cycles of turns, short of where shares change; returns how many samples were skipped."""
+        turns, columns = self._turns, zip(self._turns.shares, self.counts, self._limits, strict=True)
+        rooms = [samples // turns.cycle]
+        if self._next_phase is not None:
+            rooms.append((self._next_phase - 1 - self.drawn) // turns.cycle)
+        rooms += [(limit - 1 - count) // share for share, count, limit in columns if share and limit is not None]
+        cycles = min(rooms)
+        if not cycles:
+            return 0
+        turns.pass_cycles(cycles)
+        for source in turns.sources:
+            self.counts[source] += cycles * turns.shares[source]
+        self.drawn += cycles * turns.cycle
+        return cycles * turns.cycle
 
     def state(self) -> dict[str, Any]:
         """Returns the position as plain JSON: two integers a source, on which a new `SampleOrder` continues."""
