@@ -232,6 +232,20 @@ def read_header(stem: Path) -> Header:
             data, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise JobError(f"{path}: cannot be read ({error.strerror})") from error
+    return parse_header(path, data, size)
+
+
+def parse_header(path: str | Path, data: bytes, size: int) -> Header:
+    """Returns the header that a file's first `HEADER.size` bytes are.
+
+    Args:
+        path: the file, for messages.
+        data: its first bytes.
+        size: its size in bytes.
+
+    Raises:
+        JobError: it is no token file, or has another size than its header says.
+    """
     if data[: len(MAGIC)] != MAGIC or len(data) < HEADER.size:
         raise JobError(f"{path}: not a token file of Forge (it does not begin with {MAGIC.decode()})")
     _, version, *values = HEADER.unpack(data)

@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.prepared import HELD_OUT, TRAIN, Prepared, read_prepared
-from forge_plugin_memmap.shards import SUFFIXES, Shard, read_shard
+from forge_plugin_memmap.shards import SUFFIXES, Listing, Shard, read_shard
 
 RAW_SUFFIXES = (".bin",)
 """Files of a folder that are read as raw ids."""
@@ -60,6 +60,7 @@ class _Search:
     keys: CorpusKeys
     problems: list[Problem] = field(factory=list)
     folders: dict[str, Prepared | None] = field(factory=dict)
+    listing: Listing = field(factory=Listing)
 
     def run(self) -> ShardedCorpus:
         train, apart = self._split(self._expand("path", self.keys.path))
@@ -67,7 +68,7 @@ class _Search:
         held_out = [file.path for file in named] if self.keys.held_out_path else apart
         self._check_overlap(train, held_out)
         read = self._read("path", train), self._read("held_out_path" if named else "path", held_out)
-        prepared = self._prepared()
+        prepared = self._prepared([*read[0], *read[1]])
         end_of_text, vocab_size = self._agreed([*read[0], *read[1]])
         if self.problems or end_of_text is None:
             raise JobError(self.problems)
@@ -88,7 +89,7 @@ class _Search:
             except JobError as error:
                 self._note(key, error)
         usable = {folder: self._open_folder(key, folder) for folder in sorted({_folder(file) for file in files})}
-        return distinct(sorted(file for file in files if usable[_folder(file)]))
+        return distinct(sorted(file for file in files if usable[_folder(file)]), self.listing.real)
 
     def _open_folder(self, key: str, folder: str) -> bool:
         try:
@@ -119,27 +120,28 @@ class _Search:
         return role
 
     def _check_overlap(self, train: Iterable[str], held_out: Iterable[str]) -> None:
-        trained = {os.path.realpath(path) for path in train}
+        trained = set(map(self.listing.real, train))
         for path in held_out:
-            if os.path.realpath(path) in trained:
+            if self.listing.real(path) in trained:
                 self._note("held_out_path", f"{path} is also trained on; leave it out of one of the two")
 
     def _read(self, key: str, paths: Iterable[str]) -> list[Shard]:
         shards = []
         for path in paths:
             try:
-                shards.append(read_shard(path, self.keys.dtype))
+                shards.append(read_shard(path, self.keys.dtype, self.listing))
             except JobError as error:
                 self._note(key, error)
         return shards
 
     # --- what they say ---------------------------------------------------------------------------------------------
 
-    def _prepared(self) -> tuple[Prepared, ...]:
+    def _prepared(self, shards: Sequence[Shard]) -> tuple[Prepared, ...]:
         """The folders of `prepare-data`, whole and of one tokenizer."""
         prepared = tuple(folder for folder in self.folders.values() if folder is not None)
+        sizes = {os.path.join(os.path.dirname(s.path), name): size for s in shards for name, size in s.sizes.items()}
         for folder in prepared:
-            faults = (folder.size_fault(name) for name in folder.manifest["files"])
+            faults = (folder.size_fault(name, sizes) for name in folder.manifest["files"])
             self.problems += [Problem("path", fault) for fault in faults if fault]
         if len({folder.fingerprint for folder in prepared}) > 1:
             names = ", ".join(folder.folder for folder in prepared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,11 +39,11 @@ def expand(pattern: str, suffixes: tuple[str, ...]) -> list[FoundFile]:
     return sorted(files)
 
 
-def distinct(candidates: Iterable[FoundFile]) -> list[FoundFile]:
-    """Each file once; of several names of one file (links, overlapping patterns), the first."""
+def distinct(candidates: Iterable[FoundFile], real: Callable[[str], str] = os.path.realpath) -> list[FoundFile]:
+    """Each file once; of several names of one file (links, overlapping patterns), the first. `real` follows links."""
     files: dict[str, FoundFile] = {}
     for file in candidates:
-        files.setdefault(os.path.realpath(file.path), file)
+        files.setdefault(real(file.path), file)
     return list(files.values())
 
 

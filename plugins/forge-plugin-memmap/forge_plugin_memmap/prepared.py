@@ -38,12 +38,20 @@ class Prepared:
         """The fingerprint of the tokenizer that made the ids."""
         return self.manifest["tokenizer"]["fingerprint"]
 
-    def size_fault(self, name: str) -> str:
-        """How the size of a file differs from the manifest; empty if it does not."""
+    def size_fault(self, name: str, sizes: Mapping[str, int]) -> str:
+        """How the size of a file differs from the manifest; empty if it does not.
+
+        Args:
+            name: the file in the folder.
+            sizes: sizes that are known already, by absolute path.
+        """
         path, expected = os.path.join(self.folder, name), self.manifest["files"][name]["size"]
-        if not os.path.exists(path):
-            return f"{path} is missing, though {MANIFEST} lists it"
-        size = os.path.getsize(path)
+        size = sizes.get(os.path.abspath(path))
+        if size is None:
+            try:
+                size = os.path.getsize(path)
+            except FileNotFoundError:
+                return f"{path} is missing, though {MANIFEST} lists it"
         return "" if size == expected else f"{path} has {size} bytes, its manifest says {expected}: it is damaged"
 
     def digest_fault(self, name: str) -> str:

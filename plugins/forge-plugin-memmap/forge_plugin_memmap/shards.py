@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
+import stat
+from collections.abc import Mapping
+from typing import IO, Any
 
-from attrs import frozen
+from attrs import evolve, field, frozen
 
 from forge_core.contracts.errors import JobError
 
@@ -34,6 +35,10 @@ class Shard:
     """UTF-8 bytes that the ids stand for; 0 if unknown."""
     counted: int | None = None
     """Documents, where the file says so."""
+    stamps: Mapping[str, tuple[int, ...]] = field(factory=dict, hash=False)
+    """By suffix ("" for the shard's own), size, times of the last changes of contents and inode, and number of the
+    inode: of this file and of those beside it that exist, as they were when it was described. On a file system of a
+    network each look at a file is a message to a server that all ranks share."""
 
     def beside(self, suffix: str) -> str:
         """The file that belongs to this one, whether or not it exists."""
@@ -42,121 +47,167 @@ class Shard:
     @property
     def documents(self) -> int | None:
         """How many documents the index beside the file lists; None: there is no index."""
-        path = self.beside(ENDS)
-        return os.path.getsize(path) // 8 if os.path.exists(path) else None
+        return self.stamps[ENDS][0] // 8 if ENDS in self.stamps else None
 
     @property
     def mask(self) -> bool:
         """Whether a file beside this one says which tokens are learned."""
-        return os.path.exists(self.beside(LEARNED))
+        return LEARNED in self.stamps
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The bytes of this file and of those beside it, by their names without folder."""
+        stem, own = os.path.splitext(os.path.basename(self.path))
+        return {stem + (suffix or own): stamp[0] for suffix, stamp in self.stamps.items()}
 
     def cache_key(self) -> list[Any]:
         """Plain JSON that changes with the ids or the index, which are not read. A shard that moves has another."""
-        return [self.path, self.dtype, self.offset, _stamp(self.path), _stamp(self.beside(ENDS))]
+        return [self.path, self.dtype, self.offset, self.stamps[""], self.stamps.get(ENDS)]
 
     def content_key(self) -> list[Any]:
         """Plain JSON that differs after the shard was written again, and not after it was moved with its times."""
-        files = (self.path, self.beside(ENDS), self.beside(LEARNED))
-        stamps = [stamp and stamp[:2] for stamp in map(_stamp, files)]
+        stamps = [self.stamps[suffix][:2] if suffix in self.stamps else None for suffix in ("", ENDS, LEARNED)]
         return [os.path.basename(self.path), self.dtype, self.offset, stamps]
 
 
-def read_shard(path: str, dtype: str | None = None) -> Shard:
-    """Returns the shard in a file.
+def read_shard(path: str, dtype: str | None = None, listing: Listing | None = None) -> Shard:
+    """Returns the shard in a file, which is opened once.
 
     Args:
         path: the file.
         dtype: NumPy's name of the type of the ids of a raw file; None if the file states its own format.
+        listing: the listing of its folder; by default, one is made.
 
     Raises:
         JobError: it cannot be read, is not of the format, has no tokens, or its size does not fit.
     """
     try:
         with open(path, "rb") as file:
-            magic = file.read(8)
-        if not magic:
-            raise JobError(f"{path} has no tokens; {_HOW_MORE}")
-        shard = _raw(path, magic, dtype) if dtype else _by_name(path, magic)
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and not status.st_size:
+                raise JobError(f"{path} has no tokens; {_HOW_MORE}")
+            shard = _raw(path, file, status.st_size, dtype) if dtype else _by_name(path, file, status.st_size)
+        beside = _stamps_beside(shard, listing or Listing())
     except OSError as error:
         raise JobError(f"{path}: cannot be read ({error.strerror})") from error
     if not shard.tokens:
         raise JobError(f"{path} has no tokens; {_HOW_MORE}")
+    shard = evolve(shard, stamps={"": _stamp(status), **beside})
     _check_neighbours(shard)
     return shard
 
 
-def _by_name(path: str, magic: bytes) -> Shard:
+class Listing:
+    """Folders, each listed once: whether a file is there, or is a link, is then known without looking at it."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, dict[str, bool] | None] = {}
+        self._real: dict[str, str] = {}
+
+    def has(self, path: str) -> bool:
+        """Whether there is such a file, folder or link."""
+        folder, name = os.path.split(path)
+        names = self._names(folder)
+        return os.path.lexists(path) if names is None else name in names
+
+    def real(self, path: str) -> str:
+        """As `os.path.realpath`."""
+        folder, name = os.path.split(path)
+        if (self._names(folder) or {}).get(name, True):  # a link, or not known
+            return os.path.realpath(path)
+        if folder not in self._real:
+            self._real[folder] = os.path.realpath(folder)
+        return os.path.join(self._real[folder], name)
+
+    def _names(self, folder: str) -> dict[str, bool] | None:
+        """The names in a folder, each with whether it is a link; None: files may be opened in it, but not listed."""
+        if folder not in self._folders:
+            try:
+                with os.scandir(folder or ".") as entries:
+                    self._folders[folder] = {entry.name: entry.is_symlink() for entry in entries}
+            except OSError:
+                self._folders[folder] = None
+        return self._folders[folder]
+
+
+def _by_name(path: str, file: IO[bytes], size: int) -> Shard:
     suffix = os.path.splitext(path)[1]
     if suffix == ".npy":
-        return _npy(path)
+        return _npy(path, file, size)
     if suffix == ".bin":
-        return _token_file(path, magic)
+        return _token_file(path, file, size)
     raise JobError(f"{path}: the name tells no format ({', '.join(SUFFIXES)}); {_HOW_RAW}")
 
 
-def _token_file(path: str, magic: bytes) -> Shard:
-    from forge_kit.token_file import HEADER, MAGIC, read_header
+def _token_file(path: str, file: IO[bytes], size: int) -> Shard:
+    from forge_kit.token_file import HEADER, MAGIC, parse_header
 
-    if magic != MAGIC:
+    data = file.read(HEADER.size)
+    if not data.startswith(MAGIC):
         raise JobError(f"{path}: has no header of a token file, so the type of its ids is not known; {_HOW_RAW}")
-    header = read_header(Path(path).with_suffix(""))
+    header = parse_header(path, data, size)
     facts = header.vocab_size, header.end_of_text, header.text_bytes, header.documents
     return Shard(os.path.abspath(path), header.dtype.str, HEADER.size, header.tokens, *facts)
 
 
-def _npy(path: str) -> Shard:
-    shape, dtype, offset = _npy_header(path)
+def _npy(path: str, file: IO[bytes], size: int) -> Shard:
+    shape, dtype, offset = _npy_header(path, file)
     if dtype.kind not in "iu" or len(shape) != 1:
         raise JobError(f"{path}: an array of {dtype} with shape {shape}; ids are integers in one dimension")
-    expected, size = offset + shape[0] * dtype.itemsize, os.path.getsize(path)
+    expected = offset + shape[0] * dtype.itemsize
     if size != expected:
         raise JobError(f"{path} has {size} bytes, its header says {expected} ({shape[0]} ids): it is damaged")
     return Shard(os.path.abspath(path), dtype.str, offset, shape[0])
 
 
-def _npy_header(path: str) -> tuple[tuple[int, ...], Any, int]:
+def _npy_header(path: str, file: IO[bytes]) -> tuple[tuple[int, ...], Any, int]:
     """Shape, dtype, and where the data begins."""
     from numpy.lib import format as npy
 
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    with open(path, "rb") as file:
-        try:
-            shape, _, dtype = readers[npy.read_magic(file)](file)
-        except (ValueError, KeyError) as error:
-            raise JobError(f"{path}: not an array of numpy ({error}); write it with numpy.save") from error
-        return shape, dtype, file.tell()
+    try:
+        shape, _, dtype = readers[npy.read_magic(file)](file)
+    except (ValueError, KeyError) as error:
+        raise JobError(f"{path}: not an array of numpy ({error}); write it with numpy.save") from error
+    return shape, dtype, file.tell()
 
 
-def _raw(path: str, magic: bytes, dtype: str) -> Shard:
+def _raw(path: str, file: IO[bytes], size: int, dtype: str) -> Shard:
     import numpy as np
 
     from forge_kit.token_file import MAGIC
 
+    magic = file.read(8)
     if magic == MAGIC or magic.startswith(NPY_MAGIC):
         kind = "a token file of Forge" if magic == MAGIC else "an array of numpy"
         raise JobError(f'{path}: is {kind}, which says itself what it holds; leave out format = "raw" and dtype')
-    little, size = np.dtype(dtype).newbyteorder("<"), os.path.getsize(path)
+    little = np.dtype(dtype).newbyteorder("<")
     if size % little.itemsize:
         raise JobError(f"{path} has {size} bytes, which {dtype} ids of {little.itemsize} bytes do not divide")
     return Shard(os.path.abspath(path), little.str, 0, size // little.itemsize)
 
 
+def _stamps_beside(shard: Shard, listing: Listing) -> dict[str, tuple[int, ...]]:
+    """The index and the mask, where they exist."""
+    paths = {suffix: shard.beside(suffix) for suffix in (ENDS, LEARNED)}
+    return {suffix: _stamp(os.stat(path)) for suffix, path in paths.items() if listing.has(path)}
+
+
 def _check_neighbours(shard: Shard) -> None:
     """The sizes of the index and of the mask, where they exist."""
     for suffix, unit, entries in ((ENDS, 8, shard.counted), (LEARNED, 1, shard.tokens)):
-        path = shard.beside(suffix)
-        size = os.path.getsize(path) if os.path.exists(path) else None
-        if size is not None and (size % unit or size == 0 or entries not in (None, size // unit)):
+        if suffix not in shard.stamps:
+            continue
+        size = shard.stamps[suffix][0]
+        if size % unit or size == 0 or entries not in (None, size // unit):
             what = "tokens" if suffix == LEARNED else "documents"
             count = "its" if entries is None else entries
+            path = shard.beside(suffix)
             raise JobError(f"{path} has {size} bytes; it must have {unit} for each of {count} {what}")
 
 
-def _stamp(path: str) -> list[int] | None:
-    if not os.path.exists(path):
-        return None
-    stat = os.stat(path)
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 _HOW_MORE = "leave it out, or provide its data"

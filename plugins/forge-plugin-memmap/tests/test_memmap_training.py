@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -150,3 +152,25 @@ def test_a_shard_that_was_written_again_between_save_and_resume_is_noticed(forge
     assert code == 2
     assert "source '0' has another content than it had" in err
     assert forge_run("job.toml", "--train.steps=4", "--resume-with-changes")[0] == 0
+
+
+def test_a_shard_is_described_once_by_a_process_with_few_looks_at_files(train: Train, monkeypatch) -> None:
+    looks: dict[str, int] = {}
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(path, (str, os.PathLike)) and "shards/" in os.fspath(path):
+                name = os.path.basename(os.fspath(path))
+                looks[name] = looks.get(name, 0) + 1
+            return function(path, *arguments, **options)
+
+        return call
+
+    Path("shards").mkdir()
+    for number in range(6):
+        with TokenFileWriter(Path(f"shards/part-{number}"), vocab_size=32, end_of_text=0) as writer:
+            writer.add("document", [1, 2, 3] * 8)
+    for module, name in ((os, "stat"), (os, "lstat"), (builtins, "open")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    train('path = "shards"')
+    assert {name: looks[name] for name in sorted(looks) if "-3" in name} == {"part-3.bin": 1, "part-3.ends": 1}
