@@ -99,7 +99,7 @@ def _supervise(options: argparse.Namespace, world: World, argv: list[str], overr
     logs = Path(job.job.output) / job.job.name / LOGS
     # Each rank gets this command line; of two `--nproc` the last counts, and one process starts no others.
     command = [sys.executable, "-m", "forge_core", "run", *argv, "--nproc=1"]
-    return launcher().launch(command, options.nproc, logs, job.launch.grace_s)
+    return launcher().launch(command, options.nproc, logs, job.launch.grace_s, job.launch.silence_timeout_s)
 
 
 def _warn_of_idle_tasks() -> None:

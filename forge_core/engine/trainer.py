@@ -125,6 +125,7 @@ class Trainer:
             # The stack closes the loop's loader and loggers before it gives up the lock of the folder.
             loop = Loop(run, checkpoints, start, stack, self._echo if global_rank() == 0 else lambda text: None)
             loop.run()
+            _meet(rendezvous, beacon)  # before the loggers say that the run has finished
             step, recorder = loop.progress.step, loop.recorder
             stopped, final = (loop.requests.stop, loop.requests.final) if step < self.job.train.steps else ("", False)
             loss, evaluation = recorder.last_loss, recorder.last_evaluation
@@ -150,11 +151,19 @@ def _joined_run(job: Job, beacon: ProgressBeacon) -> Iterator[Rendezvous | None]
     watchdog = Watchdog(rendezvous, beacon, this_process.emit, job.launch.hang_factor)
     try:
         yield rendezvous
+        _meet(rendezvous, beacon)  # while the watchdog runs: a rank that had gone could not end one that hangs
     except BaseException as error:
         this_process.end_run(error)
         raise
     finally:
         watchdog.stop()
+
+
+def _meet(rendezvous: Rendezvous | None, beacon: ProgressBeacon) -> None:
+    """Wait until all ranks have come this far: what one of them does at the end may take long, fail or hang."""
+    if rendezvous is not None:
+        beacon.enter("end, until all ranks have come to it")
+        rendezvous.meet()
 
 
 def _agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:

@@ -10,8 +10,9 @@ from attrs import asdict, field, frozen
 
 from forge_core.contracts.errors import ExitCode, ForgeError, in_words
 
-LONGEST = 60_000
-"""Characters of a text that are passed on, the last ones: a socket takes this much in one piece."""
+LONGEST = 20_000
+"""Bytes of a text that are passed on, half from each end: JSON makes them up to six times as many, and a socket takes
+200,000 without somebody who reads."""
 
 
 @frozen(kw_only=True)
@@ -48,8 +49,17 @@ class EndedElsewhere(ForgeError):
 def report_of(rank: int, error: BaseException) -> FailureReport:
     """The report of a rank that fails with `error`."""
     code = int(error.exit_code) if isinstance(error, ForgeError) else ExitCode.FAILED
-    text, echo = describe(rank, error)[-LONGEST:], isinstance(error, EndedElsewhere)
+    text, echo = shortened(describe(rank, error)), isinstance(error, EndedElsewhere)
     return FailureReport(rank=rank, code=code, text=text, echo=echo)
+
+
+def shortened(text: str) -> str:
+    """The first and the last `LONGEST` / 2 bytes of a text: the frames of a traceback, and the end of its message."""
+    encoded = text.encode(errors="backslashreplace")
+    if len(encoded) <= LONGEST:
+        return text
+    head, tail = (part.decode(errors="ignore") for part in (encoded[: LONGEST // 2], encoded[-LONGEST // 2 :]))
+    return f"{head}\n[… {len(encoded) - LONGEST:,} bytes left out …]\n{tail}"
 
 
 def describe(rank: int, error: BaseException) -> str:

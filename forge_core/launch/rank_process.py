@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from forge_core.contracts.errors import ExitCode
 from forge_core.launch.failure_report import EndedElsewhere, FailureReport, describe, report_of
+from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.stop_requests import Deliver, StopRequests
-from forge_core.launch.world import CONTROL, World
+from forge_core.launch.world import ALIVE, CONTROL, World
 
 if TYPE_CHECKING:
     from forge_core.launch.rendezvous import Rendezvous
@@ -46,6 +47,7 @@ class RankProcess:
         self._launcher: socket.socket | None = None
         self._stop_requests: StopRequests | None = None
         self._stopping = threading.Lock()
+        self._exit_limit_s = 0.0
         self._reported = False
 
     def join(self, world: World, *limits_s: float) -> Rendezvous:
@@ -56,6 +58,7 @@ class RankProcess:
 
             self._world = world
             self.rendezvous = Rendezvous(world, *limits_s)
+            self._exit_limit_s = self.rendezvous.hang_timeout_s
         return self.rendezvous
 
     def leave(self) -> None:
@@ -76,6 +79,26 @@ class RankProcess:
         threading._shutdown()  # type: ignore[attr-defined]  # `os._exit` leaves this and the next line out
         atexit._run_exitfuncs()
         self._exit(code)
+
+    def finish(self) -> None:
+        """The work of this rank is done: from now on its exit is watched, if it is an exit of `run`."""
+        if self._log is not None:
+            threading.Thread(target=self._watch_exit, name="forge-exit", daemon=True).start()
+
+    def _watch_exit(self) -> None:
+        """Send our launcher signs of life, and end this process if its exit takes too long."""
+        idle_s, reports = 0, ProgressBeacon.reports
+        while not self._exit_limit_s or idle_s <= self._exit_limit_s:
+            if self._launcher is not None:
+                with suppress(OSError):  # without waiting: a launcher that is stopped reads nothing
+                    self._launcher.send(ALIVE, socket.MSG_DONTWAIT)
+            time.sleep(1)
+            idle_s = idle_s + 1 if ProgressBeacon.reports == reports else 0
+            reports = ProgressBeacon.reports
+        limit = f"launch.hang_timeout_s = {self._exit_limit_s:g} s"
+        text = f"forge-run: rank {self._world.rank} has done its work and does not exit within {limit}: {_unfinished()}"
+        self.emit(FailureReport(rank=self._world.rank, text=text))
+        os._exit(ExitCode.FAILED)
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
@@ -161,6 +184,17 @@ class RankProcess:
         # Not by the interpreter's end, where torch may wait for ranks that have gone, and a thread of gloo that frees a
         # tensor aborts the process (1 of 120 runs that had saved all)
         os._exit(code)
+
+
+def _unfinished() -> str:
+    """The threads that the interpreter waits for at its exit, and where they are; without any, the main thread."""
+    from forge_core.launch.watchdog import line_of
+
+    main, frames = threading.main_thread(), sys._current_frames()
+    threads = [each for each in threading.enumerate() if not each.daemon and each is not main] or [main]
+    return "; ".join(
+        f"thread {each.name} is at {line_of(frames[each.ident])}" for each in threads if each.ident in frames
+    )
 
 
 this_process = RankProcess()

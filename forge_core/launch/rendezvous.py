@@ -95,6 +95,7 @@ class Rendezvous:
         """The process that serves the store, for messages."""
         self._serves = world.rank == 0 and not agent
         self._unresponsive: StoreUnresponsive | None = None
+        self._meetings = 0
         self._store = _named(_serve(world) if self._serves else _connect(world, start_timeout_s))
         self._last_arrival = time.monotonic() + min(start_timeout_s, FAREWELL_S)
         self.set("here", True)
@@ -145,6 +146,34 @@ class Rendezvous:
             self.set(topic, True)
         else:
             self.wait_for(topic, [0])
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this as often as this one, without a limit other than the watchdog's.
+
+        Raises `EndedElsewhere`.
+        """
+        self._meetings += 1
+        try:
+            report = self._met(f"met/{self._meetings}")
+        except Exception:
+            # The watchdog has the same trouble with the store, describes what it means, and ends this process
+            time.sleep(2 * self.heartbeat_s + SILENT_S)
+            raise
+        if report is not None:
+            raise EndedElsewhere(report)
+
+    def _met(self, meeting: str) -> FailureReport | None:
+        """None once all ranks have come to a meeting; else why the run ends."""
+        if self._call(self._store.add, f"{meeting}/ranks", 1) == self.world.size:
+            self._call(self._store.set, meeting, "")
+        pause_s = POLL_S
+        while not self._exist([meeting]):
+            if report := self.ending():
+                return report
+            time.sleep(pause_s)
+            # One rank may take an hour, for an export, and thousands of others ask
+            pause_s = min(2 * pause_s, self.heartbeat_s)
+        return None
 
     def _exist(self, keys: Collection[str]) -> bool:
         return bool(self._call(self._store.check, list(keys)))

@@ -90,6 +90,7 @@ class Watchdog:
         self._thread.join(timeout=2 * self._rendezvous.heartbeat_s)  # the thread may wait for the store
 
     def _run(self) -> None:
+        self._look(0.0)  # at once: a rank that was never heard of cannot fall silent
         woken = time.monotonic()
         while not self._stopped.wait(self._rendezvous.heartbeat_s):
             now = time.monotonic()

@@ -12,6 +12,8 @@ from forge_core.contracts.errors import JobError
 
 CONTROL = "FORGE_LAUNCHER_FD"
 """Variable that our launcher sets: the descriptor of the socket between it and a rank."""
+ALIVE = b"."
+"""What a rank sends to our launcher once its work is done, again each second until it exits."""
 LISTENING = "FORGE_LISTENING_FD"
 """Variable that our launcher sets for rank 0: the descriptor of the socket at which it is to serve the store."""
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

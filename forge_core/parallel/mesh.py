@@ -102,6 +102,7 @@ def group_timeout() -> timedelta | None:
 def leave_group() -> None:
     """End the process group, at the end of a process that ends well."""
     # Not after a failure: it waits for the other ranks, which may be gone.
+    this_process.finish()
     if dist.is_initialized():
         dist.destroy_process_group()
     this_process.leave()

@@ -37,7 +37,7 @@ from forge_core.checkpoint import tensors
 
 @define(kw_only=True, slots=False)
 class Trouble(TrainingHook):
-    """What goes wrong in one rank at the start of one step, and only once; each step takes `pause_s`."""
+    """What goes wrong in one rank at the start of one step (0: after the last), only once; a step takes `pause_s`."""
 
     rank: int = 1
     step: int = 3
@@ -51,6 +51,10 @@ class Trouble(TrainingHook):
         if self.what and context.step == self.step and os.environ["RANK"] == str(self.rank):
             if not os.path.exists("went-wrong"):
                 self.go_wrong()
+
+    def on_train_end(self, context):
+        if self.step == 0 and os.environ["RANK"] == str(self.rank):
+            self.go_wrong()
 
     def go_wrong(self):
         open("went-wrong", "w").close()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
-from .conftest import children, wait_for_step, wait_until
+from .conftest import TIME_LIMIT_S, children, wait_for_step, wait_until
 from .networks import machines, reason_against
 from .test_other_launchers import free_port, start_ranks
 
@@ -30,6 +31,15 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, frozen):
     first = err.splitlines()[0]
     assert first.startswith(f"forge-run: the run hangs: rank {frozen} ")
     assert "does not respond" in first
+
+
+@pytest.mark.parametrize("frozen", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_rank_that_is_stopped_after_the_last_step_is_found(job, frozen):
+    keys = ("--launch.silence_timeout_s=4", *job.trouble("SIGSTOP", rank=frozen, step=0, pause_s=0.5))
+    code, _, err = job.finish(job.start("--nproc", "2", *keys))
+    assert code == 1
+    assert err.startswith(f"forge-run: the run hangs: rank {frozen} ")
+    assert "does not respond" in err
 
 
 @pytest.mark.parametrize("frozen", [2, pytest.param(0, marks=pytest.mark.thorough)])
@@ -91,14 +101,40 @@ def test_a_machine_whose_link_goes_down_is_named_by_the_other(job, vanished):
         assert wait_until(lambda: ranks[vanished].poll() is not None, 60), "it notices the same"
 
 
-def test_a_rank_whose_watch_is_over_is_not_silent(job):
-    """Rank 0 is busy for longer than the limit after the last step, when the other rank has ended."""
+def test_ranks_leave_together_after_the_work_of_one_at_the_end(job):
+    """Rank 0 is busy for longer than the limit of silence; srun may kill it once the other rank has gone."""
     (job.folder / "late.py").write_text(
-        "import os, time\nfrom attrs import define\nfrom forge_core import TrainingHook\n"
+        "import atexit, os, time\nfrom attrs import define\nfrom forge_core import TrainingHook\n"
         "@define(kw_only=True, slots=False)\nclass Late(TrainingHook):\n"
         "    def on_train_end(self, context):\n"
-        "        time.sleep(8 if os.environ['RANK'] == '0' else 0)\n"
+        "        if os.environ['RANK'] == '0':\n"
+        "            time.sleep(8)\n"
+        "            open('exported', 'w').close()\n"
+        "        else:\n"
+        "            atexit.register(lambda: open('left', 'w').write(str(os.path.exists('exported'))))\n"
     )
     keys = ("--launch.silence_timeout_s=4", "--hooks.late.type=./late.py:Late", *job.trouble(pause_s=0.5))
     code, _, err = job.finish(job.start("--nproc", "2", *keys))
     assert (code, err) == (0, "")
+    assert (job.folder / "left").read_text() == "True"
+
+
+def test_a_thread_that_does_not_end_is_named(tmp_path):
+    script = """
+import threading, time
+from forge_core.launch.rank_process import this_process
+from forge_core.launch.world import World
+
+def work(log):
+    this_process.join(World(), 60.0, 1.0)
+    this_process.leave()
+    this_process.finish()
+    threading.Thread(target=time.sleep, args=(1e5,), name="uploader").start()
+    return 0
+
+this_process.run(World(), work)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=TIME_LIMIT_S)
+    assert done.returncode == 1
+    text = "forge-run: rank 0 has done its work and does not exit within launch.hang_timeout_s = 1 s: thread uploader"
+    assert done.stderr.startswith(text)

@@ -32,6 +32,10 @@ def say(text, code, echo=False):
     sys.exit(code)
 
 
+def finish():
+    launcher.send(b".")
+
+
 open(f"rank-{rank}", "w").write(str(os.getpid()))
 while not (os.path.exists("rank-0") and os.path.exists("rank-1")):  # on a busy machine one starts long after the other
     time.sleep(0.01)
@@ -44,9 +48,9 @@ def supervise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("forge_kit.supervisor.FAREWELL_S", 0.5)
 
-    def run(script, grace_s=0.0):
+    def run(script, **limits):
         command = [sys.executable, "-c", RANK + textwrap.dedent(script)]
-        return Supervisor(command, 2, tmp_path / "logs", grace_s).run()
+        return Supervisor(command, 2, tmp_path / "logs", **{"grace_s": 0.0, **limits}).run()
 
     yield run
     for rank in (0, 1):
@@ -57,6 +61,7 @@ def test_ranks_know_their_number_and_share_an_address(supervise, tmp_path):
     script = """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     open(f"told-{rank}", "w").write(" ".join(os.environ[name] for name in names))
+    finish()
     """
     assert supervise(script).code == 0
     first, second = ((tmp_path / f"told-{rank}").read_text().split() for rank in (0, 1))
@@ -94,6 +99,47 @@ def test_an_abort_is_not_the_cause(supervise):
 
 def test_ranks_that_have_saved_end_with_75(supervise):
     assert supervise("sys.exit(75)").code == ExitCode.STOPPED
+
+
+def test_a_rank_that_leaves_with_0_before_its_work_is_done_is_the_cause(supervise):
+    ended = supervise("os._exit(0) if rank else (time.sleep(0.1), say('connection reset by peer', 1))")
+    assert ended.code == 1
+    assert ended.message.startswith("forge-run: rank 1 left with exit code 0 and without a report, before its work")
+
+
+def test_a_rank_that_is_frozen_at_its_exit_is_named_once_another_has_finished(supervise):
+    script = "time.sleep(0.2); finish(); rank or sys.exit(0); os.kill(os.getpid(), signal.SIGSTOP)"
+    ended = supervise(script, silence_s=0.5)
+    assert ended.code == 1
+    assert "rank 1 does not exit after the end of the run" in ended.message
+    assert "0.5 s (launch.silence_timeout_s)" in ended.message
+
+
+def test_a_rank_that_gives_signs_of_life_at_its_exit_is_waited_for(supervise):
+    assert supervise("for _ in range(15 * rank + 1): finish(), time.sleep(0.1)", silence_s=1.0).code == 0
+
+
+@pytest.mark.parametrize("text", ["\u6587" * 60_000, "x" * 3_000_000, "\udc80" * 60_000])
+def test_a_long_error_reaches_the_launcher_with_its_head_and_its_end(supervise, text):
+    """Nobody reads the socket before the rank has exited: what is larger than its buffer would never arrive."""
+    script = f"""
+    from forge_core.launch.failure_report import report_of
+    if rank:
+        try:
+            raise ValueError("begins" + {text[:1]!r} * {len(text)} + "ends")
+        except ValueError as error:
+            report = report_of(1, error)
+        launcher.sendall(report.to_json().encode() + b"\\n")
+        sys.exit(1)
+    time.sleep(600)
+    """
+    ended = supervise(script)
+    head, left_out, tail = ended.message.partition("bytes left out")
+    assert "forge-run: rank 1 failed:\nTraceback" in head
+    assert "ValueError: begins" in head
+    assert left_out
+    assert "ends\n" in tail or tail.endswith("ends")
+    assert len(ended.message.encode()) < 30_000
 
 
 def later(seconds, *signals):
@@ -150,6 +196,22 @@ def test_the_children_of_a_rank_are_killed_with_it(supervise, tmp_path):
     assert supervise(script).code == 1
     child = int((tmp_path / "child").read_text())
     assert wait_until(lambda: not alive(child))
+
+
+def test_a_stopped_process_of_a_rank_that_died_is_killed(supervise, tmp_path):
+    """As a data worker is that is frozen: the rank ends by itself, since it hangs."""
+    script = """
+    import subprocess
+    if rank:
+        child = subprocess.Popen(["sleep", "600"])
+        child.send_signal(signal.SIGSTOP)
+        open("child", "w").write(str(child.pid))
+        say("why", 1)
+    time.sleep(600)
+    """
+    assert supervise(script).code == 1
+    child = int((tmp_path / "child").read_text())
+    assert wait_until(lambda: not alive(child), 10)
 
 
 def test_without_a_launcher_nproc_names_what_installs_one(monkeypatch, capsys):

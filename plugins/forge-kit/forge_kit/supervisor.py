@@ -23,10 +23,10 @@ from typing import NamedTuple
 from attrs import define, frozen
 
 from forge_core.contracts.components import LauncherComponent
-from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.errors import ExitCode, listed
 from forge_core.launch.failure_report import FailureReport
 from forge_core.launch.stop_requests import STOP_SIGNALS, StopRequests
-from forge_core.launch.world import CONTROL, LISTENING
+from forge_core.launch.world import ALIVE, CONTROL, LISTENING
 from forge_kit.control_group import MemoryGroup
 
 POLL_S = 0.05
@@ -50,6 +50,11 @@ class RankHandle:
     process: subprocess.Popen
     control: socket.socket
     report: FailureReport | None = None
+    has_finished: bool = False
+    """Whether it has done its work, so that only its exit is left."""
+    heard: float = 0.0
+    """When it sent something last, on the monotonic clock."""
+    _received: bytes = b""
 
     @property
     def code(self) -> int | None:
@@ -58,21 +63,37 @@ class RankHandle:
 
     @property
     def failed(self) -> bool:
-        return self.code not in (None, ExitCode.FINISHED, ExitCode.STOPPED)
+        if self.code == ExitCode.FINISHED:
+            return not self.has_finished  # `os._exit(0)`, in a hook or a library
+        return self.code not in (None, ExitCode.STOPPED)
 
-    def receive(self) -> None:
-        """Take the report that the rank has sent, if it has."""
+    def poll(self) -> int | None:
+        """Its exit code, and take what it has sent; the processes of a rank that has failed are ended with it."""
+        if self.process.returncode is None and not _exited_well(self.process.pid):
+            with suppress(ProcessLookupError):  # before its number is free for another process
+                os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.poll()
+        self._receive()
+        return code
+
+    def _receive(self) -> None:
         with suppress(OSError):
-            line, newline, _ = self.control.recv(1 << 20, socket.MSG_DONTWAIT).partition(b"\n")
-            self.report = FailureReport.from_json(line) if newline else None
+            while data := self.control.recv(1 << 16, socket.MSG_DONTWAIT):
+                self.heard = time.monotonic()
+                self._received += data
+        self.has_finished = self.has_finished or self._received.startswith(ALIVE)
+        line, newline, rest = self._received.lstrip(ALIVE).partition(b"\n")
+        if newline and self.report is None:
+            self.report = FailureReport.from_json(line)
+        self._received = rest if newline else line
 
 
 @frozen(kw_only=True)
 class Local(LauncherComponent):
     """Starts the ranks as processes of this machine, and ends them all when one fails."""
 
-    def launch(self, command: Sequence[str], ranks: int, logs: Path, grace_s: float) -> int:
-        ended = Supervisor(command, ranks, logs, grace_s).run()
+    def launch(self, command: Sequence[str], ranks: int, logs: Path, grace_s: float, silence_s: float = 0) -> int:
+        ended = Supervisor(command, ranks, logs, grace_s, silence_s).run()
         if ended.message:
             print(ended.message, file=sys.stderr, flush=True)
         return ended.code
@@ -89,13 +110,24 @@ class Ended(NamedTuple):
 class Supervisor:
     """Runs one command as several ranks, which keep logs in `logs`.
 
-    After a request to stop they have `grace_s` seconds to end; 0: as many as they need. `popen` starts a rank.
+    After a request to stop they have `grace_s` seconds to end; 0: as many as they need. Once one has finished, the
+    others may be silent for `silence_s` seconds; 0: for ever. `popen` starts a rank.
     """
 
     def __init__(
-        self, command: Sequence[str], ranks: int, logs: Path, grace_s: float, popen: Popen = subprocess.Popen
+        self,
+        command: Sequence[str],
+        ranks: int,
+        logs: Path,
+        grace_s: float,
+        silence_s: float = 0.0,
+        *,
+        popen: Popen = subprocess.Popen,
     ) -> None:
-        self._command, self._count, self._logs, self._grace_s, self._popen = command, ranks, logs, grace_s, popen
+        self._command, self._count, self._logs, self._popen = command, ranks, logs, popen
+        self._grace_s, self._silence_s = grace_s, silence_s
+        self._finished_at: float | None = None
+        """When the first rank ended well, on the monotonic clock."""
         self._ranks: list[RankHandle] = []
         self._second_signal = threading.Event()
         self._asked: int | None = None
@@ -154,7 +186,7 @@ class Supervisor:
                 return Ended(ExitCode.SECOND_SIGNAL)
             if any(rank.failed for rank in self._ranks):
                 return self._failed()
-            if late := self._too_late():
+            if late := self._too_late() or self._silent():
                 return late
             if self._asked is None and any(rank.code == ExitCode.STOPPED for rank in self._ranks):
                 self._ask_all(signal.SIGTERM)  # that one could not tell the others
@@ -164,15 +196,13 @@ class Supervisor:
         return Ended(max(rank.code or 0 for rank in self._ranks))
 
     def _poll(self) -> list[int | None]:
-        return [rank.process.poll() for rank in self._ranks]
+        return [rank.poll() for rank in self._ranks]
 
     def _failed(self) -> Ended:
         """Let the other ranks write down where they are, end them, and report the one that failed first."""
         # The rank that ended first need not be the cause: it may have lost the connection to another one
         time.sleep(SIMULTANEOUS_S)
         self._poll()
-        for rank in self._ranks:
-            rank.receive()
         first = min((rank for rank in self._ranks if rank.failed or rank.report is not None), key=_order)
         in_hang = first.report is not None and first.report.hang  # main threads have nothing more to do then
         deadline = time.monotonic() + (FAREWELL_S / 2 if in_hang else FAREWELL_S)
@@ -199,6 +229,23 @@ class Supervisor:
         text = f"forge-run: rank {slow} did not stop within launch.grace_s = {self._grace_s:g} s and was killed"
         return Ended(ExitCode.FAILED, f"{text}; the last checkpoint is intact")
 
+    def _silent(self) -> Ended | None:
+        """The end of a run of which a rank has finished while another gives no sign of life; None if all do.
+
+        Ranks leave training together, so all that is left to a rank then is its exit. Until then they watch each other.
+        """
+        if not self._silence_s or not any(rank.has_finished and rank.code is not None for rank in self._ranks):
+            return None
+        now = time.monotonic()
+        self._finished_at = self._finished_at or now
+        last_signs = {rank.rank: max(rank.heard, self._finished_at) for rank in self._ranks if rank.code is None}
+        silent = [rank for rank, heard in last_signs.items() if now - heard > self._silence_s]
+        if not silent:
+            return None
+        limit = f"{self._silence_s:g} s (launch.silence_timeout_s)"
+        text = f"forge-run: rank {listed(silent)} does not exit after the end of the run, and gave no sign of life for"
+        return Ended(ExitCode.FAILED, f"{text} {limit}: its process is stopped or stuck, and was killed")
+
     def _kill(self) -> None:
         for rank in self._ranks:
             if rank.process.poll() is None:
@@ -207,6 +254,14 @@ class Supervisor:
         for rank in self._ranks:
             rank.process.wait()
             rank.control.close()
+
+
+def _exited_well(process: int) -> bool:
+    """Whether a child still runs, or has ended as a rank that has finished or saved does; it stays a zombie."""
+    ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return True
+    return ended.si_code == os.CLD_EXITED and ended.si_status in (ExitCode.FINISHED, ExitCode.STOPPED)
 
 
 def _order(rank: RankHandle) -> tuple[int, float]:
@@ -226,6 +281,8 @@ def _ended_by(first: RankHandle, kills: int) -> Ended:
     if -first.code in STOP_SIGNALS:  # it was not listening yet, so there is nothing to save
         return Ended(ExitCode.STOPPED)
     cause = f"left with exit code {first.code} and without a report"
+    if first.code == ExitCode.FINISHED:
+        cause += ", before its work was done (`os._exit` in a hook or a library?)"
     if first.code < 0:
         cause = f"was killed by {signal.Signals(-first.code).name}"
         cause += f": {_memory_words(kills)}" if first.code == -signal.SIGKILL else ""

@@ -342,7 +342,7 @@ class Course:
 
     def _time_for(self, fault: Fault) -> float:
         """Seconds from the injection to the end of the run, at most."""
-        rest = 0.0 if ExitCode.FINISHED not in fault.ends else 5 * self._known.seconds
+        rest = 0.0 if ExitCode.FINISHED not in fault.ends else 5 * self._known.seconds + self._limit_s(fault)
         return self._limit_s(fault) + rest + self.patience_s
 
     def _injected(self, case: Case) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge_core.contracts.errors import ExitCode, ForgeError
@@ -29,6 +30,10 @@ ENDED_S = 30.0
 """Seconds in which a second signal has to end a rank."""
 SLOWER_S = 0.3
 """Seconds by which a slow rank is late in each forward pass."""
+LEAST_S = 10.0
+"""Seconds of work at the end where there is no limit on hangs."""
+LONGER = 1.5
+"""How many times as long as the limit on hangs the work at the end takes."""
 NOISE = 3.0
 """Standard deviation of noise on weights, in root mean squares of each tensor."""
 
@@ -105,6 +110,11 @@ class Fault:
     def before_commit(self, injection: Injection) -> None:
         """Called on a rank that is about to commit the checkpoint of the step."""
 
+    def at_train_end(self, injection: Injection, context: TrainContext) -> None:
+        """Called at the end of the run, after the last step and its save."""
+
+    after_training: ClassVar[bool] = False
+    """Whether it happens after the last step."""
     changes_loss: ClassVar[bool] = False
     """Whether it acts in the loss function."""
     changes_storage: ClassVar[bool] = False
@@ -149,6 +159,55 @@ class Frozen(OfSeveralRanks):
         if injection.is_victim:
             injection.mark()
             os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class FrozenAtEnd(Frozen):
+    """A process stands still after the last step, in `on_train_end`: nobody may wait for it for ever."""
+
+    name, title, after_training = "frozen-at-end", "process frozen at the end", True
+
+    def at_gradients(self, injection: Injection, context: StepContext) -> None:
+        """Not in a step."""
+
+    def at_train_end(self, injection: Injection, context: TrainContext) -> None:
+        if injection.is_victim:
+            injection.mark()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class LongExport(Fault):
+    """Rank 0 works after the last step, for longer than any limit, and reports progress: it must be allowed to finish.
+
+    Its run may take neither for a hang, and no other rank may leave meanwhile: a scheduler would kill rank 0 then.
+    """
+
+    name, title, waits, after_training = "long-export", "long work at the end", True, True
+    ends, says = (ExitCode.FINISHED,), (r"finished the work at the end",)
+    hint = "a hook or a launcher of your own ends ranks that wait: see launch.hang_timeout_s"
+
+    def refusal(self, subject: Subject) -> str:
+        return "one process: there is no other rank to leave early" if subject.ranks == 1 else ""
+
+    def prepare(self, injection: Injection, context: TrainContext) -> None:
+        self._duration_s = LONGER * (context.job.launch.hang_timeout_s or LEAST_S)
+
+    def at_train_end(self, injection: Injection, context: TrainContext) -> None:
+        from forge_core import report_progress
+
+        if not injection.is_victim:
+            return
+        injection.mark()
+        parent, ranks = os.getppid(), int(os.environ["WORLD_SIZE"])
+        end = time.monotonic() + self._duration_s
+        while (left_s := end - time.monotonic()) > 0:
+            report_progress("exporting, for a drill", self._duration_s - left_s, self._duration_s)
+            time.sleep(min(0.5, left_s))
+        there = len(Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+        words = "with every rank still there" if there >= ranks else f"when only {there} of {ranks} ranks were left"
+        print(f"finished the work at the end, {words}", flush=True)
+
+    def objection(self, code: int, said: str) -> str:
+        return "other ranks left meanwhile: SLURM kills rank 0 then" if "when only" in said else ""
 
 
 class Deadlock(Fault):
@@ -434,7 +493,7 @@ def flip_bit(tensor: Tensor) -> None:
 
 
 ORDER = (
-    *(Killed, Frozen, Deadlock, Raises, Stop, SecondSignal, InSave, DiskFull, Damaged),
+    *(Killed, Frozen, FrozenAtEnd, LongExport, Deadlock, Raises, Stop, SecondSignal, InSave, DiskFull, Damaged),
     *(Infinite, Spike, GradientBit, WeightBit, Slow),
 )
 FAULTS: Mapping[str, type[Fault]] = {fault.name: fault for fault in ORDER}

@@ -94,6 +94,10 @@ class Injection:
         if self._steps <= context.step < context.job.train.steps:
             context.request_stop(f"the drill's last step, {self._steps}", final=True)
 
+    def training_ends(self, context: TrainContext) -> None:
+        if self._fault is not None and self._armed:
+            self._fault.at_train_end(self, context)
+
     def watch_storage(self, storage: Storage) -> None:
         """Take part in the saves of a storage."""
         self._storage = storage

@@ -77,5 +77,8 @@ class DrillSteps(TrainingHook):
     def on_step_end(self, context: StepContext) -> None:
         self._injection.step_ends(context)
 
+    def on_train_end(self, context: TrainContext) -> None:
+        self._injection.training_ends(context)
+
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -63,6 +63,8 @@ class Subject:
         """The step in which a fault is injected: the one before the second save, or the one that it follows."""
         if fault.twice_as_long:
             return self.steps + 1
+        if fault.after_training:
+            return self.steps
         return 2 * self.interval - (0 if fault.in_save else 1)
 
     def steps_of(self, fault: Fault) -> int:

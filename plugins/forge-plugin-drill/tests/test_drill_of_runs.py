@@ -121,15 +121,16 @@ def test_every_fault_on_two_ranks():
     code, told = drill("--nproc=2", "--launch.hang_timeout_s=5")
     faults = {(fault["fault"], fault["rank"]): fault for fault in told["faults"]}
     assert code == 0, [fault["reason"] for fault in faults.values()]
-    both = {(name, rank) for name in ("killed", "frozen", "raises") for rank in (0, 1)}
-    first = {(name, 0) for name in ("stop", "second-signal", "save", "disk-full", "damaged")}
+    both = {(name, rank) for name in ("killed", "frozen", "frozen-at-end", "raises") for rank in (0, 1)}
+    first = {(name, 0) for name in ("long-export", "stop", "second-signal", "save", "disk-full", "damaged")}
     assert set(faults) == both | first | {("deadlock", 1), ("infinite", 1)}
-    for name in ("killed", "frozen", "raises"):
+    for name in ("killed", "frozen", "frozen-at-end", "raises"):
         for rank in (0, 1):
             assert f"rank {rank}" in faults[name, rank]["said"]
     assert all(f["curve"] == "equal to the bit" for key, f in faults.items() if key[0] != "infinite")
     assert faults["infinite", 1]["curve"].startswith("equal to the bit up to step 6, then without one update")
     assert faults["stop", 0]["steps_lost"] == 0
+    assert faults["long-export", 0]["said"] == "finished the work at the end, with every rank still there"
     assert faults["damaged", 0]["steps_lost"] == 3
     assert {each["fault"] for each in told["not_drilled"]} == {"spike", "gradient-bit", "weight-bit", "slow"}
     assert not marked()

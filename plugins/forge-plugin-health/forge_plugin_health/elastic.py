@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,8 +126,9 @@ class Run:
         resume = "auto" if self.starts and self.resume == "never" else self.resume
         self.starts += 1
         command = [sys.executable, "-m", "forge_core", "run", *self.arguments, f"--resume={resume}", "--nproc=1"]
-        more = {"popen": self.popen} if self.popen is not None else {}
-        ended = Supervisor(command, ranks, folder / "logs", self.job.launch.grace_s, **more).run()
+        popen = self.popen or subprocess.Popen
+        limits = self.job.launch.grace_s, self.job.launch.silence_timeout_s
+        ended = Supervisor(command, ranks, folder / "logs", *limits, popen=popen).run()
         return Attempt(code=ended.code, message=ended.message, began=began, step=self.step())
 
     def step(self) -> int:

@@ -8,12 +8,13 @@ It imports no torch: it must start, and note what happened, on a node whose GPUs
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -43,6 +44,11 @@ WORDS_S = 1.0
 """Seconds in which SLURM writes its line about the end of a job to the log."""
 TRIES = 5
 TRY_S = 3.0
+LATE_S = 300.0
+"""Seconds that the other tasks have once one has ended with an error: a frozen one would keep the nodes."""
+LOOK_S = 10.0
+TWICE_S = 0.3
+"""Between two SIGINT that srun takes for a request to kill all tasks: less than a second."""
 END_S = 120.0
 """Seconds in which SLURM ends a job that was queued again."""
 
@@ -54,8 +60,8 @@ class BatchStep:
         self.terminated = False
         self._srun: subprocess.Popen | None = None
 
-    def run(self, command: Sequence[str]) -> int:
-        """Run srun to its end, and return its exit code."""
+    def run(self, command: Sequence[str], a_task_failed: Callable[[], bool] = lambda: False) -> int:
+        """Run srun to its end, and return its exit code; tasks that stay once one has failed are killed."""
         # SIGTERM must not end this process, as it would a shell: somebody has to note what happened, and SLURM ends
         # steps before their batch script anyway. It is not passed on, since SLURM sends it to the ranks itself, and a
         # second signal would end them without a save.
@@ -63,8 +69,24 @@ class BatchStep:
         for number in (signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._pass_on)
         self._srun = subprocess.Popen(command)
-        code = self._srun.wait()
+        code = self._wait(a_task_failed)
         return code if code >= 0 else 128 - code
+
+    def _wait(self, a_task_failed: Callable[[], bool]) -> int:
+        assert self._srun is not None
+        failed_at: float | None = None
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return self._srun.wait(LOOK_S)
+            if failed_at is None and a_task_failed():
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() - failed_at > LATE_S:
+                text = f"tasks are left {LATE_S:g} s after another has failed, and are killed"
+                print(f"forge-run submit: {text}", file=sys.stderr, flush=True)
+                self._srun.send_signal(signal.SIGINT)
+                time.sleep(TWICE_S)
+                self._srun.send_signal(signal.SIGINT)
+                failed_at = time.monotonic()  # should that not have been enough
 
     def wait_for_end(self, seconds: float) -> None:
         """Wait until SLURM ends this job, which was queued again: an exit would count as the job's own."""
@@ -102,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         _end(run, evolve(attempt, ended=time.time(), kind=before[-1].kind, action=ENDED, reason=refusal))
         return ExitCode.FAILED
     batch = BatchStep()
-    code = batch.run(command)
+    code = batch.run(command, lambda: bool(read_log(log, offset).hosts))
     outcome = observe(run, attempt, code, batch, log, offset)
     attempt = decide(_with_steps(run, attempt, outcome), outcome, before, policy)
     _end(run, attempt)
@@ -221,11 +243,19 @@ def observe(run: Path, attempt: Attempt, code: int, batch: BatchStep, log: Path 
         stop_reason=words.stop_reason,
         error=error,
         error_step=step,
+        trained=_trained(run, attempt),
         rank=rank,
         killed="; ".join(f"task {task} on {node}: {cause}" for task, (node, cause) in sorted(words.killed.items())[:4]),
         failed_nodes=words.failed_nodes,
         suspects=_suspects(words, rank, host),
     )
+
+
+def _trained(run: Path, attempt: Attempt) -> bool:
+    """Whether this attempt has saved the last step."""
+    progress = read_json(run / FOLDER / PROGRESS)
+    is_own = (progress.get("job"), progress.get("restart")) == (attempt.job, attempt.restart)
+    return is_own and progress["saved"] >= progress.get("steps", math.inf)
 
 
 def _controller_facts(job: str) -> tuple[dict[str, str], float | None]:

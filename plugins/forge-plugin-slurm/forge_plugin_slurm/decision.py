@@ -51,6 +51,8 @@ class Outcome:
     """Why Forge stopped and saved; empty if it did not."""
     error: str = ""
     error_step: int | None = None
+    trained: bool = False
+    """Whether the last step was saved, so that only the work at the end of the run was left."""
     rank: int | None = None
     killed: str = ""
     """Words about tasks that were killed: `task 3 on gpu07: Killed`."""
@@ -138,7 +140,8 @@ def _on(nodes: Sequence[str]) -> str:
 def _blamed(kind: str, outcome: Outcome) -> tuple[str, ...]:
     if kind == "node":
         return outcome.failed_nodes
-    machine = kind == "failed" and (outcome.killed or _MACHINE.search(outcome.error))
+    # What is killed after the last step, an export say, was too large or too slow: other nodes would do no better
+    machine = kind == "failed" and not outcome.trained and (outcome.killed or _MACHINE.search(outcome.error))
     return outcome.suspects if machine else ()
 
 

@@ -123,6 +123,7 @@ class Slurm(TrainingHook):
         if context.folder is None:
             return
         facts = {"job": self._job, "restart": self._restart, "began": self._began_step, "saved": self._saved}
+        facts["steps"] = context.job.train.steps
         write_json(self._folder(context) / PROGRESS, facts | {"slowest_save_s": self.slowest_save_s} | more)
 
     def _folder(self, context: TrainContext) -> Path:

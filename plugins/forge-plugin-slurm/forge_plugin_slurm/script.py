@@ -12,9 +12,6 @@ from attrs import frozen
 from forge_plugin_slurm.cluster import Cluster
 from forge_plugin_slurm.records import FOLDER, SCRIPT
 
-LATE_S = 300
-"""Seconds after the first task's end in which srun lets the others end, before it kills them."""
-
 
 @frozen(kw_only=True)
 class RunScript:
@@ -51,8 +48,9 @@ class RunScript:
         ]
         attempt = [sys.executable, "-P", "-m", "forge_plugin_slurm.attempt", str(self.run), *policy, "--"]
         # Not --kill-on-bad-exit: ranks that saved exit with 75 one after the other, and the first would have the others
-        # killed in their last words. Forge ends ranks whose peers have failed; --wait is for those that cannot hear it.
-        srun = ["srun", "--kill-on-bad-exit=0", f"--wait={LATE_S}"]
+        # killed in their last words. Nor --wait, which would kill what is left some time after the first end, a good
+        # one too. Forge ends ranks whose peers have failed; `attempt` ends the step of those that cannot hear it.
+        srun = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
         if self.cluster.cpus_per_task:  # which srun no longer takes from sbatch, from SLURM 22.05 on
             srun.append(f"--cpus-per-task={self.cluster.cpus_per_task}")
         train = [sys.executable, "-m", "forge_core", "run", *self.words]

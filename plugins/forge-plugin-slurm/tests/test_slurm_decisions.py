@@ -145,3 +145,10 @@ def test_a_node_on_which_tasks_were_killed_or_devices_failed_twice_is_left_out()
 def test_an_exception_in_the_users_code_blames_no_node() -> None:
     error = Outcome(code=1, error="ValueError: no", suspects=("gpu07",), error_step=3)
     assert decided(error).blamed == ()
+
+
+def test_a_task_that_is_killed_after_the_last_step_blames_no_node() -> None:
+    """An export that takes too much memory does so on every node; the job is held in the end."""
+    killed = Outcome(code=137, killed="task 0 on gpu07: Killed", suspects=("gpu07",), trained=True)
+    assert decided(killed).blamed == ()
+    assert decided(evolve(killed, trained=False)).blamed == ("gpu07",)

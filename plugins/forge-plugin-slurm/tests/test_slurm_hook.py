@@ -49,7 +49,7 @@ def test_a_run_stops_when_the_margin_is_reached(allocation, job, train):
     assert summary.step == 1
     assert summary.stopped.startswith("time limit: SLURM job 17 ends in ")
     assert progress(summary) | {"slowest_save_s": 0} == {
-        "job": "17", "restart": 0, "began": 0, "saved": 1, "ended": 1, "slowest_save_s": 0,
+        "job": "17", "restart": 0, "began": 0, "saved": 1, "steps": 6, "ended": 1, "slowest_save_s": 0,
     }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_the_script_has_what_the_cluster_file_the_options_and_sbatch_say(submit:
     assert command[1].split() == [
         "srun",
         "--kill-on-bad-exit=0",
-        "--wait=300",
+        "--wait=0",
         "--cpus-per-task=12",
         "--mpi=none",
         "\\",

@@ -1,0 +1,47 @@
+"""The batch script around srun, for which a stand-in is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_plugin_slurm import attempt
+from forge_plugin_slurm.attempt import BatchStep
+from forge_plugin_slurm.records import FOLDER, PROGRESS, Attempt, write_json
+
+SRUN = """
+import signal, sys, time
+asked = []
+signal.signal(signal.SIGINT, lambda *_: asked.append(time.monotonic()))
+while len(asked) < 2 or asked[-1] - asked[-2] > 1:
+    time.sleep(0.01)
+sys.exit(137)
+"""
+
+
+def test_tasks_that_stay_after_another_has_failed_are_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """srun --wait=0 would wait for a frozen one until the time limit. srun ends its tasks at two SIGINT in a second."""
+    monkeypatch.setattr(attempt, "LOOK_S", 0.2)
+    monkeypatch.setattr(attempt, "LATE_S", 0.5)
+    assert BatchStep().run([sys.executable, "-c", SRUN], lambda: True) == 137
+    assert "tasks are left 0.5 s after another has failed" in capsys.readouterr().err
+
+
+def test_tasks_of_which_none_has_failed_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "LOOK_S", 0.1)
+    monkeypatch.setattr(attempt, "LATE_S", 0.2)
+    assert BatchStep().run([sys.executable, "-c", "import time; time.sleep(1)"], lambda: False) == 0
+
+
+@pytest.mark.parametrize(("saved", "restart", "trained"), [(60, 1, True), (55, 1, False), (60, 0, False)])
+def test_a_run_is_trained_when_this_attempt_has_saved_the_last_step(
+    tmp_path: Path, saved: int, restart: int, trained: bool
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+    facts = {"job": "17", "restart": restart, "began": 0, "saved": saved, "steps": 60}
+    write_json(tmp_path / FOLDER / PROGRESS, facts)
+    assert attempt._trained(tmp_path, Attempt(job="17", restart=1, began=0.0)) == trained
