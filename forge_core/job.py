@@ -62,7 +62,8 @@ class TrainSection:
     """When loss or gradients are not finite: skip the update, stop the run, or ignore it and update all the same: then
     clipping by an infinite norm makes gradients 0, and NaN where they are infinite, as torch's does."""
     non_finite_limit: int = field(default=10, validator=gt(0), metadata=SAFE)
-    """With `skip`: skipped updates in a row that stop the run (exit code 76)."""
+    """With `skip`: skipped updates in a row that stop the run (exit code 76). A run that ends with a skipped update, or
+    with an evaluation that is not finite, exits with 76 too."""
     dry_run: Literal["auto", "always", "never"] = field(default="auto", metadata=SAFE)
     """Before training, one forward and backward of the largest shapes, which leaves no trace, to find errors and the
     peak of memory early. auto: on an accelerator only."""

@@ -218,7 +218,7 @@ class Saver:
         self._on_saved = on_saved
         self._pending: tuple[int, Future[Path]] | None = None
         """The step that a background thread is writing."""
-        self.evaluation: Mapping[str, Any] = {}
+        self.evaluation: dict[str, Any] = {}
         self.ended = ""
         """Why the run has ended for good, for its last checkpoint."""
         self.saved_step: int | None = None
@@ -240,6 +240,8 @@ class Saver:
         """Record this evaluation in all checkpoints from now on."""
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self.evaluation = {"step": step, "metrics": finite}
+        if not_finite := [name for name in metrics if name not in finite]:
+            self.evaluation["not_finite"] = not_finite
         if self._section.keep_best and self._section.best_metric not in metrics:
             known = ", ".join(metrics)
             self._checkpoints.warn(f"checkpoint.best_metric = {self._section.best_metric!r} is none of {known}")

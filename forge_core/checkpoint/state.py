@@ -46,6 +46,8 @@ class Progress:
     skipped: int = 0
     """Updates that were skipped."""
     skipped_in_a_row: int = 0
+    finite: bool = True
+    """Whether loss and gradients of the last step were finite; with `train.non_finite = "ignore"`, the loss."""
     schedule: float | None = None
     """Factor of the schedule for the last update; None before the first."""
     leave_out_until: int = 0

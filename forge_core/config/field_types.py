@@ -6,6 +6,7 @@ Reading is strict because Python's own conversions (`int("3")`, `bool("false")`)
 from __future__ import annotations
 
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence, Set
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeGuard
 
 import attrs
 
-from forge_core.contracts.components import Component
+from forge_core.contracts.components import AnyFloat, Component
 from forge_core.contracts.errors import SURE, did_you_mean
 
 SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,), Path: (str,)}
@@ -181,7 +182,19 @@ def read_scalar(value: Any, type_: Any) -> Any:
     """A bool, number, string or path as `type_`, or a member of a `Literal` or an enumeration; raises `Mismatch`."""
     if not fits(value, type_):
         raise unexpected(value, type_)
-    return value if is_literal(type_) else type_(value)
+    if is_literal(type_):
+        return value
+    try:
+        return finite(type_(value), type_)
+    except OverflowError:  # an integer of more than 308 digits
+        raise Mismatch(f"is too large for {type_name(type_)}") from None
+
+
+def finite(value: Any, type_: Any) -> Any:
+    """`value`; a `Mismatch` if it is an infinite or NaN float, unless `type_` is `AnyFloat`."""
+    if isinstance(value, float) and not math.isfinite(value) and AnyFloat not in members(type_):
+        raise Mismatch(f"must be finite, got {value}")
+    return value
 
 
 def fits(value: Any, type_: Any) -> bool:

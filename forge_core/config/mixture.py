@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from forge_core.contracts.errors import Problem, did_you_mean
@@ -64,9 +63,6 @@ def _source_problems(job: Job) -> Iterator[Problem]:
 def _weight_problems(job: Job) -> Iterator[Problem]:
     for number, source in enumerate(job.data.sources):
         yield from _weight_problem(f"data.sources.{number}.weight", source.weight)
-        if not math.isfinite(source.max_epochs):
-            path = f"data.sources.{number}.max_epochs"
-            yield Problem(path, f"must be a finite number, got {source.max_epochs}; 0 is no limit")
     names = source_names(job)
     for number, phase in enumerate(job.data.phases):
         for name, weight in phase.weights.items():
@@ -78,8 +74,8 @@ def _weight_problems(job: Job) -> Iterator[Problem]:
 
 
 def _weight_problem(path: str, weight: float) -> Iterator[Problem]:
-    if not (math.isfinite(weight) and weight >= 0):
-        yield Problem(path, f"must be a finite number >= 0, got {weight}")
+    if weight < 0:
+        yield Problem(path, f"must be >= 0, got {weight}")
 
 
 def _phase_problems(job: Job) -> Iterator[Problem]:

@@ -68,6 +68,10 @@ def when_resumed(change: WhenResumed) -> dict[str, WhenResumed]:
     return {"when_resumed": change}
 
 
+class AnyFloat(float):
+    """Type of a key that may be `inf`, `-inf` or `nan`: a job refuses these in every other `float`."""
+
+
 Built = TypeVar("Built")
 
 

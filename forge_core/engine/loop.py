@@ -20,7 +20,7 @@ from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.state import Progress
 from forge_core.contracts.contexts import CheckpointContext, Requests, Rollback, StepContext, TrainContext
 from forge_core.contracts.data import Batch
-from forge_core.contracts.errors import CheckpointError, ForgeError, NonFiniteError, memory_words
+from forge_core.contracts.errors import CheckpointError, ForgeError, NonFiniteError, listed, memory_words
 from forge_core.contracts.runtime import State
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
@@ -140,6 +140,7 @@ class Loop:
         before, step = go_back(rollback, self._run, self._checkpoints), self.progress.step
         # Only now, as flushed lines may have asked for the end of a run that is finite again
         self.requests.rollback, self.requests.non_finite, self.progress.skipped_in_a_row = None, "", 0
+        self.progress.finite = True
         last = self.progress.leave_out_until = step + rollback.leave_out
         left_out = f"; the data of steps {step + 1} to {last} are left out" if rollback.leave_out else ""
         way = "back" if before.step <= step else "forward"  # a group of ranks that was behind takes another's state
@@ -178,9 +179,18 @@ class Loop:
             self._evaluate()
         self._save_at_end()
         self._saver.close()
-        if self.requests.non_finite:
-            raise NonFiniteError(f"{self.requests.non_finite}; the state is saved")
+        if reason := self.requests.non_finite or self._not_finite():
+            raise NonFiniteError(f"{reason}; the state is saved")
         self._hooks("on_train_end", self._context())
+
+    def _not_finite(self) -> str:
+        """Why this end is no success, although the policy let the run reach it; empty if it is one. Collective."""
+        reasons = [] if self.progress.finite else [f"loss or gradients of step {self.progress.step} are not finite"]
+        if names := self._saver.evaluation.get("not_finite"):
+            reasons.append(f"{listed(names)} of the last evaluation, at step {self._saver.evaluation['step']}")
+        # A run that was stopped by request goes on from here: its policy decides there
+        ended = self.progress.step >= self._job.train.steps or self.requests.final
+        return agreed_reason(f"not finite at the end of the run: {'; '.join(reasons)}" if ended and reasons else "")
 
     def _save_at_end(self) -> None:
         self._saver.settle()
@@ -328,6 +338,7 @@ def follow_non_finite(train: TrainSection, progress: Progress, requests: Request
     is_finite = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])  # then a hook has skipped it
     limit = 1 if train.non_finite == "stop" and not is_finite else train.non_finite_limit
     # Here and not where the update was skipped: with `found_inf` the host learns of it up to two steps later.
+    progress.finite = is_finite or (train.non_finite == "ignore" and math.isfinite(record["loss"]))
     progress.skipped += bool(record.get("skipped"))
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if record.get("skipped") else 0
     if progress.skipped_in_a_row >= limit and not requests.non_finite:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forge_core.checkpoint.manager import Checkpoints, Retention, State
 from forge_core.checkpoint.storage import LocalStorage
-from forge_core.contracts.components import EvaluationComponent, TrainingHook
+from forge_core.contracts.components import AnyFloat, EvaluationComponent, TrainingHook
 from forge_core.contracts.errors import JobError
 
 STEPS = st.lists(st.integers(0, 200), unique=True).map(sorted)
@@ -110,7 +110,7 @@ def test_the_end_is_saved_in_any_case(make_job, train):
 class Losses(EvaluationComponent):
     """A loss as written down, by step."""
 
-    values: tuple[float, ...]
+    values: tuple[AnyFloat, ...]
 
     def evaluate(self, context):
         return {"eval/loss": self.values[context.step - 1], "eval/odd": -self.values[context.step - 1]}

@@ -32,7 +32,7 @@ from job_parts import (
 from forge_core.config.load import complete, load_job
 from forge_core.config.structure import INVALID, structure
 from forge_core.config.tree import Origin, annotate
-from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, default_type
+from forge_core.contracts.components import AnyFloat, OptimizerComponent, SchedulerComponent, default_type
 from forge_core.contracts.errors import JobError
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
@@ -85,6 +85,7 @@ class TestTypes:
             ("a", str | tuple[str, ...], "a"),
             (["a"], str | tuple[str, ...], ("a",)),
             (3, float | int, 3),
+            (float("inf"), AnyFloat, AnyFloat("inf")),
             (3, SCHEDULE, 3.0),
             ({"type": "cosine"}, SCHEDULE, Cosine()),
             ({"type": "cosine"}, float | SchedulerComponent | None, Cosine()),
@@ -106,6 +107,11 @@ class TestTypes:
             (float("inf"), int, "expected int, got float inf"),
             (True, float, "expected float, got bool true"),
             ("x", float, "expected float, got str 'x'"),
+            (float("inf"), float, "must be finite, got inf"),
+            (float("nan"), float | None, "must be finite, got nan"),
+            (10**400, float, "is too large for float"),
+            ([0.9, float("-inf")], tuple[float, float], "1: must be finite, got -inf"),
+            ({"a": float("inf")}, Mapping[str, float], "a: must be finite, got inf"),
             (1, bool, "expected bool, got int 1; write true"),
             ("false", bool, "expected bool, got str 'false'; write false"),
             (2, str, 'expected str, got int 2; write "2"'),

@@ -90,9 +90,47 @@ def test_policy_stop_ends_at_the_first(make_job, train, tmp_path):
     assert (tmp_path / "run/checkpoints/step-2").is_dir()
 
 
+def test_a_run_whose_last_update_was_skipped_is_no_success_however_often_it_is_started(make_job, train):
+    with pytest.raises(NonFiniteError, match="loss or gradients of step 4 are not finite") as caught:
+        train(make_job(), Poison(at=(4,)))
+    assert caught.value.exit_code == ExitCode.NON_FINITE
+    with pytest.raises(NonFiniteError, match="step 4"):
+        train(make_job())
+    assert train(make_job(steps=5)).exit_code == ExitCode.FINISHED, "a longer run has another end"
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_run_whose_last_evaluation_is_not_finite_is_no_success(make_job, train, final):
+    @define(kw_only=True, slots=False)
+    class Spoil(TrainingHook):
+        def on_step_end(self, context):
+            if context.step == 4:
+                context.model.head.weight.data.fill_(torch.nan)
+
+        def on_eval_end(self, context, metrics):
+            if final:
+                context.request_stop("early", final=True)
+
+    job = make_job(steps=9 if final else 4, eval={"interval": 4})
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match="eval/loss"):
+            train(job, Spoil())
+
+
+def test_a_stop_by_request_between_skipped_updates_is_left_to_the_policy(make_job, train):
+    @define(kw_only=True, slots=False)
+    class Stop(TrainingHook):
+        def on_step_end(self, context):
+            if context.step == 2:
+                context.request_stop("as the test says")
+
+    assert train(make_job(), Poison(at=(2,)), Stop()).exit_code == ExitCode.STOPPED
+
+
 def test_policy_ignore_updates_all_the_same(make_job, train):
     poison = Poison(at=(2,))
-    train(make_job(non_finite="ignore", steps=2), poison)
+    with pytest.raises(NonFiniteError, match="eval/loss"):
+        train(make_job(non_finite="ignore", steps=2), poison)
     assert not poison.unchanged
 
 
