@@ -40,13 +40,26 @@ MakeObjective = Callable[["Head", "Batch", Workspace], Objective]
 """(head, batch, workspace) -> the objective of this micro-batch."""
 
 
-def default_chunk_tokens(device: torch.device) -> int:
-    """Positions a chunk. Each chunk costs one pass over the gradient of the head, for every size of the vocabulary.
+LOGITS_BYTES = {"cpu": 1 << 28}
+"""By type of device, what the float32 logits of one chunk take at most; elsewhere `LOGITS_BYTES_ELSEWHERE`."""
+LOGITS_BYTES_ELSEWHERE = 1 << 30
+FEWEST_CHUNK_TOKENS = 16
 
-    On the CPU 512 is within 5 % of the fastest (README, "Measurements"). Relative to its products, an accelerator's
-    memory is slower, so that this pass weighs eight times as much: 4096, by arithmetic and not by measurement.
+
+def most_chunk_tokens(device: torch.device) -> int:
+    """Positions per chunk, for vocabularies whose logits fit into the bytes of a chunk.
+
+    Each chunk costs one pass over the gradient of the head, for every size of the vocabulary. On the CPU 512 is within
+    5 % of the fastest (README, "Measurements"). Relative to its products, an accelerator's memory is slower, so that
+    this pass weighs eight times as much: 4096, by arithmetic and not by measurement.
     """
     return 512 if device.type == "cpu" else 4096
+
+
+def default_chunk_tokens(device: torch.device, vocab_size: int) -> int:
+    """Positions per chunk for a vocabulary of that size (this rank's slice of it): fewer, the larger it is."""
+    most_bytes = LOGITS_BYTES.get(device.type, LOGITS_BYTES_ELSEWHERE)
+    return max(FEWEST_CHUNK_TOKENS, min(most_chunk_tokens(device), most_bytes // (4 * vocab_size)))
 
 
 def chunked_loss(
@@ -69,10 +82,14 @@ def chunked_loss(
 def chunked(
     make: MakeObjective, chunk_tokens: int, auxiliary: Auxiliary | None, learned_only: bool = False
 ) -> LossFunction:
-    """Returns the loss of an objective, `chunk_tokens` positions at a time; `auxiliary`, if any, logs its metrics.
+    """Returns the loss of an objective, chunk by chunk; `auxiliary`, if any, logs its metrics.
 
-    `learned_only`: whether the objective reads nothing of the batch but its labels, so that it can be computed at
-    positions with a label alone.
+    Args:
+        make: makes the objective of a micro-batch.
+        chunk_tokens: positions per chunk; 0: see `default_chunk_tokens`.
+        auxiliary: receives the metrics of the objective.
+        learned_only: whether the objective reads nothing of the batch but its labels, so that it can be computed at
+            positions with a label alone.
     """
     workspace = Workspace()
 
@@ -85,7 +102,9 @@ def chunked(
         objective = make(head, batch, workspace)
         metrics: dict[str, Tensor] = {}
         with head.whole(hidden.dtype) as weights:
-            task = Task(head, weights, objective, chunk_tokens, workspace, torch.is_grad_enabled(), metrics)
+            # The rows of the largest weight are the vocabulary: of a linear head, and of one in parts at least.
+            rows = chunk_tokens or default_chunk_tokens(hidden.device, max(map(len, weights), default=1))
+            task = Task(head, weights, objective, rows, workspace, torch.is_grad_enabled(), metrics)
             total, losses_T = _Chunked.apply(task, hidden_TD, *weights)
         if learned_L is not None:
             losses_T = losses_T.new_zeros(labels.numel()).index_copy_(0, learned_L, losses_T)

@@ -42,7 +42,7 @@ def distillation_loss(
     Args:
         teacher: frozen, in evaluation mode, on the device of the batches.
         plain: the loss without a teacher, for evaluations.
-        chunk_tokens: positions whose logits exist at a time.
+        chunk_tokens: positions whose logits exist at a time; 0: see `default_chunk_tokens`.
         auxiliary: logs the divergence, unweighted.
         weight: share of the divergence in the objective.
         temperature: divides the logits of both models.

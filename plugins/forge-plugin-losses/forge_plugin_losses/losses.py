@@ -30,7 +30,8 @@ class ChunkedCrossEntropy(LossComponent):
     """
 
     chunk_tokens: int = field(default=0, validator=ge(0), metadata=when_resumed("safe"))
-    """Positions whose logits exist at a time. 0: 512 on the CPU, as measured (see the README), 4096 elsewhere."""
+    """Positions whose logits exist at a time. 0: 512 on the CPU, as measured (see the README), 4096 elsewhere; fewer
+    where their float32 logits would take more than 256 MB on the CPU, 1 GB elsewhere."""
     label_smoothing: float = field(default=0.0, validator=and_(ge(0), lt(1)))
     """Share of the target that is spread evenly over the vocabulary (Szegedy et al. 2016). Cross-entropy with that even
     part is logged unweighted as `loss/uniform`; the reported loss does not contain it."""
@@ -39,19 +40,20 @@ class ChunkedCrossEntropy(LossComponent):
     et al. 2022, section 5: 1e-4). Logged unweighted as `loss/z_loss`; the reported loss does not contain it."""
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
-        from forge_plugin_losses.chunked import default_chunk_tokens
+        from forge_plugin_losses.chunked import most_chunk_tokens
 
         if self.chunk_tokens:
             yield "loss", f"chunks of {self.chunk_tokens} positions", "loss.chunk_tokens"
         else:
             why = "measured" if context.device.type == "cpu" else "by arithmetic, not measured"
-            yield "loss", f"chunks of {default_chunk_tokens(context.device)} positions", why
+            yield "loss", f"chunks of at most {most_chunk_tokens(context.device)} positions", why
 
     def build(self, context: BuildContext) -> LossFunction:
-        from forge_plugin_losses.chunked import chunked_loss, default_chunk_tokens
+        from forge_plugin_losses.chunked import chunked_loss
 
-        chunk_tokens = self.chunk_tokens or default_chunk_tokens(context.device)
-        return chunked_loss(chunk_tokens, context.auxiliary, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        return chunked_loss(
+            self.chunk_tokens, context.auxiliary, label_smoothing=self.label_smoothing, z_loss=self.z_loss
+        )
 
 
 WHOLE = {"tp": "vocabulary", "pp": "layers", "cp": "sequences"}
@@ -93,7 +95,6 @@ class Distillation(ChunkedCrossEntropy):
         return [SameTeacher(teacher=self.teacher)]
 
     def build(self, context: BuildContext) -> LossFunction:
-        from forge_plugin_losses.chunked import default_chunk_tokens
         from forge_plugin_losses.distilled import distillation_loss
         from forge_plugin_losses.teacher import load_trained
 
@@ -105,7 +106,7 @@ class Distillation(ChunkedCrossEntropy):
         return distillation_loss(
             teacher.model,
             super().build(context),
-            self.chunk_tokens or default_chunk_tokens(context.device),
+            self.chunk_tokens,
             context.auxiliary,
             weight=self.weight,
             temperature=self.temperature,
