@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import inspect
@@ -11,8 +12,10 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDone
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 from fsspec.callbacks import Callback
@@ -25,12 +28,22 @@ LONGEST_PAUSE_S = 60.0
 MOST_PARTS = 10_000
 """Parts that S3 takes of one object."""
 BLOCK = 1 << 24
+LEAST_RATE = 1 << 18
+"""Bytes a second; a transfer that is slower than this counts as one that stands still."""
+PATIENT = 10
+"""How many times `timeout_s` a listing may take, which is many requests."""
+SLICE_S = 0.25
 
 
 class _Progress(Callback):  # type: ignore[misc]  # fsspec has no types
-    """Reports to the watchdog that bytes move."""
+    """Reports to the watchdog that bytes move, and counts for the deadline of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moves = 0
 
     def relative_update(self, inc: int = 1) -> None:
+        self.moves += 1
         report_progress("transferring")
 
 
@@ -54,6 +67,7 @@ class Bucket:
     ) -> None:
         self.url = url.rstrip("/")
         self._parallel, self._part, self._retries, self._backoff_s = parallel, part, retries, backoff_s
+        self._timeout_s = timeout_s
         # No listing is kept: other ranks, and other machines, write here
         settings: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         self._is_s3 = url.startswith(("s3://", "s3a://"))
@@ -83,6 +97,37 @@ class Bucket:
                 time.sleep(pause)
         raise AssertionError
 
+    def _call(
+        self, name: str, *args: Any, limit_s: float = 0, progress: _Progress | None = None, **settings: Any
+    ) -> Any:
+        """Call a method of the file system, which may stand still for `limit_s` seconds (0: `timeout_s`).
+
+        A deadline of our own: clients' limits on connecting and reading do not cover a request that was sent and is
+        never answered. A call that is given up is cancelled, where the client can.
+        """
+        if progress is not None:
+            settings["callback"] = progress
+        if self._fs.async_impl:
+            coroutine = getattr(self._fs, f"_{name}")(*args, **settings)
+            return self._await(asyncio.run_coroutine_threadsafe(coroutine, self._fs.loop), limit_s, progress)
+        return self._await(_in_thread(lambda: getattr(self._fs, name)(*args, **settings)), limit_s, progress)
+
+    def _await(self, future: Future[T], limit_s: float = 0, progress: _Progress | None = None) -> T:
+        limit_s, moves, idle_s = limit_s or self._timeout_s, 0, 0.0
+        while True:
+            try:
+                return future.result(timeout=min(SLICE_S, limit_s))
+            except NotDone:
+                if future.done():  # the call's own error
+                    raise
+            # In slices: time in which this process was stopped is no time of the store
+            idle_s += SLICE_S
+            if progress is not None and progress.moves != moves:
+                moves, idle_s = progress.moves, 0.0
+            if idle_s > limit_s:
+                future.cancel()
+                raise TimeoutError(f"the store did not answer for {limit_s:.3g} s")
+
     def in_parallel(self, action: Callable[[str], T], items: Sequence[str]) -> list[T]:
         """Call `action` on each, several at a time; the first error is raised after all have ended."""
         with ThreadPoolExecutor(max(1, min(self._parallel, len(items)))) as pool:
@@ -94,8 +139,8 @@ class Bucket:
 
         def probe() -> None:
             self._make_folder(path)
-            self._fs.pipe_file(f"{self._root}/{path}", b"x")
-            self._fs.rm_file(f"{self._root}/{path}")
+            self._call("pipe_file", f"{self._root}/{path}", b"x")
+            self._call("rm_file", f"{self._root}/{path}")
 
         try:
             self._attempt(path, probe, "written")
@@ -106,10 +151,13 @@ class Bucket:
         """Put a file, and check that the store has it as it is. `threads` files are on their way at a time."""
         size = local.stat().st_size
         part = max(self._part, -(-size // MOST_PARTS))
-        wanted = {"chunksize": part, "max_concurrency": max(1, self._parallel // threads), "callback": _Progress()}
+        at_once = max(1, self._parallel // threads)
+        wanted = {"chunksize": part, "max_concurrency": at_once}
         put = getattr(self._fs, "_put_file", self._fs.put_file)
         known = inspect.signature(put).parameters
-        settings = {name: value for name, value in wanted.items() if name in known}
+        settings: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
+        # Until the first part has arrived, or the whole file of a client that sends it in one piece, nothing moves
+        settings["limit_s"] = self._timeout_s + min(size, part * at_once if "chunksize" in known else size) / LEAST_RATE
         attempts = 0
 
         def put_once() -> None:
@@ -118,10 +166,10 @@ class Bucket:
             target = f"{self._root}/{path}"
             if self._on_disk:  # where a copy that is cut short would look like a file
                 self._make_folder(path)
-                self._fs.put_file(str(local), f"{target}.part")
+                self._call("put_file", str(local), f"{target}.part", limit_s=settings["limit_s"])
                 os.replace(f"{target}.part", target)
             else:
-                self._fs.put_file(str(local), target, **settings)
+                self._call("put_file", str(local), target, progress=_Progress(), **settings)
             self._check(local, path, size, part)
 
         try:
@@ -132,13 +180,14 @@ class Bucket:
             self._attempt(path, lambda: self._abort_uploads(path), "cleared")
 
     def _check(self, local: Path, path: str, size: int, part: int) -> None:
-        info = self._fs.info(f"{self._root}/{path}")
+        info = self._call("info", f"{self._root}/{path}")
         if info["size"] != size:
             raise OSError(f"the store has {info['size']} bytes of it, not {size}")
         stored = _stored_md5(info)
         if stored and self._etags_are_md5 and stored != _md5(local, part, in_parts="-" in stored):
             # Encrypted by a key of the user's, S3 answers with something else than an MD5: so read it once
-            if _digest(self._fs, f"{self._root}/{path}") != _digest(None, str(local)):
+            stored_bytes = _in_thread(lambda: _digest(self._fs, f"{self._root}/{path}"))
+            if self._await(stored_bytes, self._timeout_s + size / LEAST_RATE) != _digest(None, str(local)):
                 raise OSError("the store has other bytes than were sent")
             self._etags_are_md5 = False
 
@@ -147,7 +196,11 @@ class Bucket:
         unfinished = local.with_name(f"{local.name}.{uuid.uuid4().hex}.part")
 
         def get() -> None:
-            self._fs.get_file(f"{self._root}/{path}", str(unfinished), callback=_Progress())
+            source = f"{self._root}/{path}"
+            # S3's client reports each block; of others it is not known
+            size = BLOCK if self._is_s3 else self._call("info", source)["size"]
+            limit_s = self._timeout_s + size / LEAST_RATE
+            self._call("get_file", source, str(unfinished), limit_s=limit_s, progress=_Progress())
 
         try:
             self._attempt(path, get, "downloaded")
@@ -158,7 +211,7 @@ class Bucket:
     def folders(self) -> list[str]:
         """Names of the folders in it; empty if there is nothing."""
         try:
-            found = self._attempt("", lambda: self._fs.ls(self._root, detail=True), "listed")
+            found = self._attempt("", lambda: self._listing("ls", self._root), "listed")
         except FileNotFoundError:
             return []
         return [entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory"]
@@ -166,7 +219,7 @@ class Bucket:
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""
         try:
-            self._attempt(path, lambda: self._fs.info(f"{self._root}/{path}"), "looked for")
+            self._attempt(path, lambda: self._call("info", f"{self._root}/{path}"), "looked for")
         except FileNotFoundError:
             return False
         return True
@@ -174,13 +227,16 @@ class Bucket:
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of each object of a folder, by name."""
         root = f"{self._root}/{folder}"
-        found = self._attempt(folder, lambda: self._fs.find(root, detail=True, withdirs=False), "listed")
+        found = self._attempt(folder, lambda: self._listing("find", root, withdirs=False), "listed")
         return {entry["name"].rpartition("/")[2]: entry["size"] for entry in found.values()}
+
+    def _listing(self, name: str, folder: str, **settings: Any) -> Any:
+        return self._call(name, folder, detail=True, limit_s=PATIENT * self._timeout_s, **settings)
 
     def remove(self, path: str) -> None:
         """Delete an object, if it is there."""
         try:
-            self._attempt(path, lambda: self._fs.rm_file(f"{self._root}/{path}"), "deleted")
+            self._attempt(path, lambda: self._call("rm_file", f"{self._root}/{path}"), "deleted")
         except FileNotFoundError:
             return
 
@@ -204,7 +260,7 @@ class Bucket:
         query: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{key}/{prefix}"}
         found: list[tuple[str, str]] = []
         while True:
-            answer = self._fs.call_s3("list_multipart_uploads", **query)
+            answer = self._call("call_s3", "list_multipart_uploads", **query)
             found += [(entry["Key"], entry["UploadId"]) for entry in answer.get("Uploads", ())]
             if not answer.get("IsTruncated"):
                 return found
@@ -213,7 +269,7 @@ class Bucket:
     def _abort_uploads(self, prefix: str) -> None:
         bucket = self._root.partition("/")[0]
         for key, upload in self.unfinished_uploads(prefix):
-            self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+            self._call("call_s3", "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
 
     def abort_uploads(self) -> None:
         """Remove what uploads that were cut short have left anywhere in it."""
@@ -226,6 +282,24 @@ class Bucket:
     def _make_folder(self, path: str) -> None:
         if self._on_disk:
             os.makedirs(os.path.dirname(f"{self._root}/{path}"), exist_ok=True)
+
+
+def _in_thread(function: Callable[[], T]) -> Future[T]:
+    """The result of a function in a thread of its own; not of an executor, which the interpreter waits for at exit."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            if not future.cancelled():
+                future.set_exception(error)
+        else:
+            if not future.cancelled():
+                future.set_result(result)
+
+    Thread(target=work, name="forge-object-store", daemon=True).start()
+    return future
 
 
 def _stored_md5(info: Mapping[str, Any]) -> str:

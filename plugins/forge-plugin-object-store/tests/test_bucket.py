@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 from proxy import Rule
@@ -72,10 +73,31 @@ def test_a_store_that_is_down_is_an_error_with_url_attempts_and_cause(bucket, pr
     assert store.contents() == []
 
 
-def test_a_store_that_never_answers_is_given_up(bucket, proxy, large):
-    proxy.rules.append(Rule("POST", "stall"))
+@pytest.mark.parametrize("pattern", ["POST", "PUT .*partNumber"])
+def test_a_store_that_never_answers_is_given_up(bucket, proxy, large, monkeypatch, pattern):
+    monkeypatch.setattr("forge_plugin_object_store.bucket.LEAST_RATE", 1 << 28)
+    proxy.rules.append(Rule(pattern, "stall"))
     with pytest.raises(CheckpointError, match="2 attempts"):
         bucket(retries=1, timeout_s=0.3).upload(large, "step-1/large")
+
+
+def test_a_file_in_one_piece_that_is_never_answered_is_tried_again(bucket, proxy, store, tmp_path):
+    """The client's own limits cover connecting and reading: it waits for leave to send the body without one."""
+    (tmp_path / "small").write_bytes(os.urandom(40_000))
+    proxy.rules.append(Rule("PUT", "stall", times=1))
+    began = time.monotonic()
+    bucket(retries=1, timeout_s=1.0).upload(tmp_path / "small", "step-1/small")
+    assert time.monotonic() - began > 1
+    assert store.get("run/step-1/small") == (tmp_path / "small").read_bytes()
+    assert len([line for line in proxy.lines if line.startswith("PUT")]) == 2
+
+
+def test_a_slow_upload_that_moves_is_not_given_up(bucket, proxy, store, large, monkeypatch):
+    """Each part takes as long as the limit; all of them take several times as long."""
+    monkeypatch.setattr("forge_plugin_object_store.bucket.LEAST_RATE", 1 << 28)
+    proxy.rules.append(Rule("PUT .*partNumber", "delay", seconds=0.9))
+    bucket(retries=0, timeout_s=1.2, parallel=1).upload(large, "step-1/large")
+    assert store.get("run/step-1/large") == large.read_bytes()
 
 
 def test_attempts_come_at_growing_distance(bucket, proxy, large, monkeypatch):
@@ -92,13 +114,13 @@ def test_attempts_come_at_growing_distance(bucket, proxy, large, monkeypatch):
 def test_a_store_that_lost_bytes_is_noticed(bucket, store, large, monkeypatch):
     """The server says it has the object, of the same size, with other bytes."""
     ours = bucket(retries=0)
-    put = ours._fs.put_file
+    put = ours._fs._put_file
 
-    def put_other(local, remote, **settings):
-        put(local, remote, **settings)
+    async def put_other(local, remote, **settings):
+        await put(local, remote, **settings)
         store.put(remote.partition("/")[2], bytes(large.stat().st_size))
 
-    monkeypatch.setattr(ours._fs, "put_file", put_other)
+    monkeypatch.setattr(ours._fs, "_put_file", put_other)
     with pytest.raises(CheckpointError, match="the store has other bytes than were sent"):
         ours.upload(large, "step-1/large")
 

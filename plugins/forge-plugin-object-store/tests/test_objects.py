@@ -110,6 +110,13 @@ def test_a_start_on_the_same_machine_downloads_the_manifest_only(make, proxy):
     ] == ["manifest.json"]
 
 
+def test_a_manifest_whose_upload_is_never_answered_is_sent_again(make, proxy, store):
+    proxy.rules.append(Rule("PUT .*/step-2/manifest", "stall", times=1))
+    assert train(make()).step == 4
+    assert proxy.rules[0].hits == 2
+    assert store.steps() == [2, 4]
+
+
 @pytest.mark.parametrize("where", ["bucket", "cache"])
 def test_flipped_bytes_are_found_wherever_they_are(make, store, where):
     train(make())
