@@ -44,13 +44,15 @@ def run_folder(job: Job) -> Path:
 
 # --- its owner ---------------------------------------------------------------------------------------------------
 
-_held: set[IO[str]] = set()
+_held: dict[Path, IO[str]] = {}
+"""The open lock of each folder that this process owns, by its absolute path."""
 
 
 def _release_in_child() -> None:
     """A forked process shares the lock: a worker that outlives a killed run would keep its folder locked."""
-    for lock in _held:
+    for lock in _held.values():
         lock.close()
+    _held.clear()
 
 
 os.register_at_fork(after_in_child=_release_in_child)
@@ -68,18 +70,30 @@ def owned(folder: Path, advice: str = "give this run another job.name", patience
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
-        _held.add(lock)
+        _held[folder.absolute()] = lock
         try:
             yield
             lock.truncate(0)  # the lock of a run that died still names it
         finally:
-            _held.remove(lock)
-            if made and [path.name for path in folder.iterdir()] == [LOCK]:
+            is_own = not displaced(folder)
+            del _held[folder.absolute()]
+            if made and is_own and [path.name for path in folder.iterdir()] == [LOCK]:
                 # Before the lock is released: afterwards the file may be another process's
                 (folder / LOCK).unlink()
                 with suppress(OSError):  # one of its parents is in use by now
                     for path in made:
                         path.rmdir()
+
+
+def displaced(folder: Path) -> str:
+    """Why this process, which has taken the lock of `folder`, no longer owns what is there; empty if it does."""
+    if (lock := _held.get(folder.absolute())) is None:
+        return ""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if os.path.samestat(os.stat(folder / LOCK), os.fstat(lock.fileno())):
+            return ""
+        return f"{folder} was moved or removed while this run used it, and another run has begun there"
+    return f"{folder} was moved or removed while this run used it"
 
 
 def _lock(folder: Path, advice: str, deadline: float) -> IO[str]:

@@ -17,6 +17,7 @@ from attrs import asdict, evolve
 from forge_core.checkpoint.manager import Checkpoints, Saver
 from forge_core.checkpoint.resume import FLAG, Start
 from forge_core.checkpoint.run_diff import collect_provenance
+from forge_core.checkpoint.run_folder import displaced, run_folder
 from forge_core.checkpoint.state import Progress
 from forge_core.contracts.contexts import CheckpointContext, Requests, Rollback, StepContext, TrainContext
 from forge_core.contracts.data import Batch
@@ -166,11 +167,17 @@ class Loop:
 
     def _save(self, final: bool = False) -> None:
         self._beacon.enter("save")
+        self._check_folder()
         self.recorder.flush()  # so that the counters of skipped steps, which are part of the state, are up to date
         self.progress.samples = self._loader.state()
         self._saver.save(self.progress.step, snapshot(self._run, self.progress, self._provenance), final)
         self.requests.checkpoint = False
         self.recorder.clock.restart()
+
+    def _check_folder(self) -> None:
+        """End the run if its folder has another owner by now: nothing may be written there."""
+        if text := self._checkpoints.ranks.on_rank0(lambda: displaced(run_folder(self._job))):
+            raise ForgeError(f"{text}; this run ends at step {self.progress.step}, and saves nothing there")
 
     def _end(self) -> None:
         self._beacon.enter("end")
@@ -193,6 +200,7 @@ class Loop:
         return agreed_reason(f"not finite at the end of the run: {'; '.join(reasons)}" if ended and reasons else "")
 
     def _save_at_end(self) -> None:
+        self._check_folder()
         self._saver.settle()
         before, self._saver.ended = self._saver.ended, self.requests.stop if self.requests.final else ""
         if self._saver.saved_step == self.progress.step and self._saver.ended == before:

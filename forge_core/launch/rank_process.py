@@ -82,7 +82,7 @@ class RankProcess:
 
     def finish(self) -> None:
         """The work of this rank is done: from now on its exit is watched, if it is an exit of `run`."""
-        if self._log is not None:
+        if self._log is not None or self._launcher is not None:  # also of a launcher's only rank
             threading.Thread(target=self._watch_exit, name="forge-exit", daemon=True).start()
 
     def _watch_exit(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from forge_core.checkpoint.run_folder import LOCK, owned
-from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.components import DatasetComponent, TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_kit.run_owner import owner
 from forge_testing.processes import HANG_S
@@ -111,3 +112,38 @@ def test_a_worker_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
             pass
     finally:
         os.kill(worker, signal.SIGKILL)
+
+
+class Displaces(TrainingHook):
+    """Somebody moves the run folder after a step, or removes it, or starts another run there."""
+
+    def __init__(self, how, step):
+        self.how, self.step = how, step
+
+    def on_step_end(self, context):
+        if context.step != self.step:
+            return
+        if self.how == "removed":
+            shutil.rmtree(context.folder)
+            return
+        context.folder.rename(context.folder.with_name("moved"))
+        if self.how == "taken over":
+            context.folder.mkdir()
+            (context.folder / LOCK).write_text("process 7 on another-host\n")
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "taken over"])
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_run_whose_folder_was_displaced_ends_at_its_next_save(make_job, train, tmp_path, how, step):
+    job = make_job(steps=6, job={"output": str(tmp_path / "runs"), "name": "run"}, checkpoint={"interval": 2})
+    words = "another run has begun there" if how == "taken over" else "was moved or removed while this run used it"
+    with pytest.raises(ForgeError, match=words) as failure:
+        train(job, Displaces(how, step))
+    assert f"ends at step {4 if step == 3 else 6}, and saves nothing there" in str(failure.value)
+    folder = tmp_path / "runs/run"
+    assert folder.exists() == (how == "taken over")
+    if folder.exists():
+        assert [path.name for path in folder.iterdir()] == [LOCK]
+        assert (folder / LOCK).read_text() == "process 7 on another-host\n"
+    if how != "removed":
+        assert (tmp_path / "runs/moved/checkpoints/step-2/manifest.json").exists()
