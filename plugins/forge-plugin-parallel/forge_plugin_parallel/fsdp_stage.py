@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +16,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.pipelining import PipelineStage
 
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import further_blocks
 from forge_kit.generation import Generates, join
+from forge_kit.torch_internals import defer_reduction, reduce_gradients
 from forge_plugin_parallel.generation import ShardedGeneration
 
 if TYPE_CHECKING:
@@ -91,6 +90,8 @@ class FSDPStage(ParallelStage):
             model.set_is_last_backward(last)
             # In a pipeline other micro-batches are still to come: units freed now would be gathered again for each.
             model.set_reshard_after_backward(self._reshards or not self._pipelined)
+            if self._pipelined:
+                defer_reduction(model)
         yield
         if not backward:
             for unit in self._units:
@@ -99,9 +100,8 @@ class FSDPStage(ParallelStage):
     def complete_gradients(self, model: Model) -> None:
         """Reduce what the micro-batches of a pipeline have added up, and free what they left gathered."""
         if self._pipelined:
-            # The reduction of torch's pipeline stages, which reads only `submod`. FSDP has no public one: it reduces in
-            # hooks of the last backward pass, which is unknown here.
-            PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), grad_scale_factor=1)  # type: ignore[arg-type]
+            assert isinstance(model, FSDPModule)
+            reduce_gradients(model)
 
     def _shard(
         self, modules: list[nn.Module], reshard_after_forward: bool, mesh: DeviceMesh | None = None

@@ -6,19 +6,18 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
 from forge_core.contracts.runtime import StepOutput
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, global_rank
 from forge_kit.recomputing import Recomputing
+from forge_kit.torch_internals import reduce_gradients
 from forge_plugin_sdc.digests import bit_sums, digest, norms
 from forge_plugin_sdc.faults import CorruptionError, Fault, named
 
@@ -69,7 +68,7 @@ class CheckedExecutor:
         if isinstance(self._model, FSDPModule) and self._context.layout.pp > 1:
             # Left to `complete_gradients` otherwise, by which time it is too late to compare; what is reduced already
             # is not reduced again.
-            PipelineStage.perform_reduce_grad(SimpleNamespace(submod=self._model), grad_scale_factor=1)  # type: ignore[arg-type]
+            reduce_gradients(self._model)
         gradients = {n: p.grad for n, p in self._model.named_parameters() if p.grad is not None}
         loss = {"the loss": output.per_sequence[0]}
         return output, Computation(self._figures_of({**gradients, **loss}), local.figures if local else {})
