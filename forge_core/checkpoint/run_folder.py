@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import attrs
+from attrs import frozen
 
-from forge_core.checkpoint.storage import LocalStorage
+from forge_core.checkpoint.storage import MALFORMED, LocalStorage
 from forge_core.contracts.errors import ForgeError, JobError, Problem
+from forge_core.contracts.run_end import End
+from forge_core.files import write_atomically
 from forge_core.job import LOCAL_STORAGE
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.moved import forwarding
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 __getattr__ = forwarding(__name__, ["forge_kit.run_owner"])  # `owner` and `checkpoint_table` were here
 JOB = "job.toml"
+END = "end.json"
 LOCK = ".lock"
 UNKNOWN = "another process"
 TOKENIZER = "tokenizer"
@@ -77,8 +81,9 @@ def owned(folder: Path, advice: str = "give this run another job.name", patience
         finally:
             is_own = not displaced(folder)
             del _held[folder.absolute()]
-            if made and is_own and [path.name for path in folder.iterdir()] == [LOCK]:
-                # Before the lock is released: afterwards the file may be another process's
+            if made and is_own and {path.name for path in folder.iterdir()} <= {LOCK, END}:
+                # Before the lock is released: afterwards the files may be another process's
+                (folder / END).unlink(missing_ok=True)
                 (folder / LOCK).unlink()
                 with suppress(OSError):  # one of its parents is in use by now
                     for path in made:
@@ -131,6 +136,29 @@ def _take(lock: IO[str]) -> bool:
 
 
 # --- its records -------------------------------------------------------------------------------------------------
+
+
+@frozen
+class RunFolder:
+    """The files of a run. Commands and plugins read and write them by this class alone."""
+
+    path: Path
+
+    def end(self) -> End | None:
+        """How its last start ended; None while one is under way, or if that was killed as a whole."""
+        try:
+            return End.from_dict(json.loads((self.path / END).read_text(encoding="utf-8")))
+        except MALFORMED:
+            return None
+
+    def write_end(self, end: End, supersede: bool = False) -> None:
+        """Keep how a start ended. Without `supersede` its first record stays, as later ends follow from that."""
+        if not displaced(self.path) and (supersede or not (self.path / END).exists()):
+            write_atomically(self.path / END, json.dumps(end.to_dict()) + "\n")
+
+    def remove_end(self) -> None:
+        """Forget how an earlier start ended, as the next one begins."""
+        (self.path / END).unlink(missing_ok=True)
 
 
 def write_record(folder: Path, job_toml: str, provenance: Mapping[str, Any], plan: str) -> None:

@@ -10,6 +10,7 @@ import attrs
 from attrs import define, field, frozen
 
 from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.run_end import Cause, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +95,10 @@ class Requests:
     """Why this step's update shall be skipped; cleared at each step."""
     checkpoint: bool = False
     stop: str = ""
+    """Why the run shall end, in one line."""
+    cause: Cause = Cause.REQUEST
+    """Kind of that end."""
+    signal: str = ""
     final: bool = False
     """Whether the run shall end for good, and not be continued by the same command."""
     non_finite: str = ""
@@ -193,12 +198,19 @@ class StepContext(TrainContext):
         """Save after this step."""
         self.requests.checkpoint = True
 
-    def request_stop(self, reason: str, final: bool = False) -> None:
+    def request_stop(self, reason: str, final: bool = False, cause: Cause = Cause.REQUEST) -> None:
         """Save after this step and end the run: to be continued (exit code 75), or as a `final` one (exit code 0).
 
         A final end is noted in the checkpoint: the same command then says so and trains no further.
+
+        Args:
+            reason: for people. It is one line in the run's `end.json`: line breaks and other runs of whitespace become
+                one space.
+            final: end the run for good.
+            cause: `Cause.TIME` if the time of the job is nearly over, by which schedulers decide about another start.
         """
-        self.requests.stop, self.requests.final = reason, final or self.requests.final
+        self.requests.stop, self.requests.final = one_line(reason), final or self.requests.final
+        self.requests.cause = cause
 
     def request_rollback(self, reason: str, to: int | State | None = None, leave_out: int = 0) -> None:
         """Go back to an earlier state of model, optimizer, hooks and plugins, while steps, schedules and data go on.

@@ -22,6 +22,7 @@ from forge_core.checkpoint.state import Progress
 from forge_core.contracts.contexts import CheckpointContext, Requests, Rollback, StepContext, TrainContext
 from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import CheckpointError, ForgeError, NonFiniteError, listed, memory_words
+from forge_core.contracts.run_end import Cause
 from forge_core.contracts.runtime import State
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
@@ -47,6 +48,7 @@ class Loop:
         self._stepper = Stepper(run)
         self._provenance = collect_provenance(run.job, run.context.plugins.catalog, run.context.tokenizer)
         self.progress = restore(start, run, self._provenance, echo)
+        this_process.completed = lambda: self.progress.step
         self._loader = TrainLoader(run.job, run.datasets, run.context, self.progress)
         stack.callback(lambda: self._loader.close())  # noqa: PLW0108  a run that goes back makes another loader
         # Before the loggers write: what a person reads first is what will run.
@@ -306,7 +308,9 @@ class Agreement:
     def ask_to_stop(self, number: signal.Signals) -> None:
         """Note that this rank shall stop, on a signal."""
         # Nothing else: a signal comes at any point of a step, perhaps inside a collective, on each rank at another.
-        self._requests.stop = self._requests.stop or f"signal {number.name}"
+        if not self._requests.stop:
+            self._requests.stop, self._requests.signal = f"signal {number.name}", number.name
+            self._requests.cause = Cause.SIGNAL
 
     def reach(self) -> bool:
         """Agree on whether to end, and return whether to save. Collective."""
@@ -320,7 +324,7 @@ class Agreement:
         self.peaks = dict(zip(peaks, values[len(asked) :], strict=True))
         # Texts travel only in the step in which ranks have agreed that there is one: other steps cost four flags.
         if stop:
-            requests.stop = agreed_reason(requests.stop)
+            requests.stop, requests.cause, requests.signal = _agreed_stop(requests)
         if non_finite:
             requests.non_finite = agreed_reason(requests.non_finite)
         if rollback:
@@ -330,6 +334,13 @@ class Agreement:
         if not writing:  # on any rank: only now is a checkpoint that was written in the background whole
             self._saver.settle()
         return checkpoint
+
+
+def _agreed_stop(own: Requests) -> tuple[str, Cause, str]:
+    """Reason, cause and signal of this rank's request to stop, or else of the first rank that has one. Collective."""
+    every = gather_objects((own.stop, own.cause, own.signal))
+    rank, (reason, cause, name) = next((rank, each) for rank, each in enumerate(every) if each[0])
+    return (own.stop, own.cause, own.signal) if own.stop else (f"{reason} (rank {rank})", cause, name)
 
 
 def _agreed_rollback(own: Rollback | None) -> Rollback:

@@ -14,12 +14,13 @@ from attrs import frozen
 
 from forge_core.checkpoint.resume import find_start, open_checkpoints
 from forge_core.checkpoint.run_diff import collect_provenance, text_changes
-from forge_core.checkpoint.run_folder import LEASE_S, owned, run_folder
+from forge_core.checkpoint.run_folder import LEASE_S, RunFolder, owned, run_folder
 from forge_core.config.load import complete, dump_job, load_job
 from forge_core.config.rules import check_rules
 from forge_core.config.tree import Source
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import SHOWN, ExitCode, JobError
+from forge_core.contracts.run_end import Cause
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.loop import Loop
 from forge_core.job import Job
@@ -103,6 +104,7 @@ class Trainer:
             EndedElsewhere: another rank has ended the run.
         """
         folder = run_folder(self.job)
+        record = RunFolder(folder)
         beacon = ProgressBeacon()
         with ExitStack() as stack:
             rendezvous = stack.enter_context(_joined_run(self.job, beacon))
@@ -110,9 +112,10 @@ class Trainer:
             # One job on all ranks before any touches the folder; the folder before collectives, which cannot be ended.
             if rendezvous is not None:
                 _agree_on_job(rendezvous, self.job, self._catalog)
-                rendezvous.on_rank0("owned", lambda: stack.enter_context(owned(folder, patience_s=LEASE_S)))
+                rendezvous.on_rank0("owned", lambda: stack.enter_context(_begun(record)))
             elif global_rank() == 0:
-                stack.enter_context(owned(folder, patience_s=LEASE_S))
+                stack.enter_context(_begun(record))
+            ending = stack.enter_context(this_process.recording_end(global_rank(), record.write_end))
             self._on_folder(folder)  # only now is it certain that the run goes ahead in it
             beacon.enter("starting the process groups")
             context = build_context(self.job, self._catalog, folder)
@@ -126,11 +129,13 @@ class Trainer:
             loop = Loop(run, checkpoints, start, stack, self._echo if global_rank() == 0 else lambda text: None)
             loop.run()
             _meet(rendezvous, beacon)  # before the loggers say that the run has finished
-            step, recorder = loop.progress.step, loop.recorder
-            stopped, final = (loop.requests.stop, loop.requests.final) if step < self.job.train.steps else ("", False)
+            step, recorder, requests = loop.progress.step, loop.recorder, loop.requests
+            stopped, final = (requests.stop, requests.final) if step < self.job.train.steps else ("", False)
             loss, evaluation = recorder.last_loss, recorder.last_evaluation
             summary = Summary(step=step, loss=loss, evaluation=evaluation, folder=folder, stopped=stopped, final=final)
             recorder.ending = summary.exit_code, stopped
+            cause, name = (requests.cause, requests.signal) if stopped else (Cause.FINISHED, "")
+            ending |= {"code": summary.exit_code, "cause": cause, "reason": stopped, "final": final, "signal": name}
         return summary
 
     def _check(self) -> None:
@@ -140,6 +145,14 @@ class Trainer:
             return
         if problems := check_rules(self.job, self._catalog, world_size()):
             raise JobError(problems)
+
+
+@contextmanager
+def _begun(record: RunFolder) -> Iterator[None]:
+    """Own the run folder, which no longer has the end of an earlier start."""
+    with owned(record.path, patience_s=LEASE_S):
+        record.remove_end()
+        yield
 
 
 @contextmanager

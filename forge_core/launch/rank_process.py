@@ -17,10 +17,13 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+from attrs import evolve
+
 from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.run_end import Cause, End
 from forge_core.launch.failure_report import EndedElsewhere, FailureReport, describe, report_of
 from forge_core.launch.progress_beacon import ProgressBeacon
-from forge_core.launch.stop_requests import Deliver, StopRequests
+from forge_core.launch.stop_requests import Deliver, StopRequests, end_at_once
 from forge_core.launch.world import ALIVE, CONTROL, World
 
 if TYPE_CHECKING:
@@ -49,6 +52,9 @@ class RankProcess:
         self._stopping = threading.Lock()
         self._exit_limit_s = 0.0
         self._reported = False
+        self._write_end: Callable[[End], object] = lambda end: None
+        self.completed: Callable[[], int | None] = lambda: None
+        """Returns the completed steps of the run; None before it has begun to train."""
 
     def join(self, world: World, *limits_s: float) -> Rendezvous:
         """The connection to the other ranks, which the first call opens; `limits_s` are those of `Rendezvous`."""
@@ -109,10 +115,35 @@ class RankProcess:
             return
         self._launcher = socket.socket(fileno=int(os.environ[CONTROL])) if CONTROL in os.environ else None
         try:
-            with closing(StopRequests(self._stop_before_training, self._launcher)) as self._stop_requests:
+            requests = StopRequests(self._stop_before_training, self._launcher, self._end_at_once)
+            with closing(requests) as self._stop_requests:
                 yield
         finally:
             self._stop_requests = None
+
+    @contextmanager
+    def recording_end(self, rank: int, write: Callable[[End], object]) -> Iterator[dict[str, Any]]:
+        """Hand the end of the run to `write`: the error of this rank, or on rank 0 what the yielded table has."""
+        started, outcome = time.time(), dict[str, Any]()
+        self._write_end = lambda end: write(evolve(end, started=started))
+        self.completed = lambda: None
+        try:
+            yield outcome
+            if rank == 0:
+                self.record(End(step=self.completed(), **outcome))
+        except BaseException as error:
+            if self.rendezvous is None:  # a process alone, or a rank of a process group that the caller made
+                self.record(report_of(rank, error).end(self.completed()))
+            else:
+                self.end_run(error)
+            raise
+        finally:
+            self._write_end = lambda end: None
+
+    def record(self, end: End) -> None:
+        """Hand an end to the run folder. It keeps the first of a start, since others follow from it."""
+        with suppress(OSError):  # a full disk: the end itself has been shown
+            self._write_end(end)
 
     @contextmanager
     def delivering_stop_requests(self, deliver: Deliver) -> Iterator[None]:
@@ -120,7 +151,7 @@ class RankProcess:
         if threading.current_thread() is not threading.main_thread():
             yield
         elif self._stop_requests is None:  # a run that a script or a notebook has started
-            with closing(StopRequests(deliver)):
+            with closing(StopRequests(deliver, on_second=self._end_at_once)):
                 yield
         else:
             self._stop_requests.deliver = deliver
@@ -129,11 +160,18 @@ class RankProcess:
             finally:  # not back to `_stop_before_training`: a run that is about to exit has nothing left to stop
                 self._stop_requests.deliver = lambda number: None
 
+    def _end_at_once(self) -> None:
+        reason = "ended at once by a second signal, without a save"
+        self.record(End(code=ExitCode.SECOND_SIGNAL, cause=Cause.SIGNAL, reason=reason, step=self.completed()))
+        end_at_once()
+
     def _stop_before_training(self, number: signal.Signals) -> None:
         """End this process, from whichever thread: the main one may be in native code, which no signal interrupts."""
         if not self._stopping.acquire(blocking=False):  # the other of two threads that deliver one request
             return
-        text = f"forge-run: stopped by {number.name} before training began; there is nothing new to save"
+        reason = f"stopped by {number.name} before training began"
+        text = f"forge-run: {reason}; there is nothing new to save"
+        self.record(End(code=ExitCode.STOPPED, cause=Cause.SIGNAL, signal=number.name, reason=reason))
         report = FailureReport(rank=self._world.rank, code=ExitCode.STOPPED, text=text)
         if self.rendezvous is not None:
             with suppress(Exception):
@@ -175,6 +213,8 @@ class RankProcess:
                 self._launcher.sendall(report.to_json().encode() + b"\n")
         elif not report.echo:
             print(report.text, file=self._log.terminal if self._log else sys.stderr, flush=True)
+        if not report.echo:
+            self.record(report.end(self.completed()))
 
     def _exit(self, code: int) -> NoReturn:
         self.leave()

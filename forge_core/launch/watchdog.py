@@ -105,8 +105,8 @@ class Watchdog:
         try:  # each call may take `silence_s` when the server of the store is stopped
             self._rendezvous.set(HEARTBEAT, self._heartbeat(passed_s))
             report = self._rendezvous.ending()
-            if report is None and (text := self._silence(passed_s) or self._hang()):
-                report = self._rendezvous.end(FailureReport(rank=rank, text=text, hang=True))
+            if report is None and (hang := self._silence(passed_s) or self._hang()):
+                report = self._rendezvous.end(hang)
         except Exception as error:
             report = self._store_failure(error)
             self._end(report, 0.0 if report.hang else PATIENCE_S)
@@ -122,7 +122,8 @@ class Watchdog:
         if hang:
             text = f"the run hangs: {self._rendezvous.server} at {address} does not respond ({cause}): its process is"
             text += f" stopped, or its machine or network has gone; reported by rank {world.rank} on {self._host}"
-        return FailureReport(rank=world.rank, text=f"forge-run: {text}", hang=hang)
+        late, host = (0, world.address) if hang else (None, self._host)
+        return FailureReport(rank=world.rank, text=f"forge-run: {text}", reason=text, hang=hang, late=late, host=host)
 
     def _heartbeat(self, passed_s: float) -> dict[str, Any]:
         position, move = self._beacon.position, (self._beacon.position.count, ProgressBeacon.reports)
@@ -168,8 +169,8 @@ class Watchdog:
         longest_s = self._longest.get(self._phase, 0.0) + self._rendezvous.heartbeat_s  # which is how exact they are
         return min(max(LEAST_S, self._factor * longest_s), self._limit_s)
 
-    def _silence(self, passed_s: float) -> str:
-        """A report on ranks whose heartbeats stand still; empty if the next rank's does not, or not for long enough."""
+    def _silence(self, passed_s: float) -> FailureReport | None:
+        """A report on ranks whose heartbeats stand still; None if the next rank's does not, or not for long enough."""
         rank, size, limit_s = self._rendezvous.world.rank, self._rendezvous.world.size, self._rendezvous.silence_s
         following = (rank + 1) % size
         # The others only on suspicion: a machine that has gone takes several ranks with it
@@ -181,25 +182,34 @@ class Watchdog:
             self._ages[each] = (beat["number"], age_s + passed_s if is_same else 0.0)
         is_starting = heartbeats.get(following, {}).get("step") == 0
         if self._ages.get(following, (0, 0.0))[1] <= limit_s * (START_FACTOR if is_starting else 1):
-            return ""
+            return None
         self._silent = [each for each, (_, age_s) in self._ages.items() if age_s > limit_s / 2]
         watched = {each: beat for each, beat in heartbeats.items() if beat["number"]}
-        return describe_silence(watched, self._silent, self._ages[following][1])
+        text = describe_silence(watched, self._silent, self._ages[following][1])
+        return self._report(text, self._silent, watched)
 
-    def _hang(self) -> str:
+    def _report(self, text: str, late: Sequence[int], heartbeats: Heartbeats) -> FailureReport:
+        first = late[0] if late else None
+        host = heartbeats[first]["host"] if first in heartbeats else self._host
+        reason = " ".join(text.removeprefix("forge-run: ").splitlines()[:2])  # the rest is about each rank
+        rank = self._rendezvous.world.rank
+        return FailureReport(rank=rank, text=text, reason=reason, hang=True, late=first, host=host)
+
+    def _hang(self) -> FailureReport | None:
         """A report on a hang, once no rank may stand still any longer: not if one saves or tokenizes, and others wait.
 
         A rank that is stopped publishes nothing, so what it has left does not shrink: that is found by its silence.
         """
         if self._left_s > 0 or self._idle_s < self._next_look_s:
-            return ""
+            return None
         # The larger its number the less often a rank looks: the store could not show thousands the heartbeats of all
         self._next_look_s = self._idle_s + self._rendezvous.world.rank
         size = self._rendezvous.world.size
         heartbeats = {r: beat for r, beat in self._rendezvous.get(HEARTBEAT, range(size)).items() if beat["number"]}
         if max(beat["left_s"] for beat in heartbeats.values()) > 0:
-            return ""
-        return describe_hang(heartbeats, size, self._limit_s)
+            return None
+        late = absent_ranks(heartbeats, size) or late_ranks(heartbeats)
+        return self._report(describe_hang(heartbeats, size, self._limit_s), late, heartbeats)
 
     def _end(self, report: FailureReport, patience_s: float) -> None:
         """End this process, unless its main thread does so by itself in time."""
@@ -207,7 +217,8 @@ class Watchdog:
             return
         with suppress(StoreUnresponsive):
             call_within(WRITING_S, self._write_stacks)
-        self._emit(report)
+        with suppress(StoreUnresponsive):
+            call_within(WRITING_S, self._emit, report)  # it writes into the run folder, whose disk may have gone
         self._rendezvous.leave(self._silent)  # last: rank 0 waits here until the others know why the run ends
         os._exit(report.code)
 
@@ -283,10 +294,7 @@ def describe_silence(heartbeats: Heartbeats, silent: Sequence[int], age_s: float
 
 def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float) -> str:
     """Which of `size` ranks is late, in which phase, and where all are."""
-    absent = [rank for rank in range(size) if rank not in heartbeats]
-    all_wait = all(beat.get("waits") for beat in heartbeats.values())
-    # Of ranks that all wait, the one that has come least far is as likely the victim of another's missing collective
-    late = absent or ([] if all_wait else _late(heartbeats))
+    absent, late = absent_ranks(heartbeats, size), late_ranks(heartbeats)
     phase = " and ".join(sorted({beat["phase"] for beat in heartbeats.values()}))
     idle_s = min(beat["idle_s"] for beat in heartbeats.values())
     limit = f"launch.hang_timeout_s = {limit_s:g} s"
@@ -299,12 +307,12 @@ def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float) -> str:
         places = {f"step {heartbeats[rank]['step']}, {heartbeats[rank]['phase']}" for rank in late}
         named = [f"{rank} on {heartbeats[rank]['host']}" for rank in late]
         lines.append(f"rank {listed(named)} is late, in {' and '.join(sorted(places))}")
-    elif all_wait:
+    elif all(beat.get("waits") for beat in heartbeats.values()):
         lines.append(f"all wait for each other, in {phase}: one may have left a collective out, or made one too many")
     else:
         question = "and none of them waits for another; is the time too short for it?"
         lines.append(f"no rank is behind the others: all are in {phase}, {question}")
-    shown = _shown(heartbeats, late)
+    shown = _shown(heartbeats, absent or late)
     lines += [f"  {_describe(rank, heartbeats[rank])}" for rank in shown]
     if len(heartbeats) > len(shown):
         lines.append(f"  and {len(heartbeats) - len(shown)} more")
@@ -315,8 +323,16 @@ def _shown(heartbeats: Heartbeats, first: Collection[int]) -> list[int]:
     return sorted(heartbeats, key=lambda rank: (rank not in first, rank))[:32]
 
 
-def _late(heartbeats: Heartbeats) -> list[int]:
+def absent_ranks(heartbeats: Heartbeats, size: int) -> list[int]:
+    """The ranks that have not begun."""
+    return [rank for rank in range(size) if rank not in heartbeats]
+
+
+def late_ranks(heartbeats: Heartbeats) -> list[int]:
     """The ranks that have entered the fewest phases; among equals, those that do not wait for others."""
+    # Of ranks that all wait, the one that has come least far is as likely the victim of another's missing collective
+    if all(beat.get("waits") for beat in heartbeats.values()):
+        return []
     least = min(beat["count"] for beat in heartbeats.values())
     behind = [rank for rank, beat in heartbeats.items() if beat["count"] == least]
     if len(behind) < len(heartbeats):

@@ -11,6 +11,9 @@ import time
 
 import pytest
 
+from forge_core.checkpoint.run_folder import RunFolder
+from forge_core.contracts.run_end import Cause
+
 from .conftest import wait_until
 
 pytestmark = pytest.mark.slow
@@ -89,6 +92,9 @@ LINE = "forge-run: stopped by SIGINT before training began; there is nothing new
 def test_a_process_alone_ends_in_one_line(moments, moment):
     code, _, err = interrupted(moments, moment)
     assert (code, err) == (75, LINE)
+    if moment == "data":  # the run has its folder by then
+        end = RunFolder(moments.run).end()
+        assert (end.code, end.cause, end.signal, end.step) == (75, Cause.SIGNAL, "SIGINT", None)
 
 
 @pytest.mark.parametrize("moment", ["import", "model"])

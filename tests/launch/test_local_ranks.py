@@ -10,6 +10,9 @@ import time
 import forked_starts
 import pytest
 
+from forge_core.checkpoint.run_folder import RunFolder
+from forge_core.contracts.run_end import Cause
+
 from .conftest import alive, children, wait_for_step, wait_until
 
 pytestmark = pytest.mark.slow
@@ -56,6 +59,9 @@ def test_the_error_of_one_rank_is_shown_first_and_ends_all(job):
     assert "ValueError: the flux is out of bounds" in job.log(1)
     assert "ValueError" not in job.log(0)
     assert job.steps_saved() == [2]
+    end = RunFolder(job.run).end()
+    assert (end.cause, end.rank, end.step) == (Cause.FAILED, 1, 2)
+    assert "ValueError: the flux is out of bounds" in end.reason
     code, out, err = job.finish(job.start("--nproc", "2", *job.trouble("raise")))
     assert (code, err) == (0, "")
     assert "continuing from" in out
@@ -73,6 +79,9 @@ def test_a_rank_that_is_lost_is_the_one_that_is_told_of(job, what, told):
     assert code == 1
     assert err.splitlines()[0] == f"forge-run: {told}"
     assert job.steps_saved() == [2]
+    end = RunFolder(job.run).end()
+    assert (end.code, end.cause, end.rank) == (1, Cause.KILLED, 1)
+    assert told.startswith(end.reason)
 
 
 STEPS = ("--train.steps=500", "--checkpoint.interval=0")

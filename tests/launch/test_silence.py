@@ -10,6 +10,9 @@ import time
 
 import pytest
 
+from forge_core.checkpoint.run_folder import RunFolder
+from forge_core.contracts.run_end import Cause
+
 from .conftest import TIME_LIMIT_S, children, wait_for_step, wait_until
 from .networks import machines, reason_against
 from .test_other_launchers import free_port, start_ranks
@@ -31,6 +34,8 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, frozen):
     first = err.splitlines()[0]
     assert first.startswith(f"forge-run: the run hangs: rank {frozen} ")
     assert "does not respond" in first
+    end = RunFolder(job.run).end()
+    assert (end.code, end.cause, end.rank) == (1, Cause.HANG, frozen)
 
 
 @pytest.mark.parametrize("frozen", [0, pytest.param(1, marks=pytest.mark.thorough)])

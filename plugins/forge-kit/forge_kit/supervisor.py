@@ -20,14 +20,17 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
+from forge_core.checkpoint.run_folder import LOCK, RunFolder
 from forge_core.contracts.components import LauncherComponent
 from forge_core.contracts.errors import ExitCode, listed
+from forge_core.contracts.run_end import Cause, End
 from forge_core.launch.failure_report import FailureReport
 from forge_core.launch.stop_requests import STOP_SIGNALS, StopRequests
 from forge_core.launch.world import ALIVE, CONTROL, LISTENING
 from forge_kit.control_group import MemoryGroup
+from forge_kit.run_owner import owner
 
 POLL_S = 0.05
 SIMULTANEOUS_S = 0.3
@@ -105,6 +108,8 @@ class Ended(NamedTuple):
     code: int
     message: str = ""
     """For a person, beyond what rank 0 has printed."""
+    end: End | None = None
+    """For the run folder; None where rank 0 has written it."""
 
 
 class Supervisor:
@@ -138,11 +143,15 @@ class Supervisor:
         """Start the ranks and wait until all have ended."""
         # From before the first rank starts until the last has ended: no signal may end this process and leave ranks
         with closing(StopRequests(self._ask_all, on_second=self._second_signal.set)):
+            began = time.time()
             try:
                 self._start()
-                return self._wait()
+                ended = self._wait()
             finally:
                 self._kill()
+        if ended.end is not None:
+            _record(RunFolder(self._logs.parent), ended.end, began)
+        return ended
 
     def _start(self) -> None:
         # The socket is bound here and rank 0 inherits it, so no other process can take the port in between
@@ -183,7 +192,7 @@ class Supervisor:
     def _wait(self) -> Ended:
         while None in self._poll():
             if self._second_signal.is_set():
-                return Ended(ExitCode.SECOND_SIGNAL)
+                return _at_once()
             if any(rank.failed for rank in self._ranks):
                 return self._failed()
             if late := self._too_late() or self._silent():
@@ -210,7 +219,7 @@ class Supervisor:
             time.sleep(POLL_S)
         ended = _ended_by(first, self._kills)
         if ended.message and ended.code != ExitCode.BAD_JOB and self._logs.is_dir():
-            return Ended(ended.code, f"{ended.message}\nlogs of all ranks: {self._logs}")
+            return ended._replace(message=f"{ended.message}\nlogs of all ranks: {self._logs}")
         return ended
 
     def _ask_all(self, number: int) -> None:
@@ -225,9 +234,11 @@ class Supervisor:
         """The end of a run whose ranks have had their time to stop; None before."""
         if not self._grace_s or self._asked is None or time.monotonic() - self._asked_at < self._grace_s:
             return None
-        slow = ", ".join(str(rank.rank) for rank in self._ranks if rank.code is None)
-        text = f"forge-run: rank {slow} did not stop within launch.grace_s = {self._grace_s:g} s and was killed"
-        return Ended(ExitCode.FAILED, f"{text}; the last checkpoint is intact")
+        slow = [rank.rank for rank in self._ranks if rank.code is None]
+        named = ", ".join(map(str, slow))
+        text = f"rank {named} did not stop within launch.grace_s = {self._grace_s:g} s and was killed"
+        end = End(code=ExitCode.FAILED, cause=Cause.KILLED, reason=text, rank=slow[0])
+        return Ended(ExitCode.FAILED, f"forge-run: {text}; the last checkpoint is intact", end)
 
     def _silent(self) -> Ended | None:
         """The end of a run of which a rank has finished while another gives no sign of life; None if all do.
@@ -243,8 +254,10 @@ class Supervisor:
         if not silent:
             return None
         limit = f"{self._silence_s:g} s (launch.silence_timeout_s)"
-        text = f"forge-run: rank {listed(silent)} does not exit after the end of the run, and gave no sign of life for"
-        return Ended(ExitCode.FAILED, f"{text} {limit}: its process is stopped or stuck, and was killed")
+        text = f"rank {listed(silent)} does not exit after the end of the run, and gave no sign of life for {limit}"
+        text += ": its process is stopped or stuck, and was killed"
+        end = End(code=ExitCode.FAILED, cause=Cause.HANG, reason=text, rank=silent[0])
+        return Ended(ExitCode.FAILED, f"forge-run: {text}", end)
 
     def _kill(self) -> None:
         for rank in self._ranks:
@@ -274,19 +287,41 @@ def _order(rank: RankHandle) -> tuple[int, float]:
 
 def _ended_by(first: RankHandle, kills: int) -> Ended:
     if first.report is not None:
-        return Ended(first.report.code, first.report.text)
+        return Ended(first.report.code, first.report.text, first.report.end())
     assert first.code is not None
     if first.code == ExitCode.SECOND_SIGNAL:
-        return Ended(ExitCode.SECOND_SIGNAL)
+        return _at_once()
     if -first.code in STOP_SIGNALS:  # it was not listening yet, so there is nothing to save
-        return Ended(ExitCode.STOPPED)
+        name = signal.Signals(-first.code).name
+        reason = f"stopped by {name} before training began"
+        end = End(code=ExitCode.STOPPED, cause=Cause.SIGNAL, signal=name, reason=reason, rank=first.rank)
+        return Ended(ExitCode.STOPPED, end=end)
     cause = f"left with exit code {first.code} and without a report"
     if first.code == ExitCode.FINISHED:
         cause += ", before its work was done (`os._exit` in a hook or a library?)"
     if first.code < 0:
         cause = f"was killed by {signal.Signals(-first.code).name}"
         cause += f": {_memory_words(kills)}" if first.code == -signal.SIGKILL else ""
-    return Ended(ExitCode.FAILED, f"forge-run: rank {first.rank} {cause}; the other ranks were ended")
+    reason = f"rank {first.rank} {cause}"
+    end = End(code=ExitCode.FAILED, cause=Cause.KILLED, reason=reason, rank=first.rank)
+    return Ended(ExitCode.FAILED, f"forge-run: {reason}; the other ranks were ended", end)
+
+
+def _at_once() -> Ended:
+    reason = "ended at once by a second signal, without a save"
+    return Ended(ExitCode.SECOND_SIGNAL, end=End(code=ExitCode.SECOND_SIGNAL, cause=Cause.SIGNAL, reason=reason))
+
+
+def _record(run: RunFolder, end: End, began: float) -> None:
+    """Keep the end in the run folder, unless the ranks never took it, or another run has it now."""
+    before = run.end()
+    if not (run.path / LOCK).is_file() or owner(run.path) or (before is not None and before.ended < began):
+        return
+    # Ranks that lost their connection to this one may have been quicker
+    if before is None or (before.rank, before.code, before.cause) != (end.rank, end.code, end.cause):
+        known = {} if before is None else {"step": before.step, "started": before.started}
+        with suppress(OSError):
+            run.write_end(evolve(end, **known), supersede=True)
 
 
 def _memory_words(kills: int) -> str:
