@@ -10,9 +10,8 @@ Importing this package costs next to nothing: every public name is imported when
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from forge_core.moved import import_home, install
 
 if TYPE_CHECKING:
     from forge_core.config.load import dump_job, load_job
@@ -72,8 +71,6 @@ __all__ += ["LoggerComponent", "LossComponent", "ModelComponent", "OptimizerComp
 __all__ += ["ParallelComponent", "Plugin", "RouterComponent", "SchedulerComponent", "StorageComponent"]
 __all__ += ["TokenizerComponent", "TrainingHook"]
 
-install()
-
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
@@ -84,7 +81,13 @@ def __getattr__(name: str) -> Any:
         return core_version()
     # One module and not all: `Trainer` imports torch, which takes seconds, and a component's file needs only its base.
     home = next((module for module, names in _HOMES.items() if name in names), "forge_core.contracts.components")
-    return getattr(import_home(f"forge_core.{name}", home), name)
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name != home.partition(".")[0]:  # something that the module itself imports is missing
+            raise
+        hint = f"forge_core.{name} is in {home}: pip install {error.name.replace('_', '-')}"
+        raise ModuleNotFoundError(hint, name=error.name) from error
 
 
 def __dir__() -> list[str]:

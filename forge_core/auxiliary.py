@@ -12,10 +12,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from forge_core.moved import forwarding
-
-__getattr__ = forwarding(__name__, ["forge_kit.recomputing"])  # `Recomputing` was here
-
 Unit = Literal["token", "sequence", "layer"]
 
 

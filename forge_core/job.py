@@ -12,11 +12,9 @@ from forge_core.contracts import components
 from forge_core.contracts.components import default_type, when_resumed
 from forge_core.contracts.deprecation import deprecated_value
 from forge_core.contracts.layout import Layout
-from forge_core.moved import forwarding
 
 LOCAL_STORAGE = "forge-run/local"  # type of the core's storage in a resolved job
 WORKER_LOADER = "nodes"  # type of the loader that `data.workers` needs where the job names none; the core has none
-__getattr__ = forwarding(__name__, ["forge_plugin_checkpoints.parts"])  # `LoadSection` was here
 SAFE, FLAG = when_resumed("safe"), when_resumed("flag")
 """Meaning of a changed key for a run that continues; a key without either is as its section. Micro-batches are layout:
 the loss is normalised over the global batch, so that the curve does not depend on them."""

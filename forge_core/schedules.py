@@ -13,16 +13,12 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.errors import Problem
-from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.optimizer import Schedule
     from forge_core.job import Job
-
-
-__getattr__ = forwarding(__name__, ["forge_kit.schedules"])
 
 
 def warmup(step: int, warmup_steps: int) -> float:

@@ -16,12 +16,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from forge_core.moved import forwarding
-
 if TYPE_CHECKING:
     from forge_core.contracts.model import VocabShard
-
-__getattr__ = forwarding(__name__, ["forge_kit.vocab"])
 
 
 def vocab_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ NO_COMPONENT = {
     "sched_getaffinity": "os has it on some platforms only",
 }
 """Attributes that `hasattr` may ask for: not of components, nor of what they build. Each with the reason."""
-NO_COMPONENTS = {"config/keys.py": "asks validators of attrs", "moved.py": "asks modules"}
+NO_COMPONENTS = {"config/keys.py": "asks validators of attrs"}
 """Files of the core that ask no component by `hasattr`."""
 
 
@@ -167,18 +167,13 @@ def for_type_checkers(module: ast.Module) -> set[ast.AST]:
 
 
 def imports(name: str) -> set[str]:
-    """Modules that a module of the core imports when it runs, at the top, inside functions, or by a name in a string.
-
-    `moved` names modules for old import paths only.
-    """
+    """Modules of the core that a module imports when it runs: at the top, in functions, by a name in a string."""
     module = tree(core_modules()[name])
     skipped = for_type_checkers(module)
     nodes = [node for node in ast.walk(module) if node not in skipped]
     found = {target for node in nodes for target in targets(node)}
-    if name != "forge_core.moved":
-        strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        found |= strings & core_modules().keys()
-    return found
+    strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return found | strings & core_modules().keys()
 
 
 def entry_modules() -> set[str]:

@@ -41,8 +41,6 @@ FLOORS = (
 """Floors of the core, from the highest; each may import the ones below it."""
 JOB_EDGE = "forge_core.contracts.* -> forge_core.job"
 """The only import upwards, for type checkers: `problems(job, …)` receives the job."""
-OLD_NAME = "forge_core.auxiliary -> forge_core.moved"
-"""An old path of a name, until it is removed; its warning is of `contracts`."""
 
 
 class Distribution:
@@ -103,7 +101,7 @@ def contracts() -> Mapping[str, Any]:
                 "source_modules": ["forge_core"],
                 "forbidden_modules": [*SHARED, *plugins],
             },
-            {"name": "Floors of the core", "type": "layers", "layers": FLOORS, "ignore_imports": [JOB_EDGE, OLD_NAME]},
+            {"name": "Floors of the core", "type": "layers", "layers": FLOORS, "ignore_imports": [JOB_EDGE]},
             {
                 "name": "forge-kit knows no plugin and no test kit",
                 "type": "forbidden",

@@ -23,7 +23,6 @@ from forge_core.contracts.run_end import End
 from forge_core.files import write_atomically
 from forge_core.job import LOCAL_STORAGE
 from forge_core.launch.progress_beacon import report_progress
-from forge_core.moved import forwarding
 from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.runtime import Storage
     from forge_core.job import Job
 
-__getattr__ = forwarding(__name__, ["forge_kit.run_owner"])  # `owner` and `checkpoint_table` were here
 JOB = "job.toml"
 END = "end.json"
 LOCK = ".lock"

@@ -24,11 +24,9 @@ from forge_core.contracts.errors import ResumeError
 from forge_core.contracts.model import Model
 from forge_core.contracts.optimizer import HasEvaluationWeights, PlacesState
 from forge_core.contracts.runtime import State
-from forge_core.moved import forwarding
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import gather_objects, local_part
 
-__getattr__ = forwarding(__name__, ["forge_kit.checkpoints"])  # `load_model` and `evaluated_names` were here
 MODEL = "model."
 """Starts the name of every parameter and persistent buffer in a checkpoint."""
 EVALUATION = "evaluation."

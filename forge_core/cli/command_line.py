@@ -12,9 +12,7 @@ from attrs import fields_dict
 
 from forge_core.contracts.errors import JobError, did_you_mean
 from forge_core.job import Job
-from forge_core.moved import forwarding
 
-__getattr__ = forwarding(__name__, ["forge_kit.tables"])  # `columns` was here
 EXAMPLES = "examples:"
 
 

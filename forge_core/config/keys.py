@@ -11,7 +11,6 @@ from attrs import Attribute, frozen
 from forge_core.config.field_types import Mismatch
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import PluginError
-from forge_core.moved import forwarding
 
 _FACTORY: Any = attrs.Factory
 
@@ -118,6 +117,3 @@ def plain_message(error: Exception, name: str = "") -> str:
     if isinstance(error, ValueError):
         return text.removeprefix(f"'{name}' ").removeprefix(f"{name} ") or "is not valid"
     return f"{type(error).__name__}: {text}"
-
-
-__getattr__ = forwarding(__name__, ["forge_kit.documented_keys"])  # names that were here

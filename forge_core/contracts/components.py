@@ -19,7 +19,6 @@ from attrs.validators import ge, matches_re, min_len, optional
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import MeshDimension
-from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.optimizer import NamedParameters, Schedule
     from forge_core.contracts.runtime import Executor, Logger, LossFunction, ParallelStage, Storage
     from forge_core.job import Job
-
-
-__getattr__ = forwarding(__name__, ["forge_kit.routers"])  # `RouterComponent` was here
 
 
 @frozen

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 from attrs import field, frozen
 from attrs.validators import matches_re
 
-from forge_core.moved import forwarding
-
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__getattr__ = forwarding(__name__, ["forge_kit.tokenizers"])  # `BeginsText` and `begin_of_text` were here
 
 Batch = dict[str, "Tensor"]
 """Tensors whose first dimension is B. `input_ids` (B, S) int64; `labels` (B, S) int64, the target *of each position*

@@ -12,12 +12,10 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import SURE, closest
-from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
 
-__getattr__ = forwarding(__name__, ["forge_kit.generation"])  # `Generates` was here
 
 Carry = tuple[Tensor, ...]
 """Activations passed from layer to layer, and from pipeline stage to pipeline stage."""

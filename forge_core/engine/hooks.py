@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 from forge_core.config.keys import walk_components
 from forge_core.contracts.components import TrainingHook
 from forge_core.launch.progress_beacon import ProgressBeacon
-from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import TrainContext
     from forge_core.job import Job
     from forge_core.plugins.manager import Plugins
 
-__getattr__ = forwarding(__name__, ["forge_core.contracts.contexts"])  # which were here
 
 EVENTS = tuple(name for name in vars(TrainingHook) if name.startswith("on_"))
 

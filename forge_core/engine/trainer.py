@@ -28,7 +28,6 @@ from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.rank_process import this_process
 from forge_core.launch.rendezvous import Rendezvous
 from forge_core.launch.watchdog import Watchdog
-from forge_core.moved import import_home
 from forge_core.parallel.mesh import global_rank, join_ranks, world_size
 from forge_core.plugins.catalog import Catalog
 
@@ -51,7 +50,9 @@ class Summary:
 
     def metrics(self) -> Any:
         """The rows of all steps of the run, those before a resume included: a `forge_kit.metrics.Metrics`."""
-        return import_home("read_metrics", "forge_kit.metrics").read_metrics(self.folder)
+        from forge_core import read_metrics  # late: of forge-kit, which need not be installed to train
+
+        return read_metrics(self.folder)
 
     @property
     def exit_code(self) -> ExitCode:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.components import LoggerComponent
-from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 LINES = "metrics.jsonl"
 """Name of the file in the run folder."""
-__getattr__ = forwarding(__name__, ["forge_kit.metrics"])  # `read_metrics` was here
 
 
 @frozen(kw_only=True)

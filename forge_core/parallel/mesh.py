@@ -20,9 +20,6 @@ from forge_core.job import LaunchSection
 from forge_core.launch.rank_process import this_process
 from forge_core.launch.rendezvous import Rendezvous
 from forge_core.launch.world import is_rank_of_step, join_world
-from forge_core.moved import forwarding
-
-__getattr__ = forwarding(__name__, ["forge_kit.mesh"])
 
 
 def world_size() -> int:

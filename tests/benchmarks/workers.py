@@ -36,11 +36,7 @@ def measure(workers: int, steps: int, method: str) -> dict[str, float]:
     from forge_core import Catalog, DatasetComponent
     from forge_core.data.loader import TrainLoader
     from forge_core.engine.build import build_context, build_datasets
-
-    try:
-        from forge_testing import tiny_job
-    except ImportError:  # versions before 0.2 had it in the core
-        from forge_core.testing import tiny_job
+    from forge_testing import tiny_job
 
     class Images:
         held_out, bytes_per_token = None, None

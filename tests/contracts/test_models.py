@@ -150,16 +150,6 @@ def test_defaults_are_given_to_a_module_once():
     assert type(with_defaults(model)) is cls
 
 
-def test_protocols_of_0_1_answer_as_they_did():
-    with pytest.warns(ForgeDeprecation):
-        from forge_core.protocols import HasEnds, HasFlops
-
-    model = TinyNetwork(4, 1, 0.0, 8, torch.float32)
-    assert isinstance(model, HasFlops)
-    assert isinstance(OlderNetwork(4, 1, 0.0, 8, torch.float32), HasEnds)
-    assert not isinstance(nn.Linear(2, 2), HasFlops)
-
-
 def test_a_model_may_have_a_role_of_its_own():
     model = Filtering(4, 1, 0.0, 8, torch.float32)
     assert [item.name for item in NamedParameters.of(model).with_roles(["filter"])] == ["layers.0.up.weight"]

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forge_core import protocols
+from forge_core.contracts.data import DocumentStream, StreamedDocument
 from forge_core.contracts.errors import JobError
 from forge_core.data.packing import Concatenate
 from forge_core.data.windows import StreamWindows
@@ -42,7 +42,7 @@ def not_empty(count: int) -> list[int]:
     return [number for number in range(sum(PER_FILE[:count])) if number not in EMPTY]
 
 
-def number_of(document: protocols.StreamedDocument) -> int:
+def number_of(document: StreamedDocument) -> int:
     assert document.tokens[-1] == 256
     assert document.learned is None
     return int(bytes(document.tokens[:-1].tolist()))
@@ -140,7 +140,7 @@ def test_files_of_one_row_are_shared_out_too(write, build_dataset) -> None:
 def test_by_default_every_row_of_the_batch_is_a_lane(folders, build_dataset) -> None:
     opened = build_dataset(folders("jsonl", 3), rows=6, streaming=True)
     assert opened.lanes == 6
-    assert isinstance(opened, protocols.DocumentStream)
+    assert isinstance(opened, DocumentStream)
 
 
 def test_files_that_lanes_share_are_warned_of(stream, caplog: pytest.LogCaptureFixture) -> None:

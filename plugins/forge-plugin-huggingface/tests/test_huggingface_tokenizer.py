@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Tokenizer
 
-from forge_core import protocols
+from forge_core.contracts import data
 from forge_core.contracts.errors import JobError
 from forge_plugin_huggingface import Auto
 
@@ -45,7 +45,7 @@ def test_ids_are_those_of_the_tokenizer_json(pretrained, auto, text: str) -> Non
     assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode_batch([text, "hello"]) == [tokenizer.encode(text), tokenizer.encode("hello")]
     assert tokenizer.vocab_size == reference.get_vocab_size()
-    assert isinstance(tokenizer, protocols.Tokenizer)
+    assert isinstance(tokenizer, data.Tokenizer)
 
 
 def test_nothing_is_put_around_a_text_or_cut_from_it(pretrained, auto, backend: Tokenizer) -> None:

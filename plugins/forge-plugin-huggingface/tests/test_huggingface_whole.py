@@ -10,7 +10,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from forge_core import load_job, protocols
+from forge_core import load_job
+from forge_core.contracts.data import Documents
 from forge_core.contracts.errors import JobError
 from forge_kit.cache import cache_root
 from forge_plugin_huggingface import HuggingFace
@@ -32,7 +33,7 @@ def test_documents_are_the_rows_in_order_each_ended_by_end_of_text(
     write, build_dataset, texts_of, format_: str
 ) -> None:
     documents = build_dataset(write(format_, numbered(0, 3), numbered(3, 700)))
-    assert isinstance(documents, protocols.Documents)
+    assert isinstance(documents, Documents)
     assert texts_of(documents) == names(*range(700))
     assert documents.learned(0, 9) is None
     text_bytes = sum(map(len, names(*range(700))))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from forge_core import protocols
+from forge_core.contracts import data
 from forge_core.contracts.errors import JobError
 from forge_kit.tokenizers import begin_of_text
 from forge_plugin_text import BPE, Bytes, TokenizerFile
@@ -68,7 +68,7 @@ def test_a_batch_is_encoded_like_its_texts(bpe: JsonTokenizer, texts: list[str])
 @pytest.mark.parametrize("component", [Bytes(), BPE(vocab_size=300)])
 def test_a_tokenizer_keeps_the_protocol(component) -> None:
     tokenizer = component.build(NOWHERE, documents)
-    assert isinstance(tokenizer, protocols.Tokenizer)
+    assert isinstance(tokenizer, data.Tokenizer)
     ids = tokenizer.encode("hello\n")
     assert max(ids) < tokenizer.vocab_size
     assert 0 <= tokenizer.end_of_text < tokenizer.vocab_size
