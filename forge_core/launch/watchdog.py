@@ -190,7 +190,7 @@ class Watchdog:
 
     def _report(self, text: str, late: Sequence[int], heartbeats: Heartbeats) -> FailureReport:
         first = late[0] if late else None
-        host = heartbeats[first]["host"] if first in heartbeats else self._host
+        host = heartbeats[first]["host"] if first is not None and first in heartbeats else self._host
         reason = " ".join(text.removeprefix("forge-run: ").splitlines()[:2])  # the rest is about each rank
         rank = self._rendezvous.world.rank
         return FailureReport(rank=rank, text=text, reason=reason, hang=True, late=first, host=host)

@@ -319,9 +319,10 @@ def _record(run: RunFolder, end: End, began: float) -> None:
         return
     # Ranks that lost their connection to this one may have been quicker
     if before is None or (before.rank, before.code, before.cause) != (end.rank, end.code, end.cause):
-        known = {} if before is None else {"step": before.step, "started": before.started}
+        if before is not None:
+            end = evolve(end, step=before.step, started=before.started)
         with suppress(OSError):
-            run.write_end(evolve(end, **known), supersede=True)
+            run.write_end(end, supersede=True)
 
 
 def _memory_words(kills: int) -> str:
