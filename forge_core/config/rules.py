@@ -10,7 +10,7 @@ import attrs
 
 from forge_core.config.keys import walk_components
 from forge_core.config.mixture import mixture_problems
-from forge_core.contracts.components import Component, OptimizerComponent, ParallelComponent
+from forge_core.contracts.components import Component, OptimizerComponent, PackingComponent, ParallelComponent
 from forge_core.contracts.errors import JobError, PluginError, Problem
 from forge_core.contracts.layout import Layout
 from forge_core.job import WORKER_LOADER, Checked, Job
@@ -98,8 +98,9 @@ def _component_problems(path: str, component: Component, job: Job, layout: Layou
 
 def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
     """Problems with the model, which is built only if it asks for that, or a stage, the optimizer or a plugin does."""
-    bases = {*(type(stage).model_problems for stage in job.parallel.values()), type(job.optimizer).model_problems}
-    asked = bases - {ParallelComponent.model_problems, OptimizerComponent.model_problems}
+    asking = [*job.parallel.values(), job.optimizer, job.data.packing]
+    bases = (ParallelComponent, OptimizerComponent, PackingComponent)
+    asked = {type(part).model_problems for part in asking} - {base.model_problems for base in bases}
     changed = any("forge_build_model" in dir(plugin) for plugin in job.plugins.values())
     if not (asked or changed or job.model.built_to_check or job.optimizer.further_roles is not None):
         return []

@@ -240,6 +240,10 @@ class PackingComponent(Component["Dataset"]):
     accepts_sequences: ClassVar[bool] = False
     """Whether sources of finished sequences are allowed beside it; they are left as they are."""
 
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Why `model` cannot learn from such sequences; as `ParallelComponent.model_problems`."""
+        return ()
+
     def build(self, context: BuildContext, documents: Documents) -> Dataset:
         """The sequences of the documents, and in its `held_out` those of `documents.held_out`."""
         raise NotImplementedError

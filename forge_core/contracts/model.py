@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import isfunction
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from forge_core.contracts.errors import SURE, closest
 
 if TYPE_CHECKING:
-    from forge_core.contracts.data import Batch
+    from forge_core.contracts.data import Batch, BatchField
 
 
 Carry = tuple[Tensor, ...]
@@ -93,6 +94,8 @@ class Model(nn.Module):
     """Ordered, keyed by the global layer number as a string; each maps (carry, batch) -> carry."""
     head: Any
     """A module that is a `Head`."""
+    batch_fields: Mapping[str, BatchField] = MappingProxyType({})
+    """Further entries of batches, as its component names them for the job; set by the engine."""
 
     def embed(self, batch: Batch) -> Carry:
         raise NotImplementedError

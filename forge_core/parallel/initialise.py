@@ -51,6 +51,7 @@ def bare_model(job: Job, context: BuildContext) -> Model:
         message = f"{cls} has {names[0]!r}, which forge_core.contracts.model.Model has not; {hint}"
         raise JobError([Problem("model", message)])
     model = with_defaults(built)
+    model.batch_fields = job.model.batch_fields(job)
     if context.dtype == torch.float64:
         model.double()
     elif job.optimizer.parameter_dtype == "bf16":
@@ -83,7 +84,10 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
             refused.append([Problem("model", f"{message}; a model is built on the meta device, without other ranks")])
         else:
             problems = [*role_problems(job.optimizer, roles), *job.optimizer.model_problems(model, layout)]
-            return [*model_problems(model, job.parallel, layout), *(problem.below("optimizer") for problem in problems)]
+            packing = job.data.packing.model_problems(model, layout)
+            problems = [problem.below("optimizer") for problem in problems]
+            problems += [problem.below("data.packing") for problem in packing]
+            return [*model_problems(model, job.parallel, layout), *problems]
     if job.data.tokenizer is not None and tokenizer is None:
         return []
     return [problem for problem in refused[0] if all(problem in others for others in refused)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from forge_core.contracts.data import IGNORED_LABEL
+from forge_core.contracts.errors import Problem
 
 if TYPE_CHECKING:
+    from forge_core.contracts.model import Model
     from forge_core.data.windows import Window
 
 
@@ -33,3 +36,19 @@ def places(starts: np.ndarray) -> dict[str, np.ndarray]:
         "document_ids": np.cumsum(starts) - 1,
         "positions": index - np.maximum.accumulate(np.where(starts, index, 0)),
     }
+
+
+def leak_problems(model: Model) -> Iterator[Problem]:
+    """Yields a problem if documents of one sequence see each other in some part of the model."""
+    from forge_kit.position_probe import ProbeFailed, leaking_part
+
+    cls = type(model).__name__
+    try:
+        name = leaking_part(model)
+    except ProbeFailed as error:
+        message = f"data.packing: not checked whether {cls} keeps documents apart: it does not run"
+        warnings.warn(f"{message} on the CPU, with a short sequence ({error})", stacklevel=2)
+        return
+    if name is not None:
+        message = f"documents of a sequence change each other in {name} of {cls}"
+        yield Problem("", f"{message}; let it stay within equal `document_ids` of the batch, or take another packing")

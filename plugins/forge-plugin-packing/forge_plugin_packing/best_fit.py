@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
@@ -11,6 +12,9 @@ from forge_core.contracts.components import PackingComponent
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Dataset, Documents
+    from forge_core.contracts.errors import Problem
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
 
 
 @frozen(kw_only=True)
@@ -29,6 +33,11 @@ class BestFit(PackingComponent):
 
     isolates: ClassVar[bool] = True
     accepts_sequences: ClassVar[bool] = True
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        from forge_plugin_packing.apart import leak_problems
+
+        return leak_problems(model)
 
     def build(self, context: BuildContext, documents: Documents) -> Dataset:
         from forge_plugin_packing.sequences import PackedSequences

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
@@ -12,6 +12,9 @@ from forge_core.data.packing import WindowPacking
 if TYPE_CHECKING:
     import numpy as np
 
+    from forge_core.contracts.errors import Problem
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
     from forge_core.data.windows import Window
 
 
@@ -25,6 +28,11 @@ class Isolate(WindowPacking):
 
     isolates: ClassVar[bool] = True
     accepts_sequences: ClassVar[bool] = True
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        from forge_plugin_packing.apart import leak_problems
+
+        return leak_problems(model)
 
     def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
         from forge_plugin_packing.apart import apart

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -47,6 +48,25 @@ def mixing_of(mixer: Any) -> Mapping[str, float]:
 
 def _within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
+
+
+def _undeclared_problems(model: Model) -> Iterator[Problem]:
+    """A problem for what mixes positions, of all that the stage leaves as it is."""
+    from forge_kit.position_probe import ProbeFailed, undeclared_mixer
+
+    cls = type(model).__name__
+    try:
+        name = undeclared_mixer(model)
+    except ProbeFailed as error:
+        message = (
+            f"parallel.cp: not checked whether {cls} mixes positions outside of sequence_mixers(): it does not run"
+        )
+        warnings.warn(f"{message} on the CPU, with a short sequence ({error})", stacklevel=2)
+        return
+    if name is not None:
+        message = f"positions change each other in {name} of {cls}, which it does not declare, so each rank would mix"
+        hint = "name it in sequence_mixers(), let it set `mixes_positions` and communicate itself (docs/parallel.md)"
+        yield Problem("", f"{message} its own positions only; {hint}, or leave the stage out")
 
 
 @frozen(kw_only=True)
@@ -97,6 +117,7 @@ class ContextParallel(ParallelComponent):
             why = "each position would see those of its own rank only"
             yield Problem("", f"{message}, so {why}; name what mixes positions there, or leave the stage out")
             return  # one message for all blocks: the others differ in their number only
+        yield from _undeclared_problems(model)
         if self.method != "ulysses":
             yield from self._mixing_problems(model)
         else:

@@ -21,6 +21,7 @@ class ExpertChoiceRouter(LinearScores):
     """See `forge_plugin_moe.ExpertChoice`."""
 
     leaves_out = True
+    mixes_positions = True  # whether an expert takes a token depends on the others of its sequence
 
     def __init__(self, component: ExpertChoice, context: BuildContext, dim: int, experts: int) -> None:
         super().__init__(component, context, dim, experts)

@@ -68,6 +68,11 @@ class MoELayer(nn.Module):
         self.output = nn.Identity()
         """The sum over all experts passes through here: with tensor parallelism, a part of a sum."""
 
+    @property
+    def mixes_positions(self) -> bool:
+        """Whether tokens of a sequence compete for the capacity; see `forge_kit.position_probe`."""
+        return bool(self._capacity)
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         weights, chosen = self.router(x, batch)
         rows = None if getattr(self.router, "leaves_out", False) else chosen.numel()

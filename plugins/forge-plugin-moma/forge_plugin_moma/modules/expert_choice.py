@@ -56,6 +56,7 @@ class ModalityExpertChoice(LinearScores):
     """See `forge_plugin_moma.MoMa`."""
 
     leaves_out = True
+    mixes_positions = True  # whether an expert takes a token depends on the others of its sequence
 
     def __init__(self, component: MoMa, context: BuildContext, dim: int) -> None:
         groups = Groups(dict(component.experts))

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import pytest
 from torch import nn
 
 from forge_core.contracts.components import ModelComponent, ParallelComponent
-from forge_core.contracts.layout import DIMENSIONS
+from forge_core.contracts.layout import DIMENSIONS, Layout
 from forge_core.engine.build import build_bare_model, stages_of
 from forge_core.job import Job
 from forge_core.parallel.stages import check_contract
@@ -62,6 +63,23 @@ class StageSuite(Suite):
             assert dimension in allowed, f"degrees has {dimension!r}; the mesh has {', '.join(allowed)}; {hint}"
             good = size == "auto" or (isinstance(size, int) and size >= 1)
             assert good, f'degrees has the size {size!r} for {dimension}; it is a number from 1, or "auto"'
+
+    def test_it_refuses_layers_that_mix_positions_undeclared(self, tmp_path: Path) -> None:
+        """A stage whose ranks share sequences: such a layer would see the positions of one rank, in silence."""
+        component = self.make(tmp_path)
+        shared = {dimension.name for dimension in (*DIMENSIONS, *component.dimensions) if dimension.tokens}
+        degrees = {name: size for name, size in component.degrees().items() if name in shared and isinstance(size, int)}
+        if max(degrees.values(), default=1) == 1:
+            pytest.skip("its ranks do not share sequences")
+        job = self._job(tmp_path, parallel=False)
+        model: Any = build_bare_model(job, self.context(job))[0]
+        layer = model.layers["0"]
+        forward = layer.forward
+        layer.forward = lambda carry, batch: tuple(tensor.cumsum(1) for tensor in forward(carry, batch))
+        assert list(component.model_problems(model, Layout(component.dimensions, **degrees))), (
+            "model_problems accepts a layer in which positions depend on each other and that does not say so; call "
+            "forge_kit.position_probe.undeclared_mixer(model)"
+        )
 
     def test_it_keeps_the_names_of_parameters(self, tmp_path: Path) -> None:
         """Optimizers, checkpoints and initial values identify parameters by name.
