@@ -342,6 +342,14 @@ class ParallelComponent(Component["ParallelStage"]):
         """Mesh dimensions that this stage asks for, with their size, or `"auto"` for the ranks that are left."""
         return {}
 
+    def divided_axes(self) -> Mapping[str, Collection[str]]:
+        """Which axes of activations ranks divide, by mesh dimension; of one left out, nobody knows.
+
+        Of `heads`, `hidden` (features), and `rest` (positions between blocks), the ranks in order have equal parts.
+        Of `positions`, each has those in the entry `places` (B, s) that `split` adds. None: all have equal values.
+        """
+        return {}
+
     def part_of_batch(self) -> tuple[int, int]:
         """(number, count) of this run among runs that train one model, each on its rows of every global batch."""
         return 0, 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import field, frozen
@@ -97,6 +97,9 @@ class ContextParallel(ParallelComponent):
 
     def degrees(self) -> Mapping[str, int | str]:
         return {"cp": self.degree}
+
+    def divided_axes(self) -> Mapping[str, Collection[str]]:
+        return {"cp": ("positions",)}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         pieces = self.degree * (1 if self.method == "ulysses" else 2)

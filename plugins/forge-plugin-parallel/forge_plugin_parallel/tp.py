@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
@@ -42,6 +42,9 @@ class TensorParallel(ParallelComponent):
 
     def degrees(self) -> Mapping[str, int | str]:
         return {"tp": self.degree}
+
+    def divided_axes(self) -> Mapping[str, Collection[str]]:
+        return {"tp": ("heads", "hidden", "rest") if self.sequence_parallel else ("heads", "hidden")}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.sequence_parallel and job.train.seq_len % self.degree:

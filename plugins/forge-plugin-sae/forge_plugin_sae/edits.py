@@ -10,7 +10,7 @@ from attrs import field, frozen
 from attrs.validators import min_len
 
 from forge_core.contracts.errors import ForgeError, Problem
-from forge_plugin_taps import EditComponent
+from forge_plugin_taps import EditComponent, shares_tokens
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -42,9 +42,11 @@ class SAEEdit(EditComponent):
             yield Problem("folder", f"{self.folder} does not exist; the sink sae writes RUN/sae when a run ends")
 
     def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
-        divided = [name for name, point in points.items() if layout.tp > 1 and point.axes in ("heads", "hidden")]
+        divided = [
+            name for name, point in points.items() if shares_tokens(layout) and point.axes in ("heads", "hidden")
+        ]
         if divided:
-            yield Problem("point", f"tensor parallel divides {divided[0]}; choose points between blocks")
+            yield Problem("point", f"ranks divide {divided[0]}; choose points between blocks")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
         from forge_plugin_sae.reconstruction import Steer

@@ -12,7 +12,7 @@ from forge_core.contracts.errors import ForgeError, did_you_mean
 from forge_core.parallel.mesh import gather_objects, world_size
 from forge_plugin_sae.model import SparseCoder, save
 from forge_plugin_sae.training import Trainer
-from forge_plugin_taps import Owners, Sink
+from forge_plugin_taps import Owners, Sink, shares_tokens
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -31,7 +31,7 @@ class SAESink(Sink):
         """Point -> the point to reconstruct: itself, of an autoencoder."""
         self.owners = Owners(self.targets, context.device)
         used = {*self.targets, *self.targets.values()}
-        splits = context.layout.tp > 1
+        splits = shares_tokens(context.layout)
         self.divided = [name for name in used if splits and taps.points[name].axes in ("heads", "hidden")]
         """Points of which no rank has all features; they are whole only where they are gathered."""
         self.trainers: dict[str, Trainer] = {}

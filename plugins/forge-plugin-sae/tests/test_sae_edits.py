@@ -139,7 +139,7 @@ def test_edits_that_cannot_be_are_refused(alone, tmp_path):
     assert "evaluations.e.sink: there is no sink 's' of type sae; the job has sae" in problems
     hidden = {"layers.0.mlp_hidden": TapPoint("layers.0.ffn.down", "input", axes="hidden")}
     (problem,) = edits["a"].point_problems(hidden, SimpleNamespace(tp=2))
-    assert "tensor parallel divides layers.0.mlp_hidden" in str(problem)
+    assert "ranks divide layers.0.mlp_hidden" in str(problem)
     assert not list(edits["a"].point_problems(hidden, SimpleNamespace(tp=1)))
     for point, latents, message in (
         ("layers.7.resid_post", {"1": 1.0}, "has no autoencoder of layers.7.resid_post; it has layers.0.resid_post"),

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from forge_plugin_taps.ablate import Ablate
+from forge_plugin_taps.division import shares_tokens
 from forge_plugin_taps.edits import Add, Mean, Replace, SelectingEdit, Zero
 from forge_plugin_taps.kinds import GRADIENT, Edit, EditComponent, PointInfo, Sink, SinkComponent, TapsInfo
 from forge_plugin_taps.probe import Probe
@@ -43,6 +44,7 @@ __all__ = [
     "Where",
     "Zero",
     "recorder_of",
+    "shares_tokens",
 ]
 
 _WITH_TORCH = {

@@ -10,6 +10,7 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, min_len
 
 from forge_core.contracts.errors import Problem
+from forge_plugin_taps.division import shares_tokens
 from forge_plugin_taps.kinds import Edit, EditComponent
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class SelectingEdit(EditComponent):
                 yield Problem("features", f"{name} has heads; choose some by heads")
             if self.experts and not name.endswith(EXPERTS_AT):
                 yield Problem("experts", f"{name} has no numbered experts; layers.*.{EXPERTS_AT} has")
-            if point.axes == "partial" and layout.tp > 1 and not isinstance(self, Zero):
+            if point.axes == "partial" and shares_tokens(layout) and not isinstance(self, Zero):
                 yield Problem("point", f"each rank of tensor parallel has a part of the sum {name}; take mlp_out")
             if self.positions and name == "embed":
                 yield Problem("positions", "generation does not tell embed which it has; take layers.0.resid_pre")

@@ -20,11 +20,12 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import any_rank, gather_objects, global_rank, sample_rank
 from forge_plugin_taps.capture import Capture, Drawn, Part
+from forge_plugin_taps.division import FEATURES, Division, group_along, place_along
 from forge_plugin_taps.kinds import GRADIENT, PointInfo, TapsInfo
 from forge_plugin_taps.samples import Sample
 from forge_plugin_taps.sampling import chosen_positions
 from forge_plugin_taps.selection import in_order, layer_of, matching
-from forge_plugin_taps.site import ENTRIES, SPLIT_AXES, Current, Site
+from forge_plugin_taps.site import ENTRIES, Current, Site
 from forge_plugin_taps.where import Split, Where
 
 if TYPE_CHECKING:
@@ -72,12 +73,16 @@ class Recorder:
         self._all_rows = share * layout.data_parallel
         self._earlier_rows = layout.run[0] * self._all_rows
         """Rows of the global batch that belong to runs of the same model before this one."""
-        self._tp = (mesh.get_local_rank("tp"), layout.tp) if mesh is not None and layout.tp > 1 else (0, 1)
-        self._tp_group = mesh.get_group("tp") if mesh is not None and layout.tp > 1 else None
-        stages = job.parallel.values()
-        self._divides = layout.tp > 1 and any(getattr(stage, "sequence_parallel", False) for stage in stages)
-        self.cp_group = mesh.get_group("cp") if mesh is not None and layout.cp > 1 else None
+        self._division = division = Division.of(job, layout)
+        self._sharer = place_along(division.features, mesh)
+        """(number, count) of this rank among those that share heads and features."""
+        self._sharers = group_along(division.features, mesh)
+        self.position_group = group_along(division.positions, mesh)
         """Ranks that share sequences; None: each has whole ones."""
+        self._pieces = place_along(division.positions, mesh)[1]
+        """Ranks that share a sequence, in equal parts."""
+        self._first = all(place_along(dimension, mesh)[0] == 0 for dimension in division.equal)
+        """Whether this rank is the one that counts, of those with equal values."""
         self._places: dict[int, np.ndarray] = {}
         self._orders: dict[int, np.ndarray] = {}
         self._parts: tuple[dict[str, Part], dict[str, list[Part]]] = {}, {}
@@ -151,7 +156,7 @@ class Recorder:
 
     def _where(self, site: Site, x: Tensor, batch: Batch) -> Where:
         rest = site.axes == "rest" and x.shape[1] < batch["input_ids"].shape[1]
-        first = self._tp[0] * x.shape[1] if rest else 0
+        first = self._sharer[0] * x.shape[1] if rest else 0
         return Where(
             site.name,
             site.axes,
@@ -187,7 +192,7 @@ class Recorder:
             if kept:
                 values[name] = torch.cat([kept[first] for first in sorted(kept)])
                 if self._is_partial(name):
-                    dist.all_reduce(values[name], group=self._tp_group)
+                    dist.all_reduce(values[name], group=self._sharers)
         drawn = [self._drawn[first] for first in sorted(self._drawn)]
         parts = self._exchanged({name: self._part(name, value) for name, value in values.items()})
         capture = Capture(self._step, drawn, values, parts, self._total, self.context.device)
@@ -206,11 +211,11 @@ class Recorder:
             warnings.warn(f"taps: step {step} has no values of {what}: {why}", stacklevel=2)
 
     def _is_partial(self, name: str) -> bool:
-        """Whether each rank of tensor parallel has a part of a sum."""
+        """Whether each rank that shares features has a part of a sum."""
         # A router computes the same on every rank, and each rank's experts contribute to its gradient; what they make
         # of a token is a part of a sum, whose gradient all have.
         axes = self.sites[name.removesuffix(GRADIENT)].axes
-        return self._tp_group is not None and axes == ("whole" if name.endswith(GRADIENT) else "partial")
+        return self._sharers is not None and axes == ("whole" if name.endswith(GRADIENT) else "partial")
 
     def _exchanged(self, own: dict[str, Part]) -> dict[str, list[Part]]:
         """Returns the parts of all ranks, by point."""
@@ -226,14 +231,16 @@ class Recorder:
 
     def _part(self, name: str, values: Tensor) -> Part:
         axes = self.sites[name.removesuffix(GRADIENT)].axes
-        split, at_rest = self._split(axes, values.shape[2:]), self._divides and axes == "rest"
-        counted = self._tp[0] == 0 or split is not None or at_rest
+        split = self._split(axes, values.shape[2:])
+        at_rest = self._division.at_rest and axes == "rest"
+        counted = self._first and (self._sharer[0] == 0 or split is not None or at_rest)
         return Part(global_rank(), tuple(values.shape[2:]), values.dtype, split, counted, at_rest)
 
     def _split(self, axes: str, shape: Sequence[int]) -> Split | None:
         """Returns the part of the first dimension of `shape`, behind positions, that this rank has."""
-        rank, ranks = self._tp
-        if ranks == 1 or axes not in SPLIT_AXES:
+        rank, ranks = self._sharer
+        # The pattern has heads behind positions, as queries have.
+        if ranks == 1 or ("heads" if axes == "pattern" else axes) not in FEATURES & self._division.axes:
             return None
         return Split(rank * shape[0], shape[0], ranks * shape[0])
 
@@ -252,16 +259,16 @@ class Recorder:
         self._seen += count
         if first + count > len(self._rows):
             raise ForgeError(f"taps: step {self._step} has more sequences than the {len(self._rows)} of this rank")
-        rows, whole = self._numbers(batch, first), length * self.context.layout.cp
+        rows, whole = self._numbers(batch, first), length * self._pieces
         wanted = [self._earlier_rows + int(row) for row in rows]
         seed = self.context.job.job.seed
         positions = chosen_positions(seed, self._step, wanted, whole, min(self.positions, whole))
         inside = self._local_places(batch, length)[positions]
         rest = self._at_rest(inside, length)
         marks = {INSIDE: self._to_device(inside)}
-        marks[REST] = self._to_device(rest) if self._divides else marks[INSIDE]
-        marks[WHOLE] = self._to_device(positions) if self.cp_group else marks[INSIDE]
-        if self.cp_group and any(site.axes == "pattern" for site in self.sites.values()):
+        marks[REST] = self._to_device(rest) if self._division.at_rest else marks[INSIDE]
+        marks[WHOLE] = self._to_device(positions) if self.position_group else marks[INSIDE]
+        if self.position_group and any(site.axes == "pattern" for site in self.sites.values()):
             marks[ORDER] = self._to_device(self._order(batch, length)).expand(count, -1)
         columns, copied = self._columns(batch, marks[INSIDE])
         self._drawn[first] = Drawn(rows, positions, inside, rest, columns, copied)
@@ -277,23 +284,26 @@ class Recorder:
         """Where each position of a sequence is in this rank's part of it: (S,); -1: not there."""
         if length not in self._places:
             places = np.arange(length)
-            if "places" in batch:  # context parallel: the same in all rows and steps, so the host waits for it once
+            if "places" in batch:  # the same in all rows and steps, so the host waits for it once
                 places = batch["places"][0].cpu().numpy()
-            self._places[length] = np.full(length * self.context.layout.cp, -1)
+            elif self._pieces > 1:
+                message = f"parallel.taps: ranks of {self._division.positions} divide positions, and no stage's `split`"
+                raise ForgeError(f"{message} adds the entry `places` (B, s), which says which a rank has")
+            self._places[length] = np.full(length * self._pieces, -1)
             self._places[length][places] = np.arange(length)
         return self._places[length]
 
     def _order(self, batch: Batch, length: int) -> np.ndarray:
         """Where each position of a sequence is among those of all ranks, one after the other: (S,). Collective."""
         if length not in self._orders:  # once, as the places themselves
-            places = np.concatenate(gather_objects(batch["places"][0].cpu().numpy(), self.cp_group))
+            places = np.concatenate(gather_objects(batch["places"][0].cpu().numpy(), self.position_group))
             self._orders[length] = np.argsort(places)
         return self._orders[length]
 
     def _at_rest(self, inside: np.ndarray, length: int) -> np.ndarray:
-        if not self._divides:
+        if not self._division.at_rest:
             return inside
-        rank, ranks = self._tp
+        rank, ranks = self._sharer
         part = length // ranks
         return np.where((inside >= 0) & (inside // part == rank), inside - rank * part, -1)
 

@@ -37,8 +37,6 @@ class Marks(NamedTuple):
     """Written to by all copies of a compiled block (see `_keep`); None outside of one."""
 
 
-SPLIT_AXES = ("heads", "hidden", "pattern")
-"""Axes that tensor parallel divides, all in the dimension behind positions."""
 ENTRIES = ("taps_rows", "taps_inside", "taps_rest", "taps_whole", "taps_order")
 """Names in a batch of all but the last."""
 

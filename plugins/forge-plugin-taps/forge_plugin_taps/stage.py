@@ -134,7 +134,7 @@ def _is_decoding(args: tuple[Any, ...]) -> bool:
 
 def _hang_pattern(module: nn.Module, name: str, point: TapPoint, recorder: Recorder) -> PatternSite:
     """Let a site see queries and keys of a module that mixes positions."""
-    site = PatternSite(name, recorder.current, point.mixing, recorder.cp_group)
+    site = PatternSite(name, recorder.current, point.mixing, recorder.position_group)
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> None:
         q, k, _v, batch, *sinks = args

@@ -21,6 +21,7 @@ from torch import Tensor
 from forge_core.checkpoint.run_folder import JOB
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.parallel.mesh import gather_objects, global_rank
+from forge_plugin_taps.division import Division, group_along
 from forge_plugin_taps.kinds import Sink
 from forge_plugin_taps.tensor_file import DTYPES, TensorFile
 
@@ -58,7 +59,7 @@ class StoreWriter(Sink):
                 [Problem("parallel.taps.sinks", "a store needs the folder of a run, and this run keeps none")]
             )
         self._folder, self._keep, self._taps = context.folder / FOLDER, component.keep, taps
-        self._mesh, self._tp = context.mesh, context.layout.tp
+        self._sharers = group_along(Division.of(context.job, context.layout).features, context.mesh)
         self._cuda = context.device.type == "cuda"
         self._job = context.folder / JOB
         self._seed = context.job.job.seed
@@ -77,7 +78,7 @@ class StoreWriter(Sink):
         self._pending = pending = _Pending(sample)
         for name in sample.points:
             part = sample.local(name)
-            if part is not None and (part.counted or part.split is not None):
+            if part is not None and part.counted:
                 rows, values = self._own_rows(part)
                 pending.rows[name] = rows, values.to("cpu", non_blocking=True)
         if self._cuda:
@@ -85,17 +86,17 @@ class StoreWriter(Sink):
             pending.copied.record()
 
     def _own_rows(self, part: LocalPart) -> tuple[Tensor, Tensor]:
-        """Returns the rows that this rank writes, whole. Collective over tp."""
+        """Returns the rows that this rank writes, whole. Collective over ranks that share features."""
         if part.split is None:
             return part.index, part.values
-        assert self._mesh is not None
-        group = self._mesh.get_group("tp")
+        group = self._sharers
+        assert group is not None
         values = part.values.contiguous()
-        parts = [torch.empty_like(values) for _ in range(self._tp)]
+        parts = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(parts, values, group=group)
         # Each of the ranks has all heads or features now, and writes its share of the rows.
         rank, whole = dist.get_rank(group), torch.cat(parts, 1)
-        return part.index.tensor_split(self._tp)[rank], whole.tensor_split(self._tp)[rank]
+        return part.index.tensor_split(len(parts))[rank], whole.tensor_split(len(parts))[rank]
 
     def settle(self) -> None:
         """Write the step that was consumed last. Collective."""

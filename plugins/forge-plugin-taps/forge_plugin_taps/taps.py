@@ -10,6 +10,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import ParallelComponent, TrainingHook
 from forge_core.contracts.errors import Problem
+from forge_plugin_taps.division import division_problems
 from forge_plugin_taps.kinds import GRADIENT, EditComponent, SinkComponent
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Taps(ParallelComponent):
             yield from selection_problems(f"sinks.{name}.points", sink.points, captured)
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        yield from division_problems(job, layout)
         for name, sink in self.sinks.items():
             steps = range(sink.first_step, job.train.steps + 1)
             if not any(sink.is_due(step, self.interval) for step in steps):
