@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge_core.contracts.data import Batch
+from forge_core.contracts.model import Model
 from forge_core.data.reading import collate
 from forge_kit.generation import Generates
 from forge_plugin_vision.kinds import GRIDS, PATCHES, SECONDS, VIDEO, Grid
@@ -247,6 +248,9 @@ class VisionModelSuite(ModelSuite):
             )
 
     # --- surroundings --------------------------------------------------------------------------------------------
+
+    def point_batch(self, model: Model, folder: Path) -> Batch:
+        return self._image_batch(folder)
 
     def _image_batch(self, folder: Path) -> Batch:
         dataset = self._rows(folder)

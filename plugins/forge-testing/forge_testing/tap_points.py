@@ -47,3 +47,42 @@ def _picked(value: Any, point: TapPoint) -> Tensor:
         value = value[0] if isinstance(value[0], tuple) else value
         return value[0]  # type: ignore[no-any-return]
     return value if isinstance(value, Tensor) else value[point.index]  # type: ignore[no-any-return]
+
+
+def used_at(model: Any, batch: Batch, point: TapPoint, draws: int = 4) -> Tensor:
+    """Returns where `model(batch)` changes when the values at a point do: (B, S) bool.
+
+    Args:
+        model: with `tap_points`.
+        batch: of whole sequences.
+        point: of the model, not a `pattern`, with values that can be changed.
+        draws: changes that are tried; a choice of experts may be the same after one.
+    """
+    with torch.no_grad():
+        expected: Tensor = model(batch)
+        used = torch.zeros(expected.shape[:2], dtype=torch.bool)
+        for seed in range(draws):
+            generator = torch.Generator().manual_seed(seed)
+            hook = _replacing(model, point, lambda x, generator=generator: x + _noise(x, generator))
+            try:
+                used |= (model(batch) != expected).any(-1)
+            finally:
+                hook.remove()
+    return used
+
+
+def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(x.shape, generator=generator).to(x) * (1 + x.abs())
+
+
+def _replacing(model: nn.Module, point: TapPoint, change: Callable[[Tensor], Tensor]) -> Any:
+    module, index = model.get_submodule(point.module), point.index
+
+    def at(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*values[:index], change(values[index]), *values[index + 1 :])
+
+    if point.side == "input":
+        return module.register_forward_pre_hook(lambda _, args: at(args))
+    if point.side == "carry_in":
+        return module.register_forward_pre_hook(lambda _, args: (at(args[0]), *args[1:]))
+    return module.register_forward_hook(lambda _, args, out: change(out) if isinstance(out, Tensor) else at(out))

@@ -92,6 +92,8 @@ class GroupedAttention(nn.Module):
         self.q_norm, self.k_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
         self.rotary = rotary
         self.core = core
+        self.mixed = nn.Identity()
+        """The mixed values of all heads pass through here, for taps: spans replace some of what the core returns."""
         self.scoring = core.scoring
         if self.scoring.sinks:
             self.sinks = HeadSinks(heads, init.inner)
@@ -111,7 +113,7 @@ class GroupedAttention(nn.Module):
             sinks = self._sinks(q)
             mixed = self.core(q, k, v, batch) if sinks is None else self.core(q, k, v, batch, sinks)
             mixed = attend_in_spans(q, k, v, mixed, batch, self.scoring, sinks)
-        return self.output(mixed.flatten(2), batch)
+        return self.output(self.mixed(mixed).flatten(2), batch)
 
     def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(B, S, D) -> queries (B, S, H, E), keys and values (B, S, K, E), normalised but not rotated.
@@ -178,7 +180,7 @@ class GroupedAttention(nn.Module):
     def tap_points(self) -> Mapping[str, TapPoint]:
         """Queries and keys as the core receives them: normalised and rotated."""
         points = {name: TapPoint("core", "input", number, "heads") for number, name in enumerate("qkv")}
-        points["z"] = TapPoint("core", "output", axes="heads")
+        points["z"] = TapPoint("mixed", axes="heads")
         mixing = self.scoring.options()
         return points | {"pattern": TapPoint("core", "pattern", axes="heads", differentiable=False, mixing=mixing)}
 

@@ -26,7 +26,7 @@ from forge_kit.taps import tap_points
 from forge_testing.layouts import LAYOUTS
 from forge_testing.suites.base import explained
 from forge_testing.suites.parity import ParitySuite
-from forge_testing.tap_points import DIMENSIONS, seen_at_points
+from forge_testing.tap_points import DIMENSIONS, seen_at_points, used_at
 
 B, S = 2, 8
 
@@ -166,6 +166,20 @@ class ModelSuite(ParitySuite):
             good = len(shape) == dimensions and (point.axes == "images" or shape[:2] == (B, S))
             assert good, f"the point {name} has shape {shape}, not ({B}, {S}, …) of {dimensions} dimensions"
 
+    def test_its_tap_points_are_used(self, tmp_path: Path) -> None:
+        """When the values at a point change, hidden states do at every position; the first may see only itself."""
+        model = self._model(tmp_path).eval()
+        batch = self.point_batch(model, tmp_path)
+        for name, point in tap_points(model).items():
+            if point.side == "pattern" or not point.differentiable or point.axes == "images":
+                continue
+            with explained(f"the point {name} cannot be changed"):
+                unused = (~used_at(model, batch, point)[:, 1:]).nonzero().tolist()
+            assert not unused, (
+                f"the point {name} (module {point.module!r}, {point.side}) is not what the model uses: at row "
+                f"{unused[0][0]}, position {unused[0][1] + 1}, nothing changes with it"
+            )
+
     def test_its_flops_are_a_number(self, tmp_path: Path) -> None:
         """FLOPs are per token, positive, and not fewer for longer sequences."""
         model = self._bare(tmp_path)
@@ -243,6 +257,10 @@ class ModelSuite(ParitySuite):
         except ForgeError as error:
             raise AssertionError(str(error)) from error
         return model
+
+    def point_batch(self, model: Model, folder: Path) -> Batch:
+        """Returns a batch in which every point is passed at every position; one with images, say."""
+        return self._batch(model)
 
     def _batch(self, model: Model) -> Batch:
         generator = torch.Generator().manual_seed(11)
