@@ -25,7 +25,7 @@ from forge_plugin_taps.kinds import GRADIENT, PointInfo, TapsInfo
 from forge_plugin_taps.samples import Sample
 from forge_plugin_taps.sampling import chosen_positions
 from forge_plugin_taps.selection import in_order, layer_of, matching
-from forge_plugin_taps.site import ENTRIES, Current, Site
+from forge_plugin_taps.site import ENTRIES, PASSES, Current, Site
 from forge_plugin_taps.where import Split, Where
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class Recorder:
         self._parts: tuple[dict[str, Part], dict[str, list[Part]]] = {}, {}
         """Of this rank, and of all ranks, when they were exchanged last."""
         self._absent: set[str] = set()
+        self._pass = 0
+        """Number of micro-batches that were marked."""
         self._stop()
 
     def _stop(self) -> None:
@@ -272,7 +274,8 @@ class Recorder:
             marks[ORDER] = self._to_device(self._order(batch, length)).expand(count, -1)
         columns, copied = self._columns(batch, marks[INSIDE])
         self._drawn[first] = Drawn(rows, positions, inside, rest, columns, copied)
-        return {**batch, **marks, ROWS: torch.arange(first, first + count)}
+        self._pass += 1
+        return {**batch, **marks, ROWS: torch.arange(first, first + count) + self._pass * PASSES}
 
     def _numbers(self, batch: Batch, first: int) -> np.ndarray:
         """Numbers of a micro-batch's rows in the global batch, among those of this run."""

@@ -13,6 +13,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from forge_core.contracts.errors import ForgeError
+
 if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary
     from forge_plugin_taps.kinds import Edit
@@ -23,7 +25,7 @@ class Marks(NamedTuple):
     """Entries of a micro-batch that say which of its positions are sampled."""
 
     rows: Tensor
-    """(B,) on the CPU: numbers of its sequences among those of this rank."""
+    """(B,) on the CPU: numbers of its sequences among those of this rank, plus `PASSES` times that of its pass."""
     inside: Tensor
     """(B, n): where each sampled position is in this rank's part of the sequence; -1: another rank has it."""
     rest: Tensor
@@ -39,6 +41,10 @@ class Marks(NamedTuple):
 
 ENTRIES = ("taps_rows", "taps_inside", "taps_rest", "taps_whole", "taps_order")
 """Names in a batch of all but the last."""
+
+
+PASSES = 2**32
+"""Passes are counted in the upper half of `Marks.rows`: compiled code takes tensors, and no further one is needed."""
 
 
 class Current:
@@ -98,6 +104,8 @@ class Site:
         self.values, self.gradient, self.copies = values, gradient, copies
         self.kept: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}
         """Values (False) and gradients (True) of each micro-batch (B, n, …), by the number of its first sequence."""
+        self._passes: dict[bool, dict[int, int]] = {False: {}, True: {}}
+        """The pass in which each of these was kept."""
         self.edits: list[tuple[str, Edit, Callable[[Tensor, Any], Where]]] = []
         """Edits of the point by name, each with a function from a tensor and the batch to its `Where`."""
         self.edited = False
@@ -129,11 +137,25 @@ class Site:
         if marks.token is not None:
             _keep(marks.token, picked, marks.rows, self.number)
         else:
-            self.kept[False][int(marks.rows[0])] = picked
+            self.put(False, marks.rows, picked)
+
+    def put(self, gradient: bool, rows: Tensor, picked: Tensor) -> None:
+        """Keep what was picked of a micro-batch; a later pass of the same micro-batch replaces it.
+
+        Raises:
+            ForgeError: there is such a value of this pass: of two calls, only one would be kept.
+        """
+        number, row = divmod(int(rows[0]), PASSES)
+        if self._passes[gradient].get(row) == number:
+            message = f"taps: the module of {self.name} is called twice in one forward pass, so it has no one value"
+            raise ForgeError(f"{message}; choose points of modules that are called once")
+        self._passes[gradient][row] = number
+        self.kept[gradient][row] = picked
 
     def clear(self) -> None:
         """Forget what was kept."""
         self.kept = {False: {}, True: {}}
+        self._passes = {False: {}, True: {}}
 
 
 _numbers = count()
@@ -153,7 +175,7 @@ def pick(x: Tensor, local: Tensor) -> Tensor:
 @torch.library.custom_op("forge_taps::keep", mutates_args={"token"})
 def _keep(token: Tensor, picked: Tensor, rows: Tensor, number: Tensor) -> None:  # noqa: ARG001
     # A copy: the compiler may use the memory of its intermediate results again.
-    _sites[int(number)].kept[False][int(rows[0])] = picked.clone()
+    _sites[int(number)].put(False, rows, picked.clone())
 
 
 @_keep.register_fake
@@ -164,7 +186,7 @@ def _(*_: Tensor) -> None:
 @torch.library.custom_op("forge_taps::keep_gradient", mutates_args=())
 def _keep_gradient(grad: Tensor, local: Tensor, rows: Tensor, number: Tensor) -> Tensor:
     # In the path of the gradient, so that it is not left out, and a copy, which operators must return.
-    _sites[int(number)].kept[True][int(rows[0])] = pick(grad, local)
+    _sites[int(number)].put(True, rows, pick(grad, local))
     return grad.clone()
 
 
@@ -190,5 +212,5 @@ class _GradientTap(torch.autograd.Function):
         if ctx.compiled:
             return _keep_gradient(grad, *ctx.saved_tensors), None, None, None, None
         local, rows, number = ctx.kept
-        _sites[int(number)].kept[True][int(rows[0])] = pick(grad, local)
+        _sites[int(number)].put(True, rows, pick(grad, local))
         return grad, None, None, None, None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import taps_stranger
 import torch
-from attrs import define, field
+from attrs import define, evolve, field, frozen
 from safetensors.torch import load_file
 
 from forge_core.config.load import load_job
 from forge_core.contracts.components import TrainingHook
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.engine.trainer import Trainer
 from forge_plugin_packing import Isolate
 from forge_plugin_taps import Store, Taps
@@ -174,6 +175,25 @@ def test_a_model_without_points_is_refused():
                 "vocab_size = 32\nattention = { heads = 2 }\n", ""
             )
         )
+
+
+@frozen(kw_only=True)
+class Looped(taps_stranger.Stranger):
+    """Its last layer is called again behind the layers."""
+
+    def build(self, context):
+        model = super().build(context)
+        before = model.finish
+        model.finish = lambda carry, batch: before(model.layers["1"](carry, batch), batch)
+        return model
+
+
+@pytest.mark.parametrize("kind", ["points", "gradients"])
+def test_a_module_that_is_called_twice_in_a_pass_is_refused_by_name(tmp_path, kind):
+    made = taps_stranger.job(tmp_path, points=())
+    taps = evolve(made.parallel["taps"], **{"points": ("layers.0.*",), kind: ("layers.1.resid_post",)})
+    with pytest.raises(ForgeError, match=r"the module of layers\.1\.resid_post is called twice in one forward pass"):
+        taps_stranger.run(evolve(made, model=Looped(), parallel={"taps": taps}))
 
 
 def test_a_gradient_that_no_point_has_is_said_once(tmp_path, catalog):
