@@ -6,13 +6,14 @@ hidden features of a feed-forward part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 from attrs import field, frozen
 from attrs.validators import ge, in_
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 Side = Literal["input", "output", "carry_in", "carry_out", "pattern"]
 """Which tensor of a module. `input` and `output`: of its forward pass. `carry_in` and `carry_out`: of a block, which
@@ -24,6 +25,16 @@ Axes = Literal["rest", "heads", "hidden", "whole", "partial", "images"]
 (B, S, …), equal on all ranks of tensor parallel, inside of a part that they share, so that each has a part of its
 gradient. `partial`: (B, S, D), of whose sum each of them has a part, with equal gradients. `images`: rows and positions
 are those of images, as in a vision tower, and not those of the batch's tokens."""
+
+
+MIXING = frozenset({"window", "scale", "soft_cap", "sinks"})
+"""What `forge_kit.attention_pattern` computes besides plain causal attention, by the names of `TapPoint.mixing`."""
+
+
+def _known_mixing(_: object, attribute: Any, value: Mapping[str, float]) -> None:
+    if unknown := sorted(value.keys() - MIXING):
+        known = ", ".join(sorted(MIXING))
+        raise ValueError(f"{attribute.name!r} has {unknown[0]!r}, of which no pattern is known; there are {known}")
 
 
 @frozen
@@ -38,9 +49,26 @@ class TapPoint:
     axes: Axes = field(default="rest", validator=in_(("rest", "heads", "hidden", "whole", "partial", "images")))
     differentiable: bool = field(default=True, kw_only=True)
     """Whether it has a gradient; chosen numbers of experts, say, have none."""
-    mixing: Mapping[str, float] = field(factory=dict, kw_only=True)
+    mixing: Mapping[str, float] = field(factory=dict, kw_only=True, validator=_known_mixing)
     """Of a `pattern`: what differs from plain causal attention, as a module of `sequence_mixers()` says it by
-    `mixing()` (`window`, `scale`, `soft_cap`, `sinks`)."""
+    `mixing()`; see `MIXING`. A module that does more has no such point."""
+
+    def hook(self, module: nn.Module, passing: Callable[[Tensor], Tensor]) -> RemovableHandle:
+        """Let a function see what passes the point, not a `pattern`, and return what takes its place.
+
+        Args:
+            module: that of the point.
+            passing: maps the tensor at the point to one of the same shape.
+        """
+
+        def at(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*values[: self.index], passing(values[self.index]), *values[self.index + 1 :])
+
+        if self.side == "input":
+            return module.register_forward_pre_hook(lambda _, args: at(args))
+        if self.side == "carry_in":
+            return module.register_forward_pre_hook(lambda _, args: (at(args[0]), *args[1:]))
+        return module.register_forward_hook(lambda _, args, out: passing(out) if isinstance(out, Tensor) else at(out))
 
 
 @runtime_checkable

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import ForgeError, did_you_mean
 from forge_core.contracts.model import Model
-from forge_kit.taps import TapPoint, tap_points
+from forge_kit.attention_pattern import attention_pattern
+from forge_kit.taps import MIXING, TapPoint, tap_points
 
 Change = Callable[[Tensor], Tensor]
 """Maps the tensor at a point to what takes its place, of the same shape."""
@@ -91,30 +92,12 @@ def _hooks(
             values[name] = x.detach().clone()
         return x
 
-    handles = [_hook(model.get_submodule(point.module), name, point, passing) for name, point in points.items()]
+    handles = [point.hook(model.get_submodule(point.module), partial(passing, name)) for name, point in points.items()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _hook(module: nn.Module, name: str, point: TapPoint, passing: Callable[[str, Tensor], Tensor]) -> RemovableHandle:
-    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        index = point.index
-        if point.side == "carry_in":
-            carry, *others = args
-            return ((passing(name, carry[0]), *carry[1:]), *others)
-        return (*args[:index], passing(name, args[index]), *args[index + 1 :])
-
-    def after(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
-        if isinstance(out, Tensor):
-            return passing(name, out)
-        return (*out[: point.index], passing(name, out[point.index]), *out[point.index + 1 :])
-
-    if point.side in ("input", "carry_in"):
-        return module.register_forward_pre_hook(before)
-    return module.register_forward_hook(after)
 
 
 def attention_weights(core: Any, q: Tensor, k: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
@@ -124,26 +107,12 @@ def attention_weights(core: Any, q: Tensor, k: Tensor, batch: Batch, sinks: Tens
         core: a module of `Model.sequence_mixers`, whose `mixing()` says what it does besides plain causal attention.
         q: (B, S, H, E).
         k: (B, S, K, E).
-        batch: `document_ids` (B, S), if there are any, bound attention.
+        batch: `document_ids` (B, S), if there are any, bound attention; positions of one of the `attention_spans` see
+            each other.
         sinks: (H,), scores without a value: rows then sum to less than 1.
     """
-    options = dict(core.mixing())
-    window, scale, cap = (options.pop(name, 0) for name in ("window", "scale", "soft_cap"))
-    options.pop("sinks", None)
-    if options:
-        raise ForgeError(f"{type(core).__name__} attends by {', '.join(options)}, which no pattern is known of")
-    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    scores = torch.einsum("bshe,bthe->bhst", q, k).to(torch.promote_types(q.dtype, torch.float32))
-    scores = scores * (scale or q.shape[-1] ** -0.5)
-    if cap:
-        scores = (scores / cap).tanh() * cap
-    distance = torch.arange(q.shape[1], device=q.device).unsqueeze(1) - torch.arange(k.shape[1], device=q.device)
-    seen = (distance >= 0) & (distance < (window or k.shape[1]))
-    if "document_ids" in batch:
-        documents = batch["document_ids"]
-        seen = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], -1)
-    return scores.softmax(-1)[..., : k.shape[1]]
+    mixing = core.mixing()
+    if unknown := sorted(mixing.keys() - MIXING):
+        raise ForgeError(f"{type(core).__name__} attends by {', '.join(unknown)}, which no pattern is known of")
+    places = torch.arange(q.shape[1], device=q.device).expand(len(q), -1)
+    return attention_pattern(q, k, places, batch, mixing, sinks).transpose(1, 2)

@@ -9,7 +9,8 @@ import torch
 
 from forge_core.cli import main
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_lens import attention_maps, logit_lens, patching_effects, read_points
+from forge_kit.taps import TapPoint
+from forge_plugin_lens import attention_maps, attention_weights, logit_lens, patching_effects, read_points
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing.runs import tiny_run
@@ -83,6 +84,24 @@ def test_patching_brings_back_the_answer_where_the_prompts_differ_and_at_the_end
     first, last = torch.zeros(2, 16, dtype=torch.float64)
     first[4] = last[-1] = 1
     assert (effects.effects - torch.stack([first, last])).abs().max() < 1e-9
+
+
+class Core:
+    def mixing(self):
+        return {}
+
+
+def test_positions_of_a_span_attend_to_each_other():
+    q = torch.zeros(1, 4, 2, 3)
+    batch = {"attention_spans": torch.tensor([[0, 0, 0, -1]]), "document_ids": torch.tensor([[0, 0, 1, 1]])}
+    seen = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]])
+    weights = attention_weights(Core(), q, q, batch)
+    assert torch.equal(weights, (seen / seen.sum(1, keepdim=True)).expand(1, 2, 4, 4))
+
+
+def test_a_pattern_of_unknown_attention_is_refused():
+    with pytest.raises(ValueError, match="'mixing' has 'alibi', of which no pattern is known"):
+        TapPoint("core", "pattern", mixing={"alibi": 8.0})
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

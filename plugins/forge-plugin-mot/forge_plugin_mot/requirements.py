@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.components import ModelComponent
     from forge_core.contracts.model import Model
 
-ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "rotary", "sinks", "core")
+ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "rotary", "sinks", "core", "qkv", "mixed")
 """Children of attention: the weights of others would not be untied."""
 
 

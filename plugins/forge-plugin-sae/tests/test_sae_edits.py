@@ -10,6 +10,7 @@ import torch
 from sae_stranger import job, run, sae
 
 from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.layout import Layout
 from forge_kit.taps import TapPoint
 from forge_plugin_compile import Compile
 from forge_plugin_sae import LossRecovered, SAEEdit
@@ -138,9 +139,9 @@ def test_edits_that_cannot_be_are_refused(alone, tmp_path):
     assert "edits.b.latents: 'x' is no number of a latent" in problems
     assert "evaluations.e.sink: there is no sink 's' of type sae; the job has sae" in problems
     hidden = {"layers.0.mlp_hidden": TapPoint("layers.0.ffn.down", "input", axes="hidden")}
-    (problem,) = edits["a"].point_problems(hidden, SimpleNamespace(tp=2))
+    (problem,) = edits["a"].point_problems(hidden, Layout(tp=2))
     assert "ranks divide layers.0.mlp_hidden" in str(problem)
-    assert not list(edits["a"].point_problems(hidden, SimpleNamespace(tp=1)))
+    assert not list(edits["a"].point_problems(hidden, Layout()))
     for point, latents, message in (
         ("layers.7.resid_post", {"1": 1.0}, "has no autoencoder of layers.7.resid_post; it has layers.0.resid_post"),
         ("layers.0.resid_post", {"24": 1.0}, "has 24 latents, and latents has number 24"),

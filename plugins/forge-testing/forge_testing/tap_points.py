@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge_core.contracts.data import Batch
 from forge_kit.taps import TapPoint, tap_points
@@ -25,7 +26,9 @@ def seen_at_points(model: Any, batch: Batch, run: Callable[[Batch], Any] | None 
     """
     points = {name: point for name, point in tap_points(model).items() if point.side != "pattern"}
     seen: dict[str, list[Tensor]] = {name: [] for name in points}
-    hooks = [_hook(model, point, seen[name]) for name, point in points.items()]
+    hooks = [
+        point.hook(model.get_submodule(point.module), partial(_noted, seen[name])) for name, point in points.items()
+    ]
     try:
         with torch.no_grad():
             (run or model)(batch)
@@ -35,18 +38,9 @@ def seen_at_points(model: Any, batch: Batch, run: Callable[[Batch], Any] | None 
     return seen
 
 
-def _hook(model: nn.Module, point: TapPoint, into: list[Tensor]) -> Any:
-    module = model.get_submodule(point.module)
-    if point.side in ("input", "carry_in"):
-        return module.register_forward_pre_hook(lambda _, args: into.append(_picked(args, point)))
-    return module.register_forward_hook(lambda _, args, output: into.append(_picked(output, point)))
-
-
-def _picked(value: Any, point: TapPoint) -> Tensor:
-    if point.side.startswith("carry"):
-        value = value[0] if isinstance(value[0], tuple) else value
-        return value[0]  # type: ignore[no-any-return]
-    return value if isinstance(value, Tensor) else value[point.index]  # type: ignore[no-any-return]
+def _noted(into: list[Tensor], x: Tensor) -> Tensor:
+    into.append(x)
+    return x
 
 
 def used_at(model: Any, batch: Batch, point: TapPoint, draws: int = 4) -> Tensor:
@@ -63,7 +57,7 @@ def used_at(model: Any, batch: Batch, point: TapPoint, draws: int = 4) -> Tensor
         used = torch.zeros(expected.shape[:2], dtype=torch.bool)
         for seed in range(draws):
             generator = torch.Generator().manual_seed(seed)
-            hook = _replacing(model, point, lambda x, generator=generator: x + _noise(x, generator))
+            hook = point.hook(model.get_submodule(point.module), partial(_with_noise, generator))
             try:
                 used |= (model(batch) != expected).any(-1)
             finally:
@@ -71,18 +65,5 @@ def used_at(model: Any, batch: Batch, point: TapPoint, draws: int = 4) -> Tensor
     return used
 
 
-def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(x.shape, generator=generator).to(x) * (1 + x.abs())
-
-
-def _replacing(model: nn.Module, point: TapPoint, change: Callable[[Tensor], Tensor]) -> Any:
-    module, index = model.get_submodule(point.module), point.index
-
-    def at(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*values[:index], change(values[index]), *values[index + 1 :])
-
-    if point.side == "input":
-        return module.register_forward_pre_hook(lambda _, args: at(args))
-    if point.side == "carry_in":
-        return module.register_forward_pre_hook(lambda _, args: (at(args[0]), *args[1:]))
-    return module.register_forward_hook(lambda _, args, out: change(out) if isinstance(out, Tensor) else at(out))
+def _with_noise(generator: torch.Generator, x: Tensor) -> Tensor:
+    return x + torch.randn(x.shape, generator=generator).to(x) * (1 + x.abs())

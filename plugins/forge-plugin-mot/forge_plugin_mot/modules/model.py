@@ -31,7 +31,7 @@ else:
     # As for `VisionLanguageModel`: the class that this is put before has all of its methods.
     Base = object
 
-SHARED_IN_ATTENTION = ("rotary", "sinks", "core")
+SHARED_IN_ATTENTION = ("rotary", "sinks", "core", "qkv", "mixed")
 """Children of attention that are those of the text for all modalities; not every attention has all."""
 MIXINS: Mapping[str, Any] = {"attention": UntiedAttention, "ffn": UntiedFeedForward}
 

@@ -59,10 +59,7 @@ class UntiedBlock(nn.Module):
     def tap_points(self) -> Mapping[str, TapPoint]:
         """Returns those of the language model's layer, but for results that are merged later than there."""
         points: dict[str, TapPoint] = dict(getattr(super(), "tap_points", dict)())
-        points |= {"attn_out": TapPoint("updates.attention"), "mlp_out": TapPoint("updates.ffn")}
-        if self.norm_after and "resid_mid" in points:
-            points["resid_mid"] = TapPoint("ffn", "input")
-        return points
+        return points | {"attn_out": TapPoint("updates.attention"), "mlp_out": TapPoint("updates.ffn")}
 
     def normalise(self, name: str, x: Tensor, batch: Batch) -> Tensor:
         norm = getattr(self, name)

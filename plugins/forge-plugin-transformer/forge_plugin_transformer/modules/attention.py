@@ -46,6 +46,13 @@ class KVCache(Cache):
         return keys, values, mask
 
 
+class PassThrough(nn.Module):
+    """The identity on several tensors."""
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+
 class GroupedAttention(nn.Module):
     """o(attention(q(x), k(x), v(x))): see `AttentionComponent` for the contract."""
 
@@ -92,8 +99,9 @@ class GroupedAttention(nn.Module):
         self.q_norm, self.k_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
         self.rotary = rotary
         self.core = core
+        # For taps. Spans attend beside the core: they take what it receives, and replace some of what it returns.
+        self.qkv = PassThrough()
         self.mixed = nn.Identity()
-        """The mixed values of all heads pass through here, for taps: spans replace some of what the core returns."""
         self.scoring = core.scoring
         if self.scoring.sinks:
             self.sinks = HeadSinks(heads, init.inner)
@@ -109,7 +117,7 @@ class GroupedAttention(nn.Module):
             mixed = self._attend_cached(q, k, v, batch, cache)
         else:
             turns = tables(self.rotary, q.shape[1], batch)
-            q, k = rotate(q, *turns), rotate(k, *turns)
+            q, k, v = self.qkv(rotate(q, *turns), rotate(k, *turns), v)
             sinks = self._sinks(q)
             mixed = self.core(q, k, v, batch) if sinks is None else self.core(q, k, v, batch, sinks)
             mixed = attend_in_spans(q, k, v, mixed, batch, self.scoring, sinks)
@@ -138,7 +146,8 @@ class GroupedAttention(nn.Module):
         turns = generation_tables(self.rotary, positions, batch)
         keys, values, mask = cache.extend(rotate(k, *turns), v, positions, cache.shared_mask(batch))
         mask = see_spans(mask, batch)
-        q, sinks = rotate(q, *turns), self._sinks(q)
+        q, keys, values = self.qkv(rotate(q, *turns), keys, values)
+        sinks = self._sinks(q)
         if isinstance(self.core, AttentionCore):  # so that what hangs on it sees heads here, too
             return self.core(q, keys, values, batch, sinks, mask=mask)
         return torch_attention(q, keys, values, mask, scoring=self.scoring, sinks=sinks)
@@ -179,7 +188,7 @@ class GroupedAttention(nn.Module):
 
     def tap_points(self) -> Mapping[str, TapPoint]:
         """Queries and keys as the core receives them: normalised and rotated."""
-        points = {name: TapPoint("core", "input", number, "heads") for number, name in enumerate("qkv")}
+        points = {name: TapPoint("qkv", "output", number, "heads") for number, name in enumerate("qkv")}
         points["z"] = TapPoint("mixed", axes="heads")
         mixing = self.scoring.options()
         return points | {"pattern": TapPoint("core", "pattern", axes="heads", differentiable=False, mixing=mixing)}

@@ -42,13 +42,15 @@ class Block(nn.Module):
         self.attention_norm = attention_norm or nn.Identity()
         self.attention = attention
         self.attention_post_norm = attention_post_norm or nn.Identity()
+        self.middle = nn.Identity()
+        """The stream between the parts passes through here, for taps: norms may be others by position."""
         self.ffn_norm = ffn_norm or nn.Identity()
         self.ffn = ffn
         self.ffn_post_norm = ffn_post_norm or nn.Identity()
 
     def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
         (x,) = carry
-        after = x + self._scaled(self.update("attention", x, batch, cache))
+        after = self.middle(x + self._scaled(self.update("attention", x, batch, cache)))
         return (after + self._scaled(self.update("ffn", x if self.parallel else after, batch)),)
 
     def update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
@@ -66,7 +68,7 @@ class Block(nn.Module):
         """The residual stream, what each part adds to it, and the points of the parts."""
         points = {"resid_pre": TapPoint("", "carry_in"), "resid_post": TapPoint("", "carry_out")}
         if not self.parallel:  # else there is no stream between the parts
-            points["resid_mid"] = TapPoint("ffn_norm", "input")
+            points["resid_mid"] = TapPoint("middle")
         for name, point in (("attention", "attn_out"), ("ffn", "mlp_out")):
             has_norm = not isinstance(getattr(self, f"{name}_post_norm"), nn.Identity)
             points[point] = TapPoint(f"{name}_post_norm" if has_norm else name)

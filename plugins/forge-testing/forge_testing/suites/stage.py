@@ -68,7 +68,9 @@ class StageSuite(Suite):
         """A stage whose ranks share sequences: such a layer would see the positions of one rank, in silence."""
         component = self.make(tmp_path)
         shared = {dimension.name for dimension in (*DIMENSIONS, *component.dimensions) if dimension.tokens}
-        degrees = {name: size for name, size in component.degrees().items() if name in shared and isinstance(size, int)}
+        degrees: dict[str, Any] = {
+            name: size for name, size in component.degrees().items() if name in shared and isinstance(size, int)
+        }
         if max(degrees.values(), default=1) == 1:
             pytest.skip("its ranks do not share sequences")
         job = self._job(tmp_path, parallel=False)

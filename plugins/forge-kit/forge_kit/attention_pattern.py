@@ -1,0 +1,81 @@
+"""What queries attend to, computed beside the kernel that runs: the one formula of all that shows or keeps it.
+
+Shapes: B sequences, S positions, n queries of each sequence, H query heads, K key/value heads, G = H / K, E width of a
+head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+SPANS, DOCUMENTS = "attention_spans", "document_ids"
+"""Batch entries (B, S). Neighbours with equal documents are of one, which attention does not leave; neighbours with
+equal spans, 0 or more, attend to each other in both directions."""
+
+
+def attention_pattern(
+    q: Tensor,
+    k: Tensor,
+    places: Tensor,
+    batch: Mapping[str, Tensor],
+    mixing: Mapping[str, float],
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Returns the weights of queries for all keys: (B, n, H, S), in at least float32.
+
+    Args:
+        q: (B, n, H, E), as the kernel receives them.
+        k: (B, S, K, E), all keys in the order of the sequence.
+        places: (B, n), the position of each query.
+        batch: may hold `SPANS` and `DOCUMENTS`, of all positions.
+        mixing: what differs from plain causal attention: see `forge_kit.taps.MIXING`.
+        sinks: (H,), scores without a value: weights then sum to less than 1.
+    """
+    scores = _scores(q, k, mixing)
+    scores = scores.masked_fill(~_visible(places, k.shape[1], batch, mixing).unsqueeze(2), -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.detach().to(scores.dtype).view(1, 1, -1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+
+
+def _scores(q: Tensor, k: Tensor, mixing: Mapping[str, float]) -> Tensor:
+    """Scores before the mask: (B, n, H, S)."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("bnkge,bske->bnkgs", grouped, k.to(dtype)).flatten(2, 3)
+    scores = scores * (mixing.get("scale") or q.shape[-1] ** -0.5)
+    cap = mixing.get("soft_cap")
+    return (scores / cap).tanh() * cap if cap else scores
+
+
+def _visible(places: Tensor, length: int, batch: Mapping[str, Tensor], mixing: Mapping[str, float]) -> Tensor:
+    """Which of S keys each query sees: (B, n, S)."""
+    keys = torch.arange(length, device=places.device)
+    queries = places.unsqueeze(2)
+    seen = keys <= queries
+    if window := mixing.get("window"):
+        seen = seen & (keys > queries - window)
+    documents = [batch[DOCUMENTS]] if DOCUMENTS in batch else []
+    if documents:
+        seen = seen & _equal(_numbered(*documents), places)
+    if SPANS in batch:
+        inside = (batch[SPANS] >= 0).unsqueeze(1)
+        seen = seen | (_equal(_numbered(batch[SPANS], *documents), places) & inside)
+    return seen
+
+
+def _equal(numbers: Tensor, places: Tensor) -> Tensor:
+    """Whether the number of each query's position is that of a key's, of (B, S): (B, n, S)."""
+    return numbers.gather(1, places).unsqueeze(2) == numbers.unsqueeze(1)
+
+
+def _numbered(*entries: Tensor) -> Tensor:
+    """A number of each position (B, S), equal for neighbours that have equal entries."""
+    starts = torch.zeros_like(entries[0], dtype=torch.bool)
+    for entry in entries:
+        starts[:, 1:] |= entry[:, 1:] != entry[:, :-1]
+    return starts.cumsum(1)
