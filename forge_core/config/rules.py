@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -98,9 +99,9 @@ def _component_problems(path: str, component: Component, job: Job, layout: Layou
 
 def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
     """Problems with the model, which is built only if it asks for that, or a stage, the optimizer or a plugin does."""
-    asking = [*job.parallel.values(), job.optimizer, job.data.packing]
+    asking: list[Any] = [*job.parallel.values(), job.optimizer, job.data.packing]
     bases = (ParallelComponent, OptimizerComponent, PackingComponent)
-    asked = {type(part).model_problems for part in asking} - {base.model_problems for base in bases}
+    asked = {type(part).model_problems for part in asking}.difference(base.model_problems for base in bases)
     changed = any("forge_build_model" in dir(plugin) for plugin in job.plugins.values())
     if not (asked or changed or job.model.built_to_check or job.optimizer.further_roles is not None):
         return []

@@ -53,6 +53,9 @@ class TrackedRun:
     """Whether the service has never heard of `id`."""
     counted: int
     """Step whose counts were sent last; at first, the step of the start."""
+    cut_off: int | None = None
+    """The step after which earlier starts ended without `ended`, killed say; None: the last one did not."""
+    _key: str = ""
 
     @property
     def attempt(self) -> int:
@@ -67,16 +70,21 @@ class TrackedRun:
         """
         folder = context.folder
         assert folder is not None
-        key, path = f"{service}/{component.project}/{component.branch}", folder / RECORD
-        runs: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        key = f"{service}/{component.project}/{component.branch}"
+        runs = _recorded(folder)
         earlier = runs.get(key) if step else None
-        entry = earlier or {"id": secrets.token_hex(6), "starts": []}
-        entry["starts"] = [*entry["starts"], step]
-        unfinished = path.with_name(f".{RECORD}.unfinished")
-        unfinished.write_text(json.dumps({**runs, key: entry}, indent=1) + "\n")
-        os.replace(unfinished, path)
+        entry = earlier or {"id": secrets.token_hex(6), "starts": [], "ended": 0}
+        starts = entry["starts"] = [*entry["starts"], step]
+        ended = entry.setdefault("ended", len(starts) - 1)
+        _record(folder, {**runs, key: entry})
+        cut_off = starts[ended] if ended < len(starts) - 1 else None
         name = component.name or context.job.job.name
-        return cls(entry["id"], name, component.project, folder, entry["starts"], earlier is None, step)
+        return cls(entry["id"], name, component.project, folder, starts, earlier is None, step, cut_off, key)
+
+    def ended(self) -> None:
+        """Note that the service has all lines of this start and of those before, or keeps them."""
+        runs = _recorded(self.folder)
+        _record(self.folder, {**runs, self._key: {**runs[self._key], "ended": len(self.starts)}})
 
     def takes_counts(self, record: Mapping[str, Any], interval: int) -> bool:
         """Whether a line's counts are sent: those of the first line with any in every `interval` steps (0: none)."""
@@ -91,6 +99,19 @@ class TrackedRun:
         """The resolved job, which the run writes into its folder before its loggers start."""
         path = self.folder / "job.toml"
         return tomllib.loads(path.read_text()) if path.exists() else {}
+
+
+def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
+    """The runs of services that a folder was, by service, project and branch."""
+    path = folder / RECORD
+    runs: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    return runs
+
+
+def _record(folder: Path, runs: Mapping[str, Any]) -> None:
+    unfinished = folder / f".{RECORD}.unfinished"
+    unfinished.write_text(json.dumps(runs, indent=1) + "\n")
+    os.replace(unfinished, folder / RECORD)
 
 
 def is_sent(record: Mapping[str, Any], interval: int) -> bool:

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ import numpy as np
 import wandb
 
 from forge_core.contracts.errors import ExitCode, ForgeError
+from forge_kit.metrics import read_metrics
 from forge_kit.tracking import TrackedRun, count_rows, is_sent, numbers
 
 if TYPE_CHECKING:
@@ -64,6 +66,24 @@ class WandbLogger:
             ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        if component.mode == "offline":
+            self._send_again(step)
+
+    def _send_again(self, step: int) -> None:
+        """Log the lines up to `step` that starts which were cut off may have lost."""
+        # W&B's own process writes its file in blocks of 32 kB, and says of no line whether it is there.
+        first = self._tracked.cut_off
+        if first is None:
+            return
+        try:
+            metrics = read_metrics(self._tracked.folder)
+        except ForgeError:  # no `[loggers.jsonl]`, or under another name
+            message = f"Weights & Biases lacks lines after step {first}, as the run was killed, and it has no"
+            warnings.warn(f"{message} metrics.jsonl to send them from", stacklevel=2)
+            return
+        for record in sorted([*metrics, *metrics.evaluations], key=itemgetter("step")):
+            if first < record["step"] <= step:
+                self.log(record)
 
     def _settings(self) -> wandb.Settings:
         component = self._component
@@ -126,6 +146,7 @@ class WandbLogger:
     def _finish(self) -> None:
         with suppress(Exception):  # the process ends first, and W&B's own with it
             self._run.finish(exit_code=int(self._code))
+            self._tracked.ended()
 
 
 def _refuse_missing_credentials(base_url: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_plugin_wandb import Wandb
+from forge_plugin_wandb.logger import WandbLogger
 
 PNG = (
     b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x00\x01\x00\x00\x00\x01\x08\x00\x00\x00\x00:~\x9bU\x00\x00\x00\n"
@@ -20,9 +21,12 @@ PNG = (
 )  # one pixel
 
 
-class Crash(TrainingHook):
+class CrashesAt(TrainingHook):
+    def __init__(self, step):
+        self._step = step
+
     def on_step_end(self, context):
-        if context.step == 4:
+        if context.step == self._step:
             raise RuntimeError("crash")
 
 
@@ -54,7 +58,7 @@ def test_a_run_that_crashes_and_continues_is_one_run(make_job, train, lines, ser
         },
     }
     with pytest.raises(RuntimeError, match="crash"):
-        train(make_job(**keys), Crash(), HandsOn())
+        train(make_job(**keys), CrashesAt(4), HandsOn())
     [run] = server.runs
     assert server.exit_codes[run] == ExitCode.FAILED
     assert server.summaries[run]["forge/ended"] == "RuntimeError: crash"
@@ -88,6 +92,24 @@ def test_offline_runs_are_sent_by_wandb_sync(make_job, train, server):
     [run] = server.runs
     assert [(attempt, step) for attempt, step, _ in points(server, run, "train/loss")] == [(1, 2), (2, 4)]
     assert server.preempting == {run}
+
+
+def test_offline_lines_that_a_killed_process_did_not_write_are_sent_when_it_continues(
+    make_job, train, server, monkeypatch
+):
+    keys = {"steps": 6, "checkpoint": {"interval": 2}, "loggers": {"wandb": Wandb(mode="offline")}}
+    with monkeypatch.context() as killed:
+        killed.setattr(WandbLogger, "close", lambda logger: None)  # a process that is killed ends nothing
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="crash"):
+                train(make_job(**keys), CrashesAt(5))
+    summary = train(make_job(**keys))
+    folders = sorted((summary.folder / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)
+    command = [sys.executable, "-m", "wandb", "sync", "--yes", str(folders[-1])]
+    environment = {**os.environ, "WANDB_BASE_URL": server.url}
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment, cwd=summary.folder)
+    [run] = server.runs
+    assert [(attempt, step) for attempt, step, _ in points(server, run, "train/loss")] == [(3, n) for n in range(1, 7)]
 
 
 def test_counts_are_histograms_and_a_picture_is_shown(logger_context, server, tmp_path):
