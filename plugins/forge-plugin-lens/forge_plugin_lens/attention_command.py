@@ -45,7 +45,7 @@ def command(argv: list[str]) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     from forge_plugin_lens.head_maps import attention_maps
-    from forge_plugin_lens.pictures import draw_attention
+    from forge_plugin_lens.pictures import draw_attention, has_glyphs
 
     trained, tokenizer = load(options)
     ids = prompt_ids(tokenizer, options.prompt, options)
@@ -60,6 +60,6 @@ def _show(options: argparse.Namespace) -> int:
             rows.append([layer, str(head), f"{entropy.item():.3f}", *(f"{mean.item():.3f}" for mean in means)])
     print(columns(rows))
     path = picture_path(options, "attention")
-    draw_attention(maps, token_texts(tokenizer, ids), path, title_of(trained, "attention"))
+    draw_attention(maps, token_texts(tokenizer, ids, has_glyphs), path, title_of(trained, "attention"))
     print(f"picture: {path}")
     return ExitCode.FINISHED

@@ -8,7 +8,7 @@ from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ExitCode
 from forge_kit.tables import columns
-from forge_plugin_lens.prompts import add_model, load, picture_path, prompt_ids, title_of, token_text, token_texts
+from forge_plugin_lens.prompts import add_model, load, picture_path, prompt_ids, title_of, token_texts
 
 
 def command(argv: list[str]) -> int:
@@ -48,7 +48,7 @@ def _list(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     from forge_plugin_lens.layer_predictions import LogitLens, logit_lens
-    from forge_plugin_lens.pictures import draw_lens
+    from forge_plugin_lens.pictures import draw_lens, has_glyphs
 
     trained, tokenizer = load(options)
     ids = prompt_ids(tokenizer, options.prompt, options)
@@ -66,9 +66,11 @@ def _show(options: argparse.Namespace) -> int:
         lens.entropy[:, first:],
         lens.divergence[:, first:],
     )
-    texts = [[token_text(tokenizer, id_) for id_ in row] for row in shown.top[..., 0].tolist()]
+    texts = [token_texts(tokenizer, row, has_glyphs) for row in shown.top[..., 0].tolist()]
     path = picture_path(options, "lens")
-    draw_lens(shown, [*token_texts(tokenizer, ids[first:]), "?"], texts, path, title_of(trained, "logit lens"))
+    draw_lens(
+        shown, [*token_texts(tokenizer, ids[first:], has_glyphs), "?"], texts, path, title_of(trained, "logit lens")
+    )
     print(f"picture: {path}")
     return ExitCode.FINISHED
 

@@ -43,7 +43,7 @@ def command(argv: list[str]) -> int:
 def _show(options: argparse.Namespace) -> int:
     from forge_plugin_lens.layer_predictions import logit_lens
     from forge_plugin_lens.patching import patching_effects
-    from forge_plugin_lens.pictures import draw_effects
+    from forge_plugin_lens.pictures import draw_effects, has_glyphs
 
     trained, tokenizer = load(options)
     clean, corrupted = (prompt_ids(tokenizer, text, options) for text in (options.clean, options.corrupted))
@@ -69,10 +69,12 @@ def _show(options: argparse.Namespace) -> int:
         place = int(row.abs().argmax())
         rows.append([point, f"{row[place].item():.3f}", str(place), token_text(tokenizer, clean[place])])
     print(columns(rows))
-    pairs = zip(token_texts(tokenizer, clean), token_texts(tokenizer, corrupted), strict=True)
+    inputs = (token_texts(tokenizer, ids, has_glyphs) for ids in (clean, corrupted))
+    pairs = zip(*inputs, strict=True)
     labels = [one if one == two else f"{one}→{two}" for one, two in pairs]
     path = picture_path(options, "patch")
-    title = title_of(trained, f"patching, {texts[0]} against {texts[1]}")
+    answers = " against ".join(token_texts(tokenizer, [answer, other], has_glyphs))
+    title = title_of(trained, f"patching, {answers}")
     draw_effects(effects, labels, path, title)
     print(f"picture: {path}")
     return ExitCode.FINISHED

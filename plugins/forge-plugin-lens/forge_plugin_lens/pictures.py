@@ -13,6 +13,7 @@ from forge_kit.pictures import GREY, INK, quiet, quiet_style, write_figure
 with quiet():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties, findfont, get_font
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ FEW_CELLS = 400
 """With more, numbers inside the cells of a map could not be read."""
 TALL, WIDE = 8, 1.2
 """Tokens that a map with labels has at most, and inches of a small map."""
+
+
+def has_glyphs(text: str) -> bool:
+    """Returns whether the font of pictures has all letters of a text; matplotlib's own has no Chinese, say."""
+    glyphs = get_font(findfont(FontProperties())).get_charmap()
+    return all(ord(letter) in glyphs for letter in text)
 
 
 def draw_lens(lens: LogitLens, inputs: Sequence[str], tokens: Sequence[Sequence[str]], path: Path, title: str) -> None:
@@ -113,13 +120,14 @@ def draw_attention(maps: AttentionMaps, inputs: Sequence[str], path: Path, title
         for row, layer in enumerate(maps.layers):
             for column, head in enumerate(maps.heads):
                 axes = grid[row, column]
-                _map(axes, maps.weights[row, column].float().numpy(), 0.0, 1.0, SHARES)
+                image = _map(axes, maps.weights[row, column].float().numpy(), 0.0, 1.0, SHARES)
                 axes.set_title(f"layer {layer}, head {head}", fontsize=9 if labelled else 7, pad=3, loc="left")
                 if labelled:
                     _labels(axes, inputs, inputs, rotated=True)
                 else:
                     axes.set_xticks([])
                     axes.set_yticks([])
+        _scale(figure, [*grid.flat], image)
         write_figure(figure, path, "png")
 
 
@@ -148,7 +156,7 @@ def _map(axes: Axes, values: np.ndarray, low: float, high: float, colors: str) -
     return image
 
 
-def _scale(figure: Figure, axes: Axes, image: Any) -> None:
+def _scale(figure: Figure, axes: Axes | list[Axes], image: Any) -> None:
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)  # type: ignore[operator]

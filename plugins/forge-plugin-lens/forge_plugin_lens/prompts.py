@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,16 +59,23 @@ def prompt_ids(tokenizer: Tokenizer, text: str, options: argparse.Namespace) -> 
     return ids
 
 
-def token_text(tokenizer: Tokenizer, id_: int) -> str:
-    """Returns a token as a short text for a table or a picture; its number where it is no text of its own."""
+def token_text(tokenizer: Tokenizer, id_: int, has_glyphs: Callable[[str], bool] = bool) -> str:
+    """Returns a token as a short text for a table or a picture; its number where it is no text of its own.
+
+    Args:
+        tokenizer: of the model.
+        id_: the token.
+        has_glyphs: whether what shows the text can show its letters, as a font of a picture may not.
+    """
     text = tokenizer.decode([id_]).translate(SHOWN)
-    readable = text and UNREADABLE not in text and text.isprintable() and all(ord(letter) < 0x2600 for letter in text)
-    return text if readable else f"#{id_}"
+    # A family of emoji is several, joined by a character of no width that counts as unprintable.
+    printable = text.replace("\N{ZERO WIDTH JOINER}", "").isprintable()
+    return text if text and UNREADABLE not in text and printable and has_glyphs(text) else f"#{id_}"
 
 
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int], has_glyphs: Callable[[str], bool] = bool) -> list[str]:
     """Returns `token_text` of each."""
-    return [token_text(tokenizer, id_) for id_ in ids]
+    return [token_text(tokenizer, id_, has_glyphs) for id_ in ids]
 
 
 def picture_path(options: argparse.Namespace, name: str) -> Path:

@@ -25,6 +25,9 @@ def compare(first: Facts, second: Facts, names: tuple[str, str]) -> str:
     for title, key, time in SECTIONS:
         if rows := [*_rows(first[key], second[key], time)]:
             blocks += [f"## {title}", table([_heading(title.lower(), names), *rows])]
+    if rows := [*_call_rows(first["operators"], second["operators"])]:
+        heading = ["operators", *names, "difference", "calls per step"]
+        blocks += ["## Calls", table([heading, *rows])]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -55,6 +58,13 @@ def _rows(
         yield _row(name, before, after)
 
 
+def _call_rows(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Operators that are called more or less often in a step, the largest differences first."""
+    rows = sorted(changes(first, second, _calls), key=lambda row: -abs(row[2] - row[1]))
+    for name, before, after in [row for row in rows if row[1] != row[2]][:SHOWN]:
+        yield [name, f"{before:g}", f"{after:g}", f"{after - before:+g}", "" if before else "new"]
+
+
 def _heading(what: str, names: tuple[str, str]) -> list[str]:
     return [what, *names, "difference", ""]
 
@@ -67,6 +77,10 @@ def _row(name: str, before: float, after: float) -> list[str]:
 
 def _host(row: Mapping[str, Any]) -> float:
     return row["host_s"]
+
+
+def _calls(row: Mapping[str, Any]) -> float:
+    return row["calls"]
 
 
 def _own(row: Mapping[str, Any]) -> float:

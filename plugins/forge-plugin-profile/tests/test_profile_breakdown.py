@@ -107,6 +107,15 @@ def test_what_became_slower_is_named(on_gpu):
     assert "Slower most, by layer: **layers.0**, 0.34 ms and 0.4 ms." in text
     assert "| layers.0 | 0.34 ms |  0.4 ms |   +0.06 ms | +17.6 % |" in text
     assert "A step of after is 0.06 ms slower (6.9 %)." in text
+    assert "## Calls" not in text
+
+
+def test_operators_that_are_called_more_often_are_listed(on_gpu):
+    more = {**on_gpu, "operators": [{**row, "calls": 3 * row["calls"]} for row in on_gpu["operators"]]}
+    calls = on_gpu["operators"][0]["calls"]
+    rows = compare(on_gpu, more, ("before", "after")).partition("## Calls")[2]
+    cells = next(row for row in rows.splitlines() if on_gpu["operators"][0]["name"] in row).split("|")
+    assert [float(cell) for cell in cells[2:5]] == [calls, 3 * calls, 2 * calls]
 
 
 def test_a_trace_of_any_other_program_has_what_needs_no_marks(on_gpu):

@@ -6,13 +6,15 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server, write_to_textfile
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from forge_core.contracts.errors import ExitCode, ForgeError
 
@@ -24,6 +26,22 @@ FORBIDDEN = re.compile(r"[^a-zA-Z0-9_]+")
 PLACE = "prometheus.json"
 
 
+COUNTERS = {"step": "forge_steps", "tokens": "forge_tokens"}
+"""Numbers of lines that only grow while a run lasts, with their names, to which Prometheus' library adds `_total`."""
+
+
+class GrownNumber(Collector):
+    """A counter whose value is set: what has grown is counted elsewhere."""
+
+    def __init__(self, name: str, text: str, labels: Mapping[str, str]) -> None:
+        self._name, self._text, self._labels, self.value = name, text, labels, 0.0
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], self.value)
+        yield family
+
+
 class PrometheusLogger:
     """See `forge_core.contracts.runtime.Logger`."""
 
@@ -32,12 +50,13 @@ class PrometheusLogger:
         self._labels = {"run": run, **component.labels}
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, GrownNumber] = {}
         self._names: dict[str, str] = {}
         self._server: tuple[WSGIServer, threading.Thread] | None = None
 
     def start(self, step: int) -> None:
         """Open the endpoint; a port or folder that cannot be used is an error before the first step."""
-        self._set("forge_step", step, "completed steps")
+        self._count("step", step)
         self._set("forge_run_info", 1, "folder of the run", folder=str(self._folder.absolute()))
         self._state("running")
         component = self._component
@@ -58,7 +77,9 @@ class PrometheusLogger:
 
     def log(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
-            if isinstance(value, Real) and name != "time":
+            if name in COUNTERS:
+                self._count(name, value)
+            elif isinstance(value, Real) and name != "time":
                 self._set(self._gauge_name(name), float(value), f"`{name}` of the lines of metrics")
         self._set("forge_last_line_timestamp_seconds", record.get("time", time.time()), "when the newest line was made")
         for name, rows in record.get("counts", {}).items():
@@ -97,6 +118,13 @@ class PrometheusLogger:
                 own = f"{plain}_{number}"
             self._names[name] = own
         return self._names[name]
+
+    def _count(self, name: str, value: float) -> None:
+        if name not in self._counters:
+            text = f"`{name}` of the lines of metrics, which grows until the run starts again"
+            self._counters[name] = GrownNumber(COUNTERS[name], text, self._labels)
+            self._registry.register(self._counters[name])
+        self._counters[name].value = float(value)
 
     def _set(self, name: str, value: float, text: str, **labels: str) -> None:
         if name not in self._gauges:

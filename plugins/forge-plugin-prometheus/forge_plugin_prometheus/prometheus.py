@@ -27,8 +27,9 @@ class Prometheus(LoggerComponent):
     """Keeps the newest numbers of the run where Prometheus reads them: at `/metrics` of a port on rank 0, or in a file.
 
     Each number of a line is a gauge: `forge_loss`, `forge_eval_loss`, with characters that Prometheus does not allow
-    as `_`, and a label `run`. `forge_step`, `forge_last_line_timestamp_seconds` and `forge_run_state` say how far the
-    run is, whether it is silent, and how it ended. Of counts, there are smallest, mean and largest of each layer.
+    as `_`, and a label `run`. `forge_steps_total` and `forge_tokens_total` are counters. With these,
+    `forge_last_line_timestamp_seconds` and `forge_run_state` one sees how far the run is, whether it is silent, and how
+    it ended. Of counts, there are smallest, mean and largest of each layer.
     """
 
     port: int = field(default=9400, validator=[ge(0), le(65535)])

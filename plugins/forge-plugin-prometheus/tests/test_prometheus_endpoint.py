@@ -42,11 +42,22 @@ def logger(tmp_path):
 
 
 def test_the_endpoint_has_the_newest_numbers(logger, tmp_path):
-    assert scrape(tmp_path)["forge_step",] == 3
-    logger.log({"step": 4, "loss": 2.5, "grad_norm": math.inf, "time": 1e9, "counts": {"moe/load": {"0": [1.0, 5.0]}}})
+    assert scrape(tmp_path)["forge_steps_total",] == 3
+    logger.log(
+        {
+            "step": 4,
+            "tokens": 64,
+            "loss": 2.5,
+            "grad_norm": math.inf,
+            "time": 1e9,
+            "counts": {"moe/load": {"0": [1.0, 5.0]}},
+        }
+    )
     logger.log({"step": 4, "eval/loss": math.nan, "eval_loss": 7, "note": "text"})
     found = scrape(tmp_path)
-    assert (found["forge_step",], found["forge_loss",], found["forge_grad_norm",]) == (4, 2.5, math.inf)
+    assert (found["forge_steps_total",], found["forge_loss",], found["forge_grad_norm",]) == (4, 2.5, math.inf)
+    assert found["forge_tokens_total",] == 64
+    assert "forge_tokens" not in {name for name, *_ in found}
     assert math.isnan(found["forge_eval_loss",])
     assert found["forge_eval_loss_2",] == 7
     assert [found[f"forge_moe_load_{name}", "0"] for name in ("min", "mean", "max")] == [1, 3, 5]
@@ -77,7 +88,7 @@ def test_a_run_is_served_while_it_lasts_and_not_after(make_job, train):
     table = Prometheus(port=0, labels={"cluster": "a"})
     summary = train(make_job(steps=2, loggers={"prometheus": table}, job={"name": "mine"}), Scrapes())
     [(url, found)] = seen
-    assert found["forge_step", "a"] == 2
+    assert found["forge_steps_total", "a"] == 2
     assert found["forge_loss", "a"] == summary.loss
     assert not (summary.folder / "prometheus.json").exists()
     with pytest.raises(urllib.error.URLError):

@@ -22,7 +22,9 @@ INNER_WIDTH, INNER_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 FINE = 100
 """Coordinates of curves in a unit of the picture."""
 COLORS = 8
-"""Number of colours in the style; further runs have them again, dashed."""
+"""Number of colours in the style; further runs have them again with other dashes."""
+DASHES = (0, 0, 0, 1, 1, 1, 2, 3)
+"""How the first runs are dashed: those with equal dashes have colours that no colour blindness makes alike."""
 CROWD = 40
 """Points from which they have no dots."""
 MARKS = 30
@@ -40,8 +42,9 @@ class _Curve:
 
 
 def color_classes(number: int) -> str:
-    """Returns the classes of a run's colour in the style of the page."""
-    return f"c{number % COLORS}" + (" again" if number >= COLORS else "")
+    """Returns the classes of a run's colour and dashes in the style of the page."""
+    turn, color = divmod(number, COLORS)
+    return f"c{color} d{(DASHES[color] + turn) % (1 + max(DASHES))}"
 
 
 def chart_svg(chart: Chart) -> str:

@@ -172,7 +172,7 @@
       tip.show(event, [title, ...shown.map((row) => this.row(row))]);
     }
     row({ run, value, note }) {
-      const line = make("div"), name = make("span", { class: `run c${run % 8}` }), text = make("span", {}, numberText(value));
+      const line = make("div"), name = make("span", { class: `run ${AXES[run].look}` }), text = make("span", {}, numberText(value));
       name.append(make("i"), AXES[run].name);
       if (note) text.append(make("small", {}, ` (${note})`));
       line.append(name, text);

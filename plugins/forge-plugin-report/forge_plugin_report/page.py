@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from forge_kit.report_sections import ReportRun
+from forge_plugin_report.chart_svg import color_classes
 from forge_plugin_report.collect import Section
 from forge_plugin_report.html_blocks import html_of, run_html
 
@@ -63,15 +64,17 @@ def _digest(text: str) -> str:
 
 def _axes_of(run: ReportRun) -> dict[str, Any]:
     """Tokens and seconds in steps by step, at some points; empty where the lines do not have them."""
+    look = color_classes(run.number)
     rows = [row for row in run.metrics if "step_seconds" in row and "tokens" in row]
     if not rows:
-        return {"name": run.name, "step": [], "tokens": [], "seconds": []}
+        return {"name": run.name, "look": look, "step": [], "tokens": [], "seconds": []}
     steps = np.array([0, *(row["step"] for row in rows)], float)
     tokens = np.array([0, *(row["tokens"] for row in rows)], float)
     seconds = np.cumsum([0.0, *(float(row["step_seconds"]) for row in rows)])
     kept = np.unique(np.linspace(0, len(steps) - 1, min(KNOTS, len(steps))).astype(int))
     return {
         "name": run.name,
+        "look": look,
         "step": steps[kept].astype(int).tolist(),
         "tokens": tokens[kept].astype(int).tolist(),
         "seconds": [round(float(value), 3) for value in seconds[kept]],

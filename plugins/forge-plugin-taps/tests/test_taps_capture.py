@@ -190,7 +190,7 @@ class Looped(taps_stranger.Stranger):
 
 @pytest.mark.parametrize("kind", ["points", "gradients"])
 def test_a_module_that_is_called_twice_in_a_pass_is_refused_by_name(tmp_path, kind):
-    made = taps_stranger.job(tmp_path, points=())
+    made = taps_stranger.job(tmp_path, points=(), sinks={"store": Store()})
     taps = evolve(made.parallel["taps"], **{"points": ("layers.0.*",), kind: ("layers.1.resid_post",)})
     with pytest.raises(ForgeError, match=r"the module of layers\.1\.resid_post is called twice in one forward pass"):
         taps_stranger.run(evolve(made, model=Looped(), parallel={"taps": taps}))

@@ -12,8 +12,8 @@ import pytest
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ExitCode, ForgeError
+from forge_kit.tracking import TrackedRun
 from forge_plugin_wandb import Wandb
-from forge_plugin_wandb.logger import WandbLogger
 
 PNG = (
     b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x00\x01\x00\x00\x00\x01\x08\x00\x00\x00\x00:~\x9bU\x00\x00\x00\n"
@@ -99,7 +99,7 @@ def test_offline_lines_that_a_killed_process_did_not_write_are_sent_when_it_cont
 ):
     keys = {"steps": 6, "checkpoint": {"interval": 2}, "loggers": {"wandb": Wandb(mode="offline")}}
     with monkeypatch.context() as killed:
-        killed.setattr(WandbLogger, "close", lambda logger: None)  # a process that is killed ends nothing
+        killed.setattr(TrackedRun, "ended", lambda run: None)  # as of a process that is killed before it
         for _ in range(2):
             with pytest.raises(RuntimeError, match="crash"):
                 train(make_job(**keys), CrashesAt(5))
