@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,23 @@ def pack(ends: np.ndarray, seq_len: int) -> Packing:
     pieces = cut(ends, seq_len)
     order, bounds = _in_order(fit(pieces.lengths, seq_len))
     return Packing(DocumentPieces(pieces.starts[order], pieces.lengths[order]), bounds)
+
+
+def packed_blocks(ends: np.ndarray, seq_len: int, documents: int) -> Iterator[Packing]:
+    """Pack so many documents at a time, each block by itself, so that memory does not grow with the corpus.
+
+    Starts are those in the whole corpus; bounds count the pieces of a block. A block of millions of documents loses
+    nothing but the room in its last sequences.
+
+    Args:
+        ends: see `pack`; may be a memory map.
+        seq_len: positions of a sequence.
+        documents: of a block.
+    """
+    for first in range(0, len(ends), documents):
+        offset = int(ends[first - 1]) if first else 0
+        (starts, lengths), bounds = pack(np.asarray(ends[first : first + documents]) - offset, seq_len)
+        yield Packing(DocumentPieces(starts + offset, lengths), bounds)
 
 
 def cut(ends: np.ndarray, seq_len: int) -> DocumentPieces:

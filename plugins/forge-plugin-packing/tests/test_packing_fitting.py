@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_plugin_packing.fitting import cut, fit, pack
+from forge_plugin_packing.fitting import cut, fit, pack, packed_blocks
 
 unhurried = settings(deadline=None, max_examples=50)
 documents = st.lists(st.integers(1, 40), max_size=60)
@@ -71,6 +71,19 @@ def test_every_token_that_can_be_predicted_is_a_label_once_and_the_one_before_it
     assert inputs == [token for token in range(sum(sizes)) if token not in last_tokens]
     assert bounds[0] == 0
     assert bounds[-1] == len(starts)
+
+
+@given(documents, st.integers(1, 16), st.integers(1, 60))
+@unhurried
+def test_blocks_are_packed_each_by_itself(sizes: list[int], seq_len: int, block: int) -> None:
+    ends = np.cumsum(sizes, dtype=np.int64)
+    blocks = list(packed_blocks(ends, seq_len, block))
+    for number, ((starts, lengths), bounds) in enumerate(blocks):
+        begin = int(ends[number * block - 1]) if number else 0
+        alone = pack(ends[number * block : (number + 1) * block] - begin, seq_len)
+        assert starts.tolist() == (alone.pieces.starts + begin).tolist()
+        assert (lengths.tolist(), bounds.tolist()) == (alone.pieces.lengths.tolist(), alone.bounds.tolist())
+    assert sum(int(packing.pieces.lengths.sum()) for packing in blocks) == sum(sizes) - len(sizes)
 
 
 @given(documents, st.integers(1, 16))

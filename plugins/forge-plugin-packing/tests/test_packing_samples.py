@@ -161,7 +161,7 @@ def test_a_sequence_names_its_pieces() -> None:
 def test_the_packing_is_made_once_for_the_same_lengths(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = PackedSequences(ListedDocuments([[1, 2], [3]]), 4)
     with monkeypatch.context() as patched:
-        patched.setattr(stored, "pack", lambda *_: pytest.fail("packed again"))
+        patched.setattr(stored, "packed_blocks", lambda *_: pytest.fail("packed again"))
         assert columns(PackedSequences(ListedDocuments([[4, 5], [6]]), 4))["document_ids"] == [0, 0, 1, 2]
         for others in ([[1, 2], [3, 4]], [[1, 2]]):
             with pytest.raises(pytest.fail.Exception, match="packed again"):
@@ -176,8 +176,19 @@ def test_a_damaged_packing_is_made_again(cache: Path) -> None:
     listed = ListedDocuments([[1, 2], [3]])
     expected = columns(PackedSequences(listed, 4))
     (folder,) = (cache / "packing").iterdir()
-    (folder / "starts.npy").write_bytes(b"")
+    (folder / "starts").write_bytes(b"")
     assert columns(PackedSequences(listed, 4)) == expected
+
+
+def test_a_corpus_of_several_blocks_is_packed_whole(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = ListedDocuments([[number] * (1 + number % 5) for number in range(1, 12)])
+    whole = PackedSequences(listed, 8)
+    monkeypatch.setattr("forge_plugin_packing.stored.BLOCK", 4)
+    monkeypatch.setattr("forge_plugin_packing.stored.GROUP", "packing in blocks")
+    blocks = PackedSequences(listed, 8)
+    labels = [sorted(int(n) for row in data for n in row["labels"] if n >= 0) for data in (whole, blocks)]
+    assert labels[0] == labels[1]
+    assert len(blocks) > len(whole)
 
 
 def test_a_pickled_copy_carries_neither_tokens_nor_packing(tmp_path: Path) -> None:
