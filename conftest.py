@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-sys.path.append(str(Path(__file__).parent / "tests"))
+sys.path += [str(Path(__file__).parent / name) for name in ("tests", "tools")]
 
 import catalogs
 import forked_starts

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch._dynamo.backends.common  # noqa: F401  imported once, and not by each process
 
 from forge_plugin_compile import Compile
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import StageSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-compile")
 
 
 class TestCompile(StageSuite):

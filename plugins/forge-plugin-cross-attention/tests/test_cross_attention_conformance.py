@@ -17,12 +17,7 @@ from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing import tiny_job
 from forge_testing.curves import Curve, Difference, train
-from forge_testing.distribution import check_distribution
 from forge_testing.processes import run_on_ranks
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-cross-attention")
 
 
 class TestCrossAttention(VisionModelSuite):

@@ -5,12 +5,7 @@ from __future__ import annotations
 import csv
 
 from forge_plugin_csv import Csv
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import LoggerSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-csv")
 
 
 class TestCsv(LoggerSuite):

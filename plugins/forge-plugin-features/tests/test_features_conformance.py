@@ -7,12 +7,7 @@ from kept_runs import FROZEN, model
 
 from forge_plugin_features import Features
 from forge_plugin_vision.testing import RandomImages
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import HookSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-features")
 
 
 class TestFeatures(HookSuite):

@@ -5,12 +5,7 @@ from __future__ import annotations
 import forge_plugin_float8.stage  # noqa: F401  torchao is imported once, and not by each process
 from forge_plugin_float8 import Float8
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import StageSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-float8")
 
 
 class TestFloat8(StageSuite):

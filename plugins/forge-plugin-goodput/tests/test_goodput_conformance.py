@@ -5,12 +5,7 @@ from __future__ import annotations
 from attrs import evolve
 
 from forge_plugin_goodput import Disk, Goodput, Interval
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import HookSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-goodput")
 
 
 class TestGoodput(HookSuite):

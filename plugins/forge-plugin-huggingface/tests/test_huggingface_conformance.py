@@ -6,12 +6,7 @@ import json
 
 from forge_plugin_huggingface import HuggingFace
 from forge_plugin_text import Bytes
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import DatasetSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-huggingface")
 
 
 def write_rows(folder):

@@ -27,7 +27,6 @@ from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_lm_eval import model
 from forge_plugin_lm_eval.model import ForgeLM
 from forge_plugin_transformer.huggingface_names import to_huggingface
-from forge_testing.distribution import check_distribution
 
 LENGTH = 48
 SENTENCE = "the cat dog bird sat ran flew on over a mat log tree and then it was red blue green"
@@ -440,10 +439,6 @@ def test_settings_of_generation_come_from_the_command_too(lm, runs):
         samples = json.loads((runs / path).read_text())["samples"]["written"]
         lengths.append(sum(len(sample["resps"][0][0]) for sample in samples))
     assert 0 < lengths[0] < lengths[1]
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-lm-eval")
 
 
 def test_a_bfloat16_model_is_scored_in_float32(lm):

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from forge_plugin_losses import ChunkedCrossEntropy
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import LossSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-losses")
 
 
 class TestChunkedCrossEntropy(LossSuite):

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import OptimizerSuite
 
 SETTINGS = {"lr": 1e-2, "eps": 1e-5, "compile": False}
 BLOCKS = {"min_size": 1, "block_size": 8}
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-lowbit")
 
 
 class TestAdamW8bit(OptimizerSuite):

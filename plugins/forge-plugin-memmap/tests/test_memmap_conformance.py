@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from forge_plugin_memmap import Memmap
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import DatasetSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-memmap")
 
 
 class TestMemmap(DatasetSuite):

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_transformer import Transformer, YarnRope
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import ModelSuite
 
 WIDTHS = {"kv_lora_rank": 6, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-mla")
 
 
 class TestMLA(ModelSuite):

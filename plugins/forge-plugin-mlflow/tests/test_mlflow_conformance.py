@@ -5,12 +5,7 @@ from __future__ import annotations
 from mlflow_store import database
 
 from forge_plugin_mlflow import MLflow
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import LoggerSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-mlflow")
 
 
 class TestMLflow(LoggerSuite):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import ModelSuite, RouterSuite
 from forge_testing.suites.parity import ParitySuite
 
@@ -18,10 +17,6 @@ GPT_OSS = {"bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 0.02, "swiglu_of
 def model_of(**keys):
     ffn = MoE(**{"experts": 4, "hidden": 16, **keys})
     return Transformer(dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), ffn=ffn)
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-moe")
 
 
 class TestSoftmaxTopK(RouterSuite):

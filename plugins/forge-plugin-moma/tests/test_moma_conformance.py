@@ -8,14 +8,9 @@ from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_vision import Joint, VisionLanguage
 from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import tiny_vision
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import RouterSuite
 
 GROUPS = {"text": 4, "image": 3, "video": 1}
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-moma", samples={"moma": {"experts": {"text": 4, "image": 4}}})
 
 
 class TestTokensChoose(RouterSuite):

@@ -6,11 +6,6 @@ from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_vision import VisionLanguage
 from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import tiny_language, tiny_vision
-from forge_testing.distribution import check_distribution
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-mot")
 
 
 class TestMixtureOfTransformers(VisionModelSuite):

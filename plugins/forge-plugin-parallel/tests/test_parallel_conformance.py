@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import StageSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-parallel")
 
 
 class TestFSDP(StageSuite):

@@ -21,7 +21,6 @@ from forge_plugin_profile.model_facts import layer_flops
 from forge_plugin_profile.profile import chosen_ranks
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import job_problems, tiny_job
-from forge_testing.distribution import check_distribution
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import tiny_run
@@ -29,10 +28,6 @@ from forge_testing.suites import HookSuite
 from forge_testing.suites.base import losses_of
 
 MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=2))
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-profile")
 
 
 class TestProfile(HookSuite):

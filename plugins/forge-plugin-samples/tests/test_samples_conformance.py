@@ -5,12 +5,7 @@ from __future__ import annotations
 from forge_plugin_samples import Samples
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import HookSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-samples")
 
 
 class TestSamples(HookSuite):

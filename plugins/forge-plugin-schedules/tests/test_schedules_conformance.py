@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from forge_plugin_schedules import Cosine, InverseSqrt, Linear, NoSchedule, Sequential
 from forge_plugin_schedules.schedules import SequentialPart
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import SchedulerSuite
-
-
-def test_the_distribution():
-    check_distribution(
-        "forge-plugin-schedules", samples={"sequential": {"parts": [{"schedule": {"type": "linear"}, "until": 5}]}}
-    )
 
 
 class TestCosine(SchedulerSuite):

@@ -17,7 +17,6 @@ from forge_plugin_tasks import tasks as module
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, job_problems
-from forge_testing.distribution import check_distribution
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import tiny_run
@@ -34,11 +33,6 @@ CHANGES = {
     "global_batch_size": 8,
     "precision": "fp64",
 }
-
-
-def test_the_distribution():
-    samples = {"file": {"path": "a.jsonl"}, "tasks": {"tasks": [{"type": "copy"}]}}
-    check_distribution("forge-plugin-tasks", samples)
 
 
 def log_probability(model, tokenizer, context, choice):

@@ -7,12 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from forge_plugin_tensorboard import TensorBoard
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import LoggerSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-tensorboard")
 
 
 class TestTensorBoard(LoggerSuite):

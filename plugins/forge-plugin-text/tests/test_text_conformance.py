@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge_plugin_text import Bytes, PythonStdlib, Text
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import DatasetSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-text")
 
 
 class TestText(DatasetSuite):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from forge_plugin_torchdata import Pipeline
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import DatasetSuite
 
 COUNTING = """
@@ -27,10 +26,6 @@ def held_out(lane):
     tokens = (3 * np.arange(lane.seq_len + 1)) % 32
     return [{"input_ids": tokens[:-1], "labels": tokens[1:]}] * 3
 """
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-torchdata")
 
 
 class TestPipeline(DatasetSuite):

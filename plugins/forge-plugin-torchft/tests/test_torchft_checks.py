@@ -19,13 +19,8 @@ from forge_core.parallel.layout import batch_problems, micro_batches
 from forge_plugin_torchft import DiLoCo, LocalSGD, TorchFT
 from forge_plugin_torchft.transport import read_state, write_state
 from forge_testing import Numbers, tiny_job
-from forge_testing.distribution import check_distribution
 
 STAGE = TorchFT(groups=2, group=1, lighthouse="http://head:29510")
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-torchft")
 
 
 @pytest.mark.parametrize(

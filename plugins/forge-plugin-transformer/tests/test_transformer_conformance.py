@@ -19,15 +19,8 @@ from forge_plugin_transformer import (
     RopeComponent,
     Transformer,
 )
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import ModelSuite
 from forge_testing.suites.parity import ParitySuite
-
-
-def test_the_distribution():
-    factors = {"short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 8, "factor": 2.0}
-    pattern = {"layers": ["full"], "kinds": {"full": {"type": "gqa"}}}
-    check_distribution("forge-plugin-transformer", {"longrope": factors, "pattern": pattern})
 
 
 class TestTransformer(ModelSuite):

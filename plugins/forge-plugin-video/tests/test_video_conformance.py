@@ -8,12 +8,7 @@ from video_rows import MODEL
 from forge_plugin_text import Bytes
 from forge_plugin_video import Frames, PyAV, Uniform, VideoText
 from forge_plugin_video.testing import bar_code, write_clip
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import DatasetSuite
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-video")
 
 
 class TestVideoText(DatasetSuite):

@@ -10,12 +10,6 @@ from forge_plugin_transformer import GEGLU, GroupedQueryAttention, RMSNorm
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint, VisionLanguage
 from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import tiny_language, tiny_vision
-from forge_testing.distribution import check_distribution
-
-
-def test_the_distribution():
-    vision = {"vision": {"encoder": {"type": "vit"}}}
-    check_distribution("forge-plugin-vision", samples={"vision_language": vision, "vision_tower": vision})
 
 
 class TestJoint(VisionModelSuite):

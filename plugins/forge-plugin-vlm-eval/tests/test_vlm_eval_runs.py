@@ -24,7 +24,6 @@ from forge_plugin_vlm_eval import Anls, Captions, ExactMatch, MultipleChoice, ca
 from forge_plugin_vlm_eval.asked import questions_for
 from forge_plugin_vlm_eval.generated import GeneratedAnswers
 from forge_testing import Numbers, job_problems
-from forge_testing.distribution import check_distribution
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import tiny_run
@@ -65,10 +64,6 @@ def changes(write, records, model):
         "global_batch_size": 8,
         "precision": "fp64",
     }
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-vlm-eval", {"multiple_choice": {"options": ["yes", "no"]}})
 
 
 def check_numbers(run, options):

@@ -16,7 +16,6 @@ from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import COMPUTED, import_folder
 from forge_plugin_weights.tables import HARMLESS, architecture_of, read_config
-from forge_testing.distribution import check_distribution
 
 SPELT_OUT = ("max_window_layers", "no_rope_layer_interval", "sliding_window_pattern", "_sliding_window_pattern")
 """Keys that say which layers differ where no list does; the list is written, in their place."""
@@ -28,10 +27,6 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def test_the_distribution():
-    check_distribution("forge-plugin-weights")
 
 
 @pytest.mark.parametrize("name", MODELS)

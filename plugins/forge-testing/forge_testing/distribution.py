@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Samples = Mapping[str, Mapping[str, Any]]
@@ -37,13 +37,27 @@ def check_distribution(name: str, samples: Samples | None = None) -> None:
     Raises:
         AssertionError: There are problems; the message lists all of them, each with its fix.
     """
-    command = [sys.executable, "-m", "forge_testing.inspection", name]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    given = json.dumps(samples or {})
-    done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, check=False)
-    try:
-        problems: list[str] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
-        raise AssertionError(f"looking at {name} ended the process:\n{done.stdout}{done.stderr}") from None
+    problems = distribution_problems({name: samples or {}})[name]
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     assert not problems, "\n".join([f"{name} has {count}:", *(f"- {problem}" for problem in problems)])
+
+
+def distribution_problems(samples: Mapping[str, Samples]) -> Mapping[str, Sequence[str]]:
+    """Returns what `check_distribution` finds in each of several distributions, from one process for all of them.
+
+    Args:
+        samples: By the name of each distribution, the samples of `check_distribution`.
+
+    Raises:
+        AssertionError: The process ended: a module of one of them ends it.
+    """
+    command = [sys.executable, "-m", "forge_testing.inspection"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    given = json.dumps(samples)
+    done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, check=False)
+    try:
+        found: Mapping[str, Sequence[str]] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        names = ", ".join(samples)
+        raise AssertionError(f"looking at {names} ended the process:\n{done.stdout}{done.stderr}") from None
+    return found

@@ -1,10 +1,10 @@
-"""Print the problems of one distribution as a line of JSON: run by `check_distribution`."""
+"""Print the problems of distributions as a line of JSON: run by `distribution_problems`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -22,9 +22,22 @@ BOUNDS = ("<", "<=", "==", "~=", "===")
 """Operators that set an upper bound."""
 
 
-def problems_of(name: str, samples: Samples) -> Iterator[str]:
-    """Yield every problem of a distribution, each with its fix."""
+def problems_of(samples: Mapping[str, Samples]) -> Mapping[str, Sequence[str]]:
+    """Returns every problem of each distribution, with its fix, by their names."""
     catalog = Catalog.installed()
+    problems = {name: list(metadata_problems(name, given, catalog)) for name, given in samples.items()}
+    name_of = {catalog.distribution(name): name for name in samples}
+    # Commands last, those of all distributions: they may import torch, which nothing else may.
+    for commands in (False, True):
+        for offer in catalog.offers():
+            name = name_of.get(offer.distribution)
+            if name is not None and (offer.kind == "command") is commands:
+                problems[name] += offer_problems(offer, catalog, samples[name])
+    return problems
+
+
+def metadata_problems(name: str, samples: Samples, catalog: Catalog) -> Iterator[str]:
+    """Yield the problems of a distribution that its metadata show."""
     distribution = catalog.distribution(name)
     if distribution is None:
         yield _absent(name)
@@ -32,12 +45,9 @@ def problems_of(name: str, samples: Samples) -> Iterator[str]:
     if distribution.name != CORE:
         yield from requirement_problems(distribution)
     yield from stale_entries([distribution], catalog)
-    offers = [offer for offer in catalog.offers() if offer.distribution == distribution]
-    known = {offer.type for offer in offers}
+    known = {offer.type for offer in catalog.offers() if offer.distribution == distribution}
     for type_ in samples.keys() - known:
         yield f"samples has {type_!r}, which it does not offer; it offers {', '.join(sorted(known))}"
-    for offer in sorted(offers, key=lambda offer: offer.kind == "command"):  # last, as they may import torch
-        yield from offer_problems(offer, catalog, samples)
 
 
 def _absent(name: str) -> str:
@@ -113,5 +123,4 @@ def target_problems(
 
 
 if __name__ == "__main__":
-    problems = list(problems_of(sys.argv[1], json.load(sys.stdin)))
-    print("\n" + json.dumps(problems))
+    print("\n" + json.dumps(problems_of(json.load(sys.stdin))))

@@ -10,7 +10,6 @@ from forge_core.metrics.jsonl import JsonLines
 from forge_core.parallel.stages import Replicate
 from forge_core.schedules import Constant
 from forge_testing import Numbers, PatchModel, PatchNumbers, RandomDocuments, SplittableModel, TinyAdamW, TinyModel
-from forge_testing.distribution import check_distribution
 from forge_testing.suites import (
     DatasetSuite,
     LoggerSuite,
@@ -20,10 +19,6 @@ from forge_testing.suites import (
     SchedulerSuite,
     StageSuite,
 )
-
-
-def test_the_distribution():
-    check_distribution("forge-run")
 
 
 class TestTinyAdamW(OptimizerSuite):

@@ -1,0 +1,41 @@
+"""Every distribution of this repository keeps to the contracts of plugins: one scan in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from workspace import distributions
+
+from forge_testing.distribution import Samples, distribution_problems
+
+NAMES = [distribution.name for distribution in distributions() if any(distribution.offers)]
+VISION = {"vision": {"encoder": {"type": "vit"}}}
+SAMPLES: Mapping[str, Samples] = {
+    "forge-plugin-freeze": {"freeze": {"stages": [{"train": ["*"]}]}},
+    "forge-plugin-moma": {"moma": {"experts": {"text": 4, "image": 4}}},
+    "forge-plugin-schedules": {"sequential": {"parts": [{"schedule": {"type": "linear"}, "until": 5}]}},
+    "forge-plugin-tasks": {"file": {"path": "a.jsonl"}, "tasks": {"tasks": [{"type": "copy"}]}},
+    "forge-plugin-transformer": {
+        "longrope": {
+            "short_factor": [1.0],
+            "long_factor": [2.0],
+            "original_max_position_embeddings": 8,
+            "factor": 2.0,
+        },
+        "pattern": {"layers": ["full"], "kinds": {"full": {"type": "gqa"}}},
+    },
+    "forge-plugin-vision": {"vision_language": VISION, "vision_tower": VISION},
+    "forge-plugin-vlm-eval": {"multiple_choice": {"options": ["yes", "no"]}},
+}
+"""Keys of components that cannot be created from their defaults."""
+
+
+@pytest.fixture(scope="module")
+def problems() -> Mapping[str, Sequence[str]]:
+    return distribution_problems({name: SAMPLES.get(name, {}) for name in NAMES})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_distribution_keeps_to_the_contracts(name: str, problems: Mapping[str, Sequence[str]]) -> None:
+    assert list(problems[name]) == []
