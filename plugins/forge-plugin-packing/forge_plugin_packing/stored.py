@@ -42,11 +42,11 @@ def _write(folder: Path, ends: np.ndarray, seq_len: int) -> dict[str, Any]:
     pieces = positions = 0
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / name).open("wb")) for name in FILES}
-        files["bounds"].write(np.zeros(1, FILES["bounds"]))
+        files["bounds"].write(np.zeros(1, FILES["bounds"]).data)
         for (starts, lengths), bounds in packed_blocks(ends, seq_len, BLOCK):
             arrays = {"starts": starts, "lengths": lengths, "bounds": bounds[1:] + pieces}
             for name, array in arrays.items():
-                files[name].write(np.ascontiguousarray(array, FILES[name]))
+                files[name].write(np.ascontiguousarray(array, FILES[name]).data)
             pieces += len(lengths)
             positions += int(lengths.sum(dtype=np.int64))
     return {"documents": len(ends), "positions": positions}
