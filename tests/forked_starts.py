@@ -247,12 +247,13 @@ def _run(start: Start) -> None:
 
 
 def _main() -> None:
-    from forge_testing.processes import IMPORTED
+    from forge_testing.processes import IMPORTED, prepare_to_fork
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the terminal is for the tests
     before = dict(os.environ)
     for name in ("forge_core.cli.run", *IMPORTED):
         importlib.import_module(name)
+    prepare_to_fork()
     _Template.set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
     gc.collect()
     gc.freeze()

@@ -20,6 +20,12 @@ from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins
 from forge_testing import catalogs, tiny_job
+from forge_testing.processes import prepare_to_fork
+
+
+def pytest_collection_finish() -> None:
+    """Prepare for `run_on_ranks` before the first test can run anything."""
+    prepare_to_fork()
 
 
 @pytest.fixture(scope="session")

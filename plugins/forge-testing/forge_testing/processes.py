@@ -37,6 +37,18 @@ HANG_S = 600.0
 it is an error of the code."""
 
 
+def prepare_to_fork() -> None:
+    """Make forked processes able to run a backward pass, whatever this process runs before it forks them.
+
+    autograd starts its threads in the first backward pass of a process, and refuses to run in forks of a process with
+    threads. It starts them for devices only; but a CUDA build of torch without a GPU has a device as soon as a
+    `FakeTensorMode` was entered, which compilation and plans do. So the first backward pass has to be before that.
+    """
+    # With a GPU it would start the threads itself.
+    if torch.cuda.device_count() == 0:
+        torch.zeros(1, requires_grad=True).sum().backward()
+
+
 def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HANG_S) -> list[Any]:
     """Run `function(rank)` on every rank, each a forked process of one gloo group.
 
