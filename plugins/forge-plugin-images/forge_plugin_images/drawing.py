@@ -96,7 +96,8 @@ class WordImages:
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         word = self.word(index)
-        return self._rows.row([self.document(word)], [patches_of(self.pixels(index), self._form)])
+        pixels = self.pixels(index)[:, :, : self._form.channels]  # equal ones
+        return self._rows.row([self.document(word)], [patches_of(pixels, self._form)])
 
     def word(self, index: int) -> str:
         """Returns the word that is drawn."""

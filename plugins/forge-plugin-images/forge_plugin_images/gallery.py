@@ -67,8 +67,13 @@ def _cell(answer: Answer, form: ImageFormat) -> Image.Image:
 
 
 def _still(frame: np.ndarray) -> Image.Image:
-    picture = Image.fromarray(frame)
+    picture = _picture(frame)
     return picture.resize((WIDTH, max(1, round(picture.height * WIDTH / picture.width))), Image.Resampling.NEAREST)
+
+
+def _picture(frame: np.ndarray) -> Image.Image:
+    """Returns a frame (H, W, C) of colours or grey."""
+    return Image.fromarray(frame if frame.shape[2] > 1 else frame[:, :, 0])
 
 
 def _film_strip(frames: np.ndarray) -> Image.Image:
@@ -78,9 +83,7 @@ def _film_strip(frames: np.ndarray) -> Image.Image:
     height = max(1, round(shown.shape[1] * width / shown.shape[2]))
     strip = Image.new("RGB", (CLIP_WIDTH, height), "white")
     for number, frame in enumerate(shown):
-        strip.paste(
-            Image.fromarray(frame).resize((width, height), Image.Resampling.NEAREST), (number * (width + GAP), 0)
-        )
+        strip.paste(_picture(frame).resize((width, height), Image.Resampling.NEAREST), (number * (width + GAP), 0))
     return strip
 
 

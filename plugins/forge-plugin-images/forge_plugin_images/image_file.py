@@ -1,8 +1,13 @@
-"""What an encoded image is to those that read it, and the error where it cannot be read."""
+"""What an encoded image is to its readers, its limits, and the error where it cannot be read."""
 
 from __future__ import annotations
 
 from typing import BinaryIO, Protocol
+
+MAX_PIXELS = 180_000_000
+"""Pixels of the largest image that is decoded, if no key says otherwise."""
+GreyRange = tuple[float, float]
+"""The values that are black and white."""
 
 
 class ImageFile(Protocol):

@@ -17,7 +17,7 @@ from forge_plugin_images.image_file import BrokenImage
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Part of the key: increase it when the same documents have other entries."""
 COUNTS = ("positions", "patches", "images", "labels", "text_bytes")
 ENTRY = np.dtype([*((name, "i4") for name in COUNTS), ("cut", "?"), ("broken", "?")])

@@ -21,7 +21,8 @@ def patches_of(pixels: np.ndarray, form: ImageFormat) -> np.ndarray:
     """Cut an image into patches, row by row.
 
     Args:
-        pixels: (height, width, 3) uint8, RGB; what is beyond the last whole patch is left out.
+        pixels: (height, width, channels) uint8, or (height, width) of one channel; what is beyond the last whole
+            patch is left out.
         form: the encoder's format; a still image fills all frames of a patch.
 
     Returns:
@@ -30,7 +31,9 @@ def patches_of(pixels: np.ndarray, form: ImageFormat) -> np.ndarray:
     side = form.patch
     rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
     cut = (
-        pixels[: rows * side, : columns * side].reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)
+        pixels[: rows * side, : columns * side]
+        .reshape(rows, side, columns, side, form.channels)
+        .transpose(0, 2, 4, 1, 3)
     )  # row, column, channel, y, x
     frames = np.repeat(cut[:, :, :, None], form.frames, axis=3)
     return frames.reshape(rows * columns, form.values)

@@ -9,9 +9,10 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from PIL import Image
 
+from forge_plugin_images.decoding import ImageDecoder, Mode
 from forge_plugin_images.patches import grid_of, patches_of
 from forge_plugin_images.splitting import (
     nearest_shape,
@@ -21,7 +22,6 @@ from forge_plugin_images.splitting import (
     stretched_tiles,
 )
 from forge_plugin_images.tiling import (
-    PADDING,
     best_tiles,
     canvas_of,
     fitted_size,
@@ -32,6 +32,7 @@ from forge_plugin_images.tiling import (
 from forge_plugin_vision import Grid
 
 if TYPE_CHECKING:
+    from forge_plugin_images.image_file import ImageFile
     from forge_plugin_images.source import Overview
     from forge_plugin_vision import ImageFormat
 
@@ -69,11 +70,21 @@ class ImageProcessor:
     """For `any_resolution`: images of a document that may be in tiles; 0: all of them."""
     longest_side: int = 0
     """Pixels of the longer side, for `split`, before an image is stretched to whole tiles."""
+    decoder: ImageDecoder = field(factory=ImageDecoder)
+    """What opens images."""
+
+    def read(self, file: ImageFile) -> np.ndarray:
+        """Returns the patches of an encoded image, (patches, V) uint8; raises `BrokenImage`."""
+        return self.patches(self.decoder.decode(file, self._mode))
 
     def among(self, images: int) -> ImageProcessor:
         """Returns what processes each image of a document that has this many."""
         alone = not self.max_tiled_images or images <= self.max_tiled_images
         return self if alone or self.policy != "any_resolution" else evolve(self, policy="pad")
+
+    @property
+    def _mode(self) -> Mode:
+        return "L" if self.form.channels == 1 else "RGB"
 
     @property
     def step(self) -> int:
@@ -92,7 +103,9 @@ class ImageProcessor:
         return (grid_of(*self._target(size), self.form),) * count
 
     def patches(self, image: Image.Image) -> np.ndarray:
-        """Returns the patches of an RGB image, one grid after the other: (patches, V) uint8."""
+        """Returns the patches of an image, one grid after the other: (patches, V) uint8."""
+        if image.mode != self._mode:
+            image = image.convert(self._mode)
         rows, columns = self.tiles((image.height, image.width))
         if rows * columns == 1 and self.policy != "any_resolution":
             return self._resized(image)
@@ -129,7 +142,7 @@ class ImageProcessor:
     def _on_canvas(self, image: Image.Image, target: Size) -> Image.Image:
         """Returns the image at the top left of black of the target's size."""
         height, width = fitted_size((image.height, image.width), target, self.step)
-        canvas = Image.new("RGB", (target[1], target[0]), PADDING)
+        canvas = Image.new(image.mode, (target[1], target[0]))  # black
         canvas.paste(image.resize((width, height), RESAMPLING[self.form.resample]))
         return canvas
 
@@ -142,7 +155,16 @@ class ImageProcessor:
         tiling += [self.max_tiled_images] if self.policy == "any_resolution" else []
         tiling += [form.pixels] if form.pixels else []
         tiling += [form.arrangements] if form.arrangements else []
-        return [*shape, form.resample, form.mean, self.policy, self.max_patches, self.min_patches, *tiling]
+        return [
+            *shape,
+            form.resample,
+            form.mean,
+            self.policy,
+            self.max_patches,
+            self.min_patches,
+            *tiling,
+            *self.decoder.key(),
+        ]
 
     def tiles(self, size: Size) -> tuple[int, int]:
         """Returns rows and columns of the tiles of an image of this size; (1, 1) if it is one grid."""
@@ -216,7 +238,7 @@ def _padded(image: Image.Image, ratio: float, colour: tuple[int, ...]) -> Image.
     """Returns the image in the middle of a canvas whose height is `ratio` times its width."""
     width = max(image.width, round(image.height / ratio))
     height = max(image.height, round(image.width * ratio))
-    canvas = Image.new("RGB", (width, height), colour)
+    canvas = Image.new(image.mode, (width, height), colour)
     canvas.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
     return canvas
 

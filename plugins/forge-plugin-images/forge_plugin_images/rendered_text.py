@@ -11,6 +11,7 @@ from attrs.validators import and_, deep_iterable, ge, gt, le, min_len
 
 from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_images.size_problems import channel_problems
 from forge_plugin_vision import Grid, image_input
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class RenderedText(DatasetComponent):
     def _size_problems(self, seen: ImageInput) -> Iterator[Problem]:
         form, (height, width) = seen.format, self.image_size(seen)
         step, grid = form.patch * form.multiple, form.grid
+        yield from channel_problems(form)
         if height <= 0 or width <= 0 or height % step or width % step:
             message = (
                 f"{list(self.size)}: height and width must be multiples of {step} pixels for this encoder and adapter"

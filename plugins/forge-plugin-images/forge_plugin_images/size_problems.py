@@ -11,7 +11,7 @@ from forge_plugin_images.split_problems import split_problems
 
 if TYPE_CHECKING:
     from forge_plugin_images.source import ImageDataset
-    from forge_plugin_vision import ImageInput
+    from forge_plugin_vision import ImageFormat, ImageInput
 
 FIXED, FREE = ("stretch", "crop", "pad", "tiles", "aspect", "split"), ("native", "fill")
 """Policies of encoders with one size of images, and of those with any."""
@@ -19,10 +19,18 @@ FIXED, FREE = ("stretch", "crop", "pad", "tiles", "aspect", "split"), ("native",
 
 def size_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
     """Yields the problems of keys that say how images get their size; paths are relative to the dataset's table."""
+    yield from channel_problems(seen.format)
     yield from _policy_problems(keys, seen)
     yield from _patch_problems(keys, seen)
     yield from _tile_problems(keys, seen)
     yield from split_problems(keys, seen)
+
+
+def channel_problems(form: ImageFormat) -> Iterator[Problem]:
+    """Yields the problem of an encoder whose channels no image of a file has."""
+    if form.channels not in (1, 3):
+        message = f"the encoder takes images of {form.channels} channels, and data have 3 (colours) or 1 (grey)"
+        yield Problem("", f"{message}; take another encoder, or a dataset that makes such patches")
 
 
 def _policy_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import and_, ge, le, lt
+from attrs.validators import and_, ge, gt, le, lt, optional
 
 from forge_core import deprecated_key
 from forge_core.contracts.components import DatasetComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_images.image_file import MAX_PIXELS, GreyRange
 from forge_plugin_images.listing import files_of, is_saved, open_records
 from forge_plugin_images.size_problems import size_problems
 from forge_plugin_images.split_problems import longest_side
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
     from forge_kit.budgets import Budgets
+    from forge_kit.damage import Decodable
     from forge_plugin_images.documents import ImageDocuments, Part
     from forge_plugin_images.processing import ImageProcessor, Policy
     from forge_plugin_images.records import ImageSource, Record, Records
@@ -45,6 +47,11 @@ NO_TOKENIZER = 'texts need a tokenizer; add a table [data.tokenizer], for exampl
 def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None:
     if value < 0 or value == 1:
         raise ValueError(f"{attribute.name!r} must be 0 (off) or at least 2, not {value}")
+
+
+def _black_below_white(_: Any, attribute: attrs.Attribute, value: GreyRange) -> None:
+    if not value[0] < value[1]:
+        raise ValueError(f"{attribute.name!r} must be [black, white], the lower value first, not {list(value)}")
 
 
 @frozen
@@ -108,6 +115,11 @@ class ImageDataset(DatasetComponent):
     """Patches of an image at most, for `native` and `fill`; 0: the model's for a sequence, shared by its images."""
     min_patches: int = field(default=0, validator=ge(0))
     """With `native`: smaller images are enlarged to as many patches."""
+    grey_range: GreyRange | None = field(default=None, validator=optional(_black_below_white))
+    """In greys of more than 8 bits: the values that are black and white, such as [0, 4095] for 12 bits. Left out: those
+    of the file, where it says so; 16 bits lose the lower 8, and others are refused."""
+    max_pixels: int = field(default=MAX_PIXELS, validator=gt(0))
+    """Images with more pixels cannot be read. A worker takes 4 to 20 bytes for each pixel, by format."""
     held_out_every: int = field(default=0, validator=_off_or_at_least_two)
     """Hold out every n-th document, starting with the first; in a stream, of every file. 0: none."""
     held_out_list: str = ""
@@ -190,6 +202,18 @@ class ImageDataset(DatasetComponent):
 
         return None if self.streaming else image_budgets(self, context)
 
+    def decodable(self, context: BuildContext) -> Decodable | None:
+        """See `forge_kit.damage.HasDecodable`."""
+        from forge_kit.damage import Decodable
+
+        if self.streaming:
+            return None
+        if context.tokenizer is None:
+            raise JobError(NO_TOKENIZER)
+        documents = self.documents_of(context, context.tokenizer, self.records())
+        allowed = self.unreadable_share if self.skips_unreadable else 0.0
+        return Decodable(documents=documents, key="max_unreadable" if allowed else "unreadable", allowed=allowed)
+
     def documents_of(
         self, context: BuildContext, tokenizer: Tokenizer, records: ImageSource, *, all_held_out: bool = False
     ) -> ImageDocuments:
@@ -246,6 +270,7 @@ class ImageDataset(DatasetComponent):
 
     def processor(self, seen: ImageInput) -> ImageProcessor:
         """Returns what turns images into patches for a model that has `seen` as its input."""
+        from forge_plugin_images.decoding import ImageDecoder
         from forge_plugin_images.processing import ImageProcessor
 
         most = self.max_patches or seen.patches_per_sequence // seen.images_per_sequence
@@ -258,6 +283,7 @@ class ImageDataset(DatasetComponent):
             self.overview,
             self.max_tiled_images,
             longest_side(self, seen) if self.resize == "split" else 0,
+            ImageDecoder(self.grey_range, self.max_pixels),
         )
 
     def policy(self, seen: ImageInput) -> Policy:

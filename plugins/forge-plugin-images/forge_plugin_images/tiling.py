@@ -8,9 +8,6 @@ from functools import cache
 
 from PIL import Image
 
-PADDING = (0, 0, 0)
-"""Colour around an image that does not fill its tiles: black, as in LLaVA-NeXT."""
-
 
 @cache
 def tile_grids(most: int) -> tuple[tuple[int, int], ...]:
@@ -108,7 +105,7 @@ def tiles_of(
     """Yields the tiles of an image row by row: it is resized to fit into all of them together, in the middle of black.
 
     Args:
-        image: the image, in RGB.
+        image: the image.
         rows: tiles below each other.
         columns: tiles beside each other.
         tile: height and width of a tile in pixels.
@@ -121,7 +118,7 @@ def tiles_of(
         fitted = width, min(math.ceil(image.height * across), height)
     else:
         fitted = min(math.ceil(image.width * down), width), height
-    canvas = Image.new("RGB", (width, height), PADDING)
+    canvas = Image.new(image.mode, (width, height))  # black
     canvas.paste(image.resize(fitted, resampling), ((width - fitted[0]) // 2, (height - fitted[1]) // 2))
     for top in range(0, height, tile[0]):
         for left in range(0, width, tile[1]):

@@ -12,7 +12,6 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_images.decoding import decode, size_of
 from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.rows import Footprint, Tokens
 from forge_plugin_images.video import NO_TABLE, Span, span_of
@@ -44,9 +43,19 @@ class Visual(Protocol):
             BrokenImage: it cannot be decoded.
         """
 
+    def check(self) -> None:
+        """Decode all that any choice of frames may show; raises `BrokenImage`."""
+
 
 class VisualSource(Protocol):
     """Makes visuals of the values in records."""
+
+    @property
+    def seen(self) -> ImageInput:
+        """What the model sees."""
+
+    def file(self, record: Record, value: Any) -> ImageFile:
+        """Returns the file that a value refers to, for visuals of other kinds; raises `JobError` if to none."""
 
     def image(self, record: Record, value: Any) -> Visual:
         """Returns the image that a value refers to; raises `JobError` if it refers to none."""
@@ -75,7 +84,7 @@ class ImageVisual:
     """None: there are none."""
 
     def measure(self) -> Footprint:
-        size = size_of(self.file)
+        size = self.processor.decoder.size(self.file)
         grids = self.processor.grids(size)
         if self.texts is None:
             return Footprint.of_images(grids, self.seen)
@@ -83,7 +92,11 @@ class ImageVisual:
         return self.texts.footprint(grids, tiles, self.processor.overview, self.seen)
 
     def read(self) -> np.ndarray:
-        return self.processor.patches(decode(self.file))
+        return self.processor.read(self.file)
+
+    def check(self) -> None:
+        self.measure()
+        self.read()
 
     def among(self, images: int) -> ImageVisual:
         """Returns it as one of this many images of a document."""
@@ -109,6 +122,9 @@ class Visuals:
     draw: str | None = None
     """What random choices of the document are seeded with; None: none is made."""
     _clips: int = field(default=0, init=False)
+
+    def file(self, record: Record, value: Any) -> ImageFile:
+        return self.files.image(record, value)
 
     def image(self, record: Record, value: Any) -> Visual:
         return ImageVisual(self.files.image(record, value), self.processor, self.seen, self.texts)

@@ -88,7 +88,7 @@ def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path):
 def test_the_second_start_opens_no_image(build, tmp_path, monkeypatch):
     path = str(write_pairs(tmp_path))
     first = build(ImageText(path=path))
-    monkeypatch.setattr("forge_plugin_images.visuals.size_of", lambda file: pytest.fail("measured again"))
+    monkeypatch.setattr("forge_plugin_images.decoding.ImageDecoder.size", lambda *_: pytest.fail("measured again"))
     assert build(ImageText(path=path)).identity() == first.identity()
 
 

@@ -1,4 +1,4 @@
-"""Patches are those of the image processors of transformers, to the bit, and images are upright RGB."""
+"""Patches are those of the image processors of transformers, to the bit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import io
 
 import numpy as np
 import pytest
+from attrs import evolve, frozen
 from PIL import Image
 
-from forge_plugin_images.decoding import BytesImage, decode, size_of
+from forge_core.contracts.layout import Layout
+from forge_plugin_images import ImageText
+from forge_plugin_images.decoding import BytesImage, ImageDecoder
 from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.processing import ImageProcessor, native_size
-from forge_plugin_vision import ImageFormat
+from forge_plugin_images.testing import tiny_model
+from forge_plugin_vision import ImageFormat, ViT
 
 SIZES = [(37, 61), (100, 33), (64, 64), (15, 200)]
 """Heights and widths of images."""
@@ -115,31 +119,41 @@ def test_a_native_image_never_has_more_patches_than_allowed(size):
     assert height % 8 == width % 8 == 0 < min(height, width)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("format", ["JPEG", "PNG"])
-def test_images_are_upright_and_their_header_says_so(orientation, format):
-    from PIL import ImageOps
-
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    file = encoded(photo(20, 31), format, exif=exif)
-    expected = ImageOps.exif_transpose(Image.open(file.open())).convert("RGB")
-    assert (np.asarray(decode(file)) == np.asarray(expected)).all()
-    assert size_of(file) == (expected.height, expected.width)
-
-
-def test_greys_palettes_and_transparent_images_become_rgb():
-    assert (np.asarray(decode(encoded(photo(9, 9, "L"))))[..., 1] == np.asarray(photo(9, 9, "L"))).all()
-    palette = photo(9, 9).quantize(16)
-    assert (np.asarray(decode(encoded(palette))) == np.asarray(palette.convert("RGB"))).all()
-    transparent = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
-    assert (np.asarray(decode(encoded(transparent))) == 255).all()
-    deep = Image.fromarray(np.arange(16, dtype=np.uint16).reshape(4, 4) * 4096)
-    assert np.asarray(decode(encoded(deep)))[..., 0].tolist() == (np.arange(16).reshape(4, 4) * 16).tolist()
-
-
 @pytest.mark.parametrize("kept", [0, 4, 60])
 def test_a_damaged_image_is_named(kept):
     file = encoded(photo(40, 40), "JPEG")
     with pytest.raises(BrokenImage, match="image 'half' cannot be read"):
-        decode(BytesImage("half", file.data[: len(file.data) * kept // 100]))
+        ImageDecoder().decode(BytesImage("half", file.data[: len(file.data) * kept // 100]))
+
+
+@pytest.mark.parametrize("policy", ["stretch", "crop", "pad", "tiles", "native"])
+def test_an_encoder_of_one_channel_sees_greys(policy):
+    grid = None if policy == "native" else (4, 4)
+    one, three = ImageFormat(patch=8, grid=grid, channels=1), ImageFormat(patch=8, grid=grid)
+    assert one.mean == one.std == (0.5,)
+    grey = ImageProcessor(one, policy, 16, max_tiles=4).patches(photo(50, 90))
+    colours = ImageProcessor(three, policy, 16, max_tiles=4).patches(photo(50, 90, "L").convert("RGB"))
+    assert (grey == colours.reshape(len(grey), 3, 64)[:, 1]).all()
+    assert (ImageProcessor(one, policy, 16, max_tiles=4).read(encoded(photo(50, 90))) == grey).all()
+
+
+def test_a_format_has_a_mean_for_each_channel():
+    with pytest.raises(ValueError, match="'mean' has 3 values, and the image 1 channels"):
+        ImageFormat(patch=8, channels=1, mean=(0.1, 0.2, 0.3))
+
+
+@frozen(kw_only=True)
+class WithDepth(ViT):
+    """Takes colours and depth."""
+
+    def image_format(self) -> ImageFormat:
+        return evolve(super().image_format(), channels=4, mean=(0.5,) * 4, std=(0.5,) * 4)
+
+
+def test_channels_that_no_image_has_are_refused_when_the_job_is_checked(make_job, tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    model = tiny_model()
+    encoder = WithDepth(dim=16, layers=1, heads=2, patch=8, size=(8, 8))
+    job = make_job(ImageText(path=str(tmp_path)), model=evolve(model, vision=evolve(model.vision, encoder=encoder)))
+    [problem] = job.data.sources[0].problems(job, Layout())
+    assert "images of 4 channels, and data have 3 (colours) or 1 (grey)" in problem.message

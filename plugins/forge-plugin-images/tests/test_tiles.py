@@ -121,7 +121,7 @@ def test_a_row_has_all_tiles_of_its_image_as_images_of_their_own(build, path):
 def test_documents_of_tiles_are_packed_by_the_index_alone(build, path, monkeypatch):
     keys = {"model": tiny_model(8, 16, images_per_sequence=6), "data": {"packing": BestFit()}}
     build(ImageText(path=path, resize="tiles"), **keys)
-    monkeypatch.setattr("forge_plugin_images.visuals.size_of", lambda file: pytest.fail("measured again"))
+    monkeypatch.setattr("forge_plugin_images.decoding.ImageDecoder.size", lambda *_: pytest.fail("measured again"))
     data = build(ImageText(path=path, resize="tiles"), **keys)
     assert sorted(data.cost(row) for row in range(len(data))) == [6, 12]
     monkeypatch.undo()

@@ -10,6 +10,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import default_type
 from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_images.size_problems import channel_problems
 from forge_plugin_images.video import VideoComponent
 from forge_plugin_video.kinds import FrameSamplingComponent, VideoReaderComponent
 from forge_plugin_video.timestamps import format_problem
@@ -109,6 +110,7 @@ class Frames(VideoComponent):
 
     def _size_problems(self, seen: ImageInput) -> Iterator[Problem]:
         form = seen.format
+        yield from channel_problems(form)
         if form.arrangements and not form.joins_tiles:
             yield Problem("", "the encoder takes images in tiles, and no videos; take another encoder")
             return

@@ -6,7 +6,8 @@ encoder, M features of a row, D width of the language model.
 An image is cut into patches, which an encoder turns into features; an adapter turns those into vectors of the language
 model's width; a fusion says how the language model sees them. A batch has, beside its tokens:
 
-- `input_ids` (B, S): negative where the position is no token: `IMAGE` (-1), `VIDEO` (-2). An image takes as many such
+- `input_ids` (B, S): negative where the position is no token: `IMAGE` (-1), `VIDEO` (-2), `SOUND` (-3), a
+  spectrogram that is an image to the encoder. An image takes as many such
   positions as the fusion says (`ImageInput.positions`): one for each of its features, or a single one that marks where
   it stands;
 - `patches` (B, P, V) uint8: patches of the row's images, one image after the other, each row by row; zeros at the end.
@@ -32,6 +33,7 @@ from forge_core.contracts.components import Component
 from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
+    from attrs import Attribute
     from torch import nn
 
     from forge_core.contracts.contexts import BuildContext
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from forge_core.job import Job
     from forge_plugin_vision.modules.vision import Vision
 
-IMAGE, VIDEO = -1, -2
+IMAGE, VIDEO, SOUND = -1, -2, -3
 """Entries of `input_ids` at positions that are no token."""
 TILE_ROW = 1000
 """What a row of tiles counts in the frames of a `Grid`, where a column counts 1."""
@@ -96,6 +98,11 @@ class Grid(NamedTuple):
         return frames * rows * columns
 
 
+def _one_for_each_channel(form: ImageFormat, attribute: Attribute[tuple[float, ...]], value: tuple[float, ...]) -> None:
+    if len(value) != form.channels:
+        raise ValueError(f"{attribute.name!r} has {len(value)} values, and the image {form.channels} channels")
+
+
 @frozen(kw_only=True)
 class ImageFormat:
     """How an image becomes patches; the encoder states it, so that no processor can disagree with it."""
@@ -104,11 +111,12 @@ class ImageFormat:
     """Side of a patch in pixels."""
     frames: int = field(default=1, validator=gt(0))
     """Frames of a patch; a still image is repeated that often."""
-    channels: int = 3
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    """Subtracted from each channel, as a share of 255."""
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    """Divides each channel afterwards."""
+    channels: int = field(default=3, validator=gt(0))
+    """3: red, green and blue; 1: grey. No data of Forge's have others."""
+    mean: tuple[float, ...] = field(validator=_one_for_each_channel)
+    """Subtracted from each channel, as a share of 255; by default 0.5."""
+    std: tuple[float, ...] = field(validator=_one_for_each_channel)
+    """Divides each channel afterwards; by default 0.5."""
     resample: str = "bicubic"
     """How pixels are interpolated when an image is resized: `bilinear`, `bicubic` or `lanczos`."""
     grid: tuple[int, int] | None = None
@@ -120,6 +128,14 @@ class ImageFormat:
     arrangements: tuple[tuple[int, int], ...] = ()
     """Rows and columns of tiles that an image may have; empty: it has none. Tiles are squares of `multiple` patches a
     side that the encoder sees together; or images of size `grid`, whose features the adapter joins."""
+
+    @mean.default
+    def _mean(self) -> tuple[float, ...]:
+        return (0.5,) * self.channels
+
+    @std.default
+    def _std(self) -> tuple[float, ...]:
+        return (0.5,) * self.channels
 
     @property
     def values(self) -> int:
