@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 import warnings
@@ -278,7 +277,9 @@ def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], de
 
 def _whole_copy(module: nn.Module, device: torch.device) -> Any:
     """The module with whole parameters of its own, in float32 or wider: values are those of float32, rounded."""
-    whole = copy.copy(module)
+    # Not copy.copy: FSDP2 replaces the class by one whose __new__ calls the constructor, here without its arguments.
+    whole: Any = object.__new__(type(module))
+    whole.__dict__.update(module.__dict__)
     whole._parameters = dict(module._parameters)
     for key, p in module.named_parameters(recurse=False, remove_duplicate=False):
         dtype = torch.promote_types(p.dtype, torch.float32)
