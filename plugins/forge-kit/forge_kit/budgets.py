@@ -73,6 +73,15 @@ def measured_sources(job: Job, catalog: Catalog) -> Iterator[tuple[str, Budgets 
     Raises:
         JobError: a source cannot be read.
     """
+    for number, (name, source, context) in enumerate(sources_to_read(job, catalog)):
+        try:
+            yield name, source.budgets(context) if isinstance(source, HasBudgets) else _of_text(source, context)
+        except JobError as error:
+            raise JobError(problem.below(f"data.sources.{number}") for problem in error.problems) from error
+
+
+def sources_to_read(job: Job, catalog: Catalog) -> Iterator[tuple[str, DatasetComponent, BuildContext]]:
+    """Yields the name of each source of a job, the source, and the context that it is built in."""
     import torch
 
     from forge_core.checkpoint.run_folder import run_folder
@@ -84,11 +93,8 @@ def measured_sources(job: Job, catalog: Catalog) -> Iterator[tuple[str, Budgets 
     job = evolve(job, parallel={})  # no stage takes part in reading data
     context: BuildContext = evolve(bare_context(job, Layout(), catalog, torch.device("cpu")), folder=run_folder(job))
     context = evolve(context, tokenizer=build_tokenizer(job, context))
-    for number, (name, source) in enumerate(zip(source_names(job), job.data.sources, strict=True)):
-        try:
-            yield name, source.budgets(context) if isinstance(source, HasBudgets) else _of_text(source, context)
-        except JobError as error:
-            raise JobError(problem.below(f"data.sources.{number}") for problem in error.problems) from error
+    for name, source in zip(source_names(job), job.data.sources, strict=True):
+        yield name, source, context
 
 
 def _of_text(source: DatasetComponent, context: BuildContext) -> Budgets | None:

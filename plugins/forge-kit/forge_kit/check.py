@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attrs import asdict
+from attrs import asdict, define, field
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.config.keys import walk_components
@@ -15,6 +16,7 @@ from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.plugins.catalog import Catalog
 from forge_kit.budgets import Budgets, check_budgets, measured_sources, report
+from forge_kit.damage import Damage, decode_sources, default_workers
 from forge_kit.tables import columns
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "forge-run check job.toml",
     "forge-run check job.toml --data",
+    "forge-run check job.toml --data --decode --workers 8",
     "forge-run check job.toml --world-size 8 --parallel.tp.degree=2",
 )
 
@@ -34,12 +37,18 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, problems too")
     data = "measure the documents, in the cache or by the headers of images, and say how many exceed a sequence's room"
     parser.add_argument("--data", action="store_true", help=data)
+    decode = "decode every image and clip of the sources, all frames, and name what cannot be read; implies --data"
+    parser.add_argument("--decode", action="store_true", help=decode)
+    workers = "processes that decode (the cores that it may use); 0: none, all is decoded in this one"
+    parser.add_argument("--workers", type=_count, metavar="N", help=workers)
     with_examples(parser, *EXAMPLES)
     options, files, overrides = parse_job_arguments(parser, argv)
-    catalog, measured = Catalog.installed(), dict[str, Budgets | None]()
+    catalog, measured, decoded = Catalog.installed(), dict[str, Budgets | None](), Decoded()
     try:
         job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
-        if options.data:
+        if options.decode:
+            decoded.run(job, catalog, options.workers, is_shown=not options.json)
+        if options.data or options.decode:
             measured |= measured_sources(job, catalog)
             if not options.json:
                 print("\n".join(line for name, budgets in measured.items() for line in report(name, budgets)) + "\n")
@@ -47,18 +56,69 @@ def command(argv: list[str]) -> int:
     except JobError as error:
         if not options.json:
             raise
-        facts = {"ok": False, "files": files, "problems": [*map(_facts, error.problems)], **_data(measured)}
+        facts = {
+            "ok": False,
+            "files": files,
+            "problems": [*map(_facts, error.problems)],
+            **_data(measured),
+            **decoded.facts(),
+        }
         print(json.dumps(facts, indent=2))
         return error.exit_code
     if options.json:
         facts = {"ok": True, "files": files, "problems": [], **_parts(job, catalog), **_data(measured)}
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(facts | decoded.facts(), indent=2))
         return ExitCode.FINISHED
     parts = _parts(job, catalog)
     print(f"ok: {' + '.join(files)}\n\n{columns([*parts['components'].items()])}")
     used = ", ".join(f"{name} {version}" for name, version in parts["distributions"].items())
     print(f"\nlayout: {parts['layout']}\nfrom: {used or 'no distribution'}")
     return ExitCode.FINISHED
+
+
+@define
+class Decoded:
+    """What `--decode` has decoded and found."""
+
+    _damage: dict[str, Damage | None] = field(factory=dict)
+    """Of each source; None: a stream."""
+    _messages: dict[str, list[str]] = field(factory=dict)
+
+    def run(self, job: Job, catalog: Catalog, workers: int | None, *, is_shown: bool) -> None:
+        """Decode the sources of a job; raises `JobError` for those that training would refuse."""
+
+        def name_damage(source: str, message: str) -> None:
+            if is_shown:
+                print(message, flush=True)
+            else:
+                self._messages.setdefault(source, []).append(message)
+
+        def progress(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        count = default_workers() if workers is None else workers
+        for name, damage in decode_sources(job, catalog, count, name_damage=name_damage, progress=progress):
+            self._damage[name] = damage
+            if is_shown:
+                outcome = "a stream: nothing is decoded before training"
+                if damage is not None:
+                    outcome = f"{damage.documents:,} documents decoded, {damage.damaged:,} cannot be read"
+                print(f"source {name}: {outcome}\n")
+
+    def facts(self) -> dict[str, Any]:
+        """Entry `decoded`, where it was asked for: None for streams."""
+        entries = {
+            name: damage and {**asdict(damage), "messages": self._messages.get(name, [])}
+            for name, damage in self._damage.items()
+        }
+        return {"decoded": entries} if entries else {}
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return value
 
 
 def _parts(job: Job, catalog: Catalog) -> dict[str, Any]:

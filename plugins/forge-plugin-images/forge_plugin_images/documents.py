@@ -9,7 +9,9 @@ import numpy as np
 from attrs import frozen
 
 from forge_core.contracts.data import Tokenizer
+from forge_core.contracts.errors import JobError
 from forge_kit.tokenizers import begin_of_text
+from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.records import ImageSource, Record, Records
 from forge_plugin_images.rows import Document, Footprint, Needs, Tokens
@@ -123,6 +125,22 @@ class ImageDocuments:
         """Returns a document and the patches of its visuals; raises as `measure`."""
         measured = self.measure(number)
         return measured.document, self.patches(measured)
+
+    def damage(self, number: int) -> list[str]:
+        """See `forge_kit.damage.DecodableDocuments`: of all visuals, those that would be cut off too."""
+        messages: list[str] = []
+        try:
+            record = self.record(number)
+            parts = self._parts(record, None)
+        except (JobError, BrokenImage) as error:
+            return [str(error)]
+        for part in parts:
+            try:
+                if not isinstance(part, Tokens):
+                    part.check()
+            except BrokenImage as error:
+                messages.append(f"{record.place}: {error}")
+        return messages
 
     def patches(self, measured: Measured) -> list[np.ndarray]:
         """Returns the (patches, V) uint8 of each visual; raises `BrokenImage` if one cannot be decoded."""

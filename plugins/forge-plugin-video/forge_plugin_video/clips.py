@@ -127,6 +127,13 @@ class ClipSource:
             patches[end:] = joined([*entries, *entries[-1:] * (form.frames - len(entries))], form)
         return patches
 
+    def check(self, file: ImageFile, span: Span) -> None:
+        """Decode all frames of a part of a clip, a bounded number at a time; raises `BrokenVideo`."""
+        clip = self.probe(file)
+        first, part = _part(file, clip, clip.times - clip.times[0], span)
+        for _ in self._frames(file, range(first, first + len(part.times))):
+            pass
+
     def _frames(self, file: ImageFile, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         """Yields frames (H, W, 3) uint8, of which a bounded number of bytes is in memory at once."""
         clip = self.probe(file)
@@ -152,6 +159,10 @@ class ClipVisual:
 
     def read(self) -> np.ndarray:
         return self.source.patches(self.file, self.choice())
+
+    def check(self) -> None:
+        self.measure()
+        self.source.check(self.file, self.span)
 
     def choice(self) -> Choice:
         """Returns the frames that are shown; raises `BrokenVideo`."""

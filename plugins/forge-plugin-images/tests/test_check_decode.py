@@ -1,0 +1,94 @@
+"""`forge-run check --decode`: every file that cannot be decoded, before a run meets it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from forge_core.cli import main
+
+JOB = """
+[train]
+steps = 2
+global_batch_size = 1
+seq_len = 30
+[data.tokenizer]
+type = "bytes"
+[[data.sources]]
+type = "image_text"
+path = "pairs.jsonl"
+[optimizer]
+type = "adamw"
+[model]
+type = "vision_language"
+[model.language]
+dim = 16
+layers = 1
+attention = { heads = 2 }
+[model.vision]
+images_per_sequence = 2
+[model.vision.encoder]
+type = "vit"
+dim = 16
+layers = 1
+heads = 2
+patch = 8
+size = [16, 16]
+"""
+DAMAGE = {2: slice(None, 300), 5: slice(0, 0), 7: slice(None, 500)}
+"""Of two images of these documents, what is left of the second."""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run `forge-run check job.toml --decode …` on 40 documents of two images."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["forge-run"])
+    noise = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+    for name in ("first.png", "second.png"):
+        Image.fromarray(noise).save(name)
+    whole = Path("first.png").read_bytes()
+    for number, left in DAMAGE.items():
+        Path(f"{number}.png").write_bytes(whole[left])
+    names = [f"{number}.png" if number in DAMAGE else "second.png" for number in range(40)]
+    Path("pairs.jsonl").write_text("\n".join(json.dumps({"image": ["first.png", n], "text": "x"}) for n in names))
+    Path("job.toml").write_text(JOB)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return (main(["check", "job.toml", "--decode", *argv]), *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_every_damaged_file_is_named(check: Any, workers: str) -> None:
+    code, out, err = check("--workers", workers)
+    assert code == 2
+    assert [line.split(": ")[0] for line in out.splitlines() if "cannot be read (" in line] == [
+        f"pairs.jsonl:{number + 1}" for number in DAMAGE
+    ]
+    assert "pairs.jsonl:6: image '5.png' cannot be read (the file is empty)" in out
+    assert "source 0: 40 documents decoded, 3 cannot be read" in out
+    assert "data.sources.0.unreadable" in err
+    assert "3 of 40 documents cannot be read" in err
+
+
+def test_damage_that_training_leaves_out_is_no_mistake(check: Any) -> None:
+    skip = ("--workers=0", "--json", "--data.sources.0.unreadable=skip")
+    code, out, _ = check(*skip, "--data.sources.0.max_unreadable=0.1")
+    facts = json.loads(out)
+    assert (code, facts["ok"]) == (0, True)
+    assert (facts["decoded"]["0"]["documents"], facts["decoded"]["0"]["damaged"]) == (40, 3)
+    assert [message.split(": ")[0] for message in facts["decoded"]["0"]["messages"]] == [
+        f"pairs.jsonl:{number + 1}" for number in DAMAGE
+    ]
+    code, out, _ = check(*skip, "--data.sources.0.max_unreadable=0.05")
+    [problem] = json.loads(out)["problems"]
+    assert (code, problem["key"]) == (2, "data.sources.0.max_unreadable")
