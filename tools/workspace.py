@@ -85,6 +85,26 @@ def distributions() -> list[Distribution]:
     ]
 
 
+def circle(requirements: Mapping[str, set[str]]) -> list[str]:
+    """Returns the names on a circle of requirements, the first also at its end; empty: there is none.
+
+    Args:
+        requirements: the names that each name requires, with those of extras.
+    """
+    passed: set[str] = set()
+
+    def search(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in passed:
+            return []
+        found = next(filter(None, (search(other, [*path, name]) for other in sorted(requirements.get(name, ())))), [])
+        passed.add(name)
+        return found
+
+    return next(filter(None, (search(name, []) for name in sorted(requirements))), [])
+
+
 def contracts() -> Mapping[str, Any]:
     """Import-linter's configuration. Type-checking imports count like all others."""
     every = distributions()
@@ -130,8 +150,12 @@ def contracts() -> Mapping[str, Any]:
 
 
 def check_contracts() -> int:
-    """Run import-linter over all distributions."""
+    """Refuse circles between distributions, and run import-linter over all of them."""
     import tomli_w
+
+    if names := circle({each.package: each.requires for each in distributions()}):
+        print(f"a circle of requirements: {' -> '.join(names)}; let one declare a kind that the other implements")
+        return 1
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "contracts.toml"

@@ -156,7 +156,7 @@ def _rows(trained: Trained, options: argparse.Namespace, prompts: Sequence[str],
 
     tokenizer, bos = trained.tokenizer, not options.no_bos
     if options.image or options.video:
-        return answer(*_with_images(prompts, options, trained.job, tokenizer))
+        return answer(*_with_files(prompts, options, trained.job, tokenizer))
     return answer([prompt_ids(tokenizer, prompt, bos=bos) for prompt in prompts])
 
 
@@ -194,18 +194,14 @@ def _show(texts: Sequence[str]) -> None:
             print("-" * 40)
 
 
-def _with_images(
+def _with_files(
     prompts: Sequence[str], options: argparse.Namespace, job: Job, tokenizer: Tokenizer
 ) -> tuple[list[list[int]], dict[str, Tensor]]:
-    from forge_core.contracts.errors import ForgeError
+    from forge_core.plugins.catalog import Catalog
+    from forge_plugin_generate.kinds import usual_prompt_maker
 
-    try:
-        from forge_plugin_images.prompts import prompts_with_images
-    except ImportError as error:
-        message = "--image and --video need forge-plugin-images; pip install forge-plugin-images"
-        raise ForgeError(message) from error
-    images, videos = (given or () for given in (options.image, options.video))
-    return prompts_with_images(prompts, images, job, tokenizer, bos=not options.no_bos, videos=videos)
+    files = {"image": options.image or (), "video": options.video or ()}
+    return usual_prompt_maker(Catalog.installed())(prompts, files, job, tokenizer, bos=not options.no_bos)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:

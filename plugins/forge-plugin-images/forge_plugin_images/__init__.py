@@ -7,9 +7,11 @@ rows, and `dataset` reads those.
 
 from forge_plugin_images.answers import Answers
 from forge_plugin_images.image_chat import ImageChat
+from forge_plugin_images.image_prompts import ImagePrompts
 from forge_plugin_images.image_text import ImageText
 from forge_plugin_images.interleaved import Interleaved
 from forge_plugin_images.rendered_text import RenderedText
+from forge_plugin_images.sound_text import SoundText
 from forge_plugin_images.source import ImageDataset
 from forge_plugin_images.video import Span, VideoComponent, Videos
 
@@ -17,9 +19,11 @@ __all__ = [
     "Answers",
     "ImageChat",
     "ImageDataset",
+    "ImagePrompts",
     "ImageText",
     "Interleaved",
     "RenderedText",
+    "SoundText",
     "Span",
     "VideoComponent",
     "Videos",

@@ -1,10 +1,13 @@
-"""Prompts with images and videos. N: images of a prompt, P: patches of a row, V: values of a patch."""
+"""Prompts with images and videos, whose entries are `patches` (B, P, V), `grids` (B, N, 3) and `grid_seconds` (B, N).
+
+N: images of a prompt, P: patches of a row, V: values of a patch.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +17,7 @@ from forge_core.data.reading import collate
 from forge_core.plugins.catalog import Catalog
 from forge_kit.commands import parse_component
 from forge_kit.tokenizers import begin_of_text
+from forge_plugin_generate import Prompts
 from forge_plugin_images.content import MARKS, Kind
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.image_file import BrokenImage, ImageFile
@@ -25,21 +29,10 @@ from forge_plugin_images.visuals import ImageVisual, Visual
 from forge_plugin_vision import image_input
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forge_core.contracts.data import Tokenizer
     from forge_core.job import Job
     from forge_plugin_images.tile_text import TileTexts
     from forge_plugin_vision import ImageInput
-
-
-class Prompts(NamedTuple):
-    """Prompts for `forge_plugin_generate.generate.generate`."""
-
-    ids: list[list[int]]
-    """Tokens, and `IMAGE` or `VIDEO` at the positions of images and videos."""
-    entries: dict[str, Tensor]
-    """`patches` (B, P, V), `grids` (B, N, 3) and `grid_seconds` (B, N)."""
 
 
 def prompts_with_images(

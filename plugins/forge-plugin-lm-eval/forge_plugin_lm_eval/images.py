@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.model import Model
     from forge_core.job import Job
-    from forge_plugin_images.prompts import Prompts
+    from forge_plugin_generate import Prompts
 
 PLAIN = {"num_beams": (None, 1), "image_aspect_ratio": None}
 """Settings of generation that nearly all tasks have, with the values that change nothing here; None: all of them."""
