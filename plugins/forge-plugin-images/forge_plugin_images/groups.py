@@ -18,7 +18,7 @@ from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_images.decoding import FileImage, SectionImage
 from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.json_lines import LINE, json_object, lines_of
-from forge_plugin_images.listing import IMAGES, VIDEOS
+from forge_plugin_images.listing import IMAGES, SOUNDS, VIDEOS
 from forge_plugin_images.records import Record, embedded_image, stamps
 
 FORMAT = 1
@@ -37,8 +37,8 @@ Group = tuple[str, Mapping[str, Member]]
 class GroupedFiles:
     """Groups of files as records: the keys of the group's JSON, if any, and each file by its ending.
 
-    `image` is the group's first image, `video` its first video and `text` its text, unless its JSON has keys of these
-    names.
+    `image` is the group's first image, `video` its first video, `sound` its first sound and `text` its text,
+    unless its JSON has keys of these names.
     """
 
     files: Sequence[str]
@@ -99,7 +99,7 @@ def _values(place: str, members: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             yield from ((key, text) for key in ("text", ending))
         elif f".{ending}".endswith(JSON):
             yield from json_object(_bytes(member), f"{place}.{ending}").items()
-    for key, endings in (("image", IMAGES), ("video", VIDEOS)):
+    for key, endings in (("image", IMAGES), ("video", VIDEOS), ("sound", SOUNDS)):
         own = [ending for ending in members if f".{ending}".endswith(endings)]
         yield from ((ending, ending) for ending in own)
         if own:
@@ -159,10 +159,10 @@ def _of_archive(path: str) -> Iterator[Group]:
 
 
 def _of_files(files: Sequence[str]) -> Iterator[Group]:
-    """Yields images and videos with the files of the same name, but for the ending."""
+    """Yields images, videos and sounds with the files of the same name, but for the ending."""
     groups: dict[str, dict[str, Member]] = defaultdict(dict)
     for path in files:
         base, ending = os.path.splitext(path)
         groups[base][ending[1:].lower()] = (path, 0, -1)
-    shown = {ending[1:] for ending in (*IMAGES, *VIDEOS)}
+    shown = {ending[1:] for ending in (*IMAGES, *VIDEOS, *SOUNDS)}
     yield from ((base, members) for base, members in groups.items() if set(members) & shown)

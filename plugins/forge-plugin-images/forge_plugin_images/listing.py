@@ -16,8 +16,9 @@ LISTS = (".jsonl", ".tar", ".parquet")
 """Endings of files with many records each."""
 IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+SOUNDS = (".wav",)
 BESIDE = (".json", ".txt", ".text", ".caption")
-"""Endings of files that belong to an image or video of the same name."""
+"""Endings of files that belong to an image, video or sound of the same name."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files that identify a folder of `save_to_disk`."""
 
@@ -39,9 +40,10 @@ def files_of(patterns: Sequence[str]) -> tuple[str, list[str]]:
         raise JobError([Problem("path", message)])
     if formats:
         return next(iter(formats.items()))
-    if any(file.lower().endswith((*IMAGES, *VIDEOS)) for file in candidates):
-        return "", sorted({file for file in candidates if file.lower().endswith((*IMAGES, *VIDEOS, *BESIDE))})
-    known = f"{', '.join(LISTS)}, or images or videos with texts beside them"
+    loose = (*IMAGES, *VIDEOS, *SOUNDS)
+    if any(file.lower().endswith(loose) for file in candidates):
+        return "", sorted({file for file in candidates if file.lower().endswith((*loose, *BESIDE))})
+    known = f"{', '.join(LISTS)}, or images, videos or sounds with texts beside them"
     message = f"none of {len(candidates)} files of {list(patterns)} is of a known format ({known})"
     raise JobError([Problem("path", f"{message}; correct the path")])
 

@@ -73,7 +73,7 @@ class MoMa(BalancedRouter):
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         yield from self._group_problems()
-        if PATCHES in job.model.batch_fields(job) and not {"image", "video"} & {*self.experts}:
+        if PATCHES in job.model.batch_fields(job) and not {"image", "video", "sound"} & {*self.experts}:
             message = f"has none for images, and the model sees images (its batches have `{PATCHES}`)"
             yield Problem("experts", f"{message}; add image = 4")
         others = OF_EXPERTS if self.choose == "tokens" else OF_TOKENS

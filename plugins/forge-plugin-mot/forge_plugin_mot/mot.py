@@ -13,7 +13,7 @@ from forge_core.contracts.components import TrainingHook, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_mot.requirements import check_layers, component_problems
 from forge_plugin_mot.warm_start import WarmStart
-from forge_plugin_vision import IMAGE, VIDEO, FusionComponent, Joint, VisionLanguage
+from forge_plugin_vision import IMAGE, SOUND, VIDEO, FusionComponent, Joint, VisionLanguage
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from forge_plugin_vision.modules.vision import Vision
 
 Part = Literal["attention", "ffn", "norm"]
-Modality = Literal["image", "video"]
-CODES: Mapping[str, int] = {"image": IMAGE, "video": VIDEO}
+Modality = Literal["image", "video", "sound"]
+CODES: Mapping[str, int] = {"image": IMAGE, "video": VIDEO, "sound": SOUND}
 """Entry of `input_ids` at the positions of each modality."""
 
 

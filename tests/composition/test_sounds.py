@@ -1,0 +1,77 @@
+"""Sounds from a job file, through experts of their own: one curve in one process and under data sharding."""
+
+from __future__ import annotations
+
+import json
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge_core import Trainer, load_job
+from forge_testing.processes import run_on_ranks
+
+JOB = """
+[job]
+name = "{name}"
+output = "{folder}/runs"
+[train]
+steps = 4
+global_batch_size = 4
+seq_len = 40
+precision = "fp64"
+[data.tokenizer]
+type = "bytes"
+[[data.sources]]
+type = "sound_text"
+path = "{folder}/sounds"
+[optimizer]
+type = "adamw"
+lr = 1e-2
+[model]
+type = "vision_language"
+[model.language]
+dim = 16
+layers = 2
+attention = {{ heads = 2 }}
+ffn = {{ type = "moe", experts = 4, hidden = 16, router = {{ type = "moma", experts = {{ text = 2, sound = 2 }} }} }}
+[model.vision]
+images_per_sequence = 2
+[model.vision.encoder]
+type = "vit"
+dim = 16
+layers = 1
+heads = 2
+patch = 8
+size = [32, 16]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sounds").mkdir()
+    for number in range(8):
+        samples = 0.5 * np.sin(2 * np.pi * (400, 3000)[number % 2] * np.arange(3200 + 160 * number) / 16000)
+        with wave.open(str(tmp_path / f"sounds/{number}.wav"), "wb") as writer:
+            writer.setparams((1, 2, 16000, 0, "NONE", ""))
+            writer.writeframes((samples * 32767).astype("<i2").tobytes())
+        (tmp_path / f"sounds/{number}.txt").write_text(("low", "high")[number % 2])
+    return tmp_path
+
+
+def lines(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
+    (folder / f"{name}.toml").write_text(JOB.format(folder=folder, name=name))
+    job = load_job(folder / f"{name}.toml", overrides=overrides)
+    run = Trainer(job, echo=lambda line: None).run().folder
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if "grad_norm" in record]
+
+
+def test_sounds_train_alike_under_fsdp(folder, monkeypatch):
+    monkeypatch.setenv("FORGE_CACHE", str(folder / "cache"))
+    alone = lines(folder, "alone")
+    sharded = run_on_ranks(2, lambda rank: lines(folder, "sharded", "parallel.fsdp.shard=2"))[0]
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in sharded] == pytest.approx([line[key] for line in alone], rel=1e-10)
+    assert alone[-1]["loss"] < alone[0]["loss"]
