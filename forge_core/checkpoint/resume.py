@@ -137,5 +137,6 @@ def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
     if "impossible" in meanings:
         raise ResumeError(f"{listed}\nUndo what is impossible. {ANEW.format(path=path)}")
     if "flag" in meanings and not allowed:
-        hint = f"To continue all the same, run the same command with {FLAG}. Or undo the changes"
+        undo = "Or undo the changes, or take another name: --job.name"
+        hint = f"To continue all the same, run the same command with {FLAG}. {undo}"
         raise ResumeError(f"{listed}\n{hint}")

@@ -281,7 +281,7 @@ MISTAKES = [
     Mistake(
         66,
         "job.toml --train.steps=4 --optimizer.lr=0.5",
-        ("need --resume-with-changes:\n    optimizer.lr: 0.001 -> 0.5", "Or undo the changes"),
+        ("need --resume-with-changes:\n    optimizer.lr: 0.001 -> 0.5", "Or undo the changes, or take another name"),
         before=RUN,
         torch=True,
     ),

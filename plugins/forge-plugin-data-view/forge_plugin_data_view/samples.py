@@ -125,11 +125,12 @@ class Sample:
     def tokens(self) -> list[Token]:
         """Returns inputs without padding, and labels that are no input: the last one, and those that end a document.
 
-        Without `document_ids`, documents end with end-of-text.
+        Without `document_ids`, a row with images is one document, as datasets of images make them, and others end with
+        end-of-text, which the template of a chat may write after each turn.
         """
         stop = len(self.inputs) - self.padding
         segments = self._segments(stop)
-        if self.documents is not None:
+        if self.documents is not None or self.grids:
             return [token for number, (a, b) in enumerate(segments) for token in self._segment(a, b, number)]
         tokens, document = [], 0
         for token in self._segment(0, stop, 0):

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from forge_plugin_data_view.samples import Sample
 from forge_plugin_data_view.view import Lengths
 
 BEST_FIT = '[data.packing]\ntype = "forge-plugin-packing/best_fit"\n'
@@ -133,3 +134,10 @@ def test_help_imports_neither_torch_nor_numpy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("[]")
     assert "forge-run data job.toml --step 100" in done.stdout
+
+
+@pytest.mark.parametrize(("grids", "last"), [([(1, 1, 1)], 0), ([], 2)])
+def test_turns_of_a_chat_with_an_image_are_one_document(grids, last) -> None:
+    ids = np.array([-1, 5, 0, 6, 0])  # 0 ends a turn, and texts
+    sample = Sample(inputs=ids, labels=np.append(ids[1:], 7), documents=None, grids=grids, shapes={}, end_of_text=0)
+    assert max(token.document for token in sample.tokens()) == last

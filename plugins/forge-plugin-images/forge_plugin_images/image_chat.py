@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.source import ImageDataset
 from forge_plugin_images.video import VideoComponent
 
@@ -121,9 +122,18 @@ class ImageChat(ImageDataset):
         for message in checked_messages(record, record.value(self.messages, "messages")):
             pieces = list(pieces_of(record, message["content"], listed))
             shown += [piece for piece in pieces if not isinstance(piece, str)]
+            self._check_texts(record, [piece for piece in pieces if isinstance(piece, str)])
             messages.append({**message, "content": self._content(pieces)})
         listed.check_all_taken()
         return messages, shown
+
+    def _check_texts(self, record: Record, texts: Sequence[str]) -> None:
+        """Raise `BrokenImage` for a text that has what the template writes for an image or a video."""
+        for kind, mark in self._marks.items():
+            if any(mark in text for text in texts):
+                message = f"a text of {record.place} has {mark!r}, which stands for a shown {kind} ({kind}_token)"
+                hint = 'take it out of the text, or leave such documents out: unreadable = "skip"'
+                raise BrokenImage(f"{message}; {hint}")
 
     def _content(self, pieces: Sequence[str | Shown]) -> Any:
         if not self.image_token and not self.video_token:

@@ -176,6 +176,18 @@ def test_a_template_that_writes_another_number_of_images_is_refused(build, tmp_p
         build(ImageChat(path=write(tmp_path, CHATS["LLaVA's"]), image_token="<pad>"), **keys)
 
 
+def test_a_text_that_has_the_mark_of_an_image_is_named_or_left_out(build, tmp_path, tokenizer):
+    typed = {"messages": [{"role": "user", "content": "what is <|image|>?"}, {"role": "assistant", "content": "it"}]}
+    path = write(tmp_path, CHATS["LLaVA's"], typed)
+    keys = {"model": MODEL, "seq_len": 64, "data": {"tokenizer": tokenizer(WITH_IMAGES)}}
+    with pytest.raises(
+        JobError, match=r"records.jsonl:2 has '<\|image\|>', which stands for a shown image \(image_token\)"
+    ):
+        build(ImageChat(path=path, image_token="<|image|>"), **keys)
+    skipping = ImageChat(path=path, image_token="<|image|>", unreadable="skip", max_unreadable=0.5)
+    assert len(build(skipping, **keys)) == 1
+
+
 def test_a_tokenizer_without_a_template_and_what_is_no_chat_are_refused(build, make_job, tmp_path, tokenizer):
     path = write(tmp_path, {"messages": [{"text": "a"}]})
     assert any("chats need a tokenizer with a template" in one for one in job_problems(make_job(ImageChat(path=path))))

@@ -7,6 +7,7 @@ where asking for the packets costs those of the whole clip.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
@@ -14,6 +15,8 @@ import numpy as np
 
 LARGEST_HEADER = 1 << 28
 """Bytes of a `moov` box above which a file is taken to be damaged: a clip of ten hours has less than 20 MB."""
+FIRST = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+"""Boxes that a file begins with."""
 Boxes = dict[bytes, list[memoryview]]
 
 
@@ -42,6 +45,24 @@ def read_track(data: BinaryIO, number: int) -> Track | None:
         return None
 
 
+def truncation(data: BinaryIO) -> str:
+    """Returns how an MP4 or QuickTime file is cut off, by the sizes of its boxes; empty if it is not, or is another."""
+    end, at, has_header = data.seek(0, io.SEEK_END), 0, False
+    while at < end:
+        data.seek(at)
+        head = data.read(16)
+        size, name = int.from_bytes(head[:4]), head[4:8]
+        if at == 0 and name not in FIRST:
+            return ""
+        if size == 1:  # of 64 bits
+            size = int.from_bytes(head[8:16])
+        if at + max(size, 8) > end:
+            return f"truncated: it has {end:,} bytes, and its boxes name {at + size:,}"
+        has_header = has_header or name in (b"moov", b"moof")
+        at = at + size if size >= 8 else end  # 0: up to the end of the file
+    return "it has no header (moov): it was cut off, or its recording not finished" if end and not has_header else ""
+
+
 def _track(movie: Boxes, number: int) -> Track | None:
     if b"mvex" in movie or b"mvhd" not in movie:  # the tables of fragments are spread over the file
         return None
@@ -61,7 +82,7 @@ def _header(data: BinaryIO) -> memoryview | None:
         data.seek(at)
         head = data.read(16)
         size, name = int.from_bytes(head[:4]), head[4:8]
-        if at == 0 and name not in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
+        if at == 0 and name not in FIRST:
             return None
         start = 8
         if size == 1:  # of 64 bits

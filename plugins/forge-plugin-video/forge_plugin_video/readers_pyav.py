@@ -14,6 +14,7 @@ from attrs import define, field
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.image_file import ImageFile
 from forge_plugin_video.kinds import BrokenVideo, Clip, Unreadable
+from forge_plugin_video.mp4_tables import truncation
 from forge_plugin_video.orientation import Turn
 from forge_plugin_video.probing import clip_of, frames_by_index, frames_by_packets, ticks
 
@@ -206,7 +207,7 @@ def opened(file: ImageFile) -> Iterator[tuple[InputContainer, VideoStream, Binar
                 raise Unreadable("the file is empty")
             # FFmpeg reads a file itself faster than through Python
             with av.open(f"file:{file.name}" if isinstance(file, FileImage) else data, "r") as container:
-                yield container, _video_stream(container), header
+                yield container, _video_stream(container, header), header
     except BrokenVideo:
         raise
     except Unreadable as error:
@@ -214,11 +215,13 @@ def opened(file: ImageFile) -> Iterator[tuple[InputContainer, VideoStream, Binar
     except EOFError as error:
         raise BrokenVideo(file.name, "the file ends before its first frame") from error
     except Exception as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        with file.open() as data:
+            cut = truncation(data)  # FFmpeg's reason is seldom that
+        reason = cut or getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise BrokenVideo(file.name, reason) from error
 
 
-def _video_stream(container: InputContainer) -> VideoStream:
+def _video_stream(container: InputContainer, data: BinaryIO) -> VideoStream:
     from av.stream import Disposition
 
     # The cover of a song is a video stream to FFmpeg
@@ -226,7 +229,7 @@ def _video_stream(container: InputContainer) -> VideoStream:
     stream = next(videos, None)
     if stream is None:
         streams = ", ".join(sorted({stream.type for stream in container.streams})) or "none"
-        raise Unreadable(f"no video stream; its streams: {streams}; audio is left out")
+        raise Unreadable(truncation(data) or f"no video stream; its streams: {streams}; audio is left out")
     stream.thread_count = 1  # a worker has a core
     return stream
 

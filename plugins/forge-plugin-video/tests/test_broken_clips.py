@@ -8,11 +8,16 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
+from attrs import evolve
 
+from forge_plugin_images import Span
 from forge_plugin_images.decoding import BytesImage, FileImage
 from forge_plugin_images.image_file import BrokenImage
-from forge_plugin_video import BrokenVideo, PyAV
+from forge_plugin_images.testing import tiny_model
+from forge_plugin_text.bytes import ByteTokenizer
+from forge_plugin_video import BrokenVideo, Frames, PyAV, Uniform
 from forge_plugin_video.testing import bar_code, read_bar_code, write_clip
+from forge_plugin_vision import Joint
 
 GROUPS = {"g": "12", "bf": "2"}
 CODECS = {
@@ -76,6 +81,16 @@ def write_cut_before_header(path):
     path.write_bytes(path.read_bytes().partition(b"moov")[0])
 
 
+def write_cut_in_pictures(path):
+    write(path)
+    path.write_bytes(path.read_bytes().partition(b"moov")[0][:-100])
+
+
+def write_without_header(path):
+    write(path)
+    path.write_bytes(path.read_bytes().partition(b"moov")[0][:-4])
+
+
 def write_cut_after_header(path):
     write(path)
     rewrite(path, movflags="faststart")
@@ -92,7 +107,9 @@ BROKEN = {
     ),
     "header.mkv": (write_header, "the file ends before its first frame"),
     "no key frames.mkv": (write_without_key_frames, "no key frame, at which decoding could start"),
-    "cut before its header.mp4": (write_cut_before_header, "Invalid data found when processing input"),
+    "cut before its header.mp4": (write_cut_before_header, r"truncated: it has [\d,]+ bytes, and its boxes name"),
+    "cut in its pictures.mp4": (write_cut_in_pictures, r"truncated: it has [\d,]+ bytes, and its boxes name"),
+    "not finished.mp4": (write_without_header, r"it has no header \(moov\)"),
     "cut after its header.mp4": (write_cut_after_header, r"truncated: it has [\d,]+ bytes, and its header names"),
     "ten hours.mp4": (
         lambda path: write(path, times=np.arange(40) * 930),
@@ -113,21 +130,37 @@ def test_a_probe_names_the_clip_and_the_reason(tmp_path, reader, name):
         assert isinstance(caught.value, BrokenImage)  # clips count among the images that cannot be read
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_damage_in_the_middle_is_found_in_its_group_alone(tmp_path, reader, codec):
-    write(path := tmp_path / "clip.mp4", codec=codec, options=CODECS[codec])
+def damaged(path, codec="libx264"):
+    """A clip whose frames 15 and 16 are damaged, and all after them in their group."""
+    write(path, codec=codec, options=CODECS[codec])
     with av.open(str(path)) as container:  # its entries do not outlive it
         spots = [(entry.pos, entry.size) for entry in container.streams.video[0].index_entries]
     data = bytearray(path.read_bytes())
     for start, size in spots[15:17]:
         data[start + 12 : start + size] = bytes(max(0, size - 12))
-    clip = reader.probe(file := BytesImage("clip.mp4", bytes(data)))
+    return BytesImage("clip.mp4", bytes(data))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_damage_in_the_middle_is_found_in_its_group_alone(tmp_path, reader, codec):
+    clip = reader.probe(file := damaged(tmp_path / "clip.mp4", codec))
     whole = [*range(12), *range(24, 40)]
     assert [read_bar_code(frame) for frame in reader.frames(file, clip, whole)] == whole
     for number in (18, 23):
         message = f"video 'clip.mp4' cannot be read (frame {number} at {number / 25:.3f} s is damaged or missing)"
         with pytest.raises(BrokenVideo, match=re.escape(message)):
             reader.frames(file, clip, [0, number, 30])
+
+
+def test_checking_a_clip_decodes_what_is_not_shown(tmp_path):
+    seen = evolve(tiny_model(32, 96, patches_per_sequence=96), fusion=Joint()).image_input()
+    videos = Frames(sampling=Uniform(min_frames=2, max_frames=2), reader=PyAV()).build(seen, ByteTokenizer())
+    file = damaged(tmp_path / "clip.mp4")
+    visual = videos.visual(file, Span(), None)
+    assert len(visual.read()) == visual.measure().patches  # of the first and the last frame
+    with pytest.raises(BrokenVideo, match=r"frame 1[2-9] at .* is damaged or missing"):
+        visual.check()
+    videos.visual(file, Span(1.0, 1.4), None).check()  # behind it
 
 
 def test_a_header_that_calls_every_frame_a_key_frame_is_not_believed(tmp_path, reader):
