@@ -115,7 +115,7 @@ class SoundText(ImageDataset):
         except JobError:
             return  # said already
         yield from self._size_problems(seen)
-        grid = Grid(1, seen.format.multiple, seen.format.multiple)
+        grid = Grid(1, 2 * seen.format.multiple, 2 * seen.format.multiple)
         if seen.positions(grid) != seen.features(grid):
             message = "the fusion marks where an image stands, and has no mark for sounds"
             yield Problem("", f"{message}; take a fusion that gives each feature a position, such as joint")
