@@ -15,6 +15,10 @@ DEPTH = (gt(0), le(10_000))
 """Numbers of layers: at most ten times the depth of the deepest published transformers (DeepNet, arXiv 2203.00555).
 Each layer is a module, so that a mistyped count would be built for hours before memory is known not to suffice."""
 
+TRAINING_ONLY: dict[str, bool] = {"training_only": True}
+"""Metadata of a field of a model that shapes its training, and not what its weights compute: initial values, weights of
+auxiliary losses, room in a batch. `[checkpoint.load]` does not compare it. Join it to `when_resumed` by `|`."""
+
 
 def betas(_: object, _attribute: Any, value: Sequence[float]) -> None:
     """Decays of moving averages: each in [0, 1).

@@ -13,6 +13,7 @@ from forge_core.checkpoint.state import model_tensors
 from forge_core.checkpoint.tensors import load_tensors, shared_index
 from forge_core.contracts.errors import SHOWN, JobError, Problem, ResumeError, did_you_mean, listed
 from forge_kit.checkpoints import evaluated_names
+from forge_plugin_checkpoints.model_settings import compare_settings, refuse
 from forge_plugin_checkpoints.parts import Parts, fits
 
 if TYPE_CHECKING:
@@ -48,12 +49,17 @@ def load(
     index = shared_index(folder)
     # Weights as they are evaluated, where an optimizer trains others: those only serve the run that trained them.
     where = evaluated_names(index.shapes)
-    selection = select(
-        parts, table, folder, where, {name: index.shapes[full][0] for name, full in where.items()}, outline
+    stored = {name: index.shapes[full][0] for name, full in where.items()}
+    selection = select(parts, table, folder, where, stored, outline)
+    settings = compare_settings(
+        manifest["job"], context.job, selection.loaded, parts.accept_changes, outline.tensors, stored
     )
+    refuse(table, folder, settings.refused)
     own = model_tensors(model)
     load_tensors(folder, {full: own[name] for name, full in selection.loaded.items() if name in own}, index)
-    return selection.loaded, list(_describe(selection, folder, manifest, context, outline))
+    changed = [f"  accepted: {change}" for change in settings.accepted]
+    changed += [f"  trained with another setting: {change}" for change in settings.others]
+    return selection.loaded, [*_describe(selection, folder, manifest, context, outline), *changed]
 
 
 def select(
@@ -70,6 +76,7 @@ def select(
             f"{folder} lacks some of what [{table}] selects: {listed(missing)}. Exclude these, or set "
             "strict = false to let them keep their initial values"
         )
+    _check_ties(parts, table, folder, {name: names[name] for name in selected}, stored)
     others = {
         "skipped, as include and exclude say": [name for name in names if name not in wanted],
         "not in the checkpoint, initial values kept": missing,
@@ -108,6 +115,19 @@ def _check_patterns(parts: Parts, table: str, names: Mapping[str, Sequence[str]]
     ]
     if problems:
         raise JobError(problems)
+
+
+def _check_ties(
+    parts: Parts, table: str, folder: Path, names: Mapping[str, Sequence[str]], stored: Collection[str]
+) -> None:
+    """Refuse two tensors of the checkpoint for one of the model, of which one would be lost."""
+    lost = {other: name for name, every in names.items() for other in every if other != name and other in stored}
+    if lost and parts.strict:
+        pairs = listed([f"{other} (tied to {name})" for other, name in lost.items()])
+        raise ResumeError(
+            f"{folder} has weights that would be lost, as this model ties them to others: {pairs}. Untie them in "
+            f"[model], or set strict = false in [{table}] to leave them out"
+        )
 
 
 def _check_shapes(

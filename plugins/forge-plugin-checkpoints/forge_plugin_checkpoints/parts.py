@@ -40,7 +40,11 @@ class Parts(LoadComponent):
     exclude: tuple[str, ...] = ()
     """Patterns of the names not to load; they win over `include`."""
     strict: bool = True
-    """Whether the checkpoint must have all that is to be loaded; false: what it lacks keeps its initial values."""
+    """Whether the checkpoint must have all that is to be loaded, and one tensor for each tied parameter; false: what it
+    lacks keeps its initial values, and of two tensors that are tied in this model the first is taken."""
+    accept_changes: tuple[str, ...] = ()
+    """Patterns of keys of `[model]` that may differ from those of the run that trained the weights, though no shape
+    shows it: `model.attention.rope.*`. Without one, another `theta`, number of heads or `eps` is refused."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         path = Path(self.path)

@@ -201,6 +201,19 @@ def test_a_tied_parameter_goes_by_any_of_its_names(make_job, train, start, said)
     assert "  1 skipped, as include and exclude say: embedding.weight" in said[0]
 
 
+def test_weights_of_an_untied_model_are_not_lost_in_a_tied_one(base, start, said):
+    with pytest.raises(CheckpointError, match=r"head\.weight \(tied to embedding\.weight\).* strict = false"):
+        start({}, model=Tied())
+    assert loaded(base, start({"exclude": ("head.*",)}, model=Tied()).first) == {
+        name for name in base if name not in ("embedding.weight", "head.weight")
+    }
+    assert torch.equal(
+        start({"strict": False}, model=Tied(), job={"name": "loose"}).first["embedding.weight"],
+        base["embedding.weight"],
+    )
+    assert any("  1 only in the checkpoint: head.weight" in text for text in said)
+
+
 def test_a_run_that_has_a_checkpoint_ignores_it_and_says_so_even_if_its_source_is_gone(
     base, make_job, train, start, said, tmp_path
 ):

@@ -10,6 +10,7 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import default_type, when_resumed
 from forge_core.contracts.errors import Problem
+from forge_kit.fields import TRAINING_ONLY
 from forge_kit.routers import RouterComponent
 from forge_plugin_transformer import FFNComponent, InitStd
 
@@ -35,10 +36,10 @@ class LinearRouter(RouterComponent):
     of a sequence's choices that fall on an expert, times E. The reported loss contains none of them.
     """
 
-    z_loss: float = field(default=0.0, validator=ge(0))
+    z_loss: float = field(default=0.0, validator=ge(0), metadata=TRAINING_ONLY)
     """Weight of the mean of log(Σ exp(logits))², which keeps logits from growing (Zoph et al. 2022, ST-MoE). Logged as
     `moe/z_loss`."""
-    init_std: float = field(default=0.02, validator=gt(0))
+    init_std: float = field(default=0.02, validator=gt(0), metadata=TRAINING_ONLY)
     """Standard deviation of initial weights."""
 
 
@@ -46,13 +47,13 @@ class LinearRouter(RouterComponent):
 class BalancedRouter(LinearRouter):
     """The keys of losses that balance the load of experts."""
 
-    sequence_balance: float = field(default=0.0, validator=ge(0))
+    sequence_balance: float = field(default=0.0, validator=ge(0), metadata=TRAINING_ONLY)
     """Weight of Σ f P of each sequence (DeepSeek-V3, equations 17 to 20), its mean over sequences. 1 where all experts
     are used alike. Logged as `moe/sequence_balance`."""
-    batch_balance: float = field(default=0.0, validator=ge(0))
+    batch_balance: float = field(default=0.0, validator=ge(0), metadata=TRAINING_ONLY)
     """Weight of Σ f P, with f of the whole batch of the step before: balance is asked of batches and not of each
     sequence, under every layout alike. Logged as `moe/batch_balance`."""
-    micro_batch_balance: float = field(default=0.0, validator=ge(0))
+    micro_batch_balance: float = field(default=0.0, validator=ge(0), metadata=TRAINING_ONLY)
     """Weight of Σ f P of each micro-batch of each rank (Fedus et al. 2021, Switch Transformer, equation 4). Its value,
     and so the curve, depends on `micro_batch_size` and the layout. Logged as `moe/micro_batch_balance`."""
 
@@ -112,7 +113,7 @@ class SigmoidTopK(TopKRouter):
 
     normalise: bool = True
     """Whether the weights of a token are divided by their sum."""
-    bias_rate: float = field(default=0.001, validator=ge(0))
+    bias_rate: float = field(default=0.001, validator=ge(0), metadata=TRAINING_ONLY)
     """Change of a bias after an update. 0: never."""
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:

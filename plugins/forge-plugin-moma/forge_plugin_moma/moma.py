@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, optional
 
 from forge_core.contracts.errors import Problem
+from forge_kit.fields import TRAINING_ONLY
 from forge_plugin_moe.moe import BalancedRouter, SigmoidTopK, isolation_problem
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class MoMa(BalancedRouter):
     together those of the layer, numbered in this order."""
     choose: Literal["tokens", "experts"] = "tokens"
     """Who chooses: tokens their experts, or experts their tokens."""
-    gumbel_noise: bool = False
+    gumbel_noise: bool = field(default=False, metadata=TRAINING_ONLY)
     """Whether scores are sigmoid(logit + G' - G'') in training, with Gumbel noise (equation 5), which the paper has for
     experts that start as copies of one."""
 
@@ -61,13 +62,13 @@ class MoMa(BalancedRouter):
     """Experts of a token, for `choose = "tokens"`. None: 1."""
     normalise: bool = False
     """Whether the weights of a token are divided by their sum, for `choose = "tokens"`."""
-    bias_rate: float = field(default=0.0, validator=ge(0))
+    bias_rate: float = field(default=0.0, validator=ge(0), metadata=TRAINING_ONLY)
     """Change of a bias on the choice after an update, as in `sigmoid_topk`, towards the mean load of a group's experts,
     for `choose = "tokens"`. 0: never."""
     capacity_factor: float | None = field(default=None, validator=optional(gt(0)))
     """Mean number of experts of a token, for `choose = "experts"`: in each sequence, an expert takes this times the
     positions of its modality / experts of the group, rounded up. None: 1, as in the paper."""
-    auxiliary_weight: float | None = field(default=None, validator=optional(gt(0)))
+    auxiliary_weight: float | None = field(default=None, validator=optional(gt(0)), metadata=TRAINING_ONLY)
     """Weight of the auxiliary routers' binary cross-entropy, for `choose = "experts"`, its mean over the positions of a
     sequence and the experts of their groups. Logged as `moma/auxiliary`. None: 1."""
 

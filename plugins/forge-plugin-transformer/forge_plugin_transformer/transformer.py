@@ -19,7 +19,7 @@ from forge_core.contracts.components import (
     when_resumed,
 )
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.fields import DEPTH
+from forge_kit.fields import DEPTH, TRAINING_ONLY
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Transformer(ModelComponent):
     """Standard deviation of all initial matrices, embedding and head included."""
     depth_scaled_init: bool = field(default=True, metadata=when_resumed("safe"))
     """Whether matrices that write into the residual stream are drawn with init_std / sqrt(2 layers) (GPT-2)."""
-    mtp: MultiTokenPrediction | None = None
+    mtp: MultiTokenPrediction | None = field(default=None, metadata=TRAINING_ONLY)
     """`[model.mtp]`: modules that predict tokens after the next, in training. Without the table there are none."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:

@@ -11,6 +11,7 @@ from attrs.validators import ge
 from forge_core.contracts.components import ModelComponent, default_type
 from forge_core.contracts.data import BatchField
 from forge_core.contracts.errors import Problem
+from forge_kit.fields import TRAINING_ONLY
 from forge_plugin_vision.kinds import (
     BROKEN,
     GRIDS,
@@ -43,9 +44,9 @@ class VisionPart:
     """`[model.vision.encoder]`: turns patches into features; `type` is required."""
     adapter: AdapterComponent = default_type("forge-plugin-vision/mlp")
     """`[model.vision.adapter]`: turns features into vectors of the language model's width."""
-    images_per_sequence: int = field(default=1, validator=ge(1))
+    images_per_sequence: int = field(default=1, validator=ge(1), metadata=TRAINING_ONLY)
     """Images of a sequence at most."""
-    patches_per_sequence: int = field(default=0, validator=ge(0))
+    patches_per_sequence: int = field(default=0, validator=ge(0), metadata=TRAINING_ONLY)
     """Patches of a sequence at most: every row has room for as many. 0: of `images_per_sequence` images of the
     encoder's size, or the largest that it takes, if there is one."""
 
