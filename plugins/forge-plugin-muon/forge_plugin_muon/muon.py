@@ -60,8 +60,8 @@ class Muon(OptimizerComponent):
     """Coefficients of the iteration's polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X; the default is Jordan's."""
     ns_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of the iteration. bf16 is the published one, and drifts by some 1e-4 with the order of sums. fp32: float32,
-    or the dtype of the parameters if it is wider. auto: bf16 where the processor multiplies it natively, else fp32,
-    which is then faster; the run's summary shows the choice."""
+    or the dtype of the parameters if it is wider. auto: bf16 where `precision` is "bf16" and the processor multiplies
+    it natively, else fp32; the run's summary shows the choice."""
     ns_eps: float = field(default=1e-7, validator=gt(0))
     """Lower bound of the norm that a matrix is divided by before the iteration."""
     working_gb: float = field(default=1.0, validator=gt(0), metadata=when_resumed("safe"))
@@ -92,9 +92,13 @@ class Muon(OptimizerComponent):
             share = ADAM_SHARE[self.scaling]
             yield "adam_lr", f"{share * self.lr:.3g}", f'{share:g} x lr, with scaling = "{self.scaling}"'
         if self.ns_dtype == "auto":
-            dtype = str(fast_dtype(context.device)).removeprefix("torch.")
-            native = "this processor multiplies bfloat16 natively"
-            yield "Newton-Schulz", dtype, native if dtype == "bfloat16" else "this processor emulates bfloat16"
+            precision = context.job.train.precision
+            if precision != "bf16":
+                yield "Newton-Schulz", "float32 or wider", f'precision = "{precision}"'
+            else:
+                dtype = str(fast_dtype(context.device)).removeprefix("torch.")
+                native = "this processor multiplies bfloat16 natively"
+                yield "Newton-Schulz", dtype, native if dtype == "bfloat16" else "this processor emulates bfloat16"
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         import torch
@@ -103,6 +107,7 @@ class Muon(OptimizerComponent):
         from forge_plugin_muon.optimizer import MuonOptimizer
 
         matrices, others = divide(parameters)
+        wide = self.ns_dtype == "fp32" or (self.ns_dtype == "auto" and context.job.train.precision != "bf16")
         return MuonOptimizer(
             [matrices.group()],
             others.groups(self.adam_weight_decay),
@@ -114,7 +119,7 @@ class Muon(OptimizerComponent):
             scaling=self.scaling,
             ns_steps=self.ns_steps,
             ns_coefficients=self.ns_coefficients,
-            ns_dtype={"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}[self.ns_dtype],
+            ns_dtype=torch.float32 if wide else torch.bfloat16 if self.ns_dtype == "bf16" else None,
             ns_eps=self.ns_eps,
             adam_lr=self.adam_lr,
             adam_betas=self.adam_betas,

@@ -13,6 +13,7 @@ from forge_core.contracts.components import ParameterGroup, SchedulerComponent, 
 from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_muon import Muon, newton_schulz
+from forge_plugin_muon import optimizer as optimizer_module
 from forge_plugin_muon.newton_schulz import orthogonalise
 from forge_plugin_muon.optimizer import MuonOptimizer
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
@@ -287,6 +288,28 @@ def test_patterns_change_the_rate_of_both_kinds(make_job, build):
     rates = {name: group["lr"] for group in run.optimizer.param_groups for name in group["names"]}
     assert rates["layers.0.up.weight"] == rates["layers.0.up.bias"] == 0.5
     assert (rates["layers.1.up.weight"], rates["layers.1.up.bias"]) == (0.02, pytest.approx(3e-3))
+
+
+@pytest.mark.parametrize(("precision", "native", "dtype"), [
+    ("bf16", True, torch.bfloat16), ("bf16", False, torch.float32),
+    ("fp32", True, torch.float32), ("fp64", True, torch.float64),
+])  # fmt: skip
+def test_the_iteration_is_as_precise_as_the_job(make_job, build, monkeypatch, precision, native, dtype):
+    for module in ("newton_schulz", "optimizer"):
+        fast = torch.bfloat16 if native else torch.float32
+        monkeypatch.setattr(f"forge_plugin_muon.{module}.fast_dtype", lambda device, fast=fast: fast)
+    run = build(make_job(optimizer=Muon(), precision=precision))
+    seen = set()
+    for item in run.parameters:
+        item.parameter.grad = torch.ones_like(item.parameter, dtype=item.parameter.grad_dtype)
+    orthogonalise = optimizer_module.orthogonalise
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_module, "orthogonalise", lambda m, *a: seen.add(m[0].dtype) or orthogonalise(m, *a))
+        run.optimizer.step()
+    assert seen == {dtype}
+    [(_, choice, why)] = [line for line in run.job.optimizer.choices(run.context) if line[0] == "Newton-Schulz"]
+    assert choice.startswith("bfloat16" if dtype == torch.bfloat16 else "float32")
+    assert ("precision" in why) == (precision != "bf16")
 
 
 def test_a_frozen_matrix_stays_and_trains_once_it_is_unfrozen(make_job, build):

@@ -8,4 +8,3 @@ from forge_testing.suites import OptimizerSuite
 
 class TestMuon(OptimizerSuite):
     component = Muon(lr=0.02, adam_lr=1e-2, adam_eps=1e-5)
-    parity_component = Muon(lr=0.02, adam_lr=1e-2, adam_eps=1e-5, ns_dtype="fp32")
