@@ -178,6 +178,10 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
         """Why `model` cannot be optimized under this layout; as `ParallelComponent.model_problems`."""
         return ()
 
+    def waits(self) -> str:
+        """The host's waits for the device inside of `step()`, for the summary: how many, when, and why."""
+        return ""
+
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         raise NotImplementedError
 

@@ -80,7 +80,7 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
     yield "memory", _memory(run)
     if isinstance(job.checkpoint.storage, Local) and context.folder is not None:
         yield "checkpoints", _room(run, context.folder / job.checkpoint.storage.folder)
-    yield "waits", f"{stepper.waits()} a step"
+    yield "waits", "; ".join(filter(None, [f"{stepper.waits()} a step", job.optimizer.waits()]))
 
 
 def _model(run: Run) -> str:

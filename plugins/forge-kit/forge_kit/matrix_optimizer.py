@@ -91,6 +91,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if self.matrix_key in group:
                 self.step_matrices(group)
+        self.finish_matrices()
         # Anew at each step: torch replaces state and groups when a state dict is loaded.
         self._adam.state = self.state
         self._adam.param_groups = [group for group in self.param_groups if self.matrix_key not in group]
@@ -100,6 +101,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def step_matrices(self, group: dict[str, Any]) -> None:
         """Update the parameters of a group that have gradients. Called on all ranks, even if there are none."""
         raise NotImplementedError
+
+    def finish_matrices(self) -> None:
+        """Called once in a step, after `step_matrices` of every group."""
 
     def each_matrix(
         self,

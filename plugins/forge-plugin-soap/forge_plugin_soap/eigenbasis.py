@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-def first_basis(matrix: Tensor) -> Tensor:
-    """Returns the eigenvectors of a positive semidefinite matrix (n, n) as columns, the largest eigenvalue first."""
+def first_columns(matrix: Tensor) -> Tensor:
+    """Returns the eigenvectors of a positive semidefinite matrix (n, n) as columns, the largest eigenvalue first.
+
+    Their lengths are the eigenvalues; `orthonormal` makes a basis of them.
+    """
     values, vectors = torch.linalg.eigh(matrix)
-    return orthonormal((vectors * values).flip(1))
+    return (vectors * values).flip(1)
 
 
-def next_basis(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def next_columns(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Improve a basis of the eigenvectors of `matrix` by one step of the power method.
 
     Args:
@@ -21,15 +26,16 @@ def next_basis(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         basis: orthonormal columns (n, n).
 
     Returns:
-        The new basis, and the order (n,) in which it has the columns of `basis`: largest estimated eigenvalue first.
+        Columns of which `orthonormal` makes the new basis, and the order (n,) in which they follow those of `basis`:
+        largest estimated eigenvalue first.
     """
     product = matrix @ basis
     order = torch.argsort((basis * product).sum(0), descending=True, stable=True)
-    return orthonormal(product[:, order]), order
+    return product[:, order], order
 
 
-def orthonormal(columns: Tensor) -> Tensor:
-    """Make columns (n, n) orthonormal, each against those before it.
+def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Make the columns of each matrix (n, n) orthonormal, each against those before it. Reads the device once.
 
     Where a column is a combination of those before it, its direction would be that of rounding errors, which differ
     between layouts. Such a column is replaced by a direction that is orthogonal to those before it and depends on
@@ -37,13 +43,23 @@ def orthonormal(columns: Tensor) -> Tensor:
     """
     # `contiguous` below: LAPACK returns bases in column order and checkpoints restore them in row order, and products
     # with the two are rounded differently, so that a resumed run would differ.
-    basis, triangle = torch.linalg.qr(columns)
+    bases, lost = zip(*map(_decompose, matrices), strict=True)
+    if isinstance(matrices[0], FakeTensor):
+        return [basis.contiguous() for basis in bases]
+    # From a column of zeros, Householder's method makes the image of the unit vector under its earlier reflections. A
+    # second decomposition of every matrix, without asking which need one, would double the work.
+    singular = torch.stack([columns.any() for columns in lost]).tolist()
+    return [
+        (torch.linalg.qr(matrix.masked_fill(columns, 0))[0] if again else basis).contiguous()
+        for matrix, basis, columns, again in zip(matrices, bases, lost, singular, strict=True)
+    ]
+
+
+def _decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns orthonormal columns, and (n,) which of them have the direction of rounding errors."""
+    basis, triangle = torch.linalg.qr(matrix)
     lengths = triangle.diagonal().abs()
-    lost = lengths <= lengths.max() * TOLERANCE * len(lengths) * torch.finfo(columns.dtype).eps
-    if isinstance(columns, FakeTensor) or not bool(lost.any()):
-        return basis.contiguous()
-    # From a column of zeros, Householder's method makes the image of the unit vector under its earlier reflections.
-    return torch.linalg.qr(columns.masked_fill(lost, 0))[0].contiguous()
+    return basis, lengths <= lengths.max() * TOLERANCE * len(lengths) * torch.finfo(matrix.dtype).eps
 
 
 TOLERANCE = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from forge_core.parallel.mesh import local_part
 from forge_kit.groups import Groups, as_groups
 from forge_kit.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, matrices_in
 from forge_kit.whole_matrices import Matrix, WholeMatrices
-from forge_plugin_soap.preconditioner import Preconditioner
+from forge_plugin_soap.preconditioner import Preconditioner, refresh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,6 +88,8 @@ class SOAPOptimizer(MatrixOptimizer):
         whole = WholeMatrices(matrices_in(groups), mesh, lambda shape: _cost(shape, max_dim, precondition_frequency))
         super().__init__(groups, settings, whole, adam, working_bytes)
         self._max_dim = max_dim
+        self._due: list[tuple[dict[str, Any], str]] = []
+        """State of the matrices whose bases this step makes or corrects, with the suffix of their slots."""
         self._owned = {(m.parameter, m.item) for m in whole.owned(self.numbers.values())}
 
     def step_matrices(self, group: dict[str, Any]) -> None:
@@ -130,9 +132,35 @@ class SOAPOptimizer(MatrixOptimizer):
             own = Preconditioner.of(state, suffix)
             update = own.update(gradient, betas, group["eps"])
             # After the update: the basis that a gradient is rotated by must not have been fitted to it.
-            own.follow(gradient, betas[2], correct=(state[STEP] - 1) % group["precondition_frequency"] == 0)
+            own.follow(gradient, betas[2])
         state |= own.slots(suffix)
+        if (state[STEP] - 1) % group["precondition_frequency"] == 0:
+            self._due.append((state, suffix))
         return update
+
+    def finish_matrices(self) -> None:
+        # All at once, as the host reads from the device which matrices are singular: once, and not once for each.
+        due, self._due = self._due, []
+        for part in self._parts(due):
+            preconditioners = [Preconditioner.of(state, suffix) for state, suffix in part]
+            refresh(preconditioners)
+            for (state, suffix), own in zip(part, preconditioners, strict=True):
+                state.update(own.slots(suffix))
+
+    def _parts(self, due: Sequence[tuple[dict[str, Any], str]]) -> Iterator[Sequence[tuple[dict[str, Any], str]]]:
+        """Yields matrices whose sides take `working_bytes` together, or one."""
+        part: list[tuple[dict[str, Any], str]] = []
+        size = 0
+        for state, suffix in due:
+            own = Preconditioner.of(state, suffix)
+            needed = sum(side.nbytes for side in (own.left, own.right) if side is not None)
+            if part and size + needed > self._working_bytes:
+                yield part
+                part, size = [], 0
+            part.append((state, suffix))
+            size += needed
+        if part:
+            yield part
 
     def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """See `forge_core.contracts.optimizer.PlacesState`."""

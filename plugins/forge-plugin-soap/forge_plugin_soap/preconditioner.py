@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from forge_plugin_soap.eigenbasis import first_basis, next_basis
+from forge_plugin_soap.eigenbasis import first_columns, next_columns, orthonormal
 
 
 @define
@@ -32,7 +32,7 @@ class Preconditioner:
 
     @classmethod
     def started(cls, gradient: Tensor, beta: float, max_dim: int) -> Preconditioner:
-        """Create the state from the first gradient.
+        """Create the state from the first gradient; `refresh` makes the bases.
 
         Args:
             gradient: G (m, n).
@@ -42,8 +42,7 @@ class Preconditioner:
         left, right = (
             (1 - beta) * (side @ side.mT) if side.shape[0] <= max_dim else None for side in (gradient, gradient.mT)
         )
-        bases = (None if side is None else first_basis(side) for side in (left, right))
-        return cls(torch.zeros_like(gradient), torch.zeros_like(gradient), left, right, *bases)
+        return cls(torch.zeros_like(gradient), torch.zeros_like(gradient), left, right, None, None)
 
     @classmethod
     def of(cls, slots: Mapping[str, Any], suffix: str) -> Preconditioner:
@@ -63,25 +62,29 @@ class Preconditioner:
         self.exp_avg_sq.lerp_(self._there(gradient).square(), 1 - betas[1])
         return self._back(self._there(self.exp_avg) / self.exp_avg_sq.sqrt().add_(eps))
 
-    def follow(self, gradient: Tensor, beta: float, correct: bool) -> None:
-        """Add a gradient to the averages of the preconditioner, after its update was computed.
-
-        Args:
-            gradient: G (m, n).
-            beta: decay of the averages.
-            correct: whether to bring the eigenbasis up to date.
-        """
-        if self.left is not None and self.left_basis is not None:
+    def follow(self, gradient: Tensor, beta: float) -> None:
+        """Add a gradient (m, n) to the averages of the preconditioner, after its update was computed."""
+        if self.left is not None:
             self.left.lerp_(gradient @ gradient.mT, 1 - beta)
-            if correct:
-                self.left_basis, order = next_basis(self.left, self.left_basis)
-                # Squares belong to directions of the basis, and are reordered with them.
-                self.exp_avg_sq = self.exp_avg_sq[order]
-        if self.right is not None and self.right_basis is not None:
+        if self.right is not None:
             self.right.lerp_(gradient.mT @ gradient, 1 - beta)
-            if correct:
-                self.right_basis, order = next_basis(self.right, self.right_basis)
-                self.exp_avg_sq = self.exp_avg_sq[:, order].contiguous()
+
+    def next_columns(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns for each side the columns of which `orthonormal` makes its next basis, if it is rotated."""
+        left = right = None
+        if self.left is not None:
+            left = self._reordered(self.left, self.left_basis, dim=0)
+        if self.right is not None:
+            right = self._reordered(self.right, self.right_basis, dim=1)
+        return left, right
+
+    def _reordered(self, matrix: Tensor, basis: Tensor | None, dim: int) -> Tensor:
+        if basis is None:
+            return first_columns(matrix)
+        columns, order = next_columns(matrix, basis)
+        # Squares belong to directions of the basis, and are reordered with them.
+        self.exp_avg_sq = self.exp_avg_sq.index_select(dim, order)
+        return columns
 
     def _there(self, matrix: Tensor) -> Tensor:
         matrix = matrix if self.left_basis is None else self.left_basis.mT @ matrix
@@ -90,3 +93,13 @@ class Preconditioner:
     def _back(self, matrix: Tensor) -> Tensor:
         matrix = matrix if self.left_basis is None else self.left_basis @ matrix
         return matrix if self.right_basis is None else matrix @ self.right_basis.mT
+
+
+def refresh(preconditioners: Sequence[Preconditioner]) -> None:
+    """Bring the eigenbases up to date, or make the first ones. Reads the device once."""
+    columns = [own.next_columns() for own in preconditioners]
+    rotated = [side for sides in columns for side in sides if side is not None]
+    bases = iter(orthonormal(rotated) if rotated else ())
+    for own, (left, right) in zip(preconditioners, columns, strict=True):
+        own.left_basis = None if left is None else next(bases)
+        own.right_basis = None if right is None else next(bases)

@@ -31,7 +31,8 @@ class SOAP(OptimizerComponent):
     State: for a matrix (m, n), two tensors like it and two each of (m, m) and (n, n), all on the rank that computes it;
     AdamW's for other parameters.
 
-    On a GPU the host waits for the device when a basis is brought up to date, once for each side of each matrix.
+    On a GPU the host waits for the device once in a step that brings bases up to date, or once for each `working_gb` of
+    them, and in the first step for each matrix too.
     """
 
     further_roles = ()  # it has to know of each parameter whether it is a matrix of a hidden layer
@@ -65,6 +66,9 @@ class SOAP(OptimizerComponent):
     """Weight decay of the head and of routers; norms, biases and embeddings have none."""
     fused: bool = field(default=True, metadata=when_resumed("safe"))
     """Whether AdamW's update is one fused kernel. false: torch's loop over parameters."""
+
+    def waits(self) -> str:
+        return f"one every {self.precondition_frequency} updates, for the bases of SOAP"
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_kit.matrix_optimizer import divide

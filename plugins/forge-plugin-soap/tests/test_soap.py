@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from pytorch_optimizer import SOAP as ReferenceSOAP
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.components import ParameterGroup
 from forge_core.contracts.optimizer import NamedParameter, NamedParameters
@@ -20,7 +22,7 @@ from forge_kit.whole_tensors import read_whole
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_soap import SOAP
-from forge_plugin_soap.eigenbasis import first_basis, next_basis, orthonormal
+from forge_plugin_soap.eigenbasis import first_columns, next_columns, orthonormal
 from forge_plugin_soap.optimizer import SOAPOptimizer
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TinyModel, tiny_job
@@ -135,12 +137,20 @@ def test_stacked_matrices_are_treated_one_by_one(tmp_path):
     torch.testing.assert_close(one["stack"].detach(), torch.stack([p.detach() for p in many.values()]))
 
 
+def first_basis(matrix):
+    return orthonormal([first_columns(matrix)])[0]
+
+
+def next_basis(matrix, basis):
+    return orthonormal([next_columns(matrix, basis)[0]])[0]
+
+
 def test_the_basis_comes_to_the_eigenvectors():
     factor = draw("factor", (6, 20), 0)
     matrix = factor @ factor.mT
     basis = first_basis(draw("other", (6, 6), 0) @ draw("other", (6, 6), 0).mT)
     for _ in range(200):
-        basis, _ = next_basis(matrix, basis)
+        basis = next_basis(matrix, basis)
     _, vectors = torch.linalg.eigh(matrix)
     torch.testing.assert_close((basis.mT @ vectors.flip(1)).abs(), torch.eye(6, dtype=torch.float64), atol=1e-6, rtol=0)
     torch.testing.assert_close(
@@ -152,11 +162,44 @@ def test_the_basis_comes_to_the_eigenvectors():
 def test_rounding_errors_choose_no_direction(rank):
     """Of columns of which only some are independent, the others are replaced the same way whatever the errors are."""
     columns = draw("some", (8, rank), 0) @ draw("mix", (rank, 8), 0)
-    exact = orthonormal(columns)
+    [exact] = orthonormal([columns])
     torch.testing.assert_close(exact.mT @ exact, torch.eye(8, dtype=torch.float64))
     for seed in range(3):
         error = columns * (draw("error", (8, 8), seed).sign() * 2e-16)
-        torch.testing.assert_close(orthonormal(columns + error), exact, rtol=0, atol=1e-11)
+        torch.testing.assert_close(orthonormal([columns + error])[0], exact, rtol=0, atol=1e-11)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts numbers that are read from tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+def test_the_device_is_read_once_in_a_step_that_corrects_bases_and_in_no_other(tmp_path, make_job, train):
+    model = Transformer(dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=2))
+    run = tiny_run(tmp_path, model=model, optimizer=SOAP(precondition_frequency=2))
+    counts = []
+    as_list = Tensor.tolist
+    for step in range(4):
+        for item in run.parameters:
+            item.parameter.grad = draw(item.name, item.parameter.shape, step).float()
+        lists = []
+        counting = mock.patch.object(
+            Tensor, "tolist", lambda tensor, seen=lists: seen.append(tensor) or as_list(tensor)
+        )
+        with counting, HostReads() as reads:
+            run.optimizer.step()
+        counts.append(len(lists) + reads.count)
+    assert counts == [1, 0, 1, 0]
+    printed = []
+    train(make_job(optimizer=SOAP(precondition_frequency=2), model=model), echo=printed.append)
+    assert "; one every 2 updates, for the bases of SOAP" in "".join(printed)
 
 
 # --- without a job -----------------------------------------------------------------------------------------------
