@@ -17,6 +17,7 @@ from forge_core.parallel.mesh import group_timeout, sum_gradients
 from forge_kit.generation import Generates, join
 from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
 from forge_plugin_parallel.generation import PipelinedGeneration, SectionDecode
+from forge_plugin_parallel.loss_check import check_loss
 from forge_plugin_parallel.pp import V_SHAPED
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class PipelineParallelStage(ParallelStage):
     def executor(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]) -> Executor:
         from forge_plugin_parallel.pipeline_executor import PipelineExecutor
 
+        check_loss(loss, self._pipeline.group)
         return PipelineExecutor(model, loss, stages, self._pipeline, self._component.schedule, self._context)
 
     def complete_gradients(self, model: Model) -> None:

@@ -13,12 +13,15 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.components import LossComponent
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.contracts.layout import Layout
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.step import Stepper, metrics
+from forge_core.losses import CrossEntropy
 from forge_core.plugins.catalog import Catalog
+from forge_kit.trained import load_model
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParallel
 from forge_plugin_parallel.cuts import balance, ranks_of, sections
 from forge_plugin_parallel.pipeline_executor import SCHEDULES, _StageModule
@@ -378,3 +381,37 @@ class TestWhatIsRefused:
                     model.embed({"input_ids": torch.zeros(1, 4, dtype=torch.long)})
 
         run_on_ranks(2, build)
+
+
+@frozen(kw_only=True)
+class Referring(LossComponent):
+    """The loss of tokens, beside a model that it loads."""
+
+    path: str
+    parallel: bool
+
+    def build(self, context):
+        other = load_model(self.path, device="cpu", parallel={"fsdp": {}} if self.parallel else False)
+
+        def loss(head, hidden, batch):
+            other.model(batch)
+            return cross_entropy(head, hidden, batch)
+
+        cross_entropy = CrossEntropy().build(context)
+        return loss
+
+
+def test_a_loss_whose_model_all_ranks_share_is_refused(tmp_path, make_job, train):
+    path = str(train(make_job(steps=1)).folder)
+
+    def build_with(parallel):
+        try:
+            built(job(tmp_path, pp(), loss=Referring(path=path, parallel=parallel)))
+        except JobError as error:
+            return str(error)
+        return ""
+
+    for whole, shared in run_on_ranks(2, lambda rank: (build_with(False), build_with(True))):
+        assert whole == ""
+        assert "loss: holds a model" in shared
+        assert "is divided among the ranks 0, 1 of one pipeline, of which the last alone computes the loss" in shared
