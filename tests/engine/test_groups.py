@@ -11,6 +11,7 @@ from forge_core.contracts.components import OptimizerComponent, ParameterGroup, 
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.engine.build import build_context, build_run
 from forge_plugin_parallel import PipelineParallel
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TINY_JOB, TinyAdamW, TinyModel, tiny_job
 from forge_testing.processes import run_on_ranks
 
@@ -96,6 +97,23 @@ def test_every_rank_of_a_pipeline_has_the_same_groups(tmp_path, catalog):
 
     first, last = run_on_ranks(2, rates)
     assert first == last == [1e-2, 0.5, 0.25, 1e-2, 0.5, 0.25]
+
+
+TIED = Transformer(vocab_size=32, dim=16, layers=2, tie_embeddings=True, attention=GroupedQueryAttention(heads=2))
+
+
+@pytest.mark.parametrize("match", ["head.*", "embedding.*"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tied_parameter_has_settings_by_any_of_its_names_on_every_rank(tmp_path, catalog, match, ranks):
+    optimizer = TinyAdamW(groups=(ParameterGroup(match=match, lr=0.5),))
+    stages = {"pp": PipelineParallel(degree=2, schedule="gpipe")} if ranks == 2 else {}
+    job = tiny_job(str(tmp_path), catalog, optimizer=optimizer, model=TIED, parallel=stages)
+
+    def rates(rank):
+        found = settings_of(build_run(job, build_context(job, catalog, None)).optimizer)
+        return {group["lr"] for name, group in found.items() if name in ("embedding.weight", "head.weight")}
+
+    assert run_on_ranks(ranks, rates) == [{0.5}] * ranks
 
 
 def test_modes_without_weights_for_evaluation_are_refused(make_job, build):

@@ -138,3 +138,19 @@ def test_a_gradient_that_one_rank_does_not_have_is_that_of_the_others():
         return used.grad.tolist(), unused.grad.tolist(), frozen.grad
 
     assert run_on_ranks(2, summed) == [([3.0] * 3, [5.0] * 3, None)] * 2
+
+
+def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
+    """As of three ranks whose parts a bfloat16 could not add to 1, in float32 and in bfloat16 gradients."""
+    wide, narrow = (torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)) for _ in range(2))
+    wide.grad_dtype = torch.float32
+    wide.grad = torch.tensor([1.0])
+    narrow.grad = torch.tensor([1.0], dtype=torch.bfloat16)
+
+    def reduce(flat):
+        for _ in range(2):
+            flat += 2**-8
+
+    sum_gradients([wide, narrow], reduce)
+    assert (wide.grad.dtype, narrow.grad.dtype) == (torch.float32, torch.bfloat16)
+    assert wide.grad.item() == narrow.grad.item() == 1 + 2**-7

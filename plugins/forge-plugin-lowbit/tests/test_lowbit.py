@@ -319,6 +319,19 @@ def test_rounding_gives_a_neighbour_and_the_mean_is_exact():
     assert bool(((rounded.double().mean(0) - x).abs() <= 5 * spread).all())
 
 
+def test_both_moments_are_rounded_by_bits_of_their_own():
+    parameter = torch.nn.Parameter(torch.zeros(2**14))
+    gradient = parameter.grad = draw("weight", parameter.shape).float()
+    optimizer = BF16AdamW([parameter], betas=(0.9, 0.95))
+    optimizer.step()
+    errors = []
+    for slot, exact in {"exp_avg": gradient * 0.1, "exp_avg_sq": gradient.square() * 0.05}.items():
+        error = optimizer.state[parameter][slot].double() - exact.double()
+        errors.append(error / exact.abs().log2().floor().exp2())  # in steps of bfloat16
+    correlation = torch.corrcoef(torch.stack([errors[0] * gradient.sign(), errors[1]]))[0, 1]
+    assert abs(correlation) < 0.05
+
+
 def test_rounding_leaves_what_is_not_finite():
     x = torch.tensor([float("inf"), -float("inf"), float("nan")])
     rounded = round_with(x, torch.full((3,), 0xFFFF))

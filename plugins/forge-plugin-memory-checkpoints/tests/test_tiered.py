@@ -202,6 +202,20 @@ def test_a_damaged_copy_is_passed_over_and_the_neighbours_taken(again):
     assert "__0_0.distcp is damaged: its SHA-256 is not the manifest's; taken from 1 instead" in text
 
 
+def test_of_two_versions_of_a_step_the_newer_is_taken(again):
+    """As after a roll-back, when a machine was lost before the step was committed once more."""
+
+    def damage():
+        for path in Path().glob("memory-1/run-*/step-*/manifest.json"):
+            manifest = json.loads(path.read_text())
+            older = manifest | {"time": manifest["time"] - 100, "tokens": 0}
+            path.write_text(json.dumps(older | {"progress": manifest["progress"] | {"step": 1}}))
+
+    straight, losses, told = again(damage=damage)
+    assert losses == straight
+    assert [text for text in told if "lost" in text or "damaged" in text] == []
+
+
 def test_all_copies_damaged_fall_back_to_the_durable_one(again):
     def damage():
         for path in Path().glob("memory-?/run-*/step-*/__1_0.distcp"):

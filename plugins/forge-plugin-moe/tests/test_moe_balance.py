@@ -15,7 +15,9 @@ from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper, metrics
 from forge_core.job import MetricsSection
 from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
+from forge_plugin_parallel import ContextParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing.processes import run_on_ranks
 from forge_testing.runs import advance, tiny_run
 
 E, K, S, B = 4, 2, 16, 8
@@ -75,6 +77,25 @@ def test_a_loss_has_the_value_and_gradient_of_its_equation(tmp_path, which, kind
     value.backward()
     assert metrics(sums)[f"moe/{which}"].item() == pytest.approx(value.item(), rel=1e-10)
     torch.testing.assert_close(gradients[10.0] - gradients[0.0], 10 * weights.grad, rtol=1e-8, atol=1e-12)
+
+
+def test_the_balance_of_a_micro_batch_is_the_mean_over_the_pieces_of_its_sequences(tmp_path):
+    def of_piece(rank):
+        model = model_of(SoftmaxTopK(top_k=K, micro_batch_balance=1.0))
+        stages = {"cp": ContextParallel(degree=2)}
+        run = tiny_run(tmp_path, model=model, parallel=stages, micro_batch_size=B, **SIZES)
+        seen = []
+        run.model.layers["0"].ffn.router.balance.register_forward_pre_hook(lambda module, inputs: seen.append(inputs))
+        stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
+        _, sums = stepper.gradients(loader.next_step(), 0)
+        loader.close()
+        _, p, chosen = seen[0]
+        f = torch.nn.functional.one_hot(chosen, E).sum(2).double().mean((0, 1)) / K
+        return metrics(sums)["moe/micro_batch_balance"].item(), E * (f * p.mean((0, 1))).sum().item()
+
+    (first, one), (second, other) = run_on_ranks(2, of_piece)
+    assert one != other
+    assert first == second == pytest.approx((one + other) / 2, rel=1e-10)
 
 
 @pytest.mark.parametrize("which", ["sequence_balance", "batch_balance", "z_loss"])

@@ -78,7 +78,7 @@ def test_tokens_choose(tmp_path, top_k, training):
     assert taken.sum() == top_k * (IDS.numel() - 2), "every position but the two of sound"
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.3, 2.0])
+@pytest.mark.parametrize("factor", [1.0, 1.3, 2.0, 5.0])
 def test_experts_choose(tmp_path, factor):
     layer, _ = layer_of(tmp_path, MoMa(experts=GROUPS, choose="experts", capacity_factor=factor))
 
@@ -87,7 +87,11 @@ def test_experts_choose(tmp_path, factor):
         return gates, by_experts(gates, IDS, GROUPS, factor)
 
     taken = assert_equal(layer, {"input_ids": IDS}, expected)
-    assert set(taken.sum(-1).flatten().tolist()) >= {0, 1, 2}, "some positions have no expert, others several"
+    counts = set(taken.sum(-1).flatten().tolist())
+    if factor > max(GROUPS.values()):
+        assert counts == {0, *GROUPS.values()}, "each expert takes every position of its modality, and no other"
+    else:
+        assert counts >= {0, 1, 2}, "some positions have no expert, others several"
 
 
 def test_auxiliary_routers_choose_in_evaluation_and_the_main_one_weighs(tmp_path):

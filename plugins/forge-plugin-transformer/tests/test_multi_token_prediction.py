@@ -119,6 +119,15 @@ def test_targets_are_in_the_same_document_and_not_ignored():
     assert ahead[:, 1].tolist() == [none, none, none, none, none, 8, none, none]
 
 
+def test_a_document_whose_id_comes_back_is_another_one():
+    labels = torch.arange(1, 7)[None]
+    document_ids = torch.tensor([[0, 0, 1, 1, 0, 0]])
+    ahead = look_ahead({"input_ids": labels, "labels": labels, "document_ids": document_ids}, 4)[LABELS][0]
+    none = IGNORED_LABEL
+    assert ahead[:, 0].tolist() == [2, none, 4, none, 6, none]
+    assert ahead[:, 1:].eq(none).all(), "the first and the last two positions are of different documents"
+
+
 # --- what is logged ------------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,11 @@ def test_fps_chooses_the_frames_of_qwen2_5_vl_and_molmo2():
         assert Fps(min_frames=1, max_frames=384).choose(steady(frames, rate), ROOM, None) == expected.tolist()
 
 
+@pytest.mark.parametrize(("frames", "rate"), [(29, 100.0), (57, 100.0), (9, 30.0), (35, 29.97)])
+def test_fps_at_the_rate_of_a_clip_chooses_every_frame_though_its_duration_is_not_exact(frames, rate):
+    assert Fps(fps=rate, min_frames=1, max_frames=64).choose(steady(frames, rate), ROOM, None) == list(range(frames))
+
+
 def test_uniform_chooses_the_frames_of_qwen3_vl_where_both_round_to_one_number():
     compared = 0
     for frames, rate in CLIPS:

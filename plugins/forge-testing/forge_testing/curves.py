@@ -1,4 +1,4 @@
-"""Short runs, and their numbers that must not depend on the layout: loss, gradients, norm, weights, evaluation."""
+"""Short runs, and their numbers that must not depend on the layout: loss, gradients, norm, weights, evaluations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from attrs import frozen
 from torch import Tensor
 
 from forge_core.contracts.contexts import StepContext
-from forge_core.data.loader import TrainLoader, evaluation_batches
+from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run, build_context, build_run
+from forge_core.engine.evaluation import evaluate
 from forge_core.engine.step import Stepper
 from forge_core.job import Job
-from forge_core.parallel.mesh import all_reduce_tokens, gather_objects, pipeline_group
+from forge_core.parallel.mesh import gather_objects, pipeline_group
 from forge_core.plugins.catalog import Catalog
 
 
@@ -31,8 +32,8 @@ class Curve:
     """Gradients of the first step by parameter name."""
     weights: Mapping[str, Tensor]
     """Weights after the last step, by parameter name."""
-    evaluation: float
-    """Held-out loss at the end; 0 without held-out data."""
+    evaluation: Mapping[str, float]
+    """All metrics of the job's evaluations at the end."""
 
 
 @frozen
@@ -57,7 +58,7 @@ class Difference:
             norm=_worst(abs(a - b) for a, b in zip(actual.norms, expected.norms, strict=True)),
             gradient=_largest(actual.gradients, expected.gradients),
             weights=_worst([_norm(error) / _norm(update)]),
-            evaluation=_worst([abs(actual.evaluation - expected.evaluation)]),
+            evaluation=_furthest(actual.evaluation, expected.evaluation),
         )
 
 
@@ -89,7 +90,7 @@ def train(job: Job, catalog: Catalog | None = None) -> Curve:
         norms.append(norm.item())
     loader.close()
     weights = _whole({item.name: item.parameter.detach() for item in run.parameters}, pipeline)
-    return Curve(losses, norms, initial, gradients, weights, _held_out_loss(run))
+    return Curve(losses, norms, initial, gradients, weights, evaluate(run, job.train.steps))
 
 
 def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
@@ -102,22 +103,6 @@ def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
         step=step + 1,
         grad_norm=norm,
     )
-
-
-def _held_out_loss(run: Run) -> float:
-    """Return the held-out loss, with the optimizer's weights for evaluation."""
-    if run.held_out is None:
-        return 0.0
-    total = torch.zeros(2, dtype=torch.float64)
-    run.model.eval()
-    getattr(run.optimizer, "eval", lambda: None)()
-    for batch in evaluation_batches(run.held_out, 0, run.job, run.context):
-        output = run.executor.evaluate([batch])
-        total += torch.stack([output.loss_sum.double(), output.count.double()])
-    getattr(run.optimizer, "train", lambda: None)()
-    run.model.train()
-    all_reduce_tokens(total, run.context.mesh)
-    return (total[0] / total[1]).item()
 
 
 def _whole(tensors: Mapping[str, Any], pipeline: Any) -> dict[str, Tensor]:
@@ -133,6 +118,11 @@ def _whole(tensors: Mapping[str, Any], pipeline: Any) -> dict[str, Tensor]:
 def _largest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     assert actual.keys() == expected.keys(), f"not both have {', '.join(sorted(actual.keys() ^ expected.keys()))}"
     return _worst((actual[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def _furthest(actual: Mapping[str, float], expected: Mapping[str, float]) -> float:
+    assert actual.keys() == expected.keys(), f"not both have {', '.join(sorted(actual.keys() ^ expected.keys()))}"
+    return _worst(abs(actual[name] - expected[name]) for name in expected)
 
 
 def _worst(differences: Iterable[float]) -> float:
