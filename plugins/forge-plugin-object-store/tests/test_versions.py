@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from forge_core.checkpoint.manager import Checkpoints
@@ -27,11 +28,12 @@ def loaded(checkpoints, numbers):
     return found.tolist()
 
 
-def test_a_step_that_is_saved_again_is_read_as_it_was_saved_last(tmp_path):
+@pytest.mark.parametrize("verify", ["full", "sizes"])
+def test_a_step_that_is_saved_again_is_read_as_it_was_saved_last(tmp_path, verify):
     def storage(machine):
         return ObjectStorage(Bucket(f"file://{tmp_path}/bucket/run", {}), tmp_path / machine)
 
-    reader, writer = (Checkpoints(storage(name), Retention(), "full") for name in ("reader", "writer"))
+    reader, writer = (Checkpoints(storage(name), Retention(), verify) for name in ("reader", "writer"))
     saved(writer, 5)
     assert loaded(reader, 5) == loaded(writer, 5) == [*range(5)]
     saved(reader, 9)  # goes back, and comes to the step again
