@@ -31,7 +31,7 @@ def recovered(settings: LossRecovered, context: EvaluationContext) -> dict[str, 
         raise ForgeError(
             f"evaluation sae: tensor parallel divides {sink.divided[0]}; leave it to a point between blocks"
         )
-    coders = sink.coders()
+    coders = sink.coders(final=context.step >= context.job.train.steps)
     metrics: dict[str, float] = {}
     clean = _loss(recorder, context, settings.sequences, []) if coders else 0.0
     if coders:

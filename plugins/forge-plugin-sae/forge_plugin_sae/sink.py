@@ -66,17 +66,21 @@ class SAESink(Sink):
         shared = self.owners.share({name: trainer.metrics() for name, trainer in self.trainers.items()}, METRICS)
         return {f"sae/{self.settings.folder}/{name}": value for name, value in shared.items()}
 
-    def coders(self) -> dict[str, SparseCoder]:
-        """Returns the autoencoders as they are now, on every rank; none before their first update. Collective."""
-        if not self._batches():
+    def coders(self, *, final: bool = False) -> dict[str, SparseCoder]:
+        """Returns the autoencoders as they are now, on every rank; none before their first update. Collective.
+
+        `final`: as they are saved at the end of the run, when rows that are still mixed have been trained on.
+        """
+        if not (self.rows if final else self._batches()):
             return {}
-        own = {name: (trainer.width, *trainer.coder.W_dec.shape) for name, trainer in self.trainers.items()}
+        trainers = {name: trainer.finished() if final else trainer for name, trainer in self.trainers.items()}
+        own = {name: (trainer.width, *trainer.coder.W_dec.shape) for name, trainer in trainers.items()}
         known = {name: sizes for part in gather_objects(own) for name, sizes in part.items()}
         coders = {}
         for name, target in self.targets.items():
             width, latents, outputs = known[name]
             if self.owners.owns(name):
-                coders[name] = self.trainers[name].coder
+                coders[name] = trainers[name].coder
             else:
                 activation = self.settings.activation.activation(latents)
                 coder = SparseCoder(activation, width, latents, None if target == name else outputs)
@@ -111,7 +115,7 @@ class SAESink(Sink):
         for name, trainer in self.trainers.items():
             trainer.finish()
             if self.context.folder is not None:
-                figures = {key: float(value) for key, value in trainer.metrics().items()}
+                figures = trainer.inferred()
                 folder = self.context.folder / self.settings.folder / name
                 save(trainer.coder, folder, metadata(name, self.targets[name], self.context.job.job.name, figures))
         gather_objects(None)  # nobody goes on to read what another rank has yet to write

@@ -39,7 +39,7 @@ class Trainer:
             seed: seeds weights and the order of rows: the job's seed and the name of the point.
             device: of weights and buffer.
         """
-        self.settings, self.width = settings, width
+        self.settings, self.width, self._seed = settings, width, seed
         self.dtype = settings.dtype
         latents = settings.latents_of(width)
         self.coder = SparseCoder(settings.activation.activation(latents), width, latents, target_width)
@@ -55,6 +55,8 @@ class Trainer:
         """Rows since each latent was last active."""
         self.quality = Quality(self.coder.W_dec.shape[1], device)
         """Over the batches since the last `metrics`."""
+        self._newest: Tensor | None = None
+        """The rows of the last update."""
 
     # --- the stream ----------------------------------------------------------------------------------------------
 
@@ -71,6 +73,16 @@ class Trainer:
             self._train(self.waiting)
         self.waiting = self.waiting[:0]
 
+    @torch.enable_grad()  # evaluations ask, which need no gradients
+    def finished(self) -> Trainer:
+        """Returns what this would be after `finish`, and leaves it as it is."""
+        transcodes = self.coder.transcodes
+        target_width = self.coder.W_dec.shape[1] if transcodes else None
+        copy = Trainer(self.settings, self.width, target_width, self._seed, self.buffer.rows.device)
+        copy.load({name: tensor.clone() for name, tensor in self.state().items()})
+        copy.finish()
+        return copy
+
     def _queue(self, rows: Tensor) -> None:
         batches = list(torch.cat([self.waiting, rows]).split(self.settings.batch))
         # A copy: a view would keep the whole of what it is a part of
@@ -79,6 +91,7 @@ class Trainer:
             self._train(batch)
 
     def _train(self, rows: Tensor) -> None:
+        self._newest = rows
         x_ND, target_NE = self._divide(rows)
         if self.updates == 0:
             self._begin(x_ND, target_NE)
@@ -166,6 +179,18 @@ class Trainer:
         metrics = self.quality.metrics()
         self.quality.clear()
         return {**metrics, "dead": self.dead.double().mean(), "updates": torch.tensor(float(self.updates))}
+
+    @torch.no_grad()
+    def inferred(self) -> dict[str, float]:
+        """Figures of the last batch with latents as they are after training, which may be others than in it."""
+        assert self._newest is not None
+        x_ND, target_NE = self._divide(self._newest)
+        latents_NF, target_NE = self.coder.encode(x_ND), target_NE * self.coder.scale_out
+        quality = Quality(target_NE.shape[1], target_NE.device)
+        quality.add(target_NE, target_NE - self.coder.decode(latents_NF), latents_NF)
+        figures = {**quality.metrics(), "dead": self.dead.double().mean()}
+        del figures["loss"]
+        return {name: float(value) for name, value in figures.items()} | {"updates": float(self.updates)}
 
     # --- state ---------------------------------------------------------------------------------------------------
 

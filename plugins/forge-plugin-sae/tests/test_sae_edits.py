@@ -45,17 +45,17 @@ def alone(tmp_path_factory):
     return run(made(tmp_path_factory.mktemp("alone")))
 
 
-def test_loss_recovered_is_that_of_the_model_run_by_hand(tmp_path, monkeypatch):
+def test_the_last_loss_recovered_is_that_of_the_saved_file_in_the_model_run_by_hand(tmp_path, monkeypatch):
     """Beside the same model, whose layer is replaced by hand."""
     from forge_plugin_sae import recovered as module
 
     seen = {}
 
     def spy(settings, context):
-        (coder,) = module_recorder(context.model).sinks["sae"].coders().values()
+        (coder,) = module_recorder(context.model).sinks["sae"].coders(final=True).values()
         figures = original(settings, context)
         (batch,) = context.batches(context.held_out, 0)
-        seen.update(figures=figures, expected=by_hand(context, batch, coder))
+        seen.update(figures=figures, expected=by_hand(context, batch, coder), coder=coder)
         return figures
 
     def by_hand(context, batch, coder):
@@ -76,7 +76,9 @@ def test_loss_recovered_is_that_of_the_model_run_by_hand(tmp_path, monkeypatch):
     data = {"sources": (Numbers(held_out=8),)}
     evaluations = {"sae": LossRecovered(sequences=0)}
     changes = {"data": data, "evaluations": evaluations, "micro_batch_size": 8}
-    run(job(tmp_path, sinks=sinks, **changes))
+    folder = run(job(tmp_path, sinks=sinks, **changes))
+    saved = load(folder / "sae/layers.0.resid_post").state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in seen["coder"].folded().items())
     figures = {name.rpartition("/")[2]: value for name, value in seen["figures"].items()}
     assert seen["expected"] == pytest.approx({name: figures[name] for name in seen["expected"]}, rel=1e-9)
     assert 0 < figures["l0"] <= 3

@@ -58,7 +58,7 @@ def extract(trained: TrainedModel, out: Path, *, sequences: int, group: int, edi
         (out / JOB).write_text(dump_job(trained.job))
     gather_objects(None)  # the folder is there
     context = attrs.evolve(trained.context, folder=out)
-    sink, executor = StoreWriter(Store(), context, info), executor_of(trained)
+    sink, executor = StoreWriter(Store(on_error="fail"), context, info), executor_of(trained)
     sink.start(0)
     count = min(sequences or len(dataset), len(dataset))
     drawn = [number * len(dataset) // count for number in range(count)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge
@@ -24,6 +24,9 @@ class Store(SinkComponent):
 
     keep: int = field(default=0, validator=ge(0))
     """Newest steps that are kept; 0: all."""
+    on_error: Literal["warn", "fail"] = "warn"
+    """What follows when a step cannot be written, as the disk is full, say. warn: the step is left out, with a warning,
+    and the training continues. fail: the training ends."""
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
         from forge_plugin_taps.store_writer import StoreWriter

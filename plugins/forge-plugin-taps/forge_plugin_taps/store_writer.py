@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,10 @@ class _Pending:
     copied: torch.cuda.Event | None = None
 
 
+class StoreError(ForgeError):
+    """A step cannot be written."""
+
+
 class StoreWriter(Sink):
     """See `Store`.
 
@@ -59,6 +64,7 @@ class StoreWriter(Sink):
                 [Problem("parallel.taps.sinks", "a store needs the folder of a run, and this run keeps none")]
             )
         self._folder, self._keep, self._taps = context.folder / FOLDER, component.keep, taps
+        self._fails = component.on_error == "fail"
         self._sharers = group_along(Division.of(context.job, context.layout).features, context.mesh)
         self._cuda = context.device.type == "cuda"
         self._job = context.folder / JOB
@@ -105,6 +111,20 @@ class StoreWriter(Sink):
             return
         if pending.copied is not None:
             pending.copied.synchronize()
+        self._try(lambda: self._store(pending))
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Do what may fail on every rank together, as `on_error` has it."""
+        try:
+            work()
+        except StoreError as error:
+            if self._fails:
+                raise
+            if global_rank() == 0:
+                warnings.warn(f"{error}. Training continues without it (on_error)", stacklevel=2)
+
+    def _store(self, pending: _Pending) -> None:
+        """Write a step. Collective."""
         step = pending.sample.step
         whole, partial = self._folder / f"step-{step}", self._folder / f".step-{step}"
         files = self._files(pending.sample, partial)
@@ -125,8 +145,11 @@ class StoreWriter(Sink):
     def state_dict(self) -> Mapping[str, Any]:
         """Returns nothing, but brings to the disk what the checkpoint that is about to be saved must find there."""
         paths, self._unsynced = self._unsynced, []
-        self._agreed(0, lambda: list(map(_sync, filter(Path.exists, paths))))
+        self._try(lambda: self._sync(paths))
         return {}
+
+    def _sync(self, paths: list[Path]) -> None:
+        self._agreed(0, lambda: list(map(_sync, filter(Path.exists, paths))))
 
     def close(self, final: bool) -> None:
         self.state_dict()
@@ -180,7 +203,7 @@ class StoreWriter(Sink):
         """Returns the result of `work` on every rank. Collective.
 
         Raises:
-            ForgeError: it failed on some rank, on every rank.
+            StoreError: it failed on some rank, on every rank.
         """
         # A rank that raised alone would leave the others waiting, and the reason in its log only.
         result, error = None, ""
@@ -195,7 +218,7 @@ class StoreWriter(Sink):
                 shutil.rmtree(self._folder / f".step-{step}", ignore_errors=True)
             hint = "free space, or store fewer points, positions or steps (`points`, `positions`, `interval`, `keep`)"
             what = f"step {step}" if step else "the steps before a checkpoint"
-            raise ForgeError(f"taps: cannot store {what}: {errors[0]}; {hint}")
+            raise StoreError(f"taps: cannot store {what}: {errors[0]}; {hint}")
         return [result for result, _ in outcomes]
 
 

@@ -6,6 +6,8 @@ import errno
 import hashlib
 import json
 import os
+import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -103,17 +105,25 @@ def _full(rank, folder, make):
         return real(descriptor, data, offset)
 
     os.pwrite = pwrite
-    with pytest.raises(ForgeError) as failure:
-        Trainer(make(folder, stages={"fsdp": FSDP()}, steps=1), echo=lambda text: None).run()
-    return str(failure.value)
+    for on_error in ("fail", "warn"):
+        made = make(folder, on_error, Store(on_error=on_error), {"fsdp": FSDP()}, steps=1)
+        with warnings.catch_warnings(record=True) as seen:
+            failure = pytest.raises(ForgeError) if on_error == "fail" else nullcontext()
+            with failure as raised:
+                Trainer(made, echo=lambda text: None).run()
+        yield [str(warning.message) for warning in seen] if raised is None else str(raised.value)
 
 
-def test_a_full_disk_is_named_on_every_rank(tmp_path, job):
-    for message in run_on_ranks(2, partial(_full, folder=tmp_path, make=job)):
+def test_a_full_disk_leaves_a_step_out_or_ends_the_training_by_key(tmp_path, job):
+    results = run_on_ranks(2, lambda rank: list(_full(rank, tmp_path, job)))
+    [(_, warned), _] = results
+    for message in (*(failed for failed, _ in results), next(text for text in warned if "cannot store" in text)):
         assert "cannot store step 1: No space left on device" in message
         assert "(rank 1)" in message
         assert "`keep`" in message
-    assert list((tmp_path / "run" / "taps").iterdir()) == []
+    for name in ("fail", "warn"):
+        assert list((tmp_path / name / "taps").iterdir()) == []
+    assert len((tmp_path / "warn/metrics.jsonl").read_text().splitlines()) > 0
 
 
 LAYOUTS = {
