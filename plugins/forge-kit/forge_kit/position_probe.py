@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import field, frozen
@@ -32,6 +32,7 @@ DIGITS = 64
 """Differences are noise up to this many times the precision of their dtype: experts may get rows in another order."""
 LARGE = 2**24
 """Parameters up to which whole products are computed."""
+Answer = TypeVar("Answer")
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten._grouped_mm, aten._to_copy, aten.clone)
 """Operators that would need the whole of a matrix."""
@@ -79,13 +80,28 @@ def leaking_part(model: Model) -> str | None:
     return _probed(model, _Probe.leaking)
 
 
-def _probed(model: Model, question: Callable[[_Probe], str | None]) -> str | None:
+def uncached_mixer(model: Model) -> str | None:
+    """Returns the name of an undeclared mixer of which the model's cache keeps too little; None: there is none.
+
+    Args:
+        model: one that generates; otherwise as for `undeclared_mixer`.
+
+    Raises:
+        ProbeFailed: the model cannot run on the CPU.
+    """
+    name = undeclared_mixer(model)
+    # Only then: rounding may send tokens to other experts, and nothing else would be wrong.
+    return name if name is not None and _probed(model, _Probe.decodes_otherwise, mixing=True) else None
+
+
+def _probed(model: Model, question: Callable[[_Probe], Answer], *, mixing: bool = False) -> Answer:
+    """The answer of a probe of a model with stand-ins, in which mixers mix if `mixing`."""
     failures = []
     large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
     products = _StandInProducts() if large else nullcontext()  # importing what it needs takes a second
     for length in LENGTHS:
         try:
-            with _stand_ins(model), products, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with _stand_ins(model, mixing), products, torch.no_grad(), torch.random.fork_rng(devices=[]):
                 return question(_Probe(model, length))
         except Exception as error:  # the model is code of anybody
             failures.append(f"{type(error).__name__}: {error}")
@@ -96,8 +112,11 @@ def _probed(model: Model, question: Callable[[_Probe], str | None]) -> str | Non
 
 
 @contextmanager
-def _stand_ins(model: Model) -> Iterator[None]:
-    """A context in which the model is on the CPU with arbitrary weights that take no memory, and mixers mix nothing."""
+def _stand_ins(model: Model, mixing: bool) -> Iterator[None]:
+    """A context in which the model is on the CPU with arbitrary weights that take no memory.
+
+    Its mixers mix nothing, unless `mixing`.
+    """
     # In place and not in a copy: functions that somebody has put into modules refer to these.
     states = [(module, {**vars(module)}, {**module._parameters}, {**module._buffers}) for module in model.modules()]
     generator = torch.Generator().manual_seed(0)
@@ -108,7 +127,7 @@ def _stand_ins(model: Model) -> Iterator[None]:
                 if parameter is not None:
                     module._parameters[name] = made.setdefault(id(parameter), _stand_in(parameter, generator))
             _renew_buffers(module)
-        for name in model.sequence_mixers():
+        for name in () if mixing else model.sequence_mixers():
             vars(model.get_submodule(name))["forward"] = _unmixed
         yield
     finally:
@@ -231,6 +250,19 @@ class _Probe:
         second = (places >= half).long()
         apart = {"document_ids": second, "positions": places - half * second}
         return self._guilty({**self._batch(), **apart}, slice(0, half), [*range(half, self.length)], replay=False)
+
+    def decodes_otherwise(self) -> bool:
+        """Whether a cache changes what the model computes, by more than rounding."""
+        model: Any = self.model.eval()
+        batch = {name: entry for name, entry in self._batch().items() if name != "labels"}
+        expected, half = model(batch), self.length // 2
+        cache, parts = model.new_cache(1, self.length), []
+        for start, end in ((0, half), (half, half + 1), (half + 1, self.length)):
+            places = torch.arange(start, end)[None]
+            parts.append(
+                model.decode({**batch, "input_ids": batch["input_ids"][:, places[0]], "positions": places}, cache)
+            )
+        return bool((torch.cat(parts, 1) - expected).abs().max() > 0.05 * expected.abs().max())
 
     def _batch(self) -> dict[str, Tensor]:
         fields = self.model.batch_fields

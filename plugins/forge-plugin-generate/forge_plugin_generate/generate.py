@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakSet
 
 import torch
 from attrs import field, frozen
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
-from forge_kit.generation import Generates, JointGeneration, joint_generation
+from forge_kit.generation import Generates, JointGeneration, WholeModel, joint_generation
+from forge_kit.position_probe import ProbeFailed, uncached_mixer
 from forge_plugin_generate.running_rows import RowEnd, RunningRows
 
 
@@ -85,14 +87,39 @@ def generate(
             others have ended. 0: all.
 
     Raises:
-        ForgeError: a prompt is missing or empty, the model has no cache, or there is no seed for rows that ranks share;
-            or prompts wait that are drawn or have `entries`.
+        ForgeError: a prompt is missing or empty, the model has no cache, or one that forgets what a layer needs, or
+            there is no seed for rows that ranks share; or prompts wait that are drawn or have `entries`.
     """
     sampling = sampling or Sampling()
     joint = _check(model, prompts, sampling, seed, batch_size, entries)
+    if use_cache and isinstance(joint, WholeModel):
+        check_cache(model)
     draws = Draws(sampling, seed, len(prompts), next(model.parameters()).device)
     end, size = RowEnd([end_of_text, *stop], max_tokens, until), batch_size or len(prompts)
     return RunningRows(joint, prompts, end, draws, batch_size=size, use_cache=use_cache, entries=entries or {}).run()
+
+
+def check_cache(model: Model) -> None:
+    """Refuse a model whose cache forgets what a layer needs, on a short sequence, once for each model.
+
+    Raises:
+        ForgeError: text would be another one than without a cache.
+    """
+    if model in _checked:
+        return
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            name = uncached_mixer(model)
+    except ProbeFailed:  # it runs on GPUs only, or with entries of its own
+        name = None
+    if name is not None:
+        message = f"positions change each other in {name} of {type(model).__name__}, and its cache keeps too little of"
+        hint = "pass use_cache=False (--no-cache), or let new_cache and decode keep what it needs"
+        raise ForgeError(f"{message} earlier ones: text would be another than without it; {hint}")
+    _checked.add(model)
+
+
+_checked: WeakSet[Model] = WeakSet()
 
 
 def _check(
