@@ -37,7 +37,11 @@ class TrainSection:
     """`[train]`: length, batch and numerics of the training."""
 
     steps: int = field(validator=[gt(0), le(1 << 53)], metadata=SAFE)  # schedules compute in float64
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run. Schedules and phases go by it. Where a later file or an override shortens the
+    run, a warm-up, decay or phase of an earlier file that no longer fits is clipped or left out, with a warning."""
+    stop_after: int = field(default=0, validator=ge(0), metadata=SAFE)
+    """End the run after this step, saved, and leave schedules and phases as `steps` has them; 0: after `steps`. Without
+    this key the same job continues."""
     global_batch_size: int = field(validator=[gt(0), le(1 << 53)])
     """Sequences per optimizer step, whatever the layout."""
     micro_batch_size: int = field(default=0, validator=ge(0), metadata=SAFE)
@@ -69,6 +73,11 @@ class TrainSection:
     """Refuse algorithms that are not deterministic (torch's `use_deterministic_algorithms`)."""
     gc_interval: int = field(default=100, validator=ge(0), metadata=SAFE)
     """Steps between garbage collections, which are off otherwise; 0 leaves Python's own collector on."""
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return min(self.steps, self.stop_after or self.steps)
 
 
 @frozen(kw_only=True)

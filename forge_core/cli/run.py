@@ -120,5 +120,6 @@ def describe_summary(summary: Summary) -> str:
         return f"ended for good at step {summary.step} ({summary.stopped}): {figures}\n{summary.folder}"
     if summary.stopped:
         ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved"
-        return f"{ending}{': ' if figures else ''}{figures}\nrun the same command to continue\n{summary.folder}"
+        command = f"the same command{' with --train.stop_after=0' if summary.as_planned else ''}"
+        return f"{ending}{': ' if figures else ''}{figures}\nrun {command} to continue\n{summary.folder}"
     return f"finished at step {summary.step}: {figures}\n{summary.folder}"

@@ -16,7 +16,7 @@ from forge_core.config.keys import children
 from forge_core.config.lines import find_lines
 from forge_core.config.rules import check_rules
 from forge_core.config.structure import INVALID, complete_value, structure
-from forge_core.config.tree import Node, Origin, Overrides, Source, annotate, apply_overrides, read_job
+from forge_core.config.tree import Node, Origin, Overrides, Source, annotate, apply_overrides, clip, read_job
 from forge_core.contracts.components import Component, DefaultType, Unavailable
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import ALWAYS, Job
@@ -50,11 +50,16 @@ def load_job(
     world_size = world_size or join_world().size
     root, problems = read_job(sources, overrides)
     _add_always(root)  # to the tree and not to the job, so that their keys are known to hints about misplaced ones
-    job, findings = structure(root, Job, catalog)
-    problems += findings.problems
-    if job is not INVALID:  # also with problems: rules are checked on all that could be read
-        problems += _broken_rules(job, catalog, world_size, with_data, root, problems)
-    if problems:
+    for _ in range(9):  # what is clipped first decides what is left for the next key
+        job, findings = structure(root, Job, catalog)
+        broken = [*problems, *findings.problems]
+        if job is not INVALID:  # also with problems: rules are checked on all that could be read
+            broken += _broken_rules(job, catalog, world_size, with_data, root, broken)
+        if not (clipped := list(clip(root, broken))):
+            break
+        for line in clipped:
+            warnings.warn(line, stacklevel=1)
+    if problems := broken:
         # In the order in which a reader meets them
         problems.sort(key=lambda problem: ((origin := root.origin_of(problem.path)).layer, origin.line))
         raise JobError([*problems, *install_line(findings.missing)])
@@ -119,7 +124,7 @@ def _broken_rules(
     doubtful = {problem.path.rpartition(".")[0] for problem in known}
     for problem in check_rules(job, catalog, world_size, with_data):
         if not any(_related(problem.path, table) for table in doubtful):
-            yield Problem(problem.path, problem.message, problem.origin or str(root.origin_of(problem.path)))
+            yield attrs.evolve(problem, origin=problem.origin or str(root.origin_of(problem.path)))
 
 
 def _related(path: str, table: str) -> bool:

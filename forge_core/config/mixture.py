@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from forge_core.contracts.errors import Problem, did_you_mean
+from forge_core.contracts.errors import LEFT_OUT, Problem, did_you_mean
 from forge_core.job import Job, Phase
 
 
@@ -90,7 +90,8 @@ def _phase_problems(job: Job) -> Iterator[Problem]:
         first = first_step(phase, job)
         key = f"{path}.{'start_step' if phase.start_step is not None else 'start_tokens'}"
         if first >= steps:
-            yield Problem(key, f"the phase would begin after {first:,} steps and never act: train.steps is {steps:,}")
+            message = f"the phase would begin after {first:,} steps and never act: train.steps is {steps:,}"
+            yield Problem(key, message, fits=LEFT_OUT)
         if first <= before:
             message = f"the phase would begin after {first:,} steps, but {before_path} begins after {before:,}"
             yield Problem(key, f"{message}; phases stand in the order in which they begin, each at a step of its own")

@@ -9,13 +9,14 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
 
 from attrs import define, frozen
 
 from forge_core.config.lines import KeyPath, find_lines, split_key
-from forge_core.contracts.errors import SURE, JobError, Problem, did_you_mean
+from forge_core.contracts.errors import LEFT_OUT, SURE, JobError, Problem, did_you_mean
 
 Source = str | Path | Mapping[str, Any]
 """A layer of a job: a path, a text of TOML (a string with a line break), or a table made in Python."""
@@ -262,3 +263,22 @@ def _index(parent: Node, key: str, path: list[str]) -> int:
         entries = "no entries" if not count else "one, number 0" if count == 1 else f"{count}, numbers 0 to {count - 1}"
         raise _fault(f"there is no entry {key}; {where} has {entries}", f"{where}.{key}")
     return int(key)
+
+
+def clip(root: Node, problems: Iterable[Problem]) -> Iterator[str]:
+    """Make keys fit a shorter run (`--train.steps=20`), in place, where their problem has `fits`; yields what changed.
+
+    Only keys of layers below that of `train.steps`: a file, or a command, that contradicts itself is a mistake.
+    """
+    steps = list(root.along("train.steps"))[-1]
+    # All paths first: an entry that is left out changes the number of those after it
+    for problem, nodes in [(problem, [*root.along(problem.path)]) for problem in problems]:
+        origin, (table, _, key) = nodes[-1].origin, problem.path.rpartition(".")
+        is_below = origin.layer < steps.origin.layer and not (origin.is_flag and steps.origin.is_flag)
+        if is_below and problem.fits is LEFT_OUT:
+            array, entry = next(pair for pair in reversed([*pairwise(nodes)]) if isinstance(pair[0].value, list))
+            array.value[:] = [node for node in array.value if node is not entry]
+            yield f"{origin}: {problem.path}: left out: {problem.message}"
+        elif is_below and problem.fits is not None:
+            list(root.along(table))[-1].value[key] = annotate(problem.fits, {}, origin)
+            yield f"{origin}: {problem.path}: clipped to {problem.fits} ({steps.origin}): {problem.message}"

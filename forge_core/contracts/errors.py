@@ -7,8 +7,9 @@ import errno
 import re
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 
 class ExitCode(IntEnum):
@@ -24,6 +25,10 @@ class ExitCode(IntEnum):
     SECOND_SIGNAL = 130
 
 
+LEFT_OUT: Any = object()
+"""`Problem.fits` of a key in an array of tables whose entry a shorter run does without."""
+
+
 @frozen
 class Problem:
     """One mistake in a job.
@@ -35,11 +40,14 @@ class Problem:
     path: str
     message: str
     origin: str = ""
+    fits: Any = None
+    """For a key that asks for more than `train.steps`: the value that fits, or `LEFT_OUT`. Where a later layer has
+    shortened the run, it is taken, with a warning."""
 
     def below(self, prefix: str) -> Problem:
         """The same problem, with its path below `prefix`."""
         path = f"{prefix}.{self.path}" if prefix and self.path else prefix or self.path
-        return Problem(path, self.message, self.origin)
+        return evolve(self, path=path)
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.origin, self.path, self.message) if part)

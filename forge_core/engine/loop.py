@@ -80,13 +80,13 @@ class Loop:
     def _train(self) -> None:
         self._begin()
         self._agree()  # a signal may have come since the start
-        while self.progress.step < self._job.train.steps and not self._agreement.ends_run:
+        while self.progress.step < self._job.train.last_step and not self._agreement.ends_run:
             self._step() if self.progress.step >= self.progress.leave_out_until else self._pass_over()
             save = self._agree()
             if self._job.eval.interval and self.progress.step % self._job.eval.interval == 0:
                 self._evaluate()
             # After the evaluation: the save then has what hooks learnt from it. The last step is saved at the end.
-            if self.progress.step < self._job.train.steps and (save or self._saver.due(self.progress.step)):
+            if self.progress.step < self._job.train.last_step and (save or self._saver.due(self.progress.step)):
                 self._save()
         self._end()
 

@@ -47,6 +47,8 @@ class Summary:
     """Why the run ended before its last step; empty if it did not."""
     final: bool = False
     """Whether that end is for good (`StepContext.request_stop`)."""
+    as_planned: bool = False
+    """Whether it ended before its last step because of `train.stop_after`."""
 
     def metrics(self) -> Any:
         """The rows of all steps of the run, those before a resume included: a `forge_kit.metrics.Metrics`."""
@@ -56,7 +58,7 @@ class Summary:
 
     @property
     def exit_code(self) -> ExitCode:
-        return ExitCode.STOPPED if self.stopped and not self.final else ExitCode.FINISHED
+        return ExitCode.STOPPED if self.stopped and not (self.final or self.as_planned) else ExitCode.FINISHED
 
 
 class Trainer:
@@ -130,10 +132,12 @@ class Trainer:
             loop = Loop(run, checkpoints, start, stack, self._echo if global_rank() == 0 else lambda text: None)
             loop.run()
             _meet(rendezvous, beacon)  # before the loggers say that the run has finished
-            step, recorder, requests = loop.progress.step, loop.recorder, loop.requests
-            stopped, final = (requests.stop, requests.final) if step < self.job.train.steps else ("", False)
-            loss, evaluation = recorder.last_loss, recorder.last_evaluation
-            summary = Summary(step=step, loss=loss, evaluation=evaluation, folder=folder, stopped=stopped, final=final)
+            step, recorder, requests, train = loop.progress.step, loop.recorder, loop.requests, self.job.train
+            why, is_short = requests.stop or f"train.stop_after = {train.stop_after}", step < train.steps
+            stopped, final = (why, requests.final) if is_short else ("", False)
+            loss, evaluation, planned = recorder.last_loss, recorder.last_evaluation, is_short and not requests.stop
+            how: dict[str, Any] = {"stopped": stopped, "final": final, "as_planned": planned}
+            summary = Summary(step=step, loss=loss, evaluation=evaluation, folder=folder, **how)
             recorder.ending = summary.exit_code, stopped
             cause, name = (requests.cause, requests.signal) if stopped else (Cause.FINISHED, "")
             ending |= {"code": summary.exit_code, "cause": cause, "reason": stopped, "final": final, "signal": name}

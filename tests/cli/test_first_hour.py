@@ -192,7 +192,7 @@ MISTAKES = [
         ("warmup_steps", "100 is longer than the run", "train.steps is 2"),
     ),
     Mistake(41, "job.toml --model.attention.heads=5", "dim, which is 32"),
-    Mistake(42, "job.toml --optimizer.lr=nan", "must be > 0, got nan"),
+    Mistake(42, "job.toml --optimizer.lr=nan", "must be finite, got nan"),
     Mistake(43, "job.toml --job.name=../../etc/x", "job.name: must match "),
     Mistake(44, "job.toml --job.output=afile", "job.output: 'afile' is a file", {"afile": ""}),
     Mistake(44, "job.toml --job.output=afile/runs", "job.output: 'afile' is a file", {"afile": ""}),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from forge_core import load_job
+from forge_core import Job, load_job
 
 ROOT = Path(__file__).parents[2]
 LAYERS = {
@@ -21,13 +23,26 @@ NAMES = sorted({path.stem for path in (ROOT / "configs").glob("*.toml")} - {*PAR
 RANKS = {"8b": 8, "2b": 8}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_passes_the_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def load(name: str, monkeypatch: pytest.MonkeyPatch, overrides: Mapping[str, Any] | None = None) -> Job:
     monkeypatch.chdir(ROOT)  # where their first lines start them
     ranks = next((int(part.removesuffix("gpu")) for part in name.split("-") if part.endswith("gpu")), 1)
     files = [f"configs/{file}.toml" for file in LAYERS.get(name, (name,))]
-    job = load_job(*files, world_size=RANKS.get(name.removeprefix("vlm-"), ranks), with_data=False)
-    assert job.train.steps > 0
+    ranks = RANKS.get(name.removeprefix("vlm-"), ranks)
+    return load_job(*files, overrides=overrides or {}, world_size=ranks, with_data=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_passes_the_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(name, monkeypatch).train.steps > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*(clipped|left out)")
+@pytest.mark.parametrize("key", ["steps", "stop_after"])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_can_be_shortened(name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load(name, monkeypatch, {f"train.{key}": 20})
+    assert job.train.last_step == (10 if (name, key) == ("smoke", "stop_after") else 20)
+    assert key == "stop_after" or job.train.steps == 20
 
 
 @pytest.mark.parametrize("size", ["0.5b", "2b", "8b"])

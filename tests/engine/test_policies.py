@@ -150,6 +150,20 @@ def test_a_signal_finishes_the_step_saves_and_stops(make_job, train, number):
     assert train(make_job()).step == 4, "the same command continues"
 
 
+def test_stop_after_ends_a_run_whose_schedule_and_later_steps_are_those_of_the_whole(make_job, train, lines):
+    options = {"scheduler": Ramp(), "eval": {"interval": 3}}
+    whole = train(make_job(steps=6, job={"name": "whole"}, **options))
+    short = train(make_job(steps=6, stop_after=4, **options))
+    assert (short.step, short.exit_code, short.as_planned) == (4, ExitCode.FINISHED, True)
+    assert (short.folder / "checkpoints/step-4").is_dir()
+    again = train(make_job(steps=6, stop_after=4, **options))
+    assert (again.step, again.loss, again.as_planned) == (4, None, True)
+    rest = train(make_job(steps=6, **options))
+    curves = [[(line["loss"], line["lr"]) for line in lines(summary)] for summary in (whole, rest)]
+    assert curves[0] == curves[1]
+    assert (rest.exit_code, rest.as_planned, rest.evaluation) == (ExitCode.FINISHED, False, whole.evaluation)
+
+
 def test_the_dry_run_leaves_no_trace(make_job, train, lines, tmp_path):
     model = TinyModel(dropout=0.2)
     curves = []

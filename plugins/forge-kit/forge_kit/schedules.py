@@ -55,4 +55,5 @@ class DecayComponent(WarmupComponent):
             message = (
                 f"warmup_steps {self.warmup_steps} + decay_steps {self.decay_steps} = {end} updates are more than "
             )
-            yield Problem("decay_steps", f"{message}train.steps {job.train.steps}; 0 decays until the end")
+            message += f"train.steps {job.train.steps}; 0 decays until the end"
+            yield Problem("decay_steps", message, fits=0)

@@ -11,6 +11,7 @@ from attrs import define, field, frozen
 from attrs.validators import ge, min_len, optional
 
 from forge_core import Job, JobError, ModelComponent, Plugin, Problem, TrainingHook, hookimpl, when_resumed
+from forge_core.contracts.errors import LEFT_OUT
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -87,10 +88,11 @@ class Freeze(Plugin):
             before = self._ends[number - 1]
             if before >= total:
                 message = f"the stage would begin after {before:,} steps and never act: train.steps is {total:,}"
-                yield Problem(f"stages.{number - 1}.steps", message.replace("the stage", f"stages.{number}"))
+                yield Problem(f"stages.{number}", message, fits=LEFT_OUT)
         if begun < total and last.steps is not None and begun + last.steps != total:
             message = f"the last stage would end after {begun + last.steps:,} steps, but train.steps is {total:,}"
-            yield Problem(f"stages.{len(earlier)}.steps", f"{message}; leave it out, and the stage lasts to the end")
+            message += "; leave it out, and the stage lasts to the end"
+            yield Problem(f"stages.{len(earlier)}.steps", message, fits=total - begun)
 
     # Outside of the wrappers of other plugins: adapters that they add have names too.
     @hookimpl(wrapper=True, tryfirst=True)

@@ -82,7 +82,7 @@ def test_half_of_tied_parameters_is_refused_and_both_are_fine(build, make_job):
     ("stages", "path", "message"),
     [
         ((Stage(), Stage()), "stages.0.steps", "is missing"),
-        ((Stage(steps=10), Stage()), "stages.0.steps", "stages.1 would begin after 10 steps and never act"),
+        ((Stage(steps=10), Stage()), "stages.1", "the stage would begin after 10 steps and never act"),
         ((Stage(steps=4), Stage(steps=4)), "stages.1.steps", "would end after 8 steps, but train.steps is 10"),
         ((Stage(steps=4), Stage(steps=7)), "stages.1.steps", "would end after 11 steps, but train.steps is 10"),
     ],

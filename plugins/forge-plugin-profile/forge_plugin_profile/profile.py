@@ -60,7 +60,8 @@ class Profile(TrainingHook):
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.start > job.train.steps:
-            yield Problem("start", f"is step {self.start}, and train.steps is {job.train.steps}: it would never begin")
+            message = f"is step {self.start}, and train.steps is {job.train.steps}: it would never begin"
+            yield Problem("start", message, fits=max(1, job.train.steps - self.steps + 1))
         if self.every and self.every < self.steps + self.warmup:
             least = f"at least steps + warmup = {self.steps + self.warmup}"
             yield Problem("every", f"is {self.every}: windows would overlap; take {least}, or 0 for one window")

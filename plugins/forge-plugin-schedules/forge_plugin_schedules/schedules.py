@@ -131,7 +131,5 @@ class Sequential(SchedulerComponent):
             short = attrs.evolve(job, train=attrs.evolve(job.train, steps=end - start))
             if not list(part.schedule.problems(job, layout)):
                 for problem in part.schedule.problems(short, layout):
-                    yield Problem(
-                        f"parts.{number}.schedule.{problem.path}",
-                        f"{problem.message} (in this part, which has {end - start} updates)",
-                    )
+                    message = f"{problem.message} (in this part, which has {end - start} updates)"
+                    yield attrs.evolve(problem.below(f"parts.{number}.schedule"), message=message)

@@ -94,7 +94,10 @@ class Taps(ParallelComponent):
             if not any(sink.is_due(step, self.interval) for step in steps):
                 message = f"no step from {sink.first_step} to train.steps {job.train.steps} is divisible by"
                 message += f" {sink.interval or self.interval}, so it would receive nothing"
-                yield Problem(f"sinks.{name}", f"{message}; choose another interval or first_step")
+                message += "; choose another interval or first_step"
+                key = "first_step" if sink.first_step > job.train.steps else "interval" if sink.interval else ""
+                path = f"sinks.{name}.{key}" if key else "interval"
+                yield Problem(path, message, fits=job.train.steps)  # a step that is divisible by it
         for name, edit in self.edits.items():
             # Passes of evaluations with edits run eagerly; training would have to, too, in every step.
             if edit.in_training and "compile" in job.parallel:

@@ -54,6 +54,11 @@ class WSD(WarmupComponent):
         """Returns the updates of the decay in a run of `total`."""
         return self.decay_steps or round(self.decay_fraction * total)
 
+    def fitting_warmup(self, steps: int) -> int:
+        # Both get shorter, as the stable phase is gone: by the same factor, or the decay keeps its fraction.
+        whole = self.warmup_steps + self.decay_steps
+        return steps * self.warmup_steps // whole if self.decay_steps else steps - self.length_of_decay(steps)
+
     def build(self, context: BuildContext) -> Schedule:
         fall = SHAPES[self.shape]
 
@@ -71,6 +76,12 @@ class WSD(WarmupComponent):
             yield Problem("decay_fraction", message)
         decay, total = self.length_of_decay(job.train.steps), job.train.steps
         if self.warmup_steps <= total < self.warmup_steps + decay:
-            key = "decay_steps" if self.decay_steps else "decay_fraction"
+            left = total - self.warmup_steps
             message = f"warm-up ({self.warmup_steps}) and decay ({decay}) overlap in a run of {total} updates"
-            yield Problem(key, f"{message}; shorten one of them")
+            message += "; shorten one of them"
+            if not self.decay_steps:
+                yield Problem("decay_fraction", message, fits=left / total)
+            elif left:
+                yield Problem("decay_steps", message, fits=left)
+            else:
+                yield Problem("warmup_steps", message, fits=self.fitting_warmup(total))
