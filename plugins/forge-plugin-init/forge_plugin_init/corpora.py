@@ -17,6 +17,8 @@ from forge_plugin_text import CorpusDataset, PythonStdlib, Text, find_files
 
 READ = 64 * 2**20
 """Bytes of text that are read of a corpus; the rest is estimated from them."""
+PROMPT = 60
+"""Characters of a prompt."""
 BPE_BYTES = 100_000_000
 """Bytes on which a tokenizer is trained at most."""
 HELD_OUT = 0.05
@@ -223,8 +225,12 @@ def look(dataset: CorpusDataset) -> Looked:
 
 
 def _beginning(text: str) -> str:
+    """The first words of the first line of some length: up to five, in up to 60 characters."""
     line = next((line.strip() for line in text.splitlines() if len(line.strip()) > 20), "")
-    return " ".join(line.split()[:5])[:60]
+    words = line.split()[:5]
+    while len(words) > 1 and len(" ".join(words)) > PROMPT:
+        words.pop()
+    return " ".join(words)[:PROMPT]  # of a language without spaces, or of one very long word
 
 
 def _held_out_every(looked: Looked) -> tuple[int, str]:

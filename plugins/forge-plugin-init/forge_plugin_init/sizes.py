@@ -123,15 +123,23 @@ def usual_length(count: int) -> int:
 
 
 def vocabulary_for(text_bytes: int | None, budget: Budget, machine: Machine) -> int:
-    """Returns the size of a vocabulary to train: it grows as the root of the text, and is no large part of the model.
+    """Returns the size of a vocabulary to train: what suits the text, and no large part of the model.
 
-    4,096 for 10 MB, doubled whenever the text is four times as long, from 512 to 32,768; and a quarter of what the
-    budget allows in parameters at most, at the width that such a model has.
+    Its embeddings are at most a quarter of what the budget allows in parameters, at the width that such a model has.
     """
-    by_text = 4096 * math.sqrt((text_bytes or 10**9) / 10**7)
     affordable = budget.parameters or math.sqrt(_flop(budget, machine) / (6 * TOKENS_PER_PARAMETER))
     dim = HEAD * max(LEAST_LAYERS, round((affordable / (HEAD * HEAD * 12)) ** (1 / 3)))
-    return min(max(2 ** round(math.log2(min(by_text, max(affordable / 4 / dim, 1)))), 512), 32_768)
+    return min(vocabulary_of_text(text_bytes), _vocabulary(affordable / 4 / dim))
+
+
+def vocabulary_of_text(text_bytes: int | None) -> int:
+    """Returns the size of a vocabulary that suits a text: 4,096 for 10 MB, doubled for four times as much."""
+    return _vocabulary(4096 * math.sqrt((text_bytes or 10**9) / 10**7))
+
+
+def _vocabulary(size: float) -> int:
+    """The nearest power of two, from 512 to 32,768."""
+    return min(max(2 ** round(math.log2(max(size, 1))), 512), 32_768)
 
 
 def bytes_per_token(vocab_size: int) -> float:

@@ -19,6 +19,7 @@ from forge_plugin_init.sizes import (
     Sizes,
     amount,
     duration,
+    vocabulary_of_text,
 )
 
 WIDTH = 118
@@ -86,7 +87,7 @@ def _model_reason(draft: Draft) -> str:
     sizes = draft.sizes
     if draft.start:
         return f"{amount(sizes.parameters)} parameters, from {draft.start}"
-    family = f"dim = 64 x layers; {sizes.layers} layers are {amount(sizes.parameters)} parameters"
+    family = f"{sizes.layers} layers of dim {sizes.dim} (64 x layers) are {amount(sizes.parameters)} parameters"
     if draft.budget.parameters:
         return f"{family}, which comes nearest"
     rule = f"the deepest with {TOKENS_PER_PARAMETER} tokens a parameter (Hoffmann et al. 2022) in the budget"
@@ -177,7 +178,7 @@ def _data(draft: Draft) -> Iterator[str]:
     elif not draft.start:
         keys: list[Key] = [
             ("type", "bpe", "byte-level BPE (as GPT-2's), trained on the training documents once, and cached"),
-            ("vocab_size", draft.vocab_size, "tokens: 4,096 for 10 MB of text, doubled for four times as much"),
+            ("vocab_size", draft.vocab_size, f"tokens: {_vocabulary_reason(draft)}"),
         ]
         if corpus.text_bytes is None or corpus.text_bytes > BPE_BYTES:
             keys.append(("max_bytes", BPE_BYTES, "train it on the first documents up to this number of bytes"))
@@ -185,6 +186,14 @@ def _data(draft: Draft) -> Iterator[str]:
     yield from _table("[[data.sources]]", corpus.source)
     if corpus.chats:
         yield from _table("[data.packing]", [("type", "best_fit", "whole chats in a sequence, each by itself")])
+
+
+def _vocabulary_reason(draft: Draft) -> str:
+    """Which bound the size of the vocabulary comes from."""
+    suits = vocabulary_of_text(draft.corpus.text_bytes)
+    if draft.vocab_size < suits:
+        return f"the text suits {suits:,}, but embeddings are at most a quarter of the model (512 at least)"
+    return "4,096 for 10 MB of text, doubled for four times as much, from 512 to 32,768"
 
 
 def _optimizer(draft: Draft) -> Iterator[str]:

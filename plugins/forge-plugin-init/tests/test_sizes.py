@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from forge_core.engine.build import build_bare_model
 from forge_core.parallel.initialise import bare_context
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_init import sizes
+from forge_plugin_init.corpora import Corpus, own_text
 from forge_plugin_init.sizes import Budget, Data, Machine, choose, parameters, plan, vocabulary_for
+from forge_plugin_init.writing import Draft, render
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import tiny_job
 
@@ -114,3 +117,29 @@ def test_tuning_takes_three_epochs_or_the_time() -> None:
     by_time = plan(*model, Budget(seconds=100), machine(1e13), data, seq_len=1024, wanted=3e6)
     assert by_time.seconds == pytest.approx(100, rel=0.1)
     assert by_time.tokens < by_data.tokens
+
+
+@pytest.mark.parametrize(
+    ("text_bytes", "seconds", "reason"),
+    [(13_900_000, 60, "the text suits 4,096, but embeddings"), (13_900_000, 10**6, "4,096 for 10 MB of text, doubled")],
+)
+def test_the_job_says_which_bound_its_vocabulary_comes_from(text_bytes: int, seconds: float, reason: str) -> None:
+    budget, corpus = Budget(seconds=seconds), Corpus(source=[], text_bytes=text_bytes)
+    vocab_size = vocabulary_for(text_bytes, budget, machine(1e11))
+    sizes = choose(budget, machine(1e11), Data(tokens=None, vocab_size=vocab_size))
+    draft = Draft(name="run", corpus=corpus, vocab_size=vocab_size, machine=machine(1e11), budget=budget, sizes=sizes)
+    assert f"# tokens: {reason}" in render(draft, "job.toml")
+    assert f"{sizes.layers} layers of dim {sizes.dim} " in render(draft, "job.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n", "Format:"),
+        ("a line\nIt was the best of times, it was the worst", "It was the best of"),
+        ("あ" * 80, "あ" * 60),
+    ],
+)
+def test_a_prompt_ends_at_a_word(text: str, prompt: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    assert own_text([str(tmp_path / "a.txt")], "text").prompt == prompt
