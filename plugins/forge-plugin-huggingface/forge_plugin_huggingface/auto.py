@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import field, frozen
 
@@ -50,6 +50,9 @@ class Auto(TokenizerComponent):
     placeholders: tuple[str, ...] = ()
     """Tokens at the end of the vocabulary that only mark where something else stands, and for which the model has no
     row: `<|image|>` of Llama 3.2 Vision. They are not counted in its size, and no text may have them."""
+    spelled_tokens: Literal["refuse", "warn"] = field(default="refuse", metadata=when_resumed("safe"))
+    """Where a text with the characters of `end_of_text` or `begin_of_text` is encoded as that token, as by vocabularies
+    of words (of proteins, chess, music): refuse the tokenizer; or warn, for texts that do not have these characters."""
     chat_template: str = ""
     """File with a Jinja template for chats, in place of the tokenizer's own."""
     chat_variables: Mapping[str, str | bool | int | float] = field(factory=dict)
@@ -88,7 +91,9 @@ class Auto(TokenizerComponent):
         return self._of(loaded)
 
     def _of(self, loaded: Loaded) -> PretrainedTokenizer:
-        return loaded.tokenizer(self.end_of_text, self.chat_variables, self.begin_of_text, self.placeholders)
+        return loaded.tokenizer(
+            self.end_of_text, self.chat_variables, self.begin_of_text, self.placeholders, self.spelled_tokens == "warn"
+        )
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if message := local_problem(self.path):

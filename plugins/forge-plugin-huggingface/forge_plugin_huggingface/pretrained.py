@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -66,16 +67,18 @@ class Loaded:
         variables: Mapping[str, Any],
         begin_of_text: str = "",
         placeholders: Sequence[str] = (),
+        allow_spelled: bool = False,
     ) -> PretrainedTokenizer:
         """Returns the tokenizer.
 
         Raises:
-            JobError: a token does not exist, text could spell it, or documents would begin with their end.
+            JobError: a token does not exist, or documents would begin with their end.
+            JobError: text could spell a token, and that is not allowed.
         """
         end = self._end_of_text(end_of_text)
         begin = self._begin_of_text(begin_of_text, end)
         self._check_placeholders(placeholders)
-        return PretrainedTokenizer(self, end, variables, begin, placeholders)
+        return PretrainedTokenizer(self, end, variables, begin, placeholders, allow_spelled)
 
     def _end_of_text(self, asked: str) -> str:
         token = asked or self.pretrained.eos_token
@@ -153,7 +156,9 @@ class PretrainedTokenizer:
         variables: Mapping[str, Any],
         begin_of_text: Sequence[str] = (),
         placeholders: Sequence[str] = (),
+        allow_spelled: bool = False,
     ) -> None:
+        self._allow_spelled = allow_spelled
         self._loaded, self._end_of_text, self._variables = loaded, end_of_text, dict(variables)
         self._begin_of_text, self._placeholders = tuple(begin_of_text), tuple(placeholders)
         self._pretrained = loaded.pretrained
@@ -166,8 +171,8 @@ class PretrainedTokenizer:
             self._check_unspellable("begin_of_text", token, "that a document could begin within another")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        inputs = (self._loaded, self._end_of_text, self._variables, self._begin_of_text, self._placeholders)
-        return PretrainedTokenizer, inputs
+        tokens = self._end_of_text, self._variables, self._begin_of_text, self._placeholders
+        return PretrainedTokenizer, (self._loaded, *tokens, self._allow_spelled)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -317,11 +322,14 @@ class PretrainedTokenizer:
 
     def _check_unspellable(self, key: str, text: str, consequence: str) -> None:
         id_ = self._pretrained.get_vocab()[text]
-        if any(id_ in ids for ids in self.encode_batch([text, f"a{text}b", f" {text} "])):
-            raise JobError(
-                f"this tokenizer encodes the characters {text!r} in a text as its {key.replace('_', '-')}, id {id_}, "
-                f"so {consequence}; set {key} to a token that text cannot spell"
-            )
+        if not any(id_ in ids for ids in self.encode_batch([text, f"a{text}b", f" {text} "])):
+            return
+        name = key.replace("_", "-")
+        message = f"this tokenizer encodes the characters {text!r} in a text as its {name}, id {id_}, so {consequence}"
+        if not self._allow_spelled:
+            hint = f'set {key} to a token that text cannot spell, or, if no text has it, spelled_tokens to "warn"'
+            raise JobError(f"{message}; {hint}")
+        warnings.warn(message, stacklevel=2)
 
 
 def _cut(text: str, marks: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core import report_progress
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
 from forge_kit.token_file import TokenFile, TokenFileWriter
 from forge_plugin_huggingface.encoding import Encoded, Encoder, text_of
@@ -128,11 +129,15 @@ def in_order(work: Callable[[Any], Any], tasks: Iterator[Any], processes: int) -
         return
     fork = multiprocessing.get_context("fork")  # `work` is inherited, and need not be picklable
     with ProcessPoolExecutor(processes, fork, _set_work, (work,)) as pool:
-        ahead = deque(pool.submit(_do_work, task) for task in islice(tasks, processes * BATCHES_AHEAD))
-        while ahead:
-            result = ahead.popleft().result()
-            ahead.extend(pool.submit(_do_work, task) for task in islice(tasks, 1))
-            yield result
+        try:
+            ahead = deque(pool.submit(_do_work, task) for task in islice(tasks, processes * BATCHES_AHEAD))
+            while ahead:
+                result = ahead.popleft().result()
+                ahead.extend(pool.submit(_do_work, task) for task in islice(tasks, 1))
+                yield result
+        except BrokenProcessPool as error:
+            fix = "start again, with fewer processes if memory ran out"
+            raise ForgeError(f"a process that tokenises was killed, or ended unexpectedly; {fix}") from error
 
 
 _work: Callable[[Any], Any]

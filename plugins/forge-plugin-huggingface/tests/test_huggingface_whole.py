@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import datasets
@@ -12,7 +13,7 @@ import pytest
 
 from forge_core import load_job
 from forge_core.contracts.data import Documents
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.cache import cache_root
 from forge_plugin_huggingface import HuggingFace
 from forge_plugin_huggingface import tokens as token_files
@@ -310,3 +311,11 @@ def test_keys_that_mean_nothing_for_a_saved_folder_are_problems(write, problems)
     found = problems(HuggingFace(path=folder, config="en", revision="main", data_files="*.jsonl"))
     assert [message.split(":")[0] for message in found] == ["config", "revision", "data_files"]
     assert found[0] == "config: 'en' means nothing for a folder of save_to_disk; leave it out"
+
+
+def test_a_process_that_is_killed_while_it_tokenises_is_named():
+    def work(task: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(ForgeError, match="a process that tokenises was killed, or ended unexpectedly"):
+        list(token_files.in_order(work, iter(range(4)), 2))

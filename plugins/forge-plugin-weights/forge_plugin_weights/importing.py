@@ -32,11 +32,13 @@ from forge_core.checkpoint.tensors import INDEX
 from forge_core.config.load import MODEL_TABLES, dump_job, parse_job, to_toml
 from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
+from forge_core.job import JobSection
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.downloads import check_small_files, check_weights
-from forge_plugin_weights.files import BLOCK, Place, Room, places_in
+from forge_plugin_weights.files import BLOCK, SUFFIX, Place, Room, places_in
 from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
 from forge_plugin_weights.matching import Match, check_tensors, match_names, unused_tensors
+from forge_plugin_weights.numbers import FiniteCheck, check_dtypes
 from forge_plugin_weights.pixels import (
     PROCESSOR_FILES,
     VIDEOS,
@@ -64,6 +66,9 @@ ORIGIN = "origin.json"
 """File of an imported run folder: where it came from, the SHA-256 of each file, and what vouches for it."""
 LEFT_OUT = "left_out"
 """Key of that file: names of the weights that the import has no use for."""
+NO_GGUF = "GGUF, the format of llama.cpp, is not read; give the model's folder with config.json and safetensors files"
+SPELLED = "spelled_tokens"
+"""Key of the tokenizer."""
 COMPUTED = "computed.bin"
 """File of tensors that had to be computed."""
 
@@ -127,9 +132,31 @@ def renamed(places: Mapping[str, Place], renames: Mapping[str, str], folder: Pat
 
 def read_folder(folder: Path) -> Mapping[str, Any]:
     """Returns the content of a folder's `config.json`, with that of its `preprocessor_config.json` under `PIXELS`."""
+    demand_folder(folder)
     config = read_json(folder / CONFIG)
     pixels = processor_of(folder)
     return {**config, PIXELS: pixels} if pixels else config
+
+
+def demand_folder(path: Path) -> None:
+    """Check that a path is a folder with a published model, as far as names show it.
+
+    Raises:
+        JobError: it is a name on the hub, a single file, or a model of another format; says what to give.
+    """
+    if path.is_dir():
+        if not (path / CONFIG).exists() and (models := sorted(path.glob("*.gguf"))):
+            raise JobError(f"{models[0]}: {NO_GGUF}")
+        return
+    if path.suffix == ".gguf":
+        raise JobError(f"{path}: {NO_GGUF}")
+    if path.is_file():
+        hint = f"name its folder, {path.parent}" if path.suffix == SUFFIX else "name the folder of a model"
+        raise JobError(f"{path} is a file; {hint}, with {CONFIG} and all {SUFFIX} files")
+    hint = ""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
+        hint = f"; for a name on the Hugging Face hub, first: hf download {path} --local-dir {path.name}"
+    raise JobError(f"there is no folder {path}{hint}")
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -178,23 +205,36 @@ def import_folder(
     Raises:
         JobError: something is missing, damaged or not supported. Nothing is left then.
     """
+    demand_folder(folder)
     if output.exists():
         raise JobError(f"{output} exists already; choose another --output, or remove it")
+    _check_name(output)
     catalog = catalog or Catalog.installed()
-    if folder.is_dir():
-        check_small_files(folder)  # before they are read: what a flipped bit makes of them may be anything
+    check_small_files(folder)  # before they are read: what a flipped bit makes of them may be anything
     source = Source.open(folder, catalog, architecture)
+    finite = FiniteCheck(source.places)
     with Reader() as reader:
         # First, since it takes longest: all else goes on meanwhile.
-        digests = {} if copy else {path: reader.submit(path) for path in source.files}
+        paths = [] if copy else source.files
+        digests = {path: reader.submit(path, finite.pieces(path), finite.look) for path in paths}
         job = imported_job(source, output, tokenizer, catalog)
         match = match_model(source, job, catalog)
         check_tensors(source.architecture, match, source.shapes, folder)
+        check_dtypes(source.places, match.used, folder)
         check_copies(source, match)
         with unfinished_folder(output) as unfinished:
-            run = ImportedRun(folder=unfinished, source=source, job=job, match=match, catalog=catalog)
+            run = ImportedRun(folder=unfinished, source=source, job=job, match=match, catalog=catalog, finite=finite)
             run.write(reader, digests)
     return output
+
+
+def _check_name(output: Path) -> None:
+    """Check that a run may have the name of the folder."""
+    try:
+        JobSection(name=output.name)
+    except ValueError as error:
+        message = "the folder's name is that of the run: letters, digits, ., _ and -, and none of the last three first"
+        raise JobError(f"--output {str(output)!r}: {message}") from error
 
 
 @contextmanager
@@ -263,7 +303,8 @@ def _tokenizer_table(source: Source) -> dict[str, Any]:
     if not (folder / "tokenizer_config.json").is_file():
         hint = "add the tokenizer's files, or leave it out with --no-tokenizer"
         raise JobError(f"{folder} has no tokenizer (tokenizer_config.json is missing); {hint}")
-    table = {"type": "forge-plugin-huggingface/auto", "path": str(folder)}
+    # Without training, no document can end itself: what the key allows is refused again by start.toml.
+    table = {"type": "forge-plugin-huggingface/auto", "path": str(folder), SPELLED: "warn"}
     table |= {} if architecture.begins_with_image else {"begin_of_text": "auto"}
     first = architecture.placeholders_from(source.config)
     placeholders = [token for token, id_ in added_tokens(folder).items() if first is not None and id_ >= first]
@@ -306,6 +347,7 @@ class ImportedRun:
     job: Job
     match: Match
     catalog: Catalog
+    finite: FiniteCheck
 
     def write(self, reader: Reader, digests: dict[Path, Future[Digest]]) -> None:
         """Write the folder.
@@ -324,10 +366,10 @@ class ImportedRun:
             if path in digests:
                 _link(path, checkpoint / path.name)
             else:
-                digests[path] = _copy(path, checkpoint / path.name, reader)
+                digests[path] = _copy(path, checkpoint / path.name, reader, self.finite)
         for path in self.source.files:
             if path not in digests:
-                digests[path] = reader.submit(path)
+                digests[path] = reader.submit(path, self.finite.pieces(path), self.finite.look)
         files = {}
         if computed:
             files[COMPUTED] = write_file(checkpoint / COMPUTED, _bytes_of(computed))
@@ -335,6 +377,9 @@ class ImportedRun:
         for path in linked:
             files[path.name] = digests[path].result().entry
             sync(checkpoint / path.name)  # before the manifest says that it is there
+        for path in self.source.files:
+            digests[path].result()
+        self.finite.finish(self.match.used, self.source.folder)
         text, provenance = dump_job(self.job, self.catalog), collect_provenance(self.job, self.catalog, tokenizer)
         write_manifest(checkpoint, _manifest(files, text, provenance))
         storage.commit(0)
@@ -391,7 +436,7 @@ def start_toml(source: Source, job: Job, folder: Path, catalog: Catalog) -> str:
     tables = dict(source.architecture.start_tables(model, {"path": str(folder.resolve())}))
     if job.data.tokenizer is not None:
         tokenizer = to_toml(job.data.tokenizer, catalog) | {"path": str((folder / TOKENIZER).resolve())}
-        tables["data"] = {"tokenizer": tokenizer}
+        tables["data"] = {"tokenizer": {key: value for key, value in tokenizer.items() if key != SPELLED}}
     comments = ["A job's other tables go into another file: forge-run start.toml job.toml"]
     if not source.architecture.has_text:
         comments += [
@@ -482,11 +527,12 @@ def _link(path: Path, target: Path) -> None:
         raise JobError(f"{path} is on another file system than {target.parent}; copy it with --copy") from error
 
 
-def _copy(path: Path, target: Path, reader: Reader) -> Future[Digest]:
-    """Copy a file while it is hashed."""
+def _copy(path: Path, target: Path, reader: Reader, finite: FiniteCheck) -> Future[Digest]:
+    """Copy a file while it is hashed and looked at."""
 
-    def append(_piece: Piece, memory: memoryview) -> None:
+    def append(piece: Piece, memory: memoryview) -> None:
+        finite.look(piece, memory)
         with target.open("ab") as file:
             file.write(memory)
 
-    return reader.submit(path, sink=append)
+    return reader.submit(path, finite.pieces(path), append)

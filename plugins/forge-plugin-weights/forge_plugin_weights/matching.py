@@ -28,6 +28,11 @@ class Match:
         """Returns the shapes of the published tensors that an export has, in the order of ours."""
         return {part.theirs: part.shape for parts in self.parts.values() for part in parts if part.written}
 
+    @property
+    def used(self) -> set[str]:
+        """Names of the published tensors that parts come from."""
+        return {part.theirs for part in self.all_parts()}
+
     def all_parts(self) -> Iterable[Part]:
         """Yields every part."""
         return (part for parts in self.parts.values() for part in parts)

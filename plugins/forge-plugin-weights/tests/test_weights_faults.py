@@ -9,10 +9,15 @@ import pytest
 import torch
 from published_models import MODELS
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
+from forge_core import Trainer, load_job
 from forge_core.checkpoint.resume import locate
 from forge_core.cli import main
-from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.errors import CheckpointError, JobError
 from forge_plugin_weights.importing import import_folder
 
 
@@ -101,7 +106,26 @@ def pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").touch()
 
 
+def in_dtype(folder: Path, dtype: torch.dtype) -> None:
+    rewritten(tensor_file(folder, NORM), lambda tensors: tensors.update({NORM: tensors[NORM].to(dtype)}))
+
+
+def integers(folder: Path) -> None:
+    in_dtype(folder, torch.int8)
+
+
+def float8_without_scales(folder: Path) -> None:
+    in_dtype(folder, torch.float8_e4m3fn)
+
+
+def not_a_number(folder: Path) -> None:
+    rewritten(tensor_file(folder, NORM), lambda tensors: tensors[NORM][3].fill_(float("nan")))
+
+
 FAULTS = {
+    integers: f"{NORM}: int8 values are no weights by themselves",
+    float8_without_scales: f"{NORM}: float8_e4m3fn values are no weights by themselves",
+    not_a_number: f"{NORM}: values are NaN or infinite",
     truncate: "it is truncated or damaged",
     rename_a_file: "cannot be read: No such file",
     exchange_two_files: "is in model-0",
@@ -123,6 +147,61 @@ def test_a_fault_is_named_and_nothing_is_left(published, tmp_path, capsys, fault
     assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
     assert FAULTS[fault] in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"published"}
+
+
+def test_nan_is_found_while_files_are_copied_too(published, tmp_path, capsys):
+    not_a_number(published)
+    words = ["import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer", "--copy"]
+    assert main(["weights", *words]) == 2
+    assert f"{NORM}: values are NaN or infinite" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("import", "--output", "run")], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M", "hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M"),
+        ("m.gguf", "m.gguf: GGUF, the format of llama.cpp, is not read"),
+        ("quantised", "quantised/m.gguf: GGUF, the format of llama.cpp, is not read"),
+        ("published/model-00001-of-00002.safetensors", "is a file; name its folder, published"),
+        ("nothing", "there is no folder nothing"),
+    ],
+)
+def test_what_is_no_folder_of_a_model_is_answered_by_what_to_give(
+    published, tmp_path, monkeypatch, capsys, source, answer, command
+):
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("m.gguf"), Path("quantised/m.gguf"), Path("published/model-00001-of-00002.safetensors")):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert main(["weights", command[0], source, *command[1:]]) == 2
+    assert answer in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_a_name_that_no_run_may_have_is_of_the_option(published, tmp_path, capsys):
+    words = ["weights", "import", str(published), "--no-tokenizer", "--output", str(tmp_path / "my model")]
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("--output ")
+
+
+def test_a_vocabulary_of_words_is_imported_and_refused_for_training(published, tmp_path, capsys):
+    words = {"</s>": 0, "a": 1, "b": 2, "?": 3}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="?").save_pretrained(published)
+    with pytest.warns(UserWarning, match="encodes the characters '</s>' in a text as its end-of-text"):
+        run = import_folder(published, tmp_path / "run")
+    (tmp_path / "text.txt").write_text("a b ? </s> a\n" * 50)
+    rest = {
+        "train": {"steps": 1, "global_batch_size": 1, "seq_len": 8},
+        "data": {"sources": [{"type": "text", "path": str(tmp_path / "text.txt")}]},
+        "optimizer": {"type": "forge_testing:TinyAdamW"},
+        "job": {"output": str(tmp_path / "runs")},
+    }
+    with pytest.raises(JobError, match='spelled_tokens to "warn"'):
+        Trainer(load_job(run / "start.toml", rest), echo=lambda text: None).run()
 
 
 def test_a_folder_without_a_tokenizer_is_named(published, tmp_path, capsys):
