@@ -12,8 +12,8 @@ from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.prepared import HELD_OUT, TRAIN, Prepared, read_prepared
 from forge_plugin_memmap.shards import SUFFIXES, Listing, Shard, read_shard
 
-RAW_SUFFIXES = (".bin",)
-"""Files of a folder that are read as raw ids."""
+RAW_SUFFIXES = (".bin", ".npy")
+"""Files of a folder that are read as raw ids; the second are those of Dolma and OLMo."""
 
 
 @frozen

@@ -168,7 +168,8 @@ def _npy_header(path: str, file: IO[bytes]) -> tuple[tuple[int, ...], Any, int]:
     try:
         shape, _, dtype = readers[npy.read_magic(file)](file)
     except (ValueError, KeyError) as error:
-        raise JobError(f"{path}: not an array of numpy ({error}); write it with numpy.save") from error
+        message = f"{path}: not an array of numpy ({error}); write it with numpy.save"
+        raise JobError(f"{message}; {_HOW_RAW}, as Dolma and OLMo write them under this name") from error
     return shape, dtype, file.tell()
 
 

@@ -34,6 +34,8 @@ def files(here: Path) -> None:
     np.save("float.npy", np.zeros(4))
     np.save("square.npy", np.zeros((2, 2), int))
     np.save("none.npy", np.zeros(0, int))
+    Path("dolma").mkdir()
+    np.arange(6, dtype="<u2").tofile("dolma/part-0-00000.npy")
     Path("text.npy").write_text("not an array of numpy, but a text")
     Path("cut.npy").write_bytes(Path("good.npy").read_bytes()[:-4])
     Path("cut.bin").write_bytes(Path("good.bin").read_bytes()[:-2])
@@ -102,10 +104,22 @@ def test_a_mistake_is_told_with_what_to_write_instead(
 
 
 @pytest.mark.parametrize(
-    "keys", [{"path": "good.bin"}, {"path": "good.npy", "end_of_text": 9}, RAW | {"path": "raw.bin"}]
+    "keys",
+    [
+        {"path": "good.bin"},
+        {"path": "good.npy", "end_of_text": 9},
+        RAW | {"path": "raw.bin"},
+        RAW | {"path": "dolma"},
+    ],
 )
 def test_good_files_have_no_problem(files: None, problems: Find, keys: dict[str, Any]) -> None:
     assert problems(**keys, vocab_size=100) == []
+
+
+def test_plain_ids_under_the_name_of_an_array_get_the_keys_that_read_them(files: None, problems: Find) -> None:
+    """As Dolma and OLMo write them."""
+    [problem] = problems(path="dolma")
+    assert 'write format = "raw"' in problem
 
 
 def test_all_problems_are_told_at_once(files: None, problems: Find) -> None:
