@@ -241,7 +241,9 @@ class _Probe:
         quarter = self.length // 4
         changed = slice(quarter, self.length - quarter)
         quiet = [*range(quarter), *range(self.length - quarter, self.length)]
-        return self._guilty(self._batch(), changed, quiet, replay=True)
+        # As where ranks share sequences: this may be one of them, whose declared mixers communicate in the same order.
+        places = torch.arange(self.length)[None]
+        return self._guilty({**self._batch(), "places": places}, changed, quiet, replay=True)
 
     def leaking(self) -> str | None:
         """The part that lets positions of the first document change those of the second, which has the last half."""

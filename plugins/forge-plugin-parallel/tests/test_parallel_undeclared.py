@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,13 @@ def test_one_that_gathers_positions_itself_and_says_so_has_the_curve_of_one_proc
     model = WithConvolution(**sizes(), gathers=True)
     assert not job_problems(job(tmp_path, model), 2)
     alone = train(job(tmp_path / "one", model, {}))
-    [found, _] = run_on_ranks(2, lambda rank: train(job(tmp_path / "two", model)))
+
+    def trained(rank: int) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*not checked")
+            return train(job(tmp_path / "two", model))
+
+    [found, _] = run_on_ranks(2, trained)
     assert Difference.between(found, alone).loss < 1e-12
 
 
