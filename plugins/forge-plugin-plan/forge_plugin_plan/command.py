@@ -33,10 +33,14 @@ def command(argv: list[str]) -> int:
     gpu = find_gpu(options.gpu) if options.gpu else None
     catalog = Catalog.installed()
     job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size, with_data=False)
+    from rich.console import Console
+
     from forge_plugin_plan.estimate import make_plan
     from forge_plugin_plan.facts import facts
     from forge_plugin_plan.report import report
 
-    plan, network = make_plan(job, catalog, options.world_size), (options.network or NETWORK_GBITS) * 1e9 / 8
+    with Console(stderr=True).status("building the job") as status:  # on a terminal only
+        plan = make_plan(job, catalog, options.world_size, status.update)
+    network = (options.network or NETWORK_GBITS) * 1e9 / 8
     print(json.dumps(facts(plan, gpu, network), indent=2) if options.json else report(plan, gpu, network))
     return ExitCode.FINISHED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from attrs import frozen
@@ -42,8 +42,14 @@ class Plan:
         return max(self.ranks, key=lambda rank: rank.traffic.flops if rank.traffic else 0)
 
 
-def make_plan(job: Job, catalog: Catalog, world_size: int) -> Plan:
+def make_plan(job: Job, catalog: Catalog, world_size: int, report: Callable[[str], object] = lambda text: None) -> Plan:
     """Build the job for a rank of each pipeline stage, in this process, and simulate a step. No data are read.
+
+    Args:
+        job: the job.
+        catalog: components that are installed.
+        world_size: number of ranks.
+        report: receives what is done next, several times in plans that take long.
 
     Raises:
         JobError: it cannot be built on this number of ranks; lists the problems of every stage.
@@ -54,6 +60,8 @@ def make_plan(job: Job, catalog: Catalog, world_size: int) -> Plan:
     broadcasts, ranks_per_stage = BroadcastLog(), world_size // layout.pp
 
     def rank(number: int, play: bool) -> RankPlan:
+        work = "simulating a step of" if play else "building"
+        report(f"{work} pipeline rank {number} of {layout.pp}" if layout.pp > 1 else f"{work} a rank")
         return simulate(job, catalog, world_size, number * ranks_per_stage, broadcasts, torch.device(device), play)
 
     if layout.pp <= PLAYED:

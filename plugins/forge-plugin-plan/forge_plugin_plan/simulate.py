@@ -132,9 +132,9 @@ class _Rank:
     def _play(self) -> tuple[Memory, Traffic]:
         """Simulate enough micro-batches to know what each further one adds, and extrapolate to all of them.
 
-        They are simulated in rounds, each of as many as the pipeline has ranks. The difference between the first round
-        and the second is added for each further one. If that includes memory in a pipeline, the difference between the
-        second round and the third is: only then are all ranks busy.
+        At first as many are simulated as the pipeline has ranks, then a few more: one, where the stages accept that.
+        What the few more add is added for all further ones. If that includes memory in a pipeline, it is what the
+        second few add: only then are all ranks busy.
         """
         count, _ = micro_batches(self._run.job, self._layout)
         pipeline = self._layout.pp
@@ -142,19 +142,22 @@ class _Rank:
             with self._surroundings():
                 self._run.executor.evaluate([self._batch()])  # the first call also negotiates shapes
         first = pipeline if self._may_run(pipeline) else 2 * pipeline
-        if count <= first + pipeline:
+        more = next(
+            (n for n in range(1, pipeline) if self._may_run(first + n) and self._may_run(first + 2 * n)), pipeline
+        )
+        if count <= first + more:
             meter = self._measure(count)
             return meter.storages.memory(), self._traffic(meter, meter, 0)
-        played = first + pipeline
+        played = first + more
         fewer, meter = self._measure(first), self._measure(played)
         before, memory = fewer.storages.memory(), meter.storages.memory()
         if pipeline == 1:  # micro-batches share their memory
             return memory, self._traffic(meter, fewer, count - played)
-        if memory.peak > before.peak and count >= played + pipeline:
-            played += pipeline
+        if memory.peak > before.peak and count >= played + more:
+            played += more
             fewer, before, meter = meter, memory, self._measure(played)
             memory = meter.storages.memory()
-        further = (count - played) / pipeline
+        further = (count - played) / more
         return memory.continued(before, further), self._traffic(meter, fewer, further)
 
     def _may_run(self, count: int) -> bool:

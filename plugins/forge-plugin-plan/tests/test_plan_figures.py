@@ -14,6 +14,7 @@ from forge_core.parallel.stages import Replicate
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_losses import ChunkedCrossEntropy
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_plan import simulate
 from forge_plugin_plan.estimate import Plan, make_plan
 from forge_plugin_plan.meter import KINDS, Transfer
 from forge_plugin_plan.storages import Purpose
@@ -134,6 +135,21 @@ def test_a_pipeline_takes_no_more_memory_for_more_micro_batches() -> None:
         assert before.memory is not None
         assert after.memory is not None
         assert after.memory.peak - before.memory.peak < (64 - 8) * CARRY / 4
+
+
+def test_few_micro_batches_are_simulated_however_many_a_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, counts, reports = simulate._Rank._measure, [], []
+
+    def counted(self: Any, count: int) -> Any:
+        counts.append(count)
+        return measure(self, count)
+
+    monkeypatch.setattr(simulate._Rank, "_measure", counted)
+    leave_group()
+    job = job_of(parallel={"pp": PipelineParallel(degree=2)}, micro_batches=64)
+    make_plan(job, Catalog.installed(), 2, reports.append)
+    assert counts == [2, 3, 4] * 2
+    assert reports == [f"simulating a step of pipeline rank {rank} of 2" for rank in range(2)]
 
 
 def fsdp(reshard: bool) -> dict[tuple[str, int], int]:
