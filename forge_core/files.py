@@ -1,9 +1,14 @@
-"""Files that are whole at every moment, whoever reads them and whenever this process is killed."""
+"""Files that other processes read while they are written."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+BLOCK = 1 << 18
+"""Bytes that `lines_from_end` reads at a time."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -18,3 +23,22 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with the places where they begin, the last first; reads no more than is iterated over.
+
+    The first one that this yields is what follows the last line break: nothing, or a line that is not complete.
+    """
+    left, rest = file.seek(0, os.SEEK_END), b""
+    place = left
+    while left:
+        start = max(0, left - BLOCK)
+        file.seek(start)
+        rest, *lines = (file.read(left - start) + rest).split(b"\n")
+        for line in reversed(lines):
+            place -= len(line)
+            yield place, line
+            place -= 1  # the line break before it
+        left = start
+    yield 0, rest

@@ -13,6 +13,8 @@ from forge_core.contracts.components import default_type, when_resumed
 from forge_core.contracts.deprecation import deprecated_value
 from forge_core.contracts.layout import Layout
 
+METRICS = "metrics.jsonl"
+"""Lines of metrics in the run folder, where the logger `jsonl` has no other `file`."""
 LOCAL_STORAGE = "forge-run/local"  # type of the core's storage in a resolved job
 WORKER_LOADER = "nodes"  # type of the loader that `data.workers` needs where the job names none; the core has none
 SAFE, FLAG = when_resumed("safe"), when_resumed("flag")

@@ -21,7 +21,7 @@ from forge_core.checkpoint.storage import MALFORMED, LocalStorage
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.run_end import End
 from forge_core.files import write_atomically
-from forge_core.job import LOCAL_STORAGE
+from forge_core.job import LOCAL_STORAGE, METRICS
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.plugins.catalog import Catalog
 
@@ -142,6 +142,21 @@ class RunFolder:
 
     path: Path
 
+    def job(self) -> Mapping[str, Any]:
+        """The tables of the resolved job; none before the first start. Raises a `JobError` if the file is damaged."""
+        try:
+            return tomllib.loads((self.path / JOB).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise JobError(f"{self.path / JOB} cannot be read: {error}; the next start writes it again") from error
+
+    def metrics_file(self) -> Path:
+        """The lines of metrics, where the job's logger `jsonl` writes them; they need not exist yet."""
+        loggers = self.job().get("loggers", {}).items()
+        tables = [table for name, table in loggers if table.get("type", name).rpartition("/")[2] == "jsonl"]
+        return self.path / (tables[0].get("file", METRICS) if tables else METRICS)
+
     def end(self) -> End | None:
         """How its last start ended; None while one is under way, or if that was killed as a whole."""
         try:
@@ -177,17 +192,9 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         unfinished.rename(folder / TOKENIZER)
 
 
-def _table(folder: Path, name: str) -> Mapping[str, Any]:
-    """A table of the resolved job that a run folder keeps; empty before its first start."""
-    try:
-        return tomllib.loads((folder / JOB).read_text()).get(name, {})
-    except FileNotFoundError:
-        return {}
-
-
 def _plugins_build_storage(folder: Path) -> bool:
     """Whether a plugin of the run has a say in what its storage is; one that is not installed has none."""
-    for table in _table(folder, "plugins").values():
+    for table in RunFolder(folder).job().get("plugins", {}).values():
         with suppress(ForgeError):
             if "forge_build_storage" in dir(Catalog.installed().load("plugin", table["type"])):
                 return True
@@ -199,7 +206,7 @@ def storage_of(folder: Path) -> Storage:
 
     Raises a `JobError` if the job names what is not installed, a `ForgeError` if the storage cannot be built.
     """
-    table = _table(folder, "checkpoint").get("storage", {})
+    table = RunFolder(folder).job().get("checkpoint", {}).get("storage", {})
     # The core's own is opened without the job, whose plugins need not be installed to look at its checkpoints
     if table.get("type", LOCAL_STORAGE) == LOCAL_STORAGE and not _plugins_build_storage(folder):
         return LocalStorage(folder / table.get("folder", "checkpoints"))

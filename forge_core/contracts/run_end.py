@@ -35,6 +35,8 @@ class Cause(StrEnum):
     """An exception."""
     HANG = "hang"
     """Ranks stopped moving."""
+    SILENT = "silent"
+    """The process or the machine of a rank does not respond."""
     KILLED = "killed"
     """The process of a rank died without a report, or did not stop in time."""
 

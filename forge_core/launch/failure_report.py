@@ -34,6 +34,8 @@ class FailureReport:
     """Whether the rank ends only because another one does."""
     hang: bool = False
     """Whether ranks stand still, so that their main threads cannot end by themselves."""
+    silent: bool = False
+    """Whether a rank does not even respond."""
     late: int | None = None
     """The first rank that stands still, on `host`, where it is known."""
 
@@ -46,7 +48,7 @@ class FailureReport:
 
     def end(self, step: int | None = None) -> End:
         """The end of the run that this is the cause of, after `step` completed steps."""
-        cause = Cause.HANG if self.hang else Cause.of(self.code)
+        cause = Cause.SILENT if self.silent else Cause.HANG if self.hang else Cause.of(self.code)
         rank = self.rank if self.late is None else self.late
         return End(code=self.code, cause=cause, reason=self.reason or self.text, rank=rank, host=self.host, step=step)
 

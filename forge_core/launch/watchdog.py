@@ -123,7 +123,9 @@ class Watchdog:
             text = f"the run hangs: {self._rendezvous.server} at {address} does not respond ({cause}): its process is"
             text += f" stopped, or its machine or network has gone; reported by rank {world.rank} on {self._host}"
         late, host = (0, world.address) if hang else (None, self._host)
-        return FailureReport(rank=world.rank, text=f"forge-run: {text}", reason=text, hang=hang, late=late, host=host)
+        return FailureReport(
+            rank=world.rank, text=f"forge-run: {text}", reason=text, hang=hang, silent=hang, late=late, host=host
+        )
 
     def _heartbeat(self, passed_s: float) -> dict[str, Any]:
         position, move = self._beacon.position, (self._beacon.position.count, ProgressBeacon.reports)
@@ -186,14 +188,14 @@ class Watchdog:
         self._silent = [each for each, (_, age_s) in self._ages.items() if age_s > limit_s / 2]
         watched = {each: beat for each, beat in heartbeats.items() if beat["number"]}
         text = describe_silence(watched, self._silent, self._ages[following][1])
-        return self._report(text, self._silent, watched)
+        return self._report(text, self._silent, watched, silent=True)
 
-    def _report(self, text: str, late: Sequence[int], heartbeats: Heartbeats) -> FailureReport:
+    def _report(self, text: str, late: Sequence[int], heartbeats: Heartbeats, silent: bool = False) -> FailureReport:
         first = late[0] if late else None
         host = heartbeats[first]["host"] if first is not None and first in heartbeats else self._host
         reason = " ".join(text.removeprefix("forge-run: ").splitlines()[:2])  # the rest is about each rank
         rank = self._rendezvous.world.rank
-        return FailureReport(rank=rank, text=text, reason=reason, hang=True, late=first, host=host)
+        return FailureReport(rank=rank, text=text, reason=reason, hang=True, silent=silent, late=first, host=host)
 
     def _hang(self) -> FailureReport | None:
         """A report on a hang, once no rank may stand still any longer: not if one saves or tokenizes, and others wait.

@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.components import LoggerComponent
+from forge_core.files import lines_from_end
+from forge_core.job import METRICS
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
-
-
-LINES = "metrics.jsonl"
-"""Name of the file in the run folder."""
 
 
 @frozen(kw_only=True)
 class JsonLines(LoggerComponent):
     """One line of JSON a record, flushed at once. Numbers that are not finite become strings ("nan", "inf")."""
 
-    file: str = LINES
+    file: str = METRICS
     """Relative to the run folder."""
 
     def build(self, context: BuildContext) -> JsonLinesLogger:
@@ -42,14 +40,17 @@ class JsonLinesLogger:
 
     def start(self, step: int) -> None:
         """Keep the lines up to `step`, so that a resumed run has no step twice. An incomplete last line is dropped."""
-        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
-        current = [line for line in lines if step and (record := _parse(line)) and record["step"] <= step]
-        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
-        unfinished.write_text("".join(current))
-        os.replace(unfinished, self._path)  # atomic: a process that is killed here loses no line
         # Unbuffered: a line is with the system once `log` returns, and survives a kill of this process.
         self._file = self._path.open("ab", buffering=0)
+        self._file.truncate(self._end_of(step) if step else 0)
         self._unwritten = b""
+
+    def _end_of(self, step: int) -> int:
+        """Where the last line up to `step` ends. Sought from the end, as a long run has millions of lines."""
+        with self._path.open("rb") as file:
+            lines = lines_from_end(file)
+            next(lines)  # incomplete
+            return next((start + len(line) + 1 for start, line in lines if _step_of(line) <= step), 0)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a line. One that cannot be written (the disk is full, say) is written with a later one."""
@@ -77,11 +78,12 @@ class JsonLinesLogger:
             raise
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _step_of(line: bytes) -> float:
+    """The step of a line; infinite if it is damaged."""
     try:
-        return json.loads(line) if line.endswith("\n") else None
-    except ValueError:
-        return None
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
+        return math.inf
 
 
 def _finite(value: Any) -> Any:

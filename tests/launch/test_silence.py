@@ -35,7 +35,7 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, frozen):
     assert first.startswith(f"forge-run: the run hangs: rank {frozen} ")
     assert "does not respond" in first
     end = RunFolder(job.run).end()
-    assert (end.code, end.cause, end.rank) == (1, Cause.HANG, frozen)
+    assert (end.code, end.cause, end.rank) == (1, Cause.SILENT, frozen)
 
 
 @pytest.mark.parametrize("frozen", [0, pytest.param(1, marks=pytest.mark.thorough)])

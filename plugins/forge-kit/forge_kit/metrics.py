@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import ForgeError
-from forge_core.metrics.jsonl import LINES
 
 NOT_FINITE = ("nan", "inf", "-inf")
 
@@ -23,23 +25,28 @@ def read_metrics(path: Path | str) -> Metrics:
     """Read the metrics of a run, finished or not, each step once.
 
     Args:
-        path: the run folder; or the file itself, where it has another name in `[loggers.jsonl]`.
+        path: the run folder, of which the file is meant that its logger `jsonl` writes; or a file.
 
     Raises:
         ForgeError: there is no such file.
     """
-    file = Path(path) / LINES if Path(path).is_dir() else Path(path)
+    file = RunFolder(Path(path)).metrics_file() if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ForgeError(f"{file} does not exist; give a run folder, or the file that [loggers.jsonl] names")
+        raise ForgeError(f"{file} does not exist; give a run folder that has metrics, or the file itself")
     tables: tuple[dict[int, dict[str, Any]], ...] = ({}, {})
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        if record := _parse(line):
-            row: dict[str, Any] = {key: float(value) if value in NOT_FINITE else value for key, value in record.items()}
-            rows = tables["loss" not in row]
-            rows[row["step"]] = rows.get(row["step"], {}) | row
+    with file.open(encoding="utf-8", newline="\n") as lines:
+        for line in lines:
+            if record := _parse(line):
+                rows = tables["loss" not in record]
+                rows[record["step"]] = rows.get(record["step"], {}) | _row(record)
     metrics = Metrics(tables[0].values())
     metrics.evaluations = [*tables[1].values()]
     return metrics
+
+
+def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    # One string for a name in all rows: json makes one for each line, which is most of the memory of a row
+    return {sys.intern(name): float(value) if value in NOT_FINITE else value for name, value in record.items()}
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +32,9 @@ from typing import Any, ClassVar, Literal
 from attrs import field, frozen
 from attrs.validators import ge
 
+from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.components import Component
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.metrics import Metrics, read_metrics
 
 JOB = "job.toml"
@@ -54,16 +54,15 @@ class ReportRun:
     def job(self) -> Mapping[str, Any]:
         """The resolved job."""
         try:
-            return tomllib.loads((self.folder / JOB).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return RunFolder(self.folder).job()
+        except JobError:
             return {}
 
     @cached_property
     def metrics(self) -> Metrics:
         """Rows of steps, and in `evaluations` those of evaluations, in the order of steps."""
-        file = self.job.get("loggers", {}).get("jsonl", {}).get("file", "metrics.jsonl")
         try:
-            return read_metrics(self.folder / file)
+            return read_metrics(self.folder)
         except ForgeError:
             empty = Metrics()
             empty.evaluations = []

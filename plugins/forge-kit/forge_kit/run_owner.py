@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_core.checkpoint.run_folder import JOB, LOCK
+from forge_core.checkpoint.run_folder import LOCK, RunFolder
 
 
 def owner(folder: Path) -> str:
@@ -26,7 +25,4 @@ def owner(folder: Path) -> str:
 
 def checkpoint_table(folder: Path) -> Mapping[str, Any]:
     """`[checkpoint]` of the resolved job that a run folder keeps; empty before its first start."""
-    try:
-        return tomllib.loads((folder / JOB).read_text()).get("checkpoint", {})
-    except FileNotFoundError:
-        return {}
+    return RunFolder(folder).job().get("checkpoint", {})

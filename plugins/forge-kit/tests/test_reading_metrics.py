@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_core import ForgeError, TrainingHook, read_metrics
+from forge_core import ForgeError, JobError, TrainingHook, read_metrics
+from forge_core.metrics.jsonl import JsonLines
 
 
 class Stop(TrainingHook):
@@ -36,6 +37,19 @@ def test_a_run_that_was_continued_has_each_step_once(make_job, train):
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in metrics.evaluations] == [3, 6]
     assert read_metrics(f"{job.job.output}/{job.job.name}") == metrics
+
+
+def test_metrics_are_read_where_the_logger_writes_them(make_job, train):
+    summary = train(make_job(steps=3, loggers={"jsonl": JsonLines(file="lines.jsonl")}))
+    assert [row["step"] for row in summary.metrics()] == [1, 2, 3]
+    assert read_metrics(summary.folder) == read_metrics(summary.folder / "lines.jsonl")
+
+
+def test_a_damaged_job_is_named(make_job, train):
+    summary = train(make_job(steps=1))
+    (summary.folder / "job.toml").write_text("[job")
+    with pytest.raises(JobError, match=r"job\.toml cannot be read: .*line 1"):
+        summary.metrics()
 
 
 def test_lines_of_a_killed_process_are_read_as_far_as_they_are_whole(tmp_path: Path):

@@ -17,7 +17,6 @@ from typing import Any
 from attrs import define, field, frozen
 
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
-from forge_core.metrics.jsonl import LINES
 from forge_kit.metrics import read_metrics
 from forge_plugin_drill.attempt import Attempt
 from forge_plugin_drill.faults import FAULTS, Fault
@@ -355,8 +354,7 @@ class Course:
         return next((int(record["step"]) for record in reversed(self._records(key))), 0)
 
     def _curve(self, key: str) -> Curve:
-        name = getattr(self.subject.job.loggers["jsonl"], "file", LINES)
-        rows = read_metrics(self.subject.run_folder(key) / name)
+        rows = read_metrics(self.subject.run_folder(key))
         return {row["step"]: float(row["loss"]) for row in rows}
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from forge_core.checkpoint.run_folder import JOB
+from forge_core.checkpoint.run_folder import JOB, METRICS, RunFolder
 from forge_core.contracts.errors import JobError
 from forge_kit.run_owner import owner
 from forge_plugin_goodput.accounting import Account, account_of
@@ -19,7 +18,6 @@ from forge_plugin_goodput.failure_rate import GPU_YEARS, LONGEST_S
 
 ATTEMPTS = "attempts.jsonl"
 """By forge-plugin-slurm."""
-METRICS = "metrics.jsonl"
 
 
 @frozen(kw_only=True)
@@ -75,8 +73,7 @@ def read_run(folder: Path) -> RunAccount:
     events = list(read_events(folder / EVENTS))
     has_start = any(event.get("event") == "start" for event in events)
     account = account_of(events, slurm=attempts, now=time.time() if running else None) if has_start else None
-    logger = table.get("loggers", {}).get("jsonl", {})
-    lines = _step_lines(folder / str(logger.get("file", METRICS)))
+    lines = _step_lines(RunFolder(folder).metrics_file() if table else folder / METRICS)
     if account is None and lines is None:
         raise JobError(f"{folder}: no {EVENTS} (add [hooks.goodput]), and no line of {METRICS} has a time")
     steps = table.get("train", {}).get("steps")
@@ -100,8 +97,8 @@ def _is_interval(hook: dict[str, Any]) -> bool:
 
 def _job_table(folder: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads((folder / JOB).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(RunFolder(folder).job())
+    except JobError:
         return {}
 
 

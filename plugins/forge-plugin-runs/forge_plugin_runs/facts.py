@@ -6,8 +6,8 @@ import itertools
 import json
 import math
 import os
+import sys
 import time
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,9 +15,11 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from forge_core.checkpoint.run_folder import JOB, LOCK, storage_of
+from forge_core.checkpoint.run_folder import JOB, LOCK, METRICS, RunFolder, storage_of
 from forge_core.checkpoint.storage import read_manifest
-from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
+from forge_core.contracts.errors import CheckpointError, ExitCode, ForgeError, JobError
+from forge_core.contracts.run_end import End
+from forge_core.files import lines_from_end
 from forge_kit.run_owner import owner
 from forge_plugin_runs.life import LINES, START_S, Pulse, pulse_of
 
@@ -25,16 +27,17 @@ State = Literal["running", "finished", "stopped", "died", "imported"]
 STATES: Mapping[State, str] = {
     "running": "a process owns the folder",
     "finished": "the checkpoint of train.steps is there, or a hook has ended the run for good",
-    "stopped": "ended by request before train.steps, everything saved",
+    "stopped": "ended by request before train.steps, everything saved, or before the first step",
     "died": "ended by an error or a kill; a later start continues from the newest checkpoint",
     "imported": "was never trained here: weights of another program",
 }
-METRICS = "metrics.jsonl"
 PROVENANCE = "provenance.json"
 DEPTH = 4
 """Levels of folders that are searched for runs."""
-BLOCK = 1 << 18
-"""Bytes of the metrics that are read at a time, from the end."""
+LOOK = 1 << 22
+"""Bytes from the end of the metrics in which the last evaluation is looked for."""
+STATE_OF: Mapping[int, State] = {ExitCode.FINISHED: "finished", ExitCode.STOPPED: "stopped"}
+"""State of a run by the exit code of its end; of all others it died."""
 
 
 @frozen(kw_only=True)
@@ -66,6 +69,10 @@ class Run:
     """Steps of its checkpoints."""
     ended: str
     """Why a hook has ended the run for good (`request_stop(final=True)`); empty if none has."""
+    end: End | None
+    """How its last start ended; None of one that runs, or was killed as a whole."""
+    last_line: Mapping[str, Any]
+    """The last line of a step; empty without one."""
     problem: str
     """Reason why a part could not be read; empty if there is none."""
 
@@ -95,6 +102,7 @@ class Run:
             "size": self.size,
             "checkpoints": list(self.checkpoints),
             "ended": self.ended,
+            "end": self.end.to_dict() if self.end else None,
             "problem": self.problem,
         }
 
@@ -134,7 +142,8 @@ def read_run(folder: Path) -> Run:
     table = _job_table(folder, problems)
     user, lock = owner(folder), folder / LOCK
     checkpoints = _checkpoints(folder, problems)
-    metrics = folder / _metrics_file(table)
+    metrics = RunFolder(folder).metrics_file() if table else folder / METRICS
+    end = None if user else RunFolder(folder).end()
     trained, logged = last_records(metrics)
     evaluated = logged or _saved_evaluation(folder, checkpoints)
     metrics_of = {name: number(value) for name, value in evaluated.items() if name != "step"}
@@ -143,7 +152,7 @@ def read_run(folder: Path) -> Run:
     ended = str(manifest_of(folder, newest).get("ended", "")) if checkpoints else ""
     return Run(
         folder=folder,
-        state=_state(user, last, lock.is_file(), newest if checkpoints else None, newest if ended else steps),
+        state=_state(user, last, lock.is_file(), newest if checkpoints else None, newest if ended else steps, end),
         pulse=read_pulse(folder, table) if user else None,
         owner=user or last,
         step=max(int(trained.get("step", 0)), newest),
@@ -156,15 +165,19 @@ def read_run(folder: Path) -> Run:
         size=size_of(folder),
         checkpoints=checkpoints,
         ended=ended,
+        end=end,
+        last_line=trained,
         problem="; ".join(problems),
     )
 
 
-def _state(user: str, last: str, locked_once: bool, newest: int | None, steps: int | None) -> State:
+def _state(user: str, last: str, locked_once: bool, newest: int | None, steps: int | None, end: End | None) -> State:
     if user:
         return "running"
     if not locked_once:
         return "imported"
+    if end is not None:
+        return STATE_OF.get(end.code, "died")
     if newest is not None and steps is not None and newest >= steps:
         return "finished"
     # A run that ends in order, also by request, clears its name in the lock.
@@ -172,19 +185,11 @@ def _state(user: str, last: str, locked_once: bool, newest: int | None, steps: i
 
 
 def _job_table(folder: Path, problems: list[str]) -> Mapping[str, Any]:
-    path = folder / JOB
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}  # it has begun, and its data or model are not ready
-    except (OSError, ValueError) as error:
-        problems.append(f"{path}: {error}")
+        return RunFolder(folder).job()
+    except JobError as error:
+        problems.append(str(error))
         return {}
-
-
-def _metrics_file(table: Mapping[str, Any]) -> str:
-    logger = table.get("loggers", {}).get("jsonl", {})
-    return str(logger.get("file", METRICS))
 
 
 def _checkpoints(folder: Path, problems: list[str]) -> list[int]:
@@ -214,10 +219,13 @@ def manifest_of(folder: Path, step: int) -> Mapping[str, Any]:
 
 
 def last_records(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the last line of a step and the last line of an evaluation in a file of metrics; empty if it has none."""
+    """Returns the last line of a step and the last line of an evaluation in a file of metrics.
+
+    Empty if it has none in its last `LOOK` bytes: a run without evaluations may have millions of lines.
+    """
     trained: dict[str, Any] = {}
     evaluated: dict[str, Any] = {}
-    for line in _lines_backwards(path):
+    for line in _lines_backwards(path, LOOK):
         try:
             record = json.loads(line)
         except ValueError:
@@ -238,7 +246,7 @@ def read_pulse(folder: Path, table: Mapping[str, Any]) -> Pulse:
     start_s = float(table.get("launch", {}).get("start_timeout_s", START_S))
     # The owner has written its name into the lock as it started
     started = next(_modified([folder / LOCK]), None)
-    records = newest_records(folder / _metrics_file(table), LINES)
+    records = newest_records(RunFolder(folder).metrics_file(), LINES)
     return pulse_of(records, now=time.time(), started=started, start_s=start_s)
 
 
@@ -252,22 +260,15 @@ def newest_records(path: Path, count: int) -> list[dict[str, Any]]:
     return records[::-1]
 
 
-def _lines_backwards(path: Path) -> Iterator[bytes]:
-    """Yields the lines of a file, the last first, and reads no more of it than is asked for."""
-    try:
-        file = path.open("rb")
-    except OSError:
-        return
-    with file:
-        left, rest = file.seek(0, os.SEEK_END), b""
-        while left:
-            start = max(0, left - BLOCK)
-            file.seek(start)
-            first, *lines = (file.read(left - start) + rest).split(b"\n")
-            yield from (line for line in reversed(lines) if line)
-            left, rest = start, first
-        if rest:
-            yield rest
+def _lines_backwards(path: Path, most: int = sys.maxsize) -> Iterator[bytes]:
+    """Yields the lines of a file, the last first, and reads no more of it than is asked for, or about `most` bytes."""
+    with suppress(OSError), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for start, line in lines_from_end(file):
+            if size - start > most + len(line):
+                return
+            if line:
+                yield line
 
 
 def number(value: Any) -> float | None:

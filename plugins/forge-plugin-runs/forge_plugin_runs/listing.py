@@ -93,6 +93,8 @@ def show(runs: Sequence[Run], folders: Sequence[Path]) -> None:
     for run in runs:
         if run.state == "running":
             print(f"{run.folder}: {run.owner}")
+        elif run.end is not None and run.end.reason:
+            print(f"{run.folder}: {run.end.cause}, exit code {run.end.code}: {run.end.reason}")
         if run.problem:
             print(f"{run.folder}: {run.problem}", file=sys.stderr)
 

@@ -19,7 +19,7 @@ from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tables import columns
-from forge_plugin_runs.facts import PROVENANCE, Run, demand_run, finite, last_records, manifest_of, read_run, size_of
+from forge_plugin_runs.facts import PROVENANCE, Run, demand_run, finite, manifest_of, read_run, size_of
 from forge_plugin_runs.life import LIVES, Pulse
 from forge_plugin_runs.words import age_text, count_text, size_text
 
@@ -41,7 +41,6 @@ def command(argv: list[str]) -> int:
 def all_facts(run: Run) -> dict[str, Any]:
     """Returns what the folder says about its run, as plain types."""
     provenance = _provenance(run.folder)
-    trained, _ = last_records(run.folder / "metrics.jsonl")
     versions = {name: about["version"] for name, about in provenance.get("distributions", {}).items()}
     if versions:
         versions |= {"torch": provenance["torch"], "python": provenance["python"]}
@@ -51,7 +50,7 @@ def all_facts(run: Run) -> dict[str, Any]:
         "job": changed_keys(run.folder, Catalog.installed()),
         "versions": versions,
         "started_in": provenance.get("started_in"),
-        "metrics": {name: value for name, value in trained.items() if name != "counts"},
+        "metrics": {name: value for name, value in run.last_line.items() if name != "counts"},
         "checkpoints": [_checkpoint(run.folder, step) for step in run.checkpoints],
         "files": dict(_files(run.folder)),
         "next": next_command(run),
@@ -140,10 +139,23 @@ def _summary(facts: Mapping[str, Any]) -> str:
     rows += [["life", _life(facts)]] if facts["life"] else []
     rows += [["tokens", f"{facts['tokens']:,}"]] if facts["tokens"] else []
     rows += [["started in", facts["started_in"]]] if facts["started_in"] else []
-    rows += [["ended", f"for good: {facts['ended']}"]] if facts["ended"] else []
+    rows += [["ended", ending]] if (ending := _ending(facts)) else []
     rows += [["problem", facts["problem"]]] if facts["problem"] else []
     rows += [["next", facts["next"]]] if facts["next"] else []
     return columns(rows)
+
+
+def _ending(facts: Mapping[str, Any]) -> str:
+    """How the last start ended, with the whole reason; empty of one that runs or finished its steps."""
+    end = facts["end"]
+    if end is None:
+        return f"for good: {facts['ended']}" if facts["ended"] else ""
+    if not end["reason"]:
+        return ""
+    step = "" if end["step"] is None else f" after step {end['step']:,}"
+    where = f", rank {end['rank']} on {end['host']}" if end["code"] not in (ExitCode.FINISHED, ExitCode.STOPPED) else ""
+    kind = "for good" if end["final"] else end["cause"]
+    return f"{kind}, exit code {end['code']}{step}{where}: {end['reason']}"
 
 
 def _life(facts: Mapping[str, Any]) -> str:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.checkpoint.run_folder import owned
+from forge_core import read_metrics
+from forge_core.checkpoint.run_folder import RunFolder, owned
 from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.run_end import Cause, End
 from forge_plugin_runs.facts import find_runs, last_records, read_run
 from forge_plugin_runs.words import age_text, count_text, fitted, size_text
 from forge_testing.tiny import TINY_JOB
@@ -108,7 +110,47 @@ class TestRuns:
     def test_a_run_that_ended_by_request_is_stopped(self, forge: Forge, trained: Path) -> None:
         job = trained / "job.toml"
         job.write_text(job.read_text().replace("steps = 4", "steps = 40"))
-        assert read_run(trained).state == "stopped"
+        RunFolder(trained).remove_end()
+        assert read_run(trained).state == "stopped", "of a run from before there were records"
+
+    @pytest.mark.parametrize(
+        ("end", "state"),
+        [
+            (End(code=75, cause=Cause.SIGNAL, signal="SIGINT", reason="stopped by SIGINT before training"), "stopped"),
+            (End(code=75, cause=Cause.REQUEST, reason="a fault: row remap pending", step=2), "stopped"),
+            (End(code=1, cause=Cause.FAILED, reason="ValueError: out of bounds", step=3, rank=5, host="gpu7"), "died"),
+            (End(code=0, cause=Cause.REQUEST, final=True, reason="no need for more", step=3), "finished"),
+        ],
+    )
+    def test_the_end_of_a_run_is_shown_with_its_whole_reason(
+        self, forge: Forge, trained: Path, end: End, state: str
+    ) -> None:
+        RunFolder(trained).write_end(end, supersede=True)
+        [facts] = json.loads(forge("runs", "--json")[1])
+        assert facts["state"] == state
+        assert facts["end"]["reason"] == end.reason
+        assert end.reason in forge("runs")[1]
+        shown = forge("show", "runs/tiny")[1]
+        assert end.reason in shown
+        assert ("rank 5 on gpu7" in shown) == (end.rank == 5)
+        assert end.reason in forge("watch", "runs/tiny", "--once")[1]
+
+    def test_metrics_are_read_where_the_logger_writes_them(self, forge: Forge, trained: Path) -> None:
+        assert forge("job.toml", "--job.name=else", "--loggers.jsonl.file=lines.jsonl")[0] == 0
+        [other] = json.loads(forge("runs", "--name", "else", "--json")[1])
+        assert other["loss"] is not None
+        assert json.loads(forge("show", "runs/else", "--json")[1])["metrics"]["step"] == 4
+        assert [row["step"] for row in read_metrics("runs/else")] == [1, 2, 3, 4]
+
+    def test_the_last_evaluation_is_looked_for_in_a_bounded_part_of_the_metrics(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "metrics.jsonl"
+        first = '{"step": 0, "eval/loss": 1.0}\n'
+        path.write_text(first + "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(100)))
+        assert last_records(path)[1]["eval/loss"] == 1.0
+        monkeypatch.setattr("forge_plugin_runs.facts.LOOK", 1000)
+        assert last_records(path) == ({"step": 99, "loss": 1.0}, {})
 
     def test_a_run_that_a_hook_has_ended_for_good_is_finished(
         self, forge: Forge, trained: Path, tmp_path: Path

@@ -21,9 +21,11 @@ from types import FrameType
 
 from attrs import asdict, evolve
 
-from forge_core.contracts.errors import ExitCode
+from forge_core.checkpoint.run_folder import RunFolder
+from forge_core.contracts.errors import ExitCode, JobError
+from forge_core.contracts.run_end import ATTEMPT, End
 from forge_plugin_slurm import scheduler
-from forge_plugin_slurm.decision import ENDED, HELD, QUEUED, REQUEUED, Outcome, Policy, decide
+from forge_plugin_slurm.decision import ENDED, GOOD, HELD, QUEUED, REQUEUED, Outcome, Policy, decide
 from forge_plugin_slurm.log_facts import LogFacts, read_log
 from forge_plugin_slurm.records import (
     CURRENT,
@@ -34,7 +36,6 @@ from forge_plugin_slurm.records import (
     attempt_of,
     last_metrics,
     read_attempts,
-    read_failures,
     read_json,
     write_json,
 )
@@ -124,6 +125,7 @@ def main(argv: Sequence[str]) -> int:
         _end(run, evolve(attempt, ended=time.time(), kind=before[-1].kind, action=ENDED, reason=refusal))
         return ExitCode.FAILED
     batch = BatchStep()
+    os.environ[ATTEMPT] = name_of(attempt)  # srun passes it on to the ranks, which record it with their end
     code = batch.run(command, lambda: bool(read_log(log, offset).hosts))
     outcome = observe(run, attempt, code, batch, log, offset)
     attempt = decide(_with_steps(run, attempt, outcome), outcome, before, policy)
@@ -170,6 +172,11 @@ def begin(run: Path, environment: Mapping[str, str], log: Path | None) -> Attemp
     return attempt
 
 
+def name_of(attempt: Attempt) -> str:
+    """The name of an attempt in what the run records."""
+    return f"{attempt.job}.{attempt.restart}"
+
+
 def other_job(run: Path, own: str) -> str:
     """Returns another job that runs in this folder at this moment; empty if none does."""
     job = read_json(run / FOLDER / CURRENT).get("job", "")
@@ -192,9 +199,10 @@ def close_unfinished(run: Path) -> list[Attempt]:
 def _last_sign(run: Path, began: float) -> float:
     """When a run was last heard of."""
     times = [began]
-    for path in (run / "metrics.jsonl", run / FOLDER / PROGRESS):
-        with suppress(OSError):
-            times.append(path.stat().st_mtime)
+    with suppress(OSError, JobError):
+        times.append(RunFolder(run).metrics_file().stat().st_mtime)
+    with suppress(OSError):
+        times.append((run / FOLDER / PROGRESS).stat().st_mtime)
     return max(times)
 
 
@@ -231,7 +239,7 @@ def observe(run: Path, attempt: Attempt, code: int, batch: BatchStep, log: Path 
         time.sleep(WORDS_S)
         facts, left = _controller_facts(attempt.job)
     words = read_log(log, offset)
-    error, step, rank, host = _first_failure(run, attempt, words)
+    end = _end_of(run, attempt)
     return Outcome(
         code=code,
         queued=scheduler.restarts(facts) > attempt.restart,
@@ -240,14 +248,11 @@ def observe(run: Path, attempt: Attempt, code: int, batch: BatchStep, log: Path 
         preempted=facts.get("PreemptTime", "None") not in ("None", "Unknown"),
         terminated=batch.terminated,
         seconds_left=left,
-        stop_reason=words.stop_reason,
-        error=error,
-        error_step=step,
+        end=end,
         trained=_trained(run, attempt),
-        rank=rank,
         killed="; ".join(f"task {task} on {node}: {cause}" for task, (node, cause) in sorted(words.killed.items())[:4]),
         failed_nodes=words.failed_nodes,
-        suspects=_suspects(words, rank, host),
+        suspects=_suspects(words, end),
     )
 
 
@@ -268,23 +273,20 @@ def _controller_facts(job: str) -> tuple[dict[str, str], float | None]:
     return facts, None if limit is None or ran is None else limit - ran
 
 
-def _first_failure(run: Path, attempt: Attempt, words: LogFacts) -> tuple[str, int | None, int | None, str]:
-    """The first error, the step that was complete, its rank and its node."""
-    noted = read_failures(run, attempt.job, attempt.restart)
-    # The report in the log is of the rank that failed first; others raise errors that follow from it
-    own = next((each for each in noted if each["rank"] == words.rank), noted[0] if noted and not words.error else None)
-    if words.killed:  # and what the others say follows from it
-        return "", own["step"] if own else None, None, ""
-    if own is not None:
-        return own["error"], own["step"], own["rank"], own["host"]
-    return words.error, None, words.rank, ""
+def _end_of(run: Path, attempt: Attempt) -> End | None:
+    """What the run recorded about its end, if that was in this attempt."""
+    end = RunFolder(run).end()
+    if end is None or end.attempt not in (name_of(attempt), ""):
+        return None
+    # Without a name srun was told to pass no variables on (`--export`)
+    return end if end.attempt or end.ended >= attempt.began else None
 
 
-def _suspects(words: LogFacts, rank: int | None, host: str) -> tuple[str, ...]:
+def _suspects(words: LogFacts, end: End | None) -> tuple[str, ...]:
     if words.killed:
         return tuple(dict.fromkeys(node for node, _ in words.killed.values()))
-    node = host or words.hosts.get(rank if rank is not None else -1, "")
-    return (node,) if node else ()
+    # SLURM's name of the node first: a machine may have another one
+    return () if end is None or end.code in GOOD else (words.hosts.get(end.rank) or end.host,)
 
 
 # --- queue again -------------------------------------------------------------------------------------------------

@@ -9,16 +9,19 @@ from typing import Literal, get_args
 from attrs import evolve, frozen
 
 from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.run_end import Cause, End
 from forge_plugin_slurm.records import Attempt
 
 Requeued = Literal["preempted", "time", "failed", "node"]
 REQUEUED: tuple[Requeued, ...] = get_args(Requeued)
 """Kinds of end after which a job can be queued again."""
 QUEUED, HELD, ENDED = "queued again", "held", "ended"
+GOOD = (ExitCode.FINISHED, ExitCode.STOPPED)
 TWICE = 2
-BY_HAND = ("signal SIGUSR1", "signal SIGINT")
-_MACHINE = re.compile(r"CUDA|NCCL|cuDNN|ECC|HIP error|does not respond|Bus error|Input/output error|Stale file handle")
-"""Words of errors of which the machine may be the cause, and not only the job."""
+BY_HAND = ("SIGUSR1", "SIGINT")
+"""Signals that a person sends, and no scheduler."""
+_MACHINE = re.compile(r"CUDA|NCCL|cuDNN|ECC|HIP error|Bus error|Input/output error|Stale file handle")
+"""Words of torch and of the kernel for errors of which the machine may be the cause, and not only the job."""
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -47,18 +50,25 @@ class Outcome:
     """Whether the batch script was sent SIGTERM."""
     seconds_left: float | None = None
     """Until the time limit, when it ended."""
-    stop_reason: str = ""
-    """Why Forge stopped and saved; empty if it did not."""
-    error: str = ""
-    error_step: int | None = None
+    end: End | None = None
+    """What the run recorded about its end; None if it recorded nothing in this attempt."""
     trained: bool = False
     """Whether the last step was saved, so that only the work at the end of the run was left."""
-    rank: int | None = None
     killed: str = ""
     """Words about tasks that were killed: `task 3 on gpu07: Killed`."""
     failed_nodes: tuple[str, ...] = ()
     suspects: tuple[str, ...] = ()
     """Nodes on which the first failure was."""
+
+    @property
+    def error(self) -> str:
+        """The first error in one line; empty where tasks were killed, since what others report follows from that."""
+        return "" if self.killed or self.end is None or self.end.code in GOOD else self.end.reason
+
+    @property
+    def error_step(self) -> int | None:
+        """Completed steps at the first error."""
+        return None if self.end is None or self.end.code in GOOD else self.end.step
 
 
 def decide(attempt: Attempt, outcome: Outcome, before: Sequence[Attempt], policy: Policy) -> Attempt:
@@ -90,12 +100,12 @@ def decide(attempt: Attempt, outcome: Outcome, before: Sequence[Attempt], policy
 def classify(outcome: Outcome) -> tuple[str, str]:
     """Returns the kind of an end, and words for it."""
     # From what is certain to what is inferred: a run that has ended for good is not started again, whatever SLURM did.
-    if outcome.code == ExitCode.FINISHED:
-        return "finished", "finished"
+    if outcome.code == ExitCode.FINISHED and outcome.end is not None and outcome.end.code == ExitCode.FINISHED:
+        return "finished", f"ended for good: {outcome.end.reason}" if outcome.end.final else "finished"
     if outcome.code == ExitCode.BAD_JOB:
         return "bad job", f"the job is wrong, or not the same on all ranks: {outcome.error}".rstrip(": ")
     if outcome.code == ExitCode.NON_FINITE:
-        return "non-finite", "loss or gradients stayed non-finite"
+        return "non-finite", outcome.error or "loss or gradients stayed non-finite"
     if outcome.due_to == "NODE FAILURE" or outcome.failed_nodes:
         return "node", f"node failure{_on(outcome.failed_nodes)}"
     if outcome.due_to == "TIME LIMIT":
@@ -113,24 +123,26 @@ def classify(outcome: Outcome) -> tuple[str, str]:
         return _stopped(outcome)
     if outcome.terminated:
         return "preempted", "SIGTERM, not saved"
-    what = outcome.killed or outcome.error or f"srun ended with exit code {outcome.code}"
+    what = outcome.killed or outcome.error or f"srun ended with exit code {outcome.code}, and the run recorded no end"
     step = f" after step {outcome.error_step}" if outcome.error_step is not None else ""
     return "failed", f"failed{step}: {what}"
 
 
 def _stopped(outcome: Outcome) -> tuple[str, str]:
     """The run has stopped by request, and SLURM has not said why."""
-    reason = outcome.stop_reason or "stopped before training began"
-    if reason.startswith("time limit"):
-        return "time", reason
-    if reason.startswith(BY_HAND):
+    end = outcome.end
+    if end is None:  # counts as a start that came no further: it may be so every time
+        return "failed", "stopped, and the run recorded no end"
+    if end.cause == Cause.TIME:
+        return "time", end.reason
+    if end.cause == Cause.REQUEST:
+        return "failed", f"stopped to be started again: {end.reason}"  # by a hook; counts if it comes no further
+    if end.signal in BY_HAND:
         # `sbatch --signal=USR1@300` of a job that has no hook: near the end it is no person's signal
         if outcome.seconds_left is not None and outcome.seconds_left < 600:
-            return "time", f"{reason} near the time limit"
-        return "stopped", f"stopped by hand ({reason}): submit it again to go on"
-    if reason.startswith("signal") or not outcome.stop_reason:
-        return "preempted", reason
-    return "failed", f"stopped to be started again: {reason}"  # a hook's request, saved; counts if it comes no further
+            return "time", f"{end.reason} near the time limit"
+        return "stopped", f"stopped by hand ({end.reason}): submit it again to go on"
+    return "preempted", end.reason
 
 
 def _on(nodes: Sequence[str]) -> str:
@@ -141,8 +153,10 @@ def _blamed(kind: str, outcome: Outcome) -> tuple[str, ...]:
     if kind == "node":
         return outcome.failed_nodes
     # What is killed after the last step, an export say, was too large or too slow: other nodes would do no better
-    machine = kind == "failed" and not outcome.trained and (outcome.killed or _MACHINE.search(outcome.error))
-    return outcome.suspects if machine else ()
+    if kind != "failed" or outcome.trained:
+        return ()
+    silent = outcome.end is not None and outcome.end.cause == Cause.SILENT
+    return outcome.suspects if silent or outcome.killed or _MACHINE.search(outcome.error) else ()
 
 
 def _same_error(attempt: Attempt, before: Sequence[Attempt]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import warnings
 from collections import deque
@@ -13,6 +12,7 @@ from attrs import define, field
 from attrs.validators import ge
 
 from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.run_end import Cause
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ class Slurm(TrainingHook):
         self._end = self._ask_end(warn=False)  # the limit may have been raised meanwhile
         if self._end is not None and now + self.margin >= self._end:
             left = max(0, round(self._end - now))
-            context.request_stop(f"time limit: SLURM job {self._job} ends in {left} s")
+            context.request_stop(f"time limit: SLURM job {self._job} ends in {left} s", cause=Cause.TIME)
 
     @property
     def margin(self) -> float:
@@ -96,26 +96,6 @@ class Slurm(TrainingHook):
     def on_train_end(self, context: TrainContext) -> None:
         if self._rank == 0 and self._job:
             self._note(context, ended=context.step)
-
-    def on_exception(self, context: TrainContext, error: BaseException) -> None:
-        """Note the error of this rank: the same one in two starts is the job's fault, and not a machine's."""
-        from forge_core.launch.failure_report import EndedElsewhere
-
-        if isinstance(error, EndedElsewhere) or context.folder is None or not self._job:
-            return
-        from forge_plugin_slurm.records import FAILURE, write_json
-
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        table = {
-            "job": self._job,
-            "restart": self._restart,
-            "rank": self._rank,
-            "host": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
-            "step": context.step,
-            "error": f"{type(error).__name__}: {lines[0] if lines else ''}"[:1000],
-            "time": time.time(),
-        }
-        write_json(self._folder(context) / FAILURE.format(rank=self._rank), table)
 
     def _note(self, context: TrainContext, **more: Any) -> None:
         from forge_plugin_slurm.records import PROGRESS, write_json

@@ -1,4 +1,4 @@
-"""Facts about an attempt that only its log has: the words of SLURM, of srun, and of Forge's last lines.
+"""Facts about an attempt that only its log has: the words of SLURM and of srun.
 
 While processes of a job are left, the controller calls its state COMPLETING, whatever ended it. The reason is in a line
 that SLURM writes into the log of the batch script, in this form since version 14.
@@ -17,10 +17,6 @@ TAIL = 1 << 20
 _JOB = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+[A-Z]))?")
 _NODE = re.compile(r"srun: error: Node failure on (\S+)")
 _TASKS = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
-_STOPPED = re.compile(r"^stopped at step (\d+) \((.*)\), everything saved", re.MULTILINE)
-_FAILED = re.compile(r"^forge-run: (.+)$", re.MULTILINE)
-_RANK = re.compile(r"rank (\d+)\b")
-_RAISED = re.compile(r"^\w[\w.]*: .+")
 _QUIET = ("Exited with exit code", "Terminated")
 """Ends of a task that say nothing about its machine."""
 
@@ -33,18 +29,11 @@ class LogFacts:
     """Whether SLURM ended the job, for any reason: a limit, a failure, `scancel`."""
     due_to: str = ""
     """`TIME LIMIT`, `PREEMPTION`, `NODE FAILURE` or `JOB REQUEUE`; empty for `scancel`."""
-    stop_reason: str = ""
-    """Why Forge stopped and saved."""
-    stop_step: int | None = None
     failed_nodes: tuple[str, ...] = ()
     killed: Mapping[int, tuple[str, str]] = Factory(dict)
     """Node and cause (`Killed`) of each task that did not exit by itself, if it was the first to end."""
     hosts: Mapping[int, str] = Factory(dict)
     """Node of each task that ended with an error."""
-    error: str = ""
-    """Forge's report of the first failure, in one line."""
-    rank: int | None = None
-    """The rank that it names."""
 
 
 def read_log(path: Path | None, offset: int) -> LogFacts:
@@ -63,38 +52,20 @@ def read_log(path: Path | None, offset: int) -> LogFacts:
 
 def facts_of(text: str) -> LogFacts:
     """Reads the facts from the text of a log."""
-    ends, stops = _JOB.findall(text), _STOPPED.findall(text)
+    ends = _JOB.findall(text)
     hosts = {task: node for node, tasks, _ in _TASKS.findall(text) for task in _numbers(tasks)}
     killed: dict[int, tuple[str, str]] = {}
     for node, tasks, cause in _TASKS.findall(text):
         if cause.startswith(_QUIET):
             break  # srun kills what is left after the first end (--wait): later ones are no cause
         killed |= dict.fromkeys(_numbers(tasks), (node, cause.strip()))
-    error, rank = _first_error(text)
     return LogFacts(
         ended_by_slurm=bool(ends),
         due_to=next(filter(None, ends), ""),
-        stop_reason=stops[-1][1] if stops else "",
-        stop_step=int(stops[-1][0]) if stops else None,
         failed_nodes=tuple(dict.fromkeys(_NODE.findall(text))),
         killed=killed,
         hosts=hosts,
-        error=error,
-        rank=rank,
     )
-
-
-def _first_error(text: str) -> tuple[str, int | None]:
-    """The first report of a failure: its line, or of a traceback the line that names the exception."""
-    report = _FAILED.search(text)
-    if report is None:
-        return "", None
-    line = report[1]
-    rank = _RANK.match(line)
-    if line.endswith("failed:"):
-        lines = text[report.end() :].split("\n")
-        line = next((each for each in lines if _RAISED.match(each)), line)
-    return line, int(rank[1]) if rank else None
 
 
 def _numbers(text: str) -> Iterator[int]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import asdict, fields, frozen
+
+from forge_core.checkpoint.run_folder import RunFolder
+from forge_core.contracts.errors import JobError
 
 FOLDER = "slurm"
 """Folder below the run folder for all of these but the attempts."""
@@ -17,7 +20,6 @@ ATTEMPTS = "attempts.jsonl"
 CURRENT = "current.json"
 PROGRESS = "progress.json"
 SUBMISSION = "submission.json"
-FAILURE = "failure-{rank}.json"
 METRICS_TAIL = 1 << 16
 """Bytes of metrics.jsonl that are read, from the end, to find the last step."""
 
@@ -116,21 +118,14 @@ def excluded_nodes(attempts: Iterable[Attempt]) -> list[str]:
     return list(dict.fromkeys(node for attempt in attempts for node in attempt.excluded))
 
 
-def read_failures(run: Path, job: str, restart: int) -> Sequence[Mapping[str, Any]]:
-    """Returns what ranks of an attempt have noted about their errors, the first one first."""
-    tables = [read_json(path) for path in (run / FOLDER).glob(FAILURE.format(rank="*"))]
-    own = [each for each in tables if (each.get("job"), each.get("restart")) == (job, restart)]
-    return sorted(own, key=lambda each: each.get("time", 0.0))
-
-
 def last_metrics(run: Path) -> Mapping[str, Any]:
     """Returns the last line of a training step in `metrics.jsonl`; empty if there is none."""
     try:
-        with (run / "metrics.jsonl").open("rb") as file:
+        with RunFolder(run).metrics_file().open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - METRICS_TAIL))
             lines = file.read().splitlines()
-    except OSError:
+    except (OSError, JobError):
         return {}
     for line in reversed(lines):
         try:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from forge_core.checkpoint.run_folder import JOB
+from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.run_owner import owner
 from forge_kit.tables import columns
@@ -75,8 +74,8 @@ def _queue(job: str) -> str:
 
 def _steps(run: Path) -> int | None:
     try:
-        return tomllib.loads((run / JOB).read_text(encoding="utf-8"))["train"]["steps"]
-    except (OSError, ValueError, KeyError):
+        return RunFolder(run).job()["train"]["steps"]
+    except (JobError, KeyError):
         return None  # it has not begun
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from forge_core.checkpoint.run_folder import RunFolder
+from forge_core.contracts.run_end import Cause, End
 from forge_plugin_slurm import attempt
 from forge_plugin_slurm.attempt import BatchStep
 from forge_plugin_slurm.records import FOLDER, PROGRESS, Attempt, write_json
@@ -45,3 +47,14 @@ def test_a_run_is_trained_when_this_attempt_has_saved_the_last_step(
     facts = {"job": "17", "restart": restart, "began": 0, "saved": saved, "steps": 60}
     write_json(tmp_path / FOLDER / PROGRESS, facts)
     assert attempt._trained(tmp_path, Attempt(job="17", restart=1, began=0.0)) == trained
+
+
+@pytest.mark.parametrize(
+    ("name", "ended", "counts"), [("17.1", 5.0, True), ("17.0", 20.0, False), ("", 20.0, True), ("", 5.0, False)]
+)
+def test_the_end_of_an_earlier_attempt_is_none_of_this_one(
+    tmp_path: Path, name: str, ended: float, counts: bool
+) -> None:
+    end = End(code=0, cause=Cause.FINISHED, attempt=name, ended=ended)
+    RunFolder(tmp_path).write_end(end)
+    assert (attempt._end_of(tmp_path, Attempt(job="17", restart=1, began=10.0)) == end) == counts

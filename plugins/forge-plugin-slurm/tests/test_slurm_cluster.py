@@ -59,24 +59,22 @@ rank, restart = os.environ["SLURM_PROCID"], int(os.environ.get("SLURM_RESTART_CO
 if rank == "0":
     facts = {"job": os.environ["SLURM_JOB_ID"], "restart": restart, "began": 0, "saved": 0}
     open(run + "/slurm/progress.json", "w").write(json.dumps(facts))
+def end(code, cause, **more):
+    table = {"code": code, "cause": cause, "host": "x", "step": 7, "attempt": os.environ["FORGE_ATTEMPT"], **more}
+    open(run + "/end.json", "w").write(json.dumps(table))
+    os._exit(code)
 if what == "wait":
-    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), os._exit(75)))
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), end(75, "signal", signal="SIGTERM")))
     open(f"ready{os.environ.get('SLURM_ARRAY_TASK_ID', '')}", "w").close()
     time.sleep(300)
 elif what == "by hand":
-    def stop(*_):
-        print("stopped at step 7 (signal SIGUSR1), everything saved: loss 1.0", flush=True)
-        os._exit(75)
-    signal.signal(signal.SIGUSR1, stop)
+    signal.signal(signal.SIGUSR1, lambda *_: end(75, "signal", signal="SIGUSR1", reason="signal SIGUSR1"))
     open("ready", "w").close()
     time.sleep(300)
 elif what == "error":
-    noted = facts | {"rank": 0, "host": "x", "step": 7, "error": "ValueError: the flux is out of bounds", "time": 0.0}
-    open(run + "/slurm/failure-0.json", "w").write(json.dumps(noted))
-    sys.exit(1)
+    end(1, "failed", reason="ValueError: the flux is out of bounds")
 elif what == "fail":
-    print(f"forge-run: trouble of the letter {'abcdefg'[restart]}", file=sys.stderr)
-    sys.exit(1)
+    end(1, "failed", reason=f"trouble of the letter {'abcdefg'[restart]}")
 elif what == "killed" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 elif what == "killed":

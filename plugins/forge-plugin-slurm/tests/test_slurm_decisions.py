@@ -7,8 +7,23 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from forge_core.contracts.run_end import Cause, End
 from forge_plugin_slurm.decision import ENDED, HELD, QUEUED, Outcome, Policy, decide
 from forge_plugin_slurm.records import Attempt
+
+
+def stopped(cause: Cause = Cause.SIGNAL, signal: str = "SIGTERM", reason: str = "", **facts: Any) -> Outcome:
+    end = End(code=75, cause=cause, signal=signal, reason=reason or f"signal {signal}", step=150)
+    return Outcome(code=75, end=end, **facts)
+
+
+def failed(
+    reason: str = "ValueError: no", step: int | None = 150, cause: Cause = Cause.FAILED, **facts: Any
+) -> Outcome:
+    return Outcome(code=1, end=End(code=1, cause=cause, reason=reason, step=step), **facts)
+
+
+FINISHED = End(code=0, cause=Cause.FINISHED, step=200)
 
 
 def attempt(**facts: Any) -> Attempt:
@@ -20,31 +35,43 @@ def decided(outcome: Outcome, *before: Attempt, policy: Policy | None = None, **
 
 
 ENDS = {
-    "the last step": (Outcome(code=0), "finished", ENDED),
-    "the last step, although SLURM has queued it again": (Outcome(code=0, queued=True), "finished", ENDED),
-    "a wrong job": (Outcome(code=2, error="train.steps: must be > 0"), "bad job", ENDED),
+    "the last step": (Outcome(code=0, end=FINISHED), "finished", ENDED),
+    "the last step, although SLURM has queued it again": (
+        Outcome(code=0, queued=True, end=FINISHED),
+        "finished",
+        ENDED,
+    ),
+    "a wrong job": (Outcome(code=2), "bad job", ENDED),
     "non-finite": (Outcome(code=76), "non-finite", ENDED),
     "a second signal": (Outcome(code=130), "stopped", ENDED),
-    "preempted, saved": (Outcome(code=75, preempted=True, stop_reason="signal SIGTERM"), "preempted", QUEUED),
+    "preempted, saved": (stopped(preempted=True), "preempted", QUEUED),
     "preempted, killed at the end of its grace": (Outcome(code=137, due_to="PREEMPTION"), "preempted", QUEUED),
-    "SIGTERM while time is left": (Outcome(code=75, stop_reason="signal SIGTERM"), "preempted", QUEUED),
-    "SIGTERM before training began": (Outcome(code=75), "preempted", QUEUED),
+    "SIGTERM while time is left": (stopped(), "preempted", QUEUED),
+    "SIGTERM before training began": (
+        Outcome(code=75, end=End(code=75, cause=Cause.SIGNAL, signal="SIGTERM", reason="stopped by SIGTERM")),
+        "preempted",
+        QUEUED,
+    ),
+    "a stop that the run did not record": (Outcome(code=75), "failed", QUEUED),
+    "a stop reason that looks like a signal": (stopped(Cause.REQUEST, "", "signal-to-noise below 1"), "failed", QUEUED),
+    "a stop reason that looks like a time limit": (stopped(Cause.REQUEST, "", "time limit of mine"), "failed", QUEUED),
+    "srun ends with 0, and the run recorded nothing": (Outcome(code=0), "failed", QUEUED),
     "the hook, before the time limit": (
-        Outcome(code=75, stop_reason="time limit: job 17 ends in 83 s"),
+        stopped(Cause.TIME, "", "time limit: job 17 ends in 83 s"),
         "time",
         QUEUED,
     ),
     "the time limit itself": (Outcome(code=137, due_to="TIME LIMIT", ended_by_slurm=True), "time", QUEUED),
-    "the time limit, saved": (Outcome(code=75, due_to="TIME LIMIT", stop_reason="signal SIGTERM"), "time", QUEUED),
-    "USR1 shortly before the end": (Outcome(code=75, stop_reason="signal SIGUSR1", seconds_left=250), "time", QUEUED),
-    "USR1 by hand": (Outcome(code=75, stop_reason="signal SIGUSR1", seconds_left=9000), "stopped", ENDED),
-    "USR1 by hand, no limit": (Outcome(code=75, stop_reason="signal SIGUSR1"), "stopped", ENDED),
-    "a hook that wants another start": (Outcome(code=75, stop_reason="gpu 3 throttles"), "failed", QUEUED),
+    "the time limit, saved": (stopped(due_to="TIME LIMIT"), "time", QUEUED),
+    "USR1 shortly before the end": (stopped(signal="SIGUSR1", seconds_left=250), "time", QUEUED),
+    "USR1 by hand": (stopped(signal="SIGUSR1", seconds_left=9000), "stopped", ENDED),
+    "USR1 by hand, no limit": (stopped(signal="SIGUSR1"), "stopped", ENDED),
+    "a hook that wants another start": (stopped(Cause.REQUEST, "", "gpu 3 throttles"), "failed", QUEUED),
     "scancel, saved": (Outcome(code=75, ended_by_slurm=True, terminated=True), "cancelled", ENDED),
     "scancel, not saved": (Outcome(code=143, ended_by_slurm=True, terminated=True), "cancelled", ENDED),
     "scontrol requeue by a person": (Outcome(code=143, queued=True, due_to="JOB REQUEUE"), "preempted", QUEUED),
     "a task was killed": (Outcome(code=137, killed="task 1 on gpu07: Killed"), "failed", QUEUED),
-    "an exception": (Outcome(code=1, error="ValueError: no", error_step=150), "failed", QUEUED),
+    "an exception": (failed(), "failed", QUEUED),
     "a node failed": (Outcome(code=1, failed_nodes=("gpu07",)), "node", QUEUED),
     "a node failed, and SLURM was first": (Outcome(code=1, queued=True, due_to="NODE FAILURE"), "node", QUEUED),
 }
@@ -71,14 +98,14 @@ def _example(kind: str) -> str:
     return named.get(kind, "a node failed")
 
 
-FAILED = Outcome(code=1, error="RuntimeError: file 3 is gone", error_step=120)
+FAILED = failed("RuntimeError: file 3 is gone", 120)
 
 
 def failures(count: int, **facts: Any) -> list[Attempt]:
     """Failures of different errors, so that only their number counts."""
     before: list[Attempt] = []
     for number in range(count):
-        outcome = evolve(FAILED, error=f"{'abcdefgh'[number]}: no")
+        outcome = failed(f"{'abcdefgh'[number]}: no", 120)
         before.append(decided(outcome, *before, **facts))
     return before
 
@@ -93,7 +120,7 @@ def test_a_job_that_fails_without_a_new_checkpoint_is_held_after_max_idle_restar
 def test_a_checkpoint_and_a_release_by_hand_start_the_count_anew_and_preemptions_do_not_count() -> None:
     three = failures(3)
     assert decided(FAILED, *three, saved=140).action == QUEUED
-    assert decided(FAILED, *three, decided(evolve(FAILED, error="x: no"), saved=140)).action == QUEUED
+    assert decided(FAILED, *three, decided(failed("x: no", 120), saved=140)).action == QUEUED
     assert decided(FAILED, *failures(4)).action == QUEUED
     preempted = decided(Outcome(code=75, preempted=True), *three)
     assert preempted.action == QUEUED
@@ -111,14 +138,14 @@ def test_a_time_limit_that_leaves_no_time_for_a_checkpoint_counts_too() -> None:
 
 def test_the_same_error_after_the_same_step_twice_in_a_row_is_the_jobs_fault() -> None:
     first = decided(FAILED, saved=110)
-    again = evolve(FAILED, error="RuntimeError: file 4 is gone")  # numbers may differ: a process, an address
+    again = failed("RuntimeError: file 4 is gone", 120)  # numbers may differ: a process, an address
     ended = decided(again, first, saved=110)
     assert ended.action == ENDED
     assert "the job or its data" in ended.reason
-    assert decided(evolve(FAILED, error_step=121), first, saved=110).action == QUEUED
-    assert decided(evolve(FAILED, error="KeyError: 'x'"), first, saved=110).action == QUEUED
+    assert decided(failed("RuntimeError: file 3 is gone", 121), first, saved=110).action == QUEUED
+    assert decided(failed("KeyError: 'x'", 120), first, saved=110).action == QUEUED
     assert decided(FAILED, first, decided(Outcome(code=75, preempted=True)), saved=110).action == QUEUED
-    in_use = Outcome(code=1, error="runs/x is in use by process 7 on gpu03")  # before training: counts, no more
+    in_use = failed("a file system is gone", None)  # before training: counts, no more
     assert decided(in_use, decided(in_use, saved=110), saved=110).action == QUEUED
 
 
@@ -130,9 +157,7 @@ def test_a_job_that_was_submitted_again_after_the_same_error_may_try_once_more()
 
 def test_a_node_on_which_tasks_were_killed_or_devices_failed_twice_is_left_out() -> None:
     killed = Outcome(code=137, killed="task 9 on gpu07: Killed", suspects=("gpu07",))
-    device = Outcome(
-        code=1, error="RuntimeError: CUDA error: uncorrectable ECC error", suspects=("gpu07",), error_step=7
-    )
+    device = failed("RuntimeError: CUDA error: uncorrectable ECC error", 7, suspects=("gpu07",))
     first = decided(killed, saved=140)
     assert (first.blamed, first.excluded) == (("gpu07",), ())
     other = decided(evolve(device, suspects=("gpu09",)), first, saved=140)
@@ -143,8 +168,21 @@ def test_a_node_on_which_tasks_were_killed_or_devices_failed_twice_is_left_out()
 
 
 def test_an_exception_in_the_users_code_blames_no_node() -> None:
-    error = Outcome(code=1, error="ValueError: no", suspects=("gpu07",), error_step=3)
+    error = failed(suspects=("gpu07",))
     assert decided(error).blamed == ()
+    assert decided(failed("it does not respond to me", suspects=("gpu07",))).blamed == ()
+
+
+def test_a_rank_that_does_not_respond_blames_its_node() -> None:
+    assert decided(failed("rank 3 is gone", cause=Cause.SILENT, suspects=("gpu07",))).blamed == ("gpu07",)
+    assert decided(failed("rank 3 is late", cause=Cause.HANG, suspects=("gpu07",))).blamed == ()
+
+
+def test_a_hook_that_stops_every_start_is_held_whatever_it_says() -> None:
+    before: list[Attempt] = []
+    for _ in range(4):
+        before.append(decided(stopped(Cause.REQUEST, "", "a fault:\n row remap pending"), *before))
+    assert [each.action for each in before] == [QUEUED, QUEUED, QUEUED, HELD]
 
 
 def test_a_task_that_is_killed_after_the_last_step_blames_no_node() -> None:

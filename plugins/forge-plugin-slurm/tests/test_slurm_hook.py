@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from forge_core import TrainingHook
+from forge_core.checkpoint.run_folder import RunFolder
+from forge_core.contracts.run_end import Cause
 from forge_plugin_slurm.hook import LEAST_MARGIN_S, Slurm
-from forge_plugin_slurm.records import read_failures
 
 
 @pytest.fixture
@@ -48,6 +49,7 @@ def test_a_run_stops_when_the_margin_is_reached(allocation, job, train):
     summary = train(job(), Slurm())
     assert summary.step == 1
     assert summary.stopped.startswith("time limit: SLURM job 17 ends in ")
+    assert RunFolder(summary.folder).end().cause == Cause.TIME
     assert progress(summary) | {"slowest_save_s": 0} == {
         "job": "17", "restart": 0, "began": 0, "saved": 1, "steps": 6, "ended": 1, "slowest_save_s": 0,
     }  # fmt: skip
@@ -109,21 +111,3 @@ def test_outside_slurm_it_says_that_it_does_nothing(job, train, monkeypatch):
     with pytest.warns(UserWarning, match="the hook slurm does nothing: this is no SLURM job"):
         summary = train(job(), Slurm())
     assert not (summary.folder / "slurm").exists()
-
-
-def test_an_error_is_noted_with_its_step(allocation, job, train, tmp_path, monkeypatch):
-    allocation("UNLIMITED")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
-
-    class Trouble(TrainingHook):
-        def on_step_begin(self, context):
-            if context.step == 4:
-                raise ValueError("the flux is out of bounds")
-
-    wrong = job()
-    with pytest.raises(ValueError, match="flux"):
-        train(wrong, Slurm(), Trouble())
-    [noted] = read_failures(Path(wrong.job.output) / wrong.job.name, "17", 2)
-    assert (noted["step"], noted["rank"], noted["host"]) == (3, 0, "gpu07")
-    assert noted["error"] == "ValueError: the flux is out of bounds"

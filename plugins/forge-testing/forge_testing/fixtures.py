@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.components import TrainingHook
 from forge_core.engine.build import Run, build_context, build_run
 from forge_core.engine.trainer import Summary, Trainer
@@ -77,7 +78,7 @@ def lines() -> Callable[[Summary], list[dict[str, Any]]]:
     """The training lines of a finished run."""
 
     def read(summary: Summary) -> list[dict[str, Any]]:
-        text = (summary.folder / "metrics.jsonl").read_text()
+        text = RunFolder(summary.folder).metrics_file().read_text()
         return [record for line in text.splitlines() if "loss" in (record := json.loads(line))]
 
     return read

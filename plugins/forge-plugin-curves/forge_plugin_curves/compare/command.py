@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 
@@ -81,8 +82,8 @@ def _told_apart(files: Sequence[str]) -> tuple[list[Path], list[Path]]:
     """Job files, and run folders."""
     paths = [Path(file) for file in files]
     runs = [path for path in paths if path.is_dir()]
-    if wrong := [path for path in runs if not (path / "metrics.jsonl").is_file()]:
-        raise JobError(f"{wrong[0]} is a folder without metrics.jsonl; name job files, or run folders")
+    if wrong := [path for path in runs if not RunFolder(path).metrics_file().is_file()]:
+        raise JobError(f"{wrong[0]} is a folder without metrics of a run; name job files, or run folders")
     return [path for path in paths if path not in runs], runs
 
 

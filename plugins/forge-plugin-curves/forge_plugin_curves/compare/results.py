@@ -12,6 +12,7 @@ from typing import Any, Literal
 from attrs import frozen
 
 from forge_core import read_metrics
+from forge_core.checkpoint.run_folder import RunFolder
 from forge_plugin_curves.compare.grid import Cell, Trial
 from forge_plugin_curves.compare.record import Entry
 
@@ -64,7 +65,7 @@ def read_outcome(trial: Trial, folder: Path, entry: Entry | None = None) -> Outc
     """Read the results of a run from its folder; one that has not begun has none."""
     steps: list[dict[str, Any]] = []
     evaluations: list[dict[str, Any]] = []
-    if (folder / "metrics.jsonl").is_file():
+    if RunFolder(folder).metrics_file().is_file():
         steps = metrics = read_metrics(folder)
         evaluations = metrics.evaluations
     known: dict[str, Any] = {}

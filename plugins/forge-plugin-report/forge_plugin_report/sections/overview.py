@@ -40,7 +40,8 @@ class Overview(ReportSection):
 
 def facts_of(run: ReportRun, state: Run) -> dict[str, Cell]:
     """Returns the figures of a run by name; what its folder does not have is left out."""
-    facts: dict[str, Cell] = {"state": f"{state.state}{f': {state.ended}' if state.ended else ''}"}
+    reason = state.end.reason if state.end else state.ended
+    facts: dict[str, Cell] = {"state": f"{state.state}{f': {reason}' if reason else ''}"}
     facts["steps"] = f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
     facts |= {"tokens": count_text(state.tokens)} if state.tokens else {}
     facts |= dict(_losses(run))

@@ -43,6 +43,8 @@ def _panel(run: WatchedRun, curves: Sequence[str], width: int, height: int) -> P
     for name in curves:
         parts += _curve(run, name, width - 4, height)
     parts += _last_words(run)
+    if run.ending:
+        parts.append(Text(run.ending, "yellow"))
     if run.problem:
         parts.append(Text(run.problem, "red"))
     title = Text(f" {run.name} ", "bold")

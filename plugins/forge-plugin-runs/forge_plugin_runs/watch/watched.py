@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from forge_core.checkpoint.run_folder import LOCK
+from forge_core.checkpoint.run_folder import LOCK, METRICS, RunFolder
+from forge_core.contracts.errors import JobError
 from forge_kit.run_owner import owner
-from forge_plugin_runs.facts import METRICS, number, read_run
+from forge_plugin_runs.facts import number, read_run
 from forge_plugin_runs.life import LINES, START_S, Pulse, pulse_of
 from forge_plugin_runs.watch.follow import FollowedFile
 from forge_plugin_runs.watch.remote import RemoteLines
@@ -39,6 +40,8 @@ class WatchedRun(ABC):
         self.state = ""
         """`running`, or how it ended."""
         self.started: float | None = None
+        self.ending = ""
+        """Why it ended; empty while it runs."""
         self.problem = ""
 
     @abstractmethod
@@ -133,27 +136,31 @@ class LocalRun(WatchedRun):
 
     def poll(self) -> None:
         self._read_job()
-        name = str(self.job.get("loggers", {}).get("jsonl", {}).get("file", METRICS))
-        self._file = self._file or FollowedFile(self._folder / name)
+        self._file = self._file or FollowedFile(self._metrics_file())
         for line in self._file.lines():
             self.take(line)
         is_running = bool(owner(self._folder))
         if is_running:
-            self.state = "running"
+            self.state, self.ending = "running", ""
             self.started = (self._folder / LOCK).stat().st_mtime
         elif self.state in ("running", ""):
-            self.state = read_run(self._folder).state
+            run = read_run(self._folder)
+            self.state = run.state
+            self.ending = run.end.reason if run.end else ""
         for path in sorted(self._folder.glob("logs/rank-*.log")):
             if (written := path.stat().st_mtime) != self.logs.get(path.stem, (0.0, ""))[0]:
                 self.logs[path.stem] = written, _last_line(path)
+
+    def _metrics_file(self) -> Path:
+        return RunFolder(self._folder).metrics_file() if self.job else self._folder / METRICS
 
     def _read_job(self) -> None:
         if self.job and self.state == "running":
             return
         try:
-            self.job = tomllib.loads((self._folder / "job.toml").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return  # before its first start has come so far
+            self.job = RunFolder(self._folder).job()
+        except JobError:
+            return  # it is being written
 
     def close(self) -> None:
         if self._file is not None:

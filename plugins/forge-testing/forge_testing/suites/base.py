@@ -13,6 +13,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.contexts import StepContext
@@ -92,7 +93,7 @@ class Stop(TrainingHook):
 
 def losses_of(summary: Summary) -> list[float]:
     """Return the training losses of a finished run."""
-    records = map(json.loads, (summary.folder / "metrics.jsonl").read_text().splitlines())
+    records = map(json.loads, RunFolder(summary.folder).metrics_file().read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record]
 
 
