@@ -10,7 +10,6 @@ from attrs.validators import ge, gt, le, matches_re, min_len, optional
 
 from forge_core.contracts import components
 from forge_core.contracts.components import default_type, when_resumed
-from forge_core.contracts.deprecation import deprecated_value
 from forge_core.contracts.layout import Layout
 
 METRICS = "metrics.jsonl"
@@ -54,12 +53,8 @@ class TrainSection:
     """Largest global norm of the gradient; it is scaled down to this. 0 turns clipping off."""
     precision: Literal["bf16", "fp32", "fp64"] = "fp32"
     """Compute dtype. With bf16, master weights, losses, reductions and norms stay float32. fp64 is for comparisons."""
-    float32_matmul: Literal["auto", "highest", "high", "medium"] = field(
-        default="highest",
-        metadata=SAFE
-        | deprecated_value("auto", "0.3", "leave it out; for oneDNN on AMD processors, add [plugins.onednn]"),
-    )
-    """Precision of float32 matrix products inside (torch's `set_float32_matmul_precision`). auto: the highest."""
+    float32_matmul: Literal["highest", "high", "medium"] = field(default="highest", metadata=SAFE)
+    """Precision of float32 matrix products inside (torch's `set_float32_matmul_precision`)."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=SAFE)
     """Where to train; auto takes CUDA where there is one."""
     non_finite: Literal["skip", "stop", "ignore"] = field(default="skip", metadata=SAFE)

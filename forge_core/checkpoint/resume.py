@@ -97,6 +97,7 @@ def locate(path: Path, how: How) -> tuple[Path, dict[str, Any]]:
 
     Raises:
         CheckpointError: there is none, or it is damaged.
+        JobError: the path is a file.
     """
     if (path / MANIFEST).is_file() or re.fullmatch(r"step-\d+", path.name):
         return (path := in_storage(path)), verify(path, how)

@@ -21,7 +21,7 @@ from forge_core.checkpoint.storage import MALFORMED, LocalStorage
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.run_end import End
 from forge_core.files import write_atomically
-from forge_core.job import LOCAL_STORAGE, METRICS
+from forge_core.job import LOCAL_STORAGE, METRICS, JobSection
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.plugins.catalog import Catalog
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 JOB = "job.toml"
 END = "end.json"
 LOCK = ".lock"
+PROVENANCE = "provenance.json"
 UNKNOWN = "another process"
 TOKENIZER = "tokenizer"
 LEASE_S = 120.0
@@ -167,17 +168,32 @@ class RunFolder:
     def write_end(self, end: End, supersede: bool = False) -> None:
         """Keep how a start ended. Without `supersede` its first record stays, as later ends follow from that."""
         if not displaced(self.path) and (supersede or not (self.path / END).exists()):
-            write_atomically(self.path / END, json.dumps(end.to_dict()) + "\n")
+            write_atomically(self.path / END, json.dumps(attrs.asdict(end)) + "\n")
 
     def remove_end(self) -> None:
         """Forget how an earlier start ended, as the next one begins."""
         (self.path / END).unlink(missing_ok=True)
 
 
+def refuse_file(path: Path) -> None:
+    """Raise a `JobError` if `path` is a file where a run is meant; it names the run of a job, or of a file in one."""
+    if path.is_file():
+        run = next((folder for folder in path.absolute().parents if (folder / PROVENANCE).is_file()), None)
+        hint = f"; its run is {os.path.relpath(run)}" if (run := run or _run_of_job(path)) else ""
+        raise JobError(f"{path} is a file, and no run folder or checkpoint{hint}")
+
+
+def _run_of_job(path: Path) -> Path | None:
+    with suppress(*MALFORMED):
+        section = JobSection(**tomllib.loads(path.read_text(encoding="utf-8"))["job"])
+        return Path(section.output) / section.name
+    return None
+
+
 def write_record(folder: Path, job_toml: str, provenance: Mapping[str, Any], plan: str) -> None:
     """Keep the resolved job, the provenance with the folder in which relative paths of the job start, and the plan."""
     (folder / JOB).write_text(job_toml)
-    (folder / "provenance.json").write_text(json.dumps({**provenance, "started_in": os.getcwd()}, indent=1) + "\n")
+    (folder / PROVENANCE).write_text(json.dumps({**provenance, "started_in": os.getcwd()}, indent=1) + "\n")
     (folder / "plan.txt").write_text(plan + "\n")
 
 
@@ -204,8 +220,10 @@ def _plugins_build_storage(folder: Path) -> bool:
 def storage_of(folder: Path) -> Storage:
     """The storage that keeps the checkpoints of a run folder, as the job in it says.
 
-    Raises a `JobError` if the job names what is not installed, a `ForgeError` if the storage cannot be built.
+    Raises a `JobError` if it is a file, or its job names what is not installed; a `ForgeError` if the storage cannot be
+    built.
     """
+    refuse_file(folder)
     table = RunFolder(folder).job().get("checkpoint", {}).get("storage", {})
     # The core's own is opened without the job, whose plugins need not be installed to look at its checkpoints
     if table.get("type", LOCAL_STORAGE) == LOCAL_STORAGE and not _plugins_build_storage(folder):

@@ -220,7 +220,7 @@ class _Structurer:
 
     def _note_deprecated(self, given: dict[str, Any], fields: dict[str, Attribute]) -> None:
         for key, value in given.items():
-            warning = deprecation_of(fields[key], value)
+            warning = deprecation_of(fields[key])
             # A resolved job has every key, and would warn of all that are at their defaults.
             if warning is not None and value != default_of(fields[key]):
                 path = ".".join([*self._path, key])

@@ -12,7 +12,6 @@ from typing import Any
 from attrs import Attribute
 
 KEY = "deprecated"
-VALUE = "deprecated value"
 
 
 class ForgeDeprecation(FutureWarning):
@@ -38,12 +37,6 @@ def deprecated_key(removed_in: str, instead: str) -> dict[str, Any]:
     return {KEY: deprecated("this key", removed_in, instead)}
 
 
-def deprecated_value(value: str, removed_in: str, instead: str) -> dict[str, Any]:
-    """Metadata of a field one value of which will be removed. Arguments as above."""
-    return {VALUE: (value, deprecated(f"the value {value!r}", removed_in, instead))}
-
-
-def deprecation_of(key: Attribute, value: Any = None) -> ForgeDeprecation | None:
-    """The warning about a field's key, or about this value of it, if it will be removed."""
-    old, of_value = key.metadata.get(VALUE, (None, None))
-    return of_value if value is not None and value == old else key.metadata.get(KEY)
+def deprecation_of(key: Attribute) -> ForgeDeprecation | None:
+    """The warning about a field's key, if it will be removed."""
+    return key.metadata.get(KEY)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Self
 
-from attrs import Factory, asdict, field, fields, frozen
+from attrs import Factory, field, fields, frozen
 
 from forge_core.contracts.errors import ExitCode
 
@@ -76,12 +76,8 @@ class End:
     """Seconds since 1970."""
     ended: float = Factory(time.time)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The content of `end.json`."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """The opposite; keys of a later version are left out."""
+        """The end that `end.json` has; keys of a later version are left out."""
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in table.items() if name in known})

@@ -84,8 +84,7 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL: its first collective takes the current device
     # Set in every run: another run of the same process may have left its own settings.
-    matmul = job.train.float32_matmul
-    torch.set_float32_matmul_precision("highest" if matmul == "auto" else matmul)
+    torch.set_float32_matmul_precision(job.train.float32_matmul)
     context.plugins.configure_backend(job, device)
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before its first product: torch demands it

@@ -26,7 +26,7 @@ def test_lines_from_the_end_are_all_lines_with_their_places(tmp_path_factory, li
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "facts"
     write_atomically(path, "old")
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError):
         write_atomically(path, None)
     assert path.read_text() == "old"
     write_atomically(path, b"new")

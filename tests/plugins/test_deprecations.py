@@ -185,18 +185,3 @@ def test_what_should_be_gone_is_found(catalog, monkeypatch):
     options = ForgeHooks.forge_build_loss.forge_spec
     monkeypatch.setitem(options, "warn_on_impl", deprecated("the hook forge_build_loss", "0.0.1", "do without"))
     assert late(catalog) == {"forge_build_loss": "0.0.1"}
-
-
-def test_who_sets_a_value_that_is_to_go_is_told_and_other_values_are_not(tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    job = TINY_JOB.replace("[train]\n", '[train]\nfloat32_matmul = "{value}"\n')
-    assert job != TINY_JOB
-    path.write_text(job.format(value="auto"))
-    with pytest.warns(
-        ForgeDeprecation, match=r"train\.float32_matmul: the value 'auto' is deprecated.*\[plugins\.onednn\]"
-    ):
-        load_job(path)
-    path.write_text(job.format(value="high"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert load_job(path).train.float32_matmul == "high"

@@ -32,7 +32,7 @@ def read_metrics(path: Path | str) -> Metrics:
     """
     file = RunFolder(Path(path)).metrics_file() if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ForgeError(f"{file} does not exist; give a run folder that has metrics, or the file itself")
+        raise ForgeError(f"{file} does not exist; give a run folder, or the file that the run writes")
     tables: tuple[dict[int, dict[str, Any]], ...] = ({}, {})
     with file.open(encoding="utf-8", newline="\n") as lines:
         for line in lines:

@@ -48,7 +48,7 @@ def test_metrics_are_read_where_the_logger_writes_them(make_job, train):
 def test_a_damaged_job_is_named(make_job, train):
     summary = train(make_job(steps=1))
     (summary.folder / "job.toml").write_text("[job")
-    with pytest.raises(JobError, match=r"job\.toml cannot be read: .*line 1"):
+    with pytest.raises(JobError, match=r"job\.toml cannot be read: Expected"):
         summary.metrics()
 
 

@@ -308,8 +308,9 @@ def export_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _storage(run: Path) -> Storage:
-    from forge_core.checkpoint.run_folder import storage_of
+    from forge_core.checkpoint.run_folder import refuse_file, storage_of
 
+    refuse_file(run)
     if not run.is_dir():
         raise JobError(f"{PROGRAM}: there is no folder {run}")
     if (run / MANIFEST).is_file():

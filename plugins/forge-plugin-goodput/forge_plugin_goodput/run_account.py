@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import frozen
 
-from forge_core.checkpoint.run_folder import JOB, METRICS, RunFolder
+from forge_core.checkpoint.run_folder import JOB, METRICS, RunFolder, refuse_file
 from forge_core.contracts.errors import JobError
 from forge_kit.run_owner import owner
 from forge_plugin_goodput.accounting import Account, account_of
@@ -65,6 +65,7 @@ def read_run(folder: Path) -> RunAccount:
     Raises:
         JobError: the folder is no run folder, or none of its files has times.
     """
+    refuse_file(folder)
     if not folder.is_dir() or not any((folder / name).is_file() for name in (JOB, EVENTS, METRICS)):
         raise JobError(f"{folder} is no run folder: it has none of {JOB}, {EVENTS} and {METRICS}")
     running = bool(owner(folder))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_core.checkpoint.run_folder import refuse_file
 from forge_core.contracts.errors import JobError, listed
 from forge_plugin_profile.breakdown import breakdown
 from forge_plugin_profile.trace import read_trace
@@ -22,6 +23,8 @@ def find_traces(path: Path, step: int | None = None, rank: int | None = None) ->
         JobError: there are none; says what there is.
     """
     if path.is_file():
+        if not path.name.endswith((".json", ".json.gz")):
+            refuse_file(path)
         return [path]
     folder = _window(path, step)
     traces = {int(match[1]): file for file in folder.iterdir() if (match := TRACE.match(file.name))}

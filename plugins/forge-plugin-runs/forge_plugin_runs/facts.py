@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import frozen
+from attrs import asdict, frozen
 
-from forge_core.checkpoint.run_folder import JOB, LOCK, METRICS, RunFolder, storage_of
+from forge_core.checkpoint.run_folder import JOB, LOCK, METRICS, PROVENANCE, RunFolder, refuse_file, storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.contracts.errors import CheckpointError, ExitCode, ForgeError, JobError
 from forge_core.contracts.run_end import End
@@ -31,7 +31,6 @@ STATES: Mapping[State, str] = {
     "died": "ended by an error or a kill; a later start continues from the newest checkpoint",
     "imported": "was never trained here: weights of another program",
 }
-PROVENANCE = "provenance.json"
 DEPTH = 4
 """Levels of folders that are searched for runs."""
 LOOK = 1 << 22
@@ -102,7 +101,7 @@ class Run:
             "size": self.size,
             "checkpoints": list(self.checkpoints),
             "ended": self.ended,
-            "end": self.end.to_dict() if self.end else None,
+            "end": asdict(self.end) if self.end else None,
             "problem": self.problem,
         }
 
@@ -127,6 +126,7 @@ def demand_run(folder: Path) -> Path:
     """Returns `folder` if it is a run's; raises a `JobError` that says what it is instead."""
     if is_run(folder):
         return folder
+    refuse_file(folder)
     if not folder.is_dir():
         near = folder.parent if folder.parent.is_dir() else Path()
         names = ", ".join(str(run) for run in list(find_runs(near, 2))[:8])

@@ -164,7 +164,7 @@ class TestRuns:
         run = read_run(tmp_path / "runs/enough")
         assert (run.state, run.step, run.ended) == ("finished", 2, "no need for more")
         _, shown, _ = forge("show", "runs/enough")
-        assert "for good: no need for more" in shown
+        assert "for good, exit code 0 after step 2: no need for more" in shown
         assert "forge-run resume runs/enough --resume-with-changes" in shown
         assert forge("resume", "runs/enough", "--resume-with-changes", "--hooks.enough.at=9")[0] == 0
         assert read_run(tmp_path / "runs/enough").ended == ""
@@ -193,6 +193,7 @@ class TestRuns:
     def test_they_are_found_below_folders_sorted_and_filtered(self, forge: Forge, trained: Path) -> None:
         shutil.copytree(trained, "runs/sweep/other")
         job = Path("runs/sweep/other/job.toml")
+        RunFolder(job.parent).remove_end()
         job.write_text(job.read_text().replace("steps = 4", "steps = 40"))
 
         def names(*options: str) -> list[str]:
@@ -214,7 +215,7 @@ class TestRuns:
         code, out, err = forge("runs")
         assert code == 0
         assert "runs/tiny" in out
-        assert err.startswith("runs/tiny: runs/tiny/job.toml: ")
+        assert err.startswith("runs/tiny: runs/tiny/job.toml cannot be read: ")
 
 
 class TestShow:

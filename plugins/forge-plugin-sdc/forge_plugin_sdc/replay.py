@@ -17,7 +17,7 @@ from typing import Any
 import tomli_w
 
 from forge_core import ForgeError, JobError
-from forge_core.checkpoint.run_folder import JOB, TOKENIZER, storage_of
+from forge_core.checkpoint.run_folder import JOB, TOKENIZER, refuse_file, storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.runtime import SpreadStorage
@@ -51,6 +51,7 @@ def command(argv: list[str]) -> int:
     world = join_world()
     if not world.alone and options.scratch is None:
         raise JobError("ranks of torchrun or srun need one folder for all of them: --scratch DIR")
+    refuse_file(options.run)
     run = options.run.resolve()
     if not (run / JOB).is_file():
         raise JobError(f"{options.run} is no run folder: it has no {JOB}")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from forge_core.checkpoint.run_folder import RunFolder
+from forge_core.checkpoint.run_folder import RunFolder, refuse_file
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.run_owner import owner
 from forge_kit.tables import columns
@@ -30,6 +30,7 @@ SHOWN = 20
 
 def print_status(run: Path) -> int:
     """Print what is known of a run that was submitted; needs neither the queue nor a running job."""
+    refuse_file(run)
     if not run.is_dir():
         raise JobError(f"{run}: no such run folder")
     submission, attempts = read_json(run / FOLDER / SUBMISSION), read_attempts(run)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from forge_core.checkpoint.run_folder import refuse_file
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.ranks import add_ranks, ranks_asked_for, run_on_ranks
@@ -58,6 +59,7 @@ def command(argv: list[str]) -> int:
 
 
 def _checkpoint(path: Path, step: int | None) -> Path:
+    refuse_file(path)
     if not path.exists():
         raise JobError(f"{path}: no such run folder or checkpoint")
     if step is None:

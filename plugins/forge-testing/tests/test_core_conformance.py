@@ -78,10 +78,10 @@ class TestReplicate(StageSuite):
 
 
 class TestJsonLines(LoggerSuite):
-    component = JsonLines()
+    component = JsonLines(file="tested.jsonl")
 
     def recorded_steps(self, folder):
-        records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        records = map(json.loads, (folder / "tested.jsonl").read_text().splitlines())
         return [record["step"] for record in records if "loss" in record]
 
 

@@ -83,7 +83,7 @@ def _told_apart(files: Sequence[str]) -> tuple[list[Path], list[Path]]:
     paths = [Path(file) for file in files]
     runs = [path for path in paths if path.is_dir()]
     if wrong := [path for path in runs if not RunFolder(path).metrics_file().is_file()]:
-        raise JobError(f"{wrong[0]} is a folder without metrics of a run; name job files, or run folders")
+        raise JobError(f"{wrong[0]} is a folder without metrics.jsonl; name job files, or run folders")
     return [path for path in paths if path not in runs], runs
 
 
