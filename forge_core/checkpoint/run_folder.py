@@ -21,7 +21,8 @@ from forge_core.checkpoint.storage import MALFORMED, LocalStorage
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.run_end import End
 from forge_core.files import write_atomically
-from forge_core.job import LOCAL_STORAGE, METRICS, JobSection
+from forge_core.job import LOCAL_STORAGE, JobSection
+from forge_core.job import METRICS as METRICS_FILE
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.plugins.catalog import Catalog
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 JOB = "job.toml"
 END = "end.json"
 LOCK = ".lock"
+METRICS = METRICS_FILE
 PROVENANCE = "provenance.json"
 UNKNOWN = "another process"
 TOKENIZER = "tokenizer"

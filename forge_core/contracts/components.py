@@ -518,6 +518,9 @@ class TrainingHook(Component, _WithState):
     def on_eval_end(self, context: contexts.StepContext, metrics: Mapping[str, float]) -> None:
         """After all evaluations of a step, with their metrics."""
 
+    def on_checkpoint_begin(self, context: contexts.TrainContext) -> None:
+        """A save of the state after `context.step` steps begins; it may fail, or be committed at a later step."""
+
     def on_checkpoint_save(self, context: contexts.CheckpointContext) -> None:
         """A checkpoint of `context.step` was committed; with `checkpoint.async_save`, at the end of a later step."""
 

@@ -170,6 +170,7 @@ class Loop:
     def _save(self, final: bool = False) -> None:
         self._beacon.enter("save")
         self._check_folder()
+        self._hooks("on_checkpoint_begin", self._context())
         self.recorder.flush()  # so that the counters of skipped steps, which are part of the state, are up to date
         self.progress.samples = self._loader.state()
         self._saver.save(self.progress.step, snapshot(self._run, self.progress, self._provenance), final)

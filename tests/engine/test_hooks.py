@@ -40,6 +40,9 @@ class Trace(TrainingHook):
         assert metrics["eval/loss"] > 0
         self.events.append(f"eval_end {context.step}")
 
+    def on_checkpoint_begin(self, context):
+        self.events.append(f"checkpoint_begin {context.step}")
+
     def on_checkpoint_save(self, context):
         assert (context.path / "manifest.json").is_file()
         self.events.append(f"checkpoint_save {context.step}")
@@ -57,7 +60,8 @@ def test_every_event_comes_in_its_place(make_job, train):
     assert trace.events == [
         "train_begin",
         *("step_begin 1", "gradients 1", "step_end 1", "eval_end 1"),
-        *("step_begin 2", "gradients 2", "step_end 2", "eval_end 2", "checkpoint_save 2"),
+        *("step_begin 2", "gradients 2", "step_end 2", "eval_end 2"),
+        *("checkpoint_begin 2", "checkpoint_save 2"),
         "train_end",
     ]
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 WAITS = ("wait_share", "slowest_rank")
 """Metrics of the hook `stragglers` (forge-plugin-health), if it runs before this one."""
-LEAST_SAVE_S = 1e-4
-"""Seconds in the phase `save` between two steps from which something was saved that is not committed yet."""
 
 
 @define(kw_only=True, slots=False)
@@ -63,7 +61,11 @@ class Goodput(TrainingHook):
         self._waits: dict[str, float] = {}
         self._due = 0.0  # the first step has a line of its own: it compiles
         self._in_background: dict[int, float] = {}
-        self._left_s = 0.0
+        self._saving: int | None = None
+
+    def on_checkpoint_begin(self, context: TrainContext) -> None:
+        if self._log is not None:
+            self._saving = context.step
 
     def on_step_begin(self, context: StepContext) -> None:
         if self._log is None:
@@ -71,14 +73,14 @@ class Goodput(TrainingHook):
         if self._first is None:
             self._first = context.step
         seconds = context.seconds
-        blocked = self._log.not_noted("save", seconds)
-        if self._saved == self._step:
-            self._left_s = blocked  # the end of the phase, after the line of its save
-        elif blocked - self._left_s > LEAST_SAVE_S:  # not committed: it is being written in the background, or failed
-            failed = {} if context.job.checkpoint.async_save else {"failed": True}
-            self._note_save(seconds, self._step, **failed or {"in_background": True})
-            if not failed:
-                self._in_background[self._step] = sum(seconds.values()) - blocked
+        if self._saving is None:
+            return
+        # Not committed: it is being written in the background, or has failed
+        step, blocked = self._saving, self._log.not_noted("save", seconds)
+        failed = {} if context.job.checkpoint.async_save else {"failed": True}
+        self._note_save(seconds, step, **failed or {"in_background": True})
+        if not failed:
+            self._in_background[step] = sum(seconds.values()) - blocked
 
     def on_step_end(self, context: StepContext) -> None:
         if self._log is None:
@@ -171,7 +173,7 @@ class Goodput(TrainingHook):
         assert self._log is not None
         self._note_steps(seconds)
         self._log.add("save", seconds, lambda phase: phase == "save", step=step, **facts)
-        self._left_s = 0.0
+        self._saving = None
         self._log.sync()
 
 

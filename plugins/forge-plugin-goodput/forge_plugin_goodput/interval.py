@@ -14,7 +14,6 @@ from attrs.validators import gt
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_goodput.goodput import LEAST_SAVE_S
 
 if TYPE_CHECKING:
     import attrs
@@ -78,13 +77,17 @@ class Interval(TrainingHook):
 
         if problems := list(self._other_clocks(context.job)):  # hooks that come from Python have not been checked
             raise JobError(problems)
-        self._ranks, self._asked = world_size(), False
+        self._ranks = world_size()
         self._decides = global_rank() == 0 and context.folder is not None  # one rank is enough to ask
         self._durations: deque[float] = deque(maxlen=MEASURED)
         self._began = self._saved_at = self.clock()
         self._blocked = context.seconds.get("save", 0.0) if self._decides else 0.0
+        self._begun = False
         self._history: Account | None = None
         self._seconds, self._told = 60 * self.first_minutes, 0.0
+
+    def on_checkpoint_begin(self, context: TrainContext) -> None:
+        self._begun = True
 
     def on_step_begin(self, context: StepContext) -> None:
         if not self._decides:
@@ -92,15 +95,14 @@ class Interval(TrainingHook):
         if self._history is None:
             self._read(context)
         blocked = context.seconds.get("save", 0.0)
-        if self._asked or blocked - self._blocked > LEAST_SAVE_S:  # it was made, or begun, after the last step
+        if self._begun:  # after the last step
             self._durations.append(blocked - self._blocked)
-            self._saved_at, self._blocked, self._asked = self.clock(), blocked, False
+            self._saved_at, self._blocked, self._begun = self.clock(), blocked, False
             self._choose()
 
     def on_step_end(self, context: StepContext) -> None:
         if self._decides:
             if self.clock() - self._saved_at >= self._seconds:
-                self._asked = True
                 context.request_checkpoint()
             context.log("checkpoint_interval_s", self._seconds)
 

@@ -151,6 +151,7 @@ class Clock:
         self.now += seconds
         self.hook.on_step_end(self.context)
         if asked:
+            self.hook.on_checkpoint_begin(self.context)
             self.saves.append(self.now - self.saved_at)
             self.spent["save"] = self.spent.get("save", 0.0) + blocked
             self.now += blocked

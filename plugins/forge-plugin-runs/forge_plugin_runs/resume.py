@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge_core.checkpoint.run_folder import JOB, run_folder, storage_of
+from forge_core.checkpoint.run_folder import JOB, PROVENANCE, run_folder, storage_of
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.config.load import load_job, parse_job
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_runs.facts import PROVENANCE, demand_run, read_run
+from forge_plugin_runs.facts import demand_run, read_run
 
 
 def command(argv: list[str]) -> int:

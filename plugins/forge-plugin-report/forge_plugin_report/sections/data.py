@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
+from forge_core.data.order import whole_shares
 from forge_kit.report_sections import Bars, Block, Cell, ReportRun, ReportSection, Table
 
 COLORS = ("#4e79a7", "#9c755f", "#76b7b2", "#edc948", "#b07aa1", "#59a14f", "#ff9da7", "#8d949b")
@@ -60,9 +61,8 @@ def phase_shares(job: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
 
 
 def _shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
-    """As `data.temperature` says: in the proportion of weight ** (1 / temperature)."""
-    parts = {name: weight ** (1 / temperature) if weight else 0.0 for name, weight in weights.items()}
-    return {name: part / (sum(parts.values()) or 1.0) for name, part in parts.items()}
+    parts = whole_shares(list(weights.values()), temperature)
+    return {name: part / (sum(parts) or 1) for name, part in zip(weights, parts, strict=True)}
 
 
 def _rows(run: ReportRun) -> Iterable[Sequence[Cell]]:

@@ -12,8 +12,7 @@ WINDOW = 64_000_000
 class FollowedFile:
     """A file that another process writes. A line is returned when it is whole.
 
-    A run that continues writes its lines anew, up to its checkpoint, into another file that takes the name: `tail -f`
-    would go on with the old one, and see nothing any more.
+    A run that continues cuts the file behind the line of its checkpoint.
     """
 
     def __init__(self, path: Path, window: int = WINDOW) -> None:
