@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os.path import expanduser
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -27,8 +28,8 @@ class JobSection:
 
     name: str = field(default="run", validator=matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]*"), metadata=SAFE)
     """Name of the run, and of its folder. Letters, digits, `.`, `_` and `-`."""
-    output: str = field(default="runs", metadata=SAFE)
-    """Folder that holds run folders; the run's own is `{output}/{name}`."""
+    output: str = field(default="runs", converter=expanduser, metadata=SAFE)
+    """Folder that holds run folders; the run's own is `{output}/{name}`. `~` is the home folder."""
     seed: int = field(default=42, validator=ge(0))
     """Initial weights, data order and dropout derive from it."""
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
+from forge_kit.outputs import output_file
 from forge_kit.tokenizers import begin_of_text
 
 if TYPE_CHECKING:
     from forge_kit.trained import TrainedModel
 
+SUFFIXES = (".png",)
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 SHOWN = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍", "$": r"\$"})
 """What stands for characters that could not be seen; matplotlib reads a text between dollars as a formula."""
@@ -81,7 +83,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int], has_glyphs: Callable[[
 def picture_path(options: argparse.Namespace, name: str) -> Path:
     """Returns where the picture goes: `--out`, or the run folder (that of a checkpoint's run)."""
     if options.out is not None:
-        return Path(options.out)
+        return output_file(options.out, "--out", SUFFIXES)
     path = Path(options.path)
     folder = path.parent.parent if path.name.startswith("step-") else path
     return folder / f"{name}.png"

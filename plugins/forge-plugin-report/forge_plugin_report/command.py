@@ -10,10 +10,12 @@ from pathlib import Path
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.plugins.catalog import Catalog, core_version
+from forge_kit.outputs import output_file
 from forge_kit.report_sections import ReportSection
 from forge_plugin_report.collect import runs_of, sections_of
 
 FORMATS = {"html": ".html", "md": ".md"}
+SUFFIXES = (".html", ".htm", ".md", ".markdown")
 
 
 def command(argv: list[str]) -> int:
@@ -35,6 +37,7 @@ def command(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     out = options.out or Path("report" + FORMATS[options.format or "html"])
+    out = output_file(out, "--out", [FORMATS[options.format]] if options.format else SUFFIXES)
     chosen = tuple(filter(None, (options.sections or "").split(",")))
     size = write_report(
         options.runs, out, form=options.format, curves=options.curves, sections=chosen, title=options.title or ""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.outputs import new_folder
 from forge_kit.tables import columns
 
 FORMS = ("npz", "saelens", "arrow")
@@ -60,8 +61,6 @@ def _export(options: argparse.Namespace, steps: list[Path]) -> int:
     from forge_plugin_taps.exporting import EXPORTS
 
     out = options.out or options.store.with_name(f"{options.store.name}-{options.to}")
-    if out.exists() and any(out.iterdir()):
-        raise JobError(f"--out {out} is not empty; name a new folder")
-    for line in EXPORTS[options.to](steps, out):
+    for line in EXPORTS[options.to](steps, new_folder(out, "--out")):
         print(line)
     return ExitCode.FINISHED

@@ -53,8 +53,8 @@ def command(argv: list[str]) -> int:
     )
     options, files, overrides = parse_job_arguments(parser, argv)
     path = _checkpoint(Path(files[0]), options.step)
-    if any(options.out.glob("taps/step-*")):
-        raise JobError(f"--out {options.out} has a store already; name a new folder")
+    if options.out.is_dir() and any(options.out.iterdir()):  # before ranks start and load the model
+        raise JobError(f"--out {options.out} is not empty; name a new folder")
     return run_on_ranks("extract", argv, options.nproc, partial(_extract, options, path, overrides))
 
 

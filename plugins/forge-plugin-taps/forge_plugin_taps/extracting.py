@@ -22,6 +22,7 @@ from forge_core.data.reading import collate
 from forge_core.engine.build import build_datasets
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, global_rank, sample_rank
+from forge_kit.outputs import new_folder
 from forge_kit.ranks import executor_of
 from forge_plugin_taps.recorder import recorder_of
 from forge_plugin_taps.selection import selection_problems
@@ -38,7 +39,7 @@ def extract(trained: TrainedModel, out: Path, *, sequences: int, group: int, edi
 
     Args:
         trained: of `forge_core.load_model`, with the stage `taps`, whose points and positions are taken.
-        out: folder of the store.
+        out: folder of the store, new or empty.
         sequences: how many, evenly spread over all held-out ones; 0: all.
         group: sequences of each `step-N` of the store, which are in memory at a time.
         edits: names of the edits that are on.
@@ -47,15 +48,14 @@ def extract(trained: TrainedModel, out: Path, *, sequences: int, group: int, edi
         The number of sequences.
 
     Raises:
-        JobError: the data has no held-out part, or a glob matches no point.
+        JobError: the data has no held-out part, a glob matches no point, or `out` has files or cannot be written.
     """
     recorder, dataset = recorder_of(trained.model), _held_out(trained)
     info = recorder.agree()
     if problems := list(selection_problems("points", recorder.component.points, list(info.points))):
         raise JobError([problem.below("parallel.taps") for problem in problems])
     if global_rank() == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / JOB).write_text(dump_job(trained.job))
+        (new_folder(out, "--out") / JOB).write_text(dump_job(trained.job))
     gather_objects(None)  # the folder is there
     context = attrs.evolve(trained.context, folder=out)
     sink, executor = StoreWriter(Store(on_error="fail"), context, info), executor_of(trained)

@@ -148,7 +148,7 @@ def test_bfloat16_becomes_float32_and_the_command_says_so(tmp_path, inside, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["extract", "runs/run", "--out", "acts"], "--out acts has a store already"),
+        (["extract", "runs/run", "--out", "acts"], "--out acts is not empty"),
         (["extract", "runs/run", "--out", "new", "--step", "7"], "no checkpoint of step 7; it has 1, 2"),
         (["extract", "runs/run", "--out", "new", "--points", "layers.*.resid_pots"], "did you mean"),
         (["taps", "show", "runs/run"], "has no step of a store"),

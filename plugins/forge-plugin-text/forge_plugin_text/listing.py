@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 from collections import Counter
@@ -73,56 +74,99 @@ def find_files(patterns: Collection[str]) -> list[TextFile]:
 
 
 def passed_over(patterns: Collection[str]) -> str:
-    """Returns how many files of these patterns are of no known format, by suffix; an empty string if there are none."""
+    """Returns how many files of these patterns are not read: of no known format, by suffix, and what `walk` leaves out.
+
+    An empty string if all are read.
+    """
+    left_out = Counter[str]()
     suffixes = Counter(
-        Path(path).suffix or "no suffix" for p in patterns for path in _candidates(p) if not format_of(path)
+        Path(path).suffix or "no suffix" for p in patterns for path in _candidates(p, left_out) if not format_of(path)
     )
     kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in suffixes.most_common(4))
     more = ", …" if len(suffixes) > 4 else ""
-    return f"{suffixes.total():,} of other formats passed over ({kinds}{more})" if suffixes else ""
+    notes = [f"{suffixes.total():,} of other formats passed over ({kinds}{more})"] if suffixes else []
+    return ", ".join([*notes, *(f"{count:,} {what} left out" for what, count in sorted(left_out.items()))])
 
 
-def walk(root: str, excluded: Container[str] = ()) -> Iterator[str]:
-    """Yields paths of the files below `root`, in no particular order.
+RUN_FILES = {"job.toml", "provenance.json"}
+"""Files by which a folder is known as that of a run."""
 
-    Hidden files and folders, and folders of an `excluded` name, are left out. Linked folders are entered, each once.
+
+def walk(root: str, excluded: Container[str] = (), left_out: Counter[str] | None = None) -> Iterator[str]:
+    """Yields paths of the regular files below `root`, in no particular order.
+
+    Hidden files and folders, folders of an `excluded` name, run folders, pipes, devices and broken links are left out;
+    `left_out` counts the last three. Linked folders are entered, each once.
     """
-    entered: set[tuple[int, int]] = set()
-    for folder, subfolders, files in os.walk(root, followlinks=True):
+    counts = Counter[str]() if left_out is None else left_out
+    folders, entered = [root], set[tuple[int, int]]()
+    while folders:
+        folder = folders.pop()
         stat = os.stat(folder)
         if (stat.st_dev, stat.st_ino) in entered:
-            subfolders.clear()
             continue
         entered.add((stat.st_dev, stat.st_ino))
-        subfolders[:] = [name for name in subfolders if not (name.startswith(".") or name in excluded)]
-        yield from (os.path.join(folder, name) for name in files if not name.startswith("."))
+        try:
+            with os.scandir(folder) as scan:
+                entries = [entry for entry in scan if not entry.name.startswith(".")]
+        except PermissionError:
+            counts["unreadable folders"] += 1
+            continue
+        # Forge's own texts (plan, samples, metrics) are not for training, and change while a run goes on
+        if {entry.name for entry in entries} >= RUN_FILES:
+            counts["run folders"] += 1
+            continue
+        for entry in entries:
+            if entry.is_dir():
+                folders += [] if entry.name in excluded else [entry.path]
+            elif entry.is_file():  # known without another system call, but for links
+                yield entry.path
+            else:
+                counts["broken links" if entry.is_symlink() else "pipes or devices"] += 1
 
 
 def _expand(pattern: str) -> list[str]:
     candidates = _candidates(pattern)
     paths = [path for path in candidates if format_of(path)]
     if not candidates:
-        raise JobError(f"{pattern!r} is an empty folder (hidden files do not count); give one that has text")
+        raise JobError(
+            f"{pattern!r} is an empty folder (hidden files and run folders do not count); give one that has text"
+        )
     if not paths:
         example = f"; the first is {min(candidates)!r}" if candidates else ""
         raise JobError(f"{pattern!r}: none of {len(candidates)} files is of a known format ({_KNOWN}){example}")
     return paths
 
 
-def _candidates(pattern: str) -> list[str]:
+def _candidates(pattern: str, left_out: Counter[str] | None = None) -> list[str]:
     """Returns existing files of a pattern, of any format."""
     path = os.path.expanduser(pattern)
     if os.path.exists(path):
-        return _files_of(path)
-    names = [name for match in glob.glob(path, recursive=True) for name in _files_of(match)]
+        return _files_of(path, left_out)
+    matches = [match for match in glob.glob(path, recursive=True) if not _in_run(os.path.dirname(match))]
+    names = [name for match in matches for name in _files_of(match, left_out)]
     if not names:
         message = "matches no file" if glob.has_magic(path) else "does not exist"
         raise JobError(f"{pattern!r} {message} (looked from {os.getcwd()}); correct the path or provide the data")
     return names
 
 
-def _files_of(path: str) -> list[str]:
-    return list(walk(path)) if os.path.isdir(path) else [path]
+@functools.cache
+def _in_run(folder: str) -> bool:
+    """Whether a folder is that of a run, or below one."""
+    is_run = all(os.path.isfile(os.path.join(folder, name)) for name in RUN_FILES)
+    above = os.path.dirname(folder)
+    return is_run or (above != folder and _in_run(above))
+
+
+def _files_of(path: str, left_out: Counter[str] | None = None) -> list[str]:
+    if os.path.isdir(path):
+        return list(walk(path, left_out=left_out))
+    if os.path.isfile(path):
+        return [path]
+    if left_out is not None:
+        left_out["pipes or devices"] += 1
+    return []
 
 
 def _distinct(paths: Iterable[str]) -> list[TextFile]:

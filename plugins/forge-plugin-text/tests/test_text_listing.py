@@ -80,7 +80,7 @@ def test_the_format_is_told_by_the_suffix_below_the_compression(path: str, forma
         ("m/*.txt", "'m/*.txt' matches no file (looked from {here}); correct the path or provide the data"),
         ("a.csv", f"'a.csv': none of 1 files is of a known format ({KNOWN}); the first is 'a.csv'"),
         ("*.csv", f"'*.csv': none of 2 files is of a known format ({KNOWN}); the first is 'a.csv'"),
-        ("bare", "'bare' is an empty folder (hidden files do not count); give one that has text"),
+        ("bare", "'bare' is an empty folder (hidden files and run folders do not count); give one that has text"),
         ("", "'' names nothing; give a file, folder or glob, or a list"),
         ((), "() names nothing; give a file, folder or glob, or a list"),
         ("empty.txt", "all 1 files are empty (0 bytes), the first is 'empty.txt'; give files with text"),
@@ -116,11 +116,15 @@ def test_a_dataset_of_its_own_files_needs_only_to_name_them(here: Path, make_con
     assert len(Notes(held_out_every=2).build(make_context()).held_out) == 11
 
 
-def test_a_link_to_nothing_is_an_error_that_names_it(here: Path, make_context) -> None:
-    write("data/b.txt")
-    Path("data/a.txt").symlink_to("gone.txt")
-    with pytest.raises(JobError, match=r"data/a\.txt: cannot be read \(No such file or directory\)"):
-        Text(path="data").build(make_context())
+def test_runs_pipes_and_broken_links_are_left_out_and_counted(here: Path) -> None:
+    write("a.txt", "runs/first/plan.txt", "runs/first/job.toml", "runs/first/provenance.json", "runs/first/taps/b.txt")
+    Path("gone.txt").symlink_to("nothing")
+    Path("loop").symlink_to(".")
+    os.mkfifo("pipe.txt")
+    assert names(".") == names("**/*.txt") == ["a.txt"]
+    assert passed_over(["."]) == "1 broken links left out, 1 pipes or devices left out, 1 run folders left out"
+    with pytest.raises(JobError, match="does not exist"):
+        names("gone.txt")
 
 
 def test_files_of_other_formats_are_counted_by_suffix(tmp_path, monkeypatch):

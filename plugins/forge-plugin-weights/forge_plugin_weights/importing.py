@@ -242,7 +242,10 @@ def unfinished_folder(final: Path) -> Iterator[Path]:
     """A new folder, which gets its name when the context ends; it and what is in it are removed if that fails."""
     unfinished = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise JobError(f"--output {final} cannot be written: {error.strerror}; name another folder") from None
     try:
         yield unfinished
         publish(unfinished, final)
