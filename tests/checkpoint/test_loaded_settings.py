@@ -67,7 +67,7 @@ def test_a_setting_that_no_shape_shows_is_refused_unless_it_is_accepted(keys: st
 
 
 def test_settings_that_weights_do_not_depend_on_may_differ(base: str, tmp_path: Path) -> None:
-    model = evolve(MODEL, init_std=0.1, attention=evolve(ATTENTION, documents="mask"))
+    model = evolve(MODEL, init_std=0.1, attention=evolve(ATTENTION, documents="mask", head_dim=4))
     assert run(tmp_path, model=model, checkpoint={"load": Parts(path=base)})
 
 

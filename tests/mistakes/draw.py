@@ -30,7 +30,7 @@ from operators import OPERATORS, Change, changes
 from run import FAILED, PASSED, ROOT, Copy, sources
 
 TABLE = Path(__file__).with_name("drawn.toml")
-NEAREST, WIDER = 4, 12
+NEAREST, WIDER = 3, 6
 """Test files that run first, and after those."""
 LIMITS_S = (300.0, 600.0)
 """Seconds for each of the two. A change that makes ranks wait for each other takes all of them, which is not a kill."""

@@ -70,13 +70,19 @@ def compare_settings(
     same_tensors = all(own.get(name) == stored.get(name) for name in compared)
     accepted = [change for change in changes if fits([change.path], accept)]
     left = [change for change in changes if change not in accepted]
-    refused = [change for change in left if same_tensors or _is_hidden(change)]
+    refused = [change for change in left if _is_hidden(change) or (same_tensors and not _is_size(change))]
     return Settings(refused, accepted, [change for change in left if change not in refused])
 
 
 def _is_hidden(change: Change) -> bool:
     """Whether a key never changes a name or shape, and both models have it."""
     return change.means == "flag" and change.before is not None and change.after is not None
+
+
+def _is_size(change: Change) -> bool:
+    """Whether one side derives a size (`head_dim = 0`) that the other states: of equal shapes, it is the same."""
+    numbers = [value for value in (change.before, change.after) if type(value) is int]
+    return change.means == "impossible" and len(numbers) == 2 and 0 in numbers
 
 
 def _trains_only(job: Job, path: str) -> bool:
