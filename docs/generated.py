@@ -4,6 +4,7 @@ A page asks for them in comments of one line:
 
     <!-- generated: sections -->                  the core's own tables of a job, with their keys
     <!-- generated: components -->                every installed component by kind, with its keys
+    <!-- generated: commands -->                  every installed command, with its distribution
     <!-- generated: distributions -->             what each installed distribution offers
     <!-- generated: kinds -->                     every kind of the core: base class, what to implement, hook, suite
     <!-- generated: kind optimizer -->            the same of one kind
@@ -12,6 +13,7 @@ A page asks for them in comments of one line:
     <!-- generated: events -->                    every event of a run, for training hooks
     <!-- generated: screen forge-run --help -->   a command and what it prints
     <!-- generated: notebook first_run -->        the cells of a notebook of `docs/notebooks/`, in order
+    <!-- generated: names axolotl -->             names of keys in another trainer, and here
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from typing import Any
 from generated_kinds import event_rows, facts, hook_rows, kind_rows, plugin_kind_rows
 from mkdocs.exceptions import PluginError
 
-from forge_core.cli import main
+from forge_core.cli import function_summary, main
 from forge_core.config.field_types import component_in, header, is_section, type_name
+from forge_core.config.tree import hints
 from forge_core.contracts.components import Component
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, Distribution
@@ -103,6 +106,19 @@ def _distribution(distribution: Distribution, catalog: Catalog) -> Sequence[str]
     return f"`{distribution.name}`", "; ".join(f"{kind} {', '.join(types)}" for kind, types in kinds.items())
 
 
+def commands(_: str) -> str:
+    """Every installed command, what it does, and its distribution; linked to its section of the page."""
+    sections = set(re.findall(r"\{ #([\w-]+) \}", Path(__file__).with_name("command-line.md").read_text()))
+    rows = []
+    for offer in Catalog.installed().offers("command"):
+        module, _, function = offer.value.partition(":")
+        name = f"[`{offer.type}`](#{offer.type})" if offer.type in sections else f"`{offer.type}`"
+        link = "" if offer.distribution.name == CORE else f"(/plugins/{offer.distribution.name}.md)"
+        distribution = f"`{offer.distribution.name}`"
+        rows.append((name, function_summary(module, function), f"[{distribution}]{link}" if link else distribution))
+    return table(("command", "", "distribution"), rows)
+
+
 def kinds(_: str) -> str:
     """Every kind of the core."""
     head = ("kind", "base class", "to implement", "hook around it", "suite")
@@ -141,6 +157,14 @@ def screen(command: str) -> str:
     if code:
         raise PluginError(f"the page asks for `{command}`, which ends with exit code {code}")
     return f"```console\n$ {command}\n{output.getvalue().rstrip()}\n```"
+
+
+def names(trainer: str) -> str:
+    """The keys of another trainer, each with its name here, as messages about unknown keys have them."""
+    answers: dict[str, list[str]] = {}
+    for name, answer in hints("keys")[trainer].items():
+        answers.setdefault(answer, []).append(f"`{name or '-'}`")
+    return table(("There", "Forge"), [(", ".join(each), answer) for answer, each in answers.items()])
 
 
 def notebook(name: str) -> str:
@@ -206,6 +230,7 @@ def _cell(text: str) -> str:
 MAKERS = {
     "sections": sections,
     "components": components,
+    "commands": commands,
     "distributions": distributions,
     "kinds": kinds,
     "kind": kind,
@@ -213,5 +238,6 @@ MAKERS = {
     "hooks": hooks,
     "events": events,
     "screen": screen,
+    "names": names,
     "notebook": notebook,
 }

@@ -26,8 +26,8 @@ the loss is normalised over the global batch, so that the curve does not depend 
 class JobSection:
     """`[job]`: what the run is called, where it goes, and the seed everything random derives from."""
 
-    name: str = field(default="run", validator=matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]*"), metadata=SAFE)
-    """Name of the run, and of its folder. Letters, digits, `.`, `_` and `-`."""
+    name: str = field(default="run", validator=matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"), metadata=SAFE)
+    """Name of the run, and of its folder. At most 200 letters, digits, `.`, `_` and `-`."""
     output: str = field(default="runs", converter=expanduser, metadata=SAFE)
     """Folder that holds run folders; the run's own is `{output}/{name}`. `~` is the home folder."""
     seed: int = field(default=42, validator=ge(0))

@@ -15,6 +15,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+from forge_core.config.tree import hints
 from forge_core.contracts.errors import ExitCode, JobError, closest, in_words
 from forge_core.plugins.catalog import CORE, Catalog, Offer, first_party
 
@@ -100,9 +101,9 @@ def find_command(catalog: Catalog, name: str) -> Offer:
             is_run, hint = os.path.isfile(os.path.join(name, "job.toml")), "is a folder, and no job file"
             hint = f"is a run folder; to continue it: forge-run resume {name}" if is_run else hint
             raise JobError(f"forge-run: {name!r} {hint}")
-        likely = closest(name, [*names, *first_party_commands, "train"])  # as other programs call `run`
-        hint = f"; did you mean {likely.replace('train', 'run')!r}?" if likely else f". Commands: {', '.join(names)}"
-        raise JobError(f"forge-run: {name!r} is no command and no job file{hint}")
+        likely = closest(name, [*names, *first_party_commands, *hints("commands")]) or ""
+        meant = {"": f"commands: {', '.join(names)}", **hints("commands")}.get(likely, f"did you mean {likely!r}?")
+        raise JobError(f"forge-run: {name!r} is no command and no job file; {meant}")
     if len(offers) > 1:
         choices = " or ".join(f"forge-run {offer.qualified}" for offer in offers)
         raise JobError(f"forge-run: several distributions offer the command {name!r}; choose with {choices}")

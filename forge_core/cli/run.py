@@ -115,11 +115,11 @@ def describe_summary(summary: Summary) -> str:
     """The last lines of a run."""
     numbers = {} if summary.loss is None else {"loss": summary.loss}
     numbers |= {name: value for name, value in summary.evaluation.items() if not name.endswith("tokens")}
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+    figures = ": " * bool(numbers) + ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
     if summary.final:
-        return f"ended for good at step {summary.step} ({summary.stopped}): {figures}\n{summary.folder}"
+        return f"ended for good at step {summary.step} ({summary.stopped}){figures}\n{summary.folder}"
     if summary.stopped:
         ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved"
         command = f"the same command{' with --train.stop_after=0' if summary.as_planned else ''}"
-        return f"{ending}{': ' if figures else ''}{figures}\nrun {command} to continue\n{summary.folder}"
-    return f"finished at step {summary.step}: {figures}\n{summary.folder}"
+        return f"{ending}{figures}\nrun {command} to continue\n{summary.folder}"
+    return f"finished at step {summary.step}{figures}\n{summary.folder}"

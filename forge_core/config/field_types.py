@@ -182,12 +182,9 @@ def read_scalar(value: Any, type_: Any) -> Any:
     """A bool, number, string or path as `type_`, or a member of a `Literal` or an enumeration; raises `Mismatch`."""
     if not fits(value, type_):
         raise unexpected(value, type_)
-    if is_literal(type_):
-        return value
-    try:
-        return finite(type_(value), type_)
-    except OverflowError:  # an integer of more than 308 digits
-        raise Mismatch(f"is too large for {type_name(type_)}") from None
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        raise Mismatch(f"integers of TOML have 64 bits: at most {(1 << 63) - 1}, got {_SHORT.repr(value)}")
+    return value if is_literal(type_) else finite(type_(value), type_)
 
 
 def finite(value: Any, type_: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -13,10 +12,9 @@ import attrs
 import tomli_w
 
 from forge_core.config.keys import children
-from forge_core.config.lines import find_lines
 from forge_core.config.rules import check_rules
 from forge_core.config.structure import INVALID, complete_value, structure
-from forge_core.config.tree import Node, Origin, Overrides, Source, annotate, apply_overrides, clip, read_job
+from forge_core.config.tree import Node, Overrides, Source, annotate, apply_overrides, clip, read_job, read_text
 from forge_core.contracts.components import Component, DefaultType, Unavailable
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import ALWAYS, Job
@@ -79,7 +77,7 @@ def parse_job(
     Raises:
         JobError: a component is not installed, or this version lacks a key.
     """
-    root = annotate(tomllib.loads(text), find_lines(text), Origin(source))
+    root = read_text(text, source)
     problems = [problem for each in overrides for problem in apply_overrides(root, each, 1)]
     job, findings = structure(root, Job, catalog or Catalog.installed(), needed)
     if problems := [*problems, *findings.problems]:

@@ -18,7 +18,7 @@ from attrs import Attribute, define, field
 from forge_core.config import field_types as types
 from forge_core.config.field_types import Mismatch, read_scalar, unexpected
 from forge_core.config.keys import children, default_of, key_fields, plain_message, resolved_fields, validate
-from forge_core.config.tree import Node, Origin, flag
+from forge_core.config.tree import Node, Origin, flag, renamed
 from forge_core.contracts.components import Component, DefaultType, Unavailable
 from forge_core.contracts.deprecation import ForgeDeprecation, deprecation_of
 from forge_core.contracts.errors import SURE, JobError, PluginError, Problem, closest, did_you_mean
@@ -318,6 +318,16 @@ def _unknown_key(root: Node, table: str, key: str, tables: Mapping[str, type], c
     hint = (
         _left_over(root, table, node, cls)
         or _misplaced(table, key, tables)
+        or did_you_mean(key, key_fields(cls), SURE)
+        or did_you_mean(
+            key,
+            [
+                each
+                for each, f in key_fields(cls).items()
+                if f.default is attrs.NOTHING and list(root.along(table))[-1].child(each) is None
+            ],
+        )
+        or renamed(key)
         or did_you_mean(key, key_fields(cls))
         or _known_keys(table, cls, catalog)
     )
@@ -335,8 +345,7 @@ def _left_over(root: Node, table: str, key: Node, cls: type) -> str:
     if old is None:
         return ""
     kind = cls.kind if issubclass(cls, Component) else "table"
-    whole_table = flag(table, f'{{type = "{type_.value}"}}')
-    hint = f"replace the whole table: {whole_table}" if type_.origin.is_flag else "remove it there"
+    hint = "remove it there, or replace the whole table: " + flag(table, f'{{type = "{type_.value}"}}')
     return f" (left over from {kind} {old.value!r} in {old.origin}); {hint}"
 
 

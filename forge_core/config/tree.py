@@ -133,7 +133,7 @@ def _read_source(source: Source, layer: int) -> Node:
     if not isinstance(source, str | Path):
         hint = "a job is a path, a text of TOML (with a line break) or a table (a dict)"
         raise TypeError(f"{hint}, not {type(source).__name__} {source!r:.60}")
-    return _read_text(str(source), "text", layer) if _name(source) == "text" else _read_file(Path(source), layer)
+    return read_text(str(source), "text", layer) if _name(source) == "text" else _read_file(Path(source), layer)
 
 
 def _plain(value: Any) -> Any:
@@ -148,7 +148,7 @@ def _plain(value: Any) -> Any:
 def _read_file(path: Path, layer: int) -> Node:
     try:
         # Not in text mode, which would turn a lone \r into a new line too: TOML refuses that.
-        return _read_text(path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n"), str(path), layer)
+        return read_text(path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n"), str(path), layer)
     except FileNotFoundError:
         others = [str(other) for other in path.parent.glob("*.toml")]
         hint = "; a text of TOML has a line break" if "=" in str(path) else did_you_mean(str(path), others, SURE)
@@ -156,11 +156,13 @@ def _read_file(path: Path, layer: int) -> Node:
     except OSError as error:
         raise _fault(f"cannot be read: {error.strerror}", origin=str(path)) from None
     except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise _fault(f"not UTF-8 text: byte {byte:#04x} at offset {error.start}", origin=str(path)) from None
+        utf_16 = "; it is UTF-16: save it as UTF-8" * (error.object[:2] in (b"\xff\xfe", b"\xfe\xff"))
+        raise _fault(
+            f"not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}{utf_16}", origin=str(path)
+        ) from None
 
 
-def _read_text(text: str, name: str, layer: int) -> Node:
+def read_text(text: str, name: str, layer: int = 0) -> Node:
     """The tree of a text; raises `JobError` where it is not TOML, with line and column."""
     try:
         return annotate(tomllib.loads(text), find_lines(text), Origin(name, 0, layer))
@@ -168,7 +170,21 @@ def _read_text(text: str, name: str, layer: int) -> Node:
         line, column, reason = _position(text, str(error))
         other = "JSON" if text.lstrip()[:1] == "{" else "YAML" if re.match(r"(---|- |[\w-]+:\s)", text) else ""
         message = f"looks like {other}, and jobs are TOML" if other else "not valid TOML"
+        rules = hints("syntax")["rules"] * (not other)
+        reason += next((f"; {hint}" for rule, hint in rules if re.search(rule, text.split("\n")[line - 1])), "")
         raise _fault(f"{message}: {reason[:1].lower()}{reason[1:]}", origin=f"{name}:{line}:{column}") from None
+
+
+def hints(table: str) -> dict[str, Any]:
+    """A table of `hints.toml`: what users of other programs probably meant."""
+    return tomllib.loads(Path(__file__).with_name("hints.toml").read_text(encoding="utf-8"))[table]
+
+
+def renamed(name: str) -> str:
+    """The end of a message: what a key of other trainers is called here; empty if it is not known."""
+    return next((f"; in Forge it is {each[name]}" for each in hints("keys").values() if name in each), "").replace(
+        "`", ""
+    )
 
 
 def _position(text: str, message: str) -> tuple[int, int, str]:
@@ -228,7 +244,7 @@ def _key_path(key: str) -> list[str]:
     try:
         return split_key(key)
     except tomllib.TOMLDecodeError:
-        raise _fault(f"{key!r} is not a key; write --section.key=value") from None
+        raise _fault(f"{key!r} is not a key; write --section.key=value, or --data.sources.0.path=value") from None
 
 
 def _parse_value(raw: str) -> Any:

@@ -108,8 +108,8 @@ def disk_words(error: BaseException) -> str:
     """The fix when a disk is full or a quota is used up; empty for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
-    where = f", writing {error.filename}" if error.filename else ""
-    return f"{error.strerror}{where}: free space, or name another disk in job.output"
+    where = f", writing {error.filename or 'a file or standard output'}"
+    return f"{error.strerror}{where}: free space or inodes (df -i), or name another disk in job.output"
 
 
 def in_words(error: BaseException, speaker: str = "forge-run") -> str:

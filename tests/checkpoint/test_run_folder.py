@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
-from forge_core.checkpoint.run_folder import LOCK, owned
+from forge_core.checkpoint.run_folder import LOCK, owned, storage_of
+from forge_core.config.load import parse_job
 from forge_core.contracts.components import DatasetComponent, TrainingHook
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.run_owner import owner
 from forge_testing.processes import HANG_S
 
@@ -147,3 +148,10 @@ def test_a_run_whose_folder_was_displaced_ends_at_its_next_save(make_job, train,
         assert (folder / LOCK).read_text() == "process 7 on another-host\n"
     if how != "removed":
         assert (tmp_path / "runs/moved/checkpoints/step-2/manifest.json").exists()
+
+
+def test_a_damaged_job_in_a_run_folder_is_named_with_its_line(tmp_path):
+    (tmp_path / "job.toml").write_text('[job]\nname = "a')
+    for read in (storage_of, lambda folder: parse_job((folder / "job.toml").read_text(), str(folder / "job.toml"))):
+        with pytest.raises(JobError, match=r"job\.toml"):
+            read(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,7 +71,7 @@ class TestDispatch:
         assert main(["chekc"]) == ExitCode.BAD_JOB
         assert capsys.readouterr().err == "forge-run: 'chekc' is no command and no job file; did you mean 'check'?\n"
         main(["zzz"])
-        assert capsys.readouterr().err == "forge-run: 'zzz' is no command and no job file. Commands: check, run\n"
+        assert capsys.readouterr().err == "forge-run: 'zzz' is no command and no job file; commands: check, run\n"
 
     @pytest.mark.parametrize(
         ("command", "distribution"),
@@ -145,6 +146,14 @@ class TestErrors:
         with_commands(fail=raising(ZeroDivisionError()))
         with pytest.raises(ZeroDivisionError):
             main(["fail"])
+
+
+def test_a_full_standard_output_is_named_beside_the_disk_of_the_job() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "forge_core", "plugins"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == ExitCode.FAILED
+    assert "No space left on device, writing a file or standard output: free space" in done.stderr
 
 
 class TestHelpAndVersion:

@@ -54,10 +54,12 @@ def test_what_is_made_in_python_is_written_like_any_job() -> None:
     [
         ({**TABLE, "eval": {"interval": "4"}}, (), "table: eval.interval: expected int, got str '4'; write 4"),
         (TINY_JOB.replace("steps", "stepz"), (), "text:3: train.stepz: unknown key; did you mean 'steps'?"),
-        ("[train\nsteps = 4", (), "text:1:7: not valid TOML: expected ']' at the end of a table declaration"),
+        ("[train\nsteps = 4", (), "text:1:7: not valid TOML: expected ']' at the end of a table declaration; "
+         "the header of a table ends with ]"),
         ("train = {steps = 4}", (), "train = {steps = 4}: no such file; a text of TOML has a line break"),
         (TABLE, {"train.steps": 0}, "train.steps: train.steps: must be > 0, got 0"),
-        (TABLE, {"train..steps": 1}, "train..steps: 'train..steps' is not a key; write --section.key=value"),
+        (TABLE, {"train..steps": 1}, "train..steps: 'train..steps' is not a key; "
+         "write --section.key=value, or --data.sources.0.path=value"),
     ],
 )  # fmt: skip
 def test_mistakes_name_where_they_were_made(source: object, overrides: object, message: str) -> None:

@@ -9,15 +9,16 @@ from fences import ROOT
 
 from forge_core import Catalog
 from forge_core.config.field_types import component_in
+from forge_core.config.tree import hints
 from forge_core.job import Job
 from forge_kit.documented_keys import keys_of
 from forge_plugin_author.explain import section_in
 
 PAGE = ROOT / "docs" / "coming-from.md"
-ROWS = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
 SECTIONS = "|".join(key.name for key in keys_of(Job))
 PATH = re.compile(rf"(?:{SECTIONS})(?:\.[a-z_0-9]+)+")
-PATHS = sorted({path for row in ROWS for code in re.findall(r"`([^`]+)`", row[-1]) for path in PATH.findall(code)})
+ANSWERS = [answer for names in hints("keys").values() for answer in names.values()]
+PATHS = sorted({path for text in ANSWERS for code in re.findall(r"`([^`]+)`", text) for path in PATH.findall(code)})
 
 
 def has_key(cls: type, path: str) -> bool:
@@ -51,3 +52,7 @@ def test_a_key_of_the_table_exists(path):
 @pytest.mark.parametrize("path", ["train.stepz", "optimizer.learning", "parallel.fsdp.shards", "model.ffn.gate"])
 def test_a_key_that_does_not_exist_is_noticed(path):
     assert not has_key(Job, path)
+
+
+def test_the_page_has_a_table_of_each_trainer():
+    assert re.findall("<!-- generated: names (.*) -->", PAGE.read_text()) == list(hints("keys"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
 import tomllib
@@ -54,6 +55,19 @@ def test_every_kind_is_in_the_reference_and_has_a_page_with_its_facts(kind: str,
     assert f"forge-run new-plugin {kind} " in page
     for place in (DOCS / "ten-minutes" / "index.md", ROOT / "mkdocs.yml"):
         assert f"{kind}.md" in place.read_text(), f"{place} does not lead to the page of {kind}"
+
+
+def test_every_command_is_on_the_page_of_the_command_line(catalog) -> None:
+    page = made("command-line.md")
+    for offer in catalog.offers("command"):
+        [row] = [line for line in page.splitlines() if line.startswith((f"| `{offer.type}` |", f"| [`{offer.type}`]("))]
+        assert f"`{offer.distribution.name}`" in row
+        assert len(row.split("|")[2].split()) > 2, f"{offer.type} has no summary"
+
+
+def test_no_page_is_twice_in_the_navigation() -> None:
+    pages = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert [page for page in pages if pages.count(page) > 1] == []
 
 
 def test_every_kind_has_a_template(catalog) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,13 @@ def _structured(node: Node, path: str, base: type[C], catalog: Catalog, known: l
     if problems := [*known, *(problem.below(path) for problem in findings.problems)]:
         raise JobError([*problems, *install_line(findings.missing)])
     return component
+
+
+def count(text: str) -> int:
+    """Type of a number or seed of at most 64 bits that is at least 0, for `add_argument(type=…)`."""
+    if not 0 <= (value := int(text)) < 1 << 63:
+        raise argparse.ArgumentTypeError("must be at least 0" if value < 0 else f"must be at most {(1 << 63) - 1}")
+    return value
 
 
 def wrapped(text: str, indent: str = "") -> str:

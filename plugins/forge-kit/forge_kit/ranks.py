@@ -25,10 +25,11 @@ GRACE_S = 5.0
 """Seconds that ranks have to end after a request to stop: there is nothing to save."""
 
 
-def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--nproc`, as `forge-run run` has it."""
-    ranks = "start N ranks on this machine, which share the model or the work by [parallel] (1)"
-    parser.add_argument("--nproc", type=positive, metavar="N", help=ranks)
+def add_ranks(
+    parser: argparse.ArgumentParser, purpose: str = "which share the model or the work by [parallel]"
+) -> None:
+    """Add the option `--nproc`, as `forge-run run` has it; `purpose` completes its help."""
+    parser.add_argument("--nproc", type=positive, metavar="N", help=f"start N ranks on this machine, {purpose} (1)")
 
 
 def ranks_asked_for(started: int | None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -84,10 +86,26 @@ class TrainedModel:
         offers = self._catalog.matching("command", name)
         command = self._catalog.load_offer(offers[0]) if len(offers) == 1 else None
         if command and (method := getattr(sys.modules[command.__module__], "of_model", None)):
-            return MethodType(method, self)
+            return _named(name, MethodType(method, self))
         missing = "" if offers else first_party()["command"].get(name, "")
         hint = f": pip install {missing}" if missing else did_you_mean(name, ["generate", *dir(type(self))])
         raise AttributeError(f"a trained model has no {name!r}{hint}")
+
+
+def _named(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of a command, whose errors about arguments have the name by which it was called."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **settings: Any) -> Any:
+        try:
+            signature.bind(*arguments, **settings)
+        except TypeError as error:
+            unknown = next((key for key in settings if key not in signature.parameters), "")
+            raise TypeError(f"{name}(): {error}{did_you_mean(unknown, signature.parameters)}") from None
+        return method(*arguments, **settings)
+
+    return call
 
 
 def load_model(

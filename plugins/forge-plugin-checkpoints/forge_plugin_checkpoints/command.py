@@ -18,6 +18,7 @@ from attrs import fields_dict, frozen
 from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults, read_manifest
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
+from forge_kit.commands import count
 from forge_kit.tables import columns
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     for action in (listing, verify):
         action.add_argument("--json", action="store_true", help="print JSON")
     listing.add_argument("--full", action="store_true", help="compare SHA-256 of every file, not only sizes")
-    verify.add_argument("steps", nargs="*", type=int, metavar="STEP", help="by default all")
+    verify.add_argument("steps", nargs="*", type=count, metavar="STEP", help="by default all")
     diff = add("diff", diff_checkpoints)
     diff.add_argument("first", metavar="A", help="a step of the run, or the path of a checkpoint or run folder")
     diff.add_argument("second", metavar="B", help="likewise")
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--output", type=Path, required=True, metavar="PATH", help="NAME.safetensors for one file, else a folder"
     )
-    export.add_argument("--step", type=int, metavar="N", help="by default the newest intact one")
+    export.add_argument("--step", type=count, metavar="N", help="by default the newest intact one")
     export.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of each file of a folder (5)")
     return parser
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
-from forge_plugin_data_view.command import from_zero
+from forge_core.contracts.errors import JobError, Problem
+from forge_kit.commands import count
+from forge_plugin_data_view.command import add_position, position_problems
 
 if TYPE_CHECKING:
     from forge_core.job import Job
@@ -30,13 +32,14 @@ def command(argv: list[str]) -> int:
 
     catalog, path = Catalog.installed(), Path(options.out)
     job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
-    _check(job, options.sample, path)
+    _check(job, options.step, options.sample, path)
     if sys.stderr.isatty():
         print("reading the data; the first time, it is tokenised and images are measured …", file=sys.stderr)
     from forge_plugin_data_view.job_data import open_data
     from forge_plugin_data_view.sheet import Sheet
 
-    sheet = Sheet.of(open_data(job, catalog), options.sample, options.tokens)
+    number = (options.step - 1) * job.train.global_batch_size + options.sample
+    sheet = Sheet.of(open_data(job, catalog), number, options.tokens)
     if path.suffix == ".html":
         from forge_plugin_data_view.look_html import write_html
 
@@ -51,16 +54,9 @@ def command(argv: list[str]) -> int:
     return ExitCode.FINISHED
 
 
-def _check(job: Job, sample: int, path: Path) -> None:
+def _check(job: Job, step: int, sample: int, path: Path) -> None:
     """Raises JobError where the run has no such sample, or no such file can be written."""
-    from forge_core.contracts.errors import JobError, Problem
-
-    train, problems = job.train, []
-    if sample >= (count := train.steps * train.global_batch_size):
-        product = f"train.steps = {train.steps} times train.global_batch_size = {train.global_batch_size}"
-        problems.append(
-            Problem("", f"--sample {sample}: the run has {count} samples, {product}; give 0 to {count - 1}")
-        )
+    problems = list(position_problems(job, step, [sample]))
     if path.suffix not in SUFFIXES:
         problems.append(Problem("", f"--out {path}: {path.suffix!r} is no format; end it in {' or '.join(SUFFIXES)}"))
     if not path.parent.is_dir():
@@ -71,13 +67,12 @@ def _check(job: Job, sample: int, path: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("forge-run look", description=command.__doc__)
-    sample = "number of the sample in the run, from 0 (0)"
-    parser.add_argument("--sample", type=from_zero, default=0, metavar="N", help=sample)
+    add_position(parser, default=0)
     out = "file to write, which ends in .png or .html (look.png); the HTML needs no other file"
     parser.add_argument("--out", default="look.png", metavar="FILE", help=out)
     tokens = f"tokens to show; 0: all ({SHOWN})"
-    parser.add_argument("--tokens", type=from_zero, default=SHOWN, metavar="N", help=tokens)
+    parser.add_argument("--tokens", type=count, default=SHOWN, metavar="N", help=tokens)
     ranks = "ranks that the job is to run on (1); the samples are the same on any number"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=ranks)
-    with_examples(parser, "forge-run look job.toml", "forge-run look job.toml --sample 7 --out look.html")
+    with_examples(parser, "forge-run look job.toml", "forge-run look job.toml --step 100 --sample 7 --out look.html")
     return parser

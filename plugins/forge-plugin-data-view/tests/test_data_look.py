@@ -202,7 +202,7 @@ def test_the_page_has_pictures_times_tokens_documents_and_positions(seeing, look
 def test_a_png_is_written_and_no_weights_are_made(here, seeing, look) -> None:
     job = seeing()
     (here / job).write_text((here / job).read_text().replace("dim = 16\nlayers = 1", "dim = 32768\nlayers = 50"))
-    code, out = look(job, "--sample=5")  # 10^11 weights
+    code, out = look(job, "--step=2", "--sample=1")  # 10^11 weights
     assert (code, out) == (0, "run: sample 5 (row 1 of step 2), source '0'\nlook.png\n")
     assert Image.open("look.png").width == 1280
     assert not (here / "runs").exists()
@@ -236,9 +236,10 @@ def test_an_unreadable_source_a_number_out_of_range_and_an_unknown_format_are_na
     code, out = look(job, "--sample=3")
     assert code == 1
     assert "of source '0': OSError: a.mp4 ends too early" in out
-    code, out = look(job, "--sample=24", "--out=there/look.gif")
+    code, out = look(job, "--step=7", "--sample=4", "--out=there/look.gif")
     assert code == 2
-    assert "--sample 24: the run has 24 samples, train.steps = 6 times train.global_batch_size = 4; give 0 to 23" in out
+    assert "--step 7: train.steps is 6; give 1 to 6" in out
+    assert "--sample 4: a step has train.global_batch_size = 4 samples; give 0 to 3" in out
     assert "--out there/look.gif: '.gif' is no format; end it in .png or .html" in out
     assert "the folder 'there' does not exist" in out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from attrs import field, frozen
 
 from forge_core import dump_job, load_job
 from forge_core.config.keys import walk_components
-from forge_core.config.tree import read_job
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
@@ -152,8 +152,7 @@ def prepare(files: Sequence[str], overrides: Sequence[str], ranks: int, steps: i
     if job.train.steps < FEWEST_STEPS:
         raise JobError([Problem("train.steps", f"{job.train.steps}: a drill takes at least {FEWEST_STEPS} steps")])
     steps = min(steps, job.train.steps)
-    root, _ = read_job(files, overrides)
-    tables = root.plain()
+    tables = tomllib.loads(dump_job(job, catalog))
     storage = catalog.type_of(type(job.checkpoint.storage))
     changes = [f"{steps} steps of {job.train.steps:,}, a save every {steps // 3}"]
     if moved := _moved_storage(job, storage, catalog):
@@ -186,8 +185,6 @@ def _moved_storage(job: Job, storage: str, catalog: Catalog) -> str:
 
 
 def _texts(catalog: Catalog, job: Job) -> Iterator[str]:
-    import tomllib
-
     values = [tomllib.loads(dump_job(job, catalog))["checkpoint"]["storage"]]
     while values:
         value = values.pop()

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.cli.command_line import with_examples
+from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.ranks import ranks_asked_for
 from forge_plugin_generate.options import add_run, add_settings, check_path, separated
@@ -37,7 +37,7 @@ def command(argv: list[str]) -> int:
         'echo "Which sea is the deepest?" | forge-run chat runs/chat --temperature 0',
     )
     # Known to say why not, instead of "unrecognized"
-    parser.add_argument("--nproc", type=int, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument("--nproc", type=positive, metavar="N", help=argparse.SUPPRESS)
     options = separated(parser, argv)
     if ranks_asked_for(options.nproc) > 1:
         hint = f"ask several ranks by: forge-run generate {options.path} --chat --prompt TEXT --nproc N"

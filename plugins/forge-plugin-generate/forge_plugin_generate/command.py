@@ -127,8 +127,8 @@ def of_model(
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if wrong := [each for each in prompts if not isinstance(each, str)]:
         raise TypeError(f"a prompt is a text, not {wrong[0]!r:.60}; model(ids) takes ids of tokens")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ValueError(f"max_tokens must be a whole number of at least 1, not {max_tokens!r}")
     tokenizer = _demanded(model.tokenizer, model.checkpoint)
     rows = generate(
         model.model,

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from forge_core.cli.command_line import positive
+from forge_core.cli.command_line import parse_job_arguments, positive
 from forge_core.contracts.errors import JobError
+from forge_kit.commands import count
 
 
 def temperature(text: str) -> float:
     """A temperature, as `Sampling` demands, which is built only once the model is loaded."""
     if not 0 <= (value := float(text)) < math.inf:  # NaN is no number here: it fails each comparison
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return value
-
-
-def count(text: str) -> int:
-    """A number that is at least 0."""
-    if (value := int(text)) < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return value
 
@@ -38,39 +31,31 @@ SETTINGS: Mapping[str, tuple[Callable[[str], float], float, str]] = {
     "temperature": (temperature, 0.8, "0: always the likeliest token (0.8)"),
     "top-k": (count, 0, "only the k likeliest tokens; 0: all (0)"),
     "top-p": (share, 0.95, "only the likeliest with this probability (0.95)"),
-    "seed": (int, 0, "seed of the sampling (0)"),
+    "seed": (count, 0, "seed of the sampling (0)"),
 }
 """What a conversation can change, too: type, default and help."""
 CHANGEABLE = ("model", "parallel", "plugins", "train.precision", "train.float32_matmul", "train.deterministic")
 """Tables and keys of a job that change how a trained model computes."""
-OVERRIDE = re.compile(r"--\w[\w-]*\.[^\s=]+(=.*)?", re.DOTALL)
+KEYS = (
+    "a key of the run's job, its value written as in TOML, of model, plugins, parallel, and train.precision, "
+    "train.float32_matmul, train.deterministic. --parallel.… names stages in place of the job's"
+)
 METAVARS = {"max-tokens": "N", "temperature": "X", "top-k": "N", "top-p": "P", "seed": "N"}
 
 
 def separated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line that may change keys of the run's job: `overrides` has these, `--section.key=value`.
 
-    `--plugins.NAME` and `--parallel.NAME` alone are tables without keys.
-
     Raises:
         JobError: a key changes nothing of what a trained model computes.
     """
-    parser.allow_abbrev = False
-    parser.add_argument_group(
-        "overrides",
-        "--section.key=value …: a key of the run's job, its value written as in TOML, of model, plugins, parallel, and "
-        "train.precision, train.float32_matmul, train.deterministic. --parallel.… names stages in place of the job's",
-    )
-    words = [word for word in argv if OVERRIDE.fullmatch(word)]
-    options = parser.parse_args([word for word in argv if word not in words])
-    options.overrides = []
-    for word in words:
-        key, equals, _ = word.removeprefix("--").partition("=")
+    options, _, overrides = parse_job_arguments(parser, argv, keys=KEYS)
+    for word in overrides:
+        key = word.removeprefix("--").partition("=")[0]
         if not any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE):
             hint = "; the device is an option: --device" if key == "train.device" else ""
             raise JobError(f"{word}: changes nothing here; what can be changed is {', '.join(CHANGEABLE)}{hint}")
-        is_table = not equals and key.count(".") == 1 and key.startswith(("plugins.", "parallel."))
-        options.overrides.append(f"{word}={{}}" if is_table else word)
+    options.overrides = overrides
     return options
 
 

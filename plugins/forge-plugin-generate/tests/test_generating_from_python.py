@@ -49,7 +49,9 @@ def test_a_text_ends_at_a_further_stop(model):
 @pytest.mark.parametrize(
     ("error", "message", "prompt", "options"),
     [
-        (ValueError, "max_tokens must be at least 1, not 0", "a", {"max_tokens": 0}),
+        (ValueError, "max_tokens must be a whole number of at least 1, not 0", "a", {"max_tokens": 0}),
+        (ValueError, "max_tokens must be a whole number of at least 1, not '8'", "a", {"max_tokens": "8"}),
+        (TypeError, r"generate\(\): .*'max_new_tokens'; did you mean 'max_tokens'\?", "a", {"max_new_tokens": 3}),
         (ValueError, "'temperature' must be >= 0: -1", "a", {"temperature": -1}),
         (TypeError, r"a prompt is a text, not 3; model\(ids\) takes ids of tokens", [3], {}),
         (ForgeError, "is 2 tokens of this tokenizer", "a", {"stop": ["ab"]}),

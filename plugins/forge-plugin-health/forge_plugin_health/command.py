@@ -31,7 +31,7 @@ def command(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser("forge-run health", description=command.__doc__)
     parser.add_argument("files", nargs="*", metavar="JOB.toml", help="job that is to run, layered from left to right")
-    add_ranks(parser)
+    add_ranks(parser, "one for each GPU to look at")
     examples = (
         "forge-run health --nproc 8",
         "srun forge-run health job.toml",

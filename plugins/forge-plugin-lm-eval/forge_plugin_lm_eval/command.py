@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_core.launch.world import join_world
+from forge_kit.commands import count
 from forge_kit.ranks import add_ranks, run_on_ranks
 from forge_plugin_generate.options import check_path, separated
 
@@ -124,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--include", action="append", type=Path, default=[], metavar="FOLDER", help="folder with tasks of your own"
     )
-    parser.add_argument("--few-shot", type=int, metavar="N", help="worked examples before each question (the task's)")
+    parser.add_argument("--few-shot", type=count, metavar="N", help="worked examples before each question (the task's)")
     parser.add_argument("--limit", type=float, metavar="N", help="first N items of each task; below 1: this share")
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="rows computed together (8)")
     parser.add_argument(
@@ -135,8 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gen-kwargs", metavar="K=V,…", help="settings of tasks that generate: max_gen_toks=64,temperature=0.7"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of tasks that sample (0)")
-    parser.add_argument("--bootstrap", type=int, default=1000, metavar="N", help="draws for standard errors (1000)")
+    parser.add_argument("--seed", type=count, default=0, metavar="N", help="seed of tasks that sample (0)")
+    parser.add_argument("--bootstrap", type=count, default=1000, metavar="N", help="draws for standard errors (1000)")
     parser.add_argument("--unsafe-code", action="store_true", help="allow tasks that run the code that a model writes")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all results there, as JSON")
     parser.add_argument("--items", action="store_true", help="with --output: every question and answer too")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 
-from forge_core.cli.command_line import parse_job_arguments, with_examples
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 
 
 def command(argv: list[str]) -> int:
     """Estimate memory, FLOPs, communication and time of a job on N ranks; needs no GPU."""
     parser = argparse.ArgumentParser("forge-run plan", description=command.__doc__)
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that the job will run on (1)")
+    parser.add_argument("--world-size", type=positive, default=1, metavar="N", help="ranks of the run (1)")
     parser.add_argument("--gpu", metavar="NAME", help="GPU by which to bound the time: h100, h200, b200, a100 …")
     parser.add_argument(
         "--network", type=float, metavar="GBITS", help="Gbit/s that each GPU has to other nodes, with --gpu (400)"
@@ -21,8 +21,6 @@ def command(argv: list[str]) -> int:
         parser, "forge-run plan job.toml", "forge-run plan job.toml --world-size 512 --gpu h200 --parallel.tp.degree=8"
     )
     options, files, overrides = parse_job_arguments(parser, argv)
-    if options.world_size < 1:
-        parser.error(f"--world-size {options.world_size}: at least 1")
     if options.network is not None and (options.gpu is None or options.network <= 0):
         parser.error(f"--network {options.network:g}: must be above 0, and goes with --gpu")
     from forge_core.config.load import load_job

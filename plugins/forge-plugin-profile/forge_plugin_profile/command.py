@@ -9,6 +9,7 @@ from typing import Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.commands import count
 
 
 def command(argv: list[str]) -> int:
@@ -16,8 +17,8 @@ def command(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("forge-run profile", description=command.__doc__, allow_abbrev=False)
     what = "a run folder (its newest profile), a folder profile/step-N, or a trace; two are compared"
     parser.add_argument("profiles", nargs="+", type=Path, metavar="RUN", help=what)
-    parser.add_argument("--step", type=int, metavar="N", help="of a run folder: the profile that begins with step N")
-    parser.add_argument("--rank", type=int, metavar="R", help="show or compare this rank (all, the lowest one in full)")
+    parser.add_argument("--step", type=count, metavar="N", help="of a run folder: the profile that begins with step N")
+    parser.add_argument("--rank", type=count, metavar="R", help="show or compare this rank (all, the lowest in full)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--write", action="store_true", help="make profile.md and profile.json beside the traces again")
     parser.add_argument("--gpu", metavar="NAME", help="also the bounds of `forge-run plan` for this GPU: h100, a100 …")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_core.cli.command_line import with_examples
+from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_plugin_runs.facts import STATES, Run, find_runs, read_run
 from forge_plugin_runs.words import age_text, count_text, fitted, size_text, width
@@ -41,7 +41,7 @@ def command(argv: list[str]) -> int:
     add("--name", metavar="GLOB", help="only runs whose folder's name matches: 'muon-*'")
     order = f"newest, largest or best first: by {', '.join(SORTS)} (updated)"
     add("--sort", choices=list(SORTS), default="updated", metavar="FACT", help=order)
-    add("--limit", type=int, metavar="N", help="only the first N")
+    add("--limit", type=positive, metavar="N", help="only the first N")
     add("--json", action="store_true", help="print JSON")
     with_examples(parser, "forge-run runs", "forge-run runs compared --sort held-out", "forge-run runs --state running")
     options = parser.parse_args(argv)

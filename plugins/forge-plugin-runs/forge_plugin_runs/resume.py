@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_core.checkpoint.run_folder import JOB, PROVENANCE, run_folder, storage_of
-from forge_core.cli.command_line import positive, with_examples
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.config.load import load_job, parse_job
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.job import Job
@@ -20,7 +20,7 @@ from forge_plugin_runs.facts import demand_run, read_run
 
 def command(argv: list[str]) -> int:
     """Continue a run, as it was started or with changed keys, from its newest checkpoint."""
-    parser = argparse.ArgumentParser("forge-run resume", description=command.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("forge-run resume", description=command.__doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run folder")
     add("--from", type=Path, metavar="DIR", dest="base", help="where relative paths of its job start, if the run was "
@@ -31,10 +31,8 @@ def command(argv: list[str]) -> int:
     talk = parser.add_mutually_exclusive_group()
     talk.add_argument("-q", "--quiet", action="store_true", help="as in `forge-run run`")
     talk.add_argument("-v", "--verbose", action="store_true", help="as in `forge-run run`")
-    parser.add_argument_group("overrides", "--section.key=value …: a key of the job, its value written as in TOML")
     with_examples(parser, "forge-run resume runs/quickstart", "forge-run resume runs/quickstart --train.steps=4000")
-    overrides = [word for word in argv if word.startswith("--") and "." in word.partition("=")[0]]
-    options = parser.parse_args([word for word in argv if word not in overrides])
+    options, _, overrides = parse_job_arguments(parser, argv)
     catalog = Catalog.installed()
     run = demand_run(options.run).resolve()
     more = _go_to_start(run, options.base, catalog)

@@ -165,7 +165,7 @@ def _life(facts: Mapping[str, Any]) -> str:
 
 def _tables(facts: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Sequence[str]]]]:
     yield "job, where it differs from the defaults", [*_job_rows(facts)]
-    yield "last step", [[name, _plain(value)] for name, value in facts["metrics"].items()]
+    yield "last step", [[name, _measure(name, value)] for name, value in facts["metrics"].items()]
     evaluation = [[name, _plain(value)] for name, value in facts["evaluation"].items()]
     yield f"last evaluation, of step {facts['evaluated']}", evaluation
     yield "checkpoints", [_checkpoint_row(each) for each in facts["checkpoints"]]
@@ -186,13 +186,28 @@ def _job_rows(facts: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _checkpoint_row(checkpoint: Mapping[str, Any]) -> list[str]:
     saved = checkpoint["saved"]
-    when = datetime.fromtimestamp(saved).strftime("%Y-%m-%d %H:%M:%S") if saved else "cannot be read"
+    when = _clock(saved) if saved else "cannot be read"
     losses = [f"{name} {_plain(value)}" for name, value in checkpoint["evaluation"].items() if name.endswith("loss")]
     return [f"step {checkpoint['step']}", when, f"{count_text(checkpoint['tokens'])} tokens", "  ".join(losses)]
 
 
 def _section(title: str, rows: Sequence[Sequence[str]]) -> str:
     return f"{title}\n" + "\n".join(f"  {line}" for line in columns(rows).split("\n"))
+
+
+def _measure(name: str, value: Any) -> str:
+    """A value of a line of metrics: a time of day, a duration or a share with its unit, or a plain number."""
+    if not isinstance(value, int | float):
+        return str(value)
+    if name == "time":
+        return _clock(value)
+    if name == "step_seconds" or name.startswith("seconds/"):
+        return f"{value:,.3g} s"
+    return f"{value:.1%}" if name == "data_wait" else _plain(value)
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _plain(value: Any) -> str:

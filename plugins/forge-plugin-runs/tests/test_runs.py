@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -243,6 +244,8 @@ class TestShow:
         text = forge("show", "runs/tiny")[1]
         for expected in ("finished at step 4 of 4", "model.type", "train.steps", "step 2 ", facts["next"]):
             assert expected in text
+        assert re.search(r"^  time +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d$", text, re.MULTILINE)
+        assert re.search(r"^  step_seconds +[\d.e-]+ s$", text, re.MULTILINE)
 
     def test_a_folder_that_is_no_run_is_refused_with_the_runs_in_it(self, forge: Forge, trained: Path) -> None:
         code, _, err = forge("show", "runs")

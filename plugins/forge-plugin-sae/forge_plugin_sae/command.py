@@ -18,13 +18,15 @@ from forge_plugin_taps import SinkComponent
 if TYPE_CHECKING:
     from forge_plugin_sae.stored import Trained
 
-FILES = "a run or its folder of samples (taps), then TOML files with a table [sae], with the keys of the sink"
+KEYS = "a key of the autoencoders: --sae.KEY=value, its value written as in TOML"
 TABLE = '[sae]\ntype = "sae"\n'
 
 
 def command(argv: list[str]) -> int:
     """Train sparse autoencoders or transcoders on the activations that a run has stored, and measure them."""
     parser = argparse.ArgumentParser("forge-run sae", description=command.__doc__)
+    parser.add_argument("run", metavar="RUN", help="a run, or a store, with samples of activations")
+    parser.add_argument("files", nargs="*", metavar="SAE.toml", help="files with a table [sae], with keys of the sink")
     parser.add_argument("--epochs", type=positive, default=1, metavar="N", help="passes over the samples (1)")
     parser.add_argument(
         "--held-out", type=_share, default=0.1, metavar="SHARE", help="share of sequences to measure on only (0.1)"
@@ -36,11 +38,11 @@ def command(argv: list[str]) -> int:
         "forge-run sae runs/small --sae.latents=512 --sae.activation.k=16",
         "forge-run sae runs/small/taps sae.toml --epochs 4 --out saes",
     )
-    options, (source, *files), overrides = parse_job_arguments(parser, argv, FILES)
+    options, files, overrides = parse_job_arguments(parser, argv, keys=KEYS)
     settings = _settings(files, overrides)
     from forge_plugin_sae.stored import Samples, train  # imports torch
 
-    samples = Samples.of(Path(source))
+    samples = Samples.of(Path(options.run))
     out = options.out or samples.folder.parent / settings.folder
     if out.exists():
         raise JobError(f"{out} exists: name another folder by --out, or by --sae.folder, or remove it")

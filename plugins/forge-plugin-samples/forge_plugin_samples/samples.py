@@ -25,8 +25,8 @@ class Samples(TrainingHook):
 
     Loggers that take files get `samples.txt` each time.
 
-    Training is the same with and without it. Where a layout splits the model, its ranks generate together; otherwise
-    rank 0 samples alone.
+    Training is the same with and without it; a run that stops to be continued samples later. Where a layout splits the
+    model, its ranks generate together; otherwise rank 0 samples alone.
     """
 
     resumes_as = "safe"
@@ -97,7 +97,10 @@ class Samples(TrainingHook):
             self._sample(context)
 
     def on_train_end(self, context: TrainContext) -> None:
-        if self.sampled_step != context.step:
+        # A run that stops to be continued, on a signal say, has no time to lose; its continuation samples.
+        goes_on = bool(context.requests.stop) and not context.requests.final
+        is_over = context.step >= context.job.train.steps or not goes_on
+        if is_over and self.sampled_step != context.step:
             self._sample(context)
 
     def _sample(self, context: TrainContext) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from attrs import define, field, frozen
 
 from forge_core.contracts.components import ParallelComponent, TokenizerComponent, TrainingHook
+from forge_core.contracts.contexts import TrainContext
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.runtime import ParallelStage
@@ -140,14 +140,19 @@ def test_it_samples_at_the_end_or_after_each_evaluation_and_never_twice_at_a_ste
 
 @define(kw_only=True, slots=False)
 class Stops(TrainingHook):
+    final: bool = False
+
     def on_step_end(self, context):
         if context.step == 3:
-            context.request_stop("enough")
+            context.request_stop("enough", final=self.final)
 
 
-def test_a_run_that_is_stopped_between_evaluations_is_sampled_too(make_writer_job, train):
+@pytest.mark.parametrize(("final", "steps"), [(True, [2, 3]), (False, [2])])
+def test_a_run_that_stops_samples_if_it_is_over_and_leaves_at_once_if_it_is_to_be_continued(
+    make_writer_job, train, final, steps
+):
     job = make_writer_job(Samples(every_eval=True, max_tokens=3), eval={"interval": 2})
-    assert [step for step, _ in kept(train(job, Stops()).folder)] == [2, 3]
+    assert [step for step, _ in kept(train(job, Stops(final=final)).folder)] == steps
 
 
 def test_a_finished_run_shows_its_samples_again(make_writer_job, train):
@@ -284,8 +289,9 @@ def test_importing_the_plugin_imports_no_torch():
 
 
 def test_sampling_leaves_the_generator_of_torch_alone(make_writer_job, build):
-    run = build(make_writer_job())
-    context = SimpleNamespace(model=run.model, optimizer=run.optimizer, tokenizer=Letters(), folder=None, step=1)
+    run = build(job := make_writer_job())
+    trained = {"model": run.model, "optimizer": run.optimizer, "tokenizer": Letters()}
+    context = TrainContext(job=job, **trained, folder=None, step=1)
     before = torch.get_rng_state()
     Samples(max_tokens=5).on_train_end(context)
     assert torch.equal(torch.get_rng_state(), before)

@@ -28,8 +28,16 @@ from forge_plugin_slurm.scheduler import SlurmError
 from forge_plugin_slurm.script import RunScript, array_text
 from forge_plugin_slurm.status import print_status
 
-OPTIONS = ("partition", "account", "time", "nodes", "gpus-per-node", "tasks-per-node", "cpus-per-task")
-"""Keys of the cluster file that are options of the command too."""
+OPTIONS = {
+    "partition": "partition of SLURM (the cluster's default)",
+    "account": "account to charge (the user's default)",
+    "time": "time limit of one attempt: 12:00:00, 2-00 (the partition's)",
+    "nodes": "nodes (1)",
+    "gpus-per-node": "GPUs of a node, each of which gets a rank (none)",
+    "tasks-per-node": "ranks of a node (one for each GPU, or one)",
+    "cpus-per-task": "cores of a rank (the cluster's default)",
+}
+"""Keys of the cluster file that are options of the command too, with their help."""
 HOOK = "--hooks.slurm.type=forge-plugin-slurm/slurm"
 
 
@@ -39,9 +47,9 @@ def command(argv: list[str]) -> int:
     add = parser.add_argument
     add("files", nargs="*", metavar="JOB.toml", help="job files, layered from left to right")
     add("--preset", metavar="CLUSTER.toml", help="settings of the cluster: its table [submit]")
-    for name in OPTIONS:
+    for name, help_ in OPTIONS.items():
         number = name not in ("partition", "account", "time")
-        add(f"--{name}", type=positive if number else str, metavar="N" if number else "TEXT", help=f"submit.{name}")
+        add(f"--{name}", type=positive if number else str, metavar="N" if number else "TEXT", help=help_)
     add("--array", metavar="JOBS", help="each job file is a run of its own, a task of one array: jobs/*.toml")
     add("--at-once", type=positive, default=0, metavar="N", help="with --array: runs at the same time (all)")
     add("--dry-run", action="store_true", help="print the script; nothing is written or queued")

@@ -100,7 +100,13 @@ class Workers:
     def _submit(self, number: int, rows: Sequence[SampleRow]) -> Future[LoadedRows | Exception]:
         if isinstance(self._executors[number], ThreadPoolExecutor):
             return self._executors[number].submit(_attempt, self._reader, rows)
-        return self._executors[number].submit(_read, rows)
+        try:
+            return self._executors[number].submit(_read, rows)
+        except BrokenProcessPool:  # it died between two units
+            described = "; ".join(map(self._reader.describe, rows))
+            future: Future[LoadedRows | Exception] = Future()
+            future.set_result(DataError(f"a data worker died ({self._death(number)}); it was to read {described}"))
+            return future
 
     def _result(
         self, number: int, rows: Sequence[SampleRow], future: Future[LoadedRows | Exception]

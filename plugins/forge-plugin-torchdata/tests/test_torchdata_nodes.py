@@ -124,6 +124,20 @@ def test_the_death_of_a_worker_names_its_end_and_what_it_was_reading(make_job, b
     assert str(caught.value).count("sequence") == 2, "only the two rows of the unit that the dead worker had"
 
 
+def test_the_death_of_a_worker_that_waits_is_named_too(make_job, build):
+    run = build(job := make_job(data={"sources": (Numbers(),), "workers": 1}, steps=200))
+    loader = TrainLoader(job, run.datasets, run.context)
+    try:
+        loader.next_step()
+        time.sleep(0.5)  # until it has read ahead as far as it may
+        for child in multiprocessing.active_children():
+            child.kill()
+        with pytest.raises(DataError, match=r"a data worker died \(process \d+, killed by SIGKILL\)"):
+            list(iter(loader.next_step, None))
+    finally:
+        loader.close()
+
+
 @pytest.mark.parametrize("method", ["process", "thread"])
 def test_what_a_worker_raises_is_raised_in_its_turn(make_job, build, method):
     """With the place and the traceback, and after the units before it."""
