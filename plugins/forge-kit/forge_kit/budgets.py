@@ -51,6 +51,18 @@ class Budgets:
 
 
 @runtime_checkable
+class Verifiable(Protocol):
+    """Documents that can be compared with sums that were written with them."""
+
+    def verify(self) -> None:
+        """Read all of them.
+
+        Raises:
+            DataError: they are damaged.
+        """
+
+
+@runtime_checkable
 class HasBudgets(Protocol):
     """A dataset component whose documents take more than positions, or must not be longer than a sequence."""
 
@@ -101,6 +113,10 @@ def _of_text(source: DatasetComponent, context: BuildContext) -> Budgets | None:
     from forge_core.contracts.data import Documents
 
     built: object = context.build(source)
+    if isinstance(built, Verifiable):
+        built.verify()
+        if isinstance(held_out := built.held_out, Verifiable):
+            held_out.verify()
     return text_budgets(built, context.job.train.seq_len) if isinstance(built, Documents) else None
 
 

@@ -27,6 +27,7 @@ from attrs import frozen
 from forge_core import report_progress
 from forge_core.checkpoint.storage import publish, sync
 from forge_core.contracts.errors import ForgeError
+from forge_kit.block_sums import SUFFIX, write_sums
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ def cached_folder(
     make: Callable[[Path], Mapping[str, Any]],
     verify: Verify = "sizes",
     resumable: bool = False,
+    sums: bool = False,
 ) -> CachedFolder:
     """Returns the folder of this key, made if there is none, made again (with a warning) if it is damaged.
 
@@ -116,6 +118,8 @@ def cached_folder(
         verify: `sizes` compares the size of every file with the manifest, `full` its SHA-256 too.
         resumable: whether `make` continues in a folder that a process left when it died (see `Progress`). One that
             raises an error leaves none.
+        sums: whether each file gets the sums of its blocks beside it, by which readers find damage
+            (`forge_kit.block_sums`).
 
     Raises:
         ForgeError: the cache cannot be written.
@@ -133,7 +137,17 @@ def cached_folder(
                 logger.warning("the cached %s is damaged (%s); making it again", folder, reason)
         # Without a lock another process may be writing there: each then makes a folder of its own, from the start.
         partial = folder.with_name(f".{folder.name}.{PARTIAL}") if resumable and is_alone else None
-        return _make(folder, make, verify, partial)
+        return _make(folder, _with_sums(make) if sums else make, verify, partial)
+
+
+def _with_sums(make: Callable[[Path], Mapping[str, Any]]) -> Callable[[Path], Mapping[str, Any]]:
+    def make_both(folder: Path) -> Mapping[str, Any]:
+        info = make(folder)
+        for path in sorted(folder.iterdir()):
+            write_sums(path)
+        return info
+
+    return make_both
 
 
 @contextmanager
@@ -198,7 +212,9 @@ def _open(folder: Path, verify: Verify) -> CachedFolder:
             raise _Unusable(f"{MANIFEST} describes another folder")
         for name, expected in manifest["files"].items():
             _check(folder / name, expected, verify)
-        digests = {name: expected["sha256"] for name, expected in manifest["files"].items()}
+        files = manifest["files"].items()
+        # Without sums, which follow from the rest: a folder made without them has the same identity
+        digests = {name: expected["sha256"] for name, expected in files if not name.endswith(SUFFIX)}
         return CachedFolder(folder, manifest["info"], digests)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _Unusable(f"{MANIFEST} cannot be read: {error}") from error

@@ -22,12 +22,15 @@ import numpy as np
 from forge_core.contracts.data import Documents
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.launch.progress_beacon import report_progress
+from forge_kit.block_sums import BLOCK, SHIFT, CheckedBlocks, checked_map, range_fault, sums_of
 
 MAGIC = b"FORGETOK"
 FORMAT = 1
 HEADER = struct.Struct("<8sHH4xQQQQQ8x")
 TOKENS, ENDS, LEARNED = ".bin", ".ends", ".learned"
 """Suffixes of the files."""
+PIECE = 1 << 22
+"""Tokens that are verified at a time."""
 
 
 class Header(NamedTuple):
@@ -193,6 +196,12 @@ class TokenFile:
         has_mask = _beside(stem, LEARNED).exists()
         self._learned = map_array(_beside(stem, LEARNED), "?", self.header.tokens) if has_mask else None
         self.end_of_text = self.header.end_of_text
+        self._checked = {suffix: _checked(stem, suffix) for suffix in (TOKENS, ENDS, LEARNED)}
+        ranges = CheckedBlocks(self.header.tokens * self.header.width, self._range_fault)
+        self._checked_ids = self._checked[TOKENS] or ranges
+        self._seen, self._width = self._checked_ids.checked, self.header.width
+        self._first_byte = HEADER.size if self._checked[TOKENS] else 0
+        """Where the ids begin in what `_checked_ids` checks."""
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -202,13 +211,37 @@ class TokenFile:
         return self.header.tokens
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        return self._ids[start:stop].astype(np.int64)
+        ids = self._ids[start:stop]
+        size, begin = ids.nbytes, self._first_byte + start * self._width
+        # Without a call where both blocks that it lies in were checked, as it is for nearly all readings
+        if size > BLOCK or not size or not (self._seen[begin >> SHIFT] and self._seen[(begin + size - 1) >> SHIFT]):
+            self._checked_ids.demand(begin, begin + size)
+        return ids.astype(np.int64)
 
     def learned(self, start: int, stop: int) -> np.ndarray | None:
-        return None if self._learned is None else np.array(self._learned[start:stop])
+        if self._learned is None:
+            return None
+        if (checked := self._checked[LEARNED]) is not None:
+            checked.demand(start, min(stop, len(self)))
+        return np.array(self._learned[start:stop])
 
     def ends(self) -> np.ndarray:
+        if (checked := self._checked[ENDS]) is not None:
+            checked.demand(0, 8 * self.header.documents)
         return self._ends
+
+    def verify(self) -> None:
+        """See `forge_kit.budgets.Verifiable`."""
+        self.ends()
+        for start in range(0, len(self), PIECE):
+            report_progress(f"verifying {_beside(self._stem, TOKENS)}", start, len(self))
+            self.tokens(start, start + PIECE)
+            self.learned(start, start + PIECE)
+
+    def _range_fault(self, number: int) -> str:
+        # Of a file without sums at least that: the embedding would end with an index out of range
+        first, last = (place * BLOCK // self.header.width for place in (number, number + 1))
+        return range_fault(_beside(self._stem, TOKENS), self._ids[first:last], first, self.header.vocab_size)
 
     def where(self, start: int, stop: int) -> str:
         return f"tokens {start} to {stop} of {_beside(self._stem, TOKENS)}"
@@ -218,6 +251,12 @@ class TokenFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenFile, (self._stem, self.held_out, self._identity)
+
+
+def _checked(stem: Path, suffix: str) -> CheckedBlocks | None:
+    """The blocks of a file that has sums."""
+    path = _beside(stem, suffix)
+    return checked_map(path) if sums_of(path).exists() else None
 
 
 def read_header(stem: Path) -> Header:

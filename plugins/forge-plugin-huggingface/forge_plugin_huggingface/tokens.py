@@ -71,7 +71,7 @@ class DocumentSource:
             logger.info("tokenising %s", _name(self.path, part))
             return self._write(folder, encode, part)
 
-        return cached_folder("tokens", key, make, self.verify, resumable=True)
+        return cached_folder("tokens", key, make, self.verify, resumable=True, sums=True)
 
     def _write(
         self, folder: Path, encode: Callable[[SplitPart, int], Iterator[Batch]], part: SplitPart

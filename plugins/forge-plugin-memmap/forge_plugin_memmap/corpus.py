@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
@@ -129,7 +129,8 @@ class _Search:
         shards = []
         for path in paths:
             try:
-                shards.append(read_shard(path, self.keys.dtype, self.listing))
+                shard, prepared = read_shard(path, self.keys.dtype, self.listing), self.folders[os.path.dirname(path)]
+                shards.append(evolve(shard, summed=bool(prepared and prepared.is_summed(os.path.basename(path)))))
             except JobError as error:
                 self._note(key, error)
         return shards

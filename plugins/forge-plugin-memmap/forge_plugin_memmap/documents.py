@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from forge_core import report_progress
 from forge_core.contracts.data import Documents
+from forge_kit.block_sums import BLOCK, SUFFIX, SUMS, CheckedBlocks, range_fault, sum_fault
 from forge_kit.cache import digest_of
 from forge_plugin_memmap.files import Reader
 from forge_plugin_memmap.index import document_ends
-from forge_plugin_memmap.shards import LEARNED, Shard
+from forge_plugin_memmap.shards import ENDS, LEARNED, Shard
+
+PIECE = 1 << 22
+"""Tokens that are verified at a time."""
 
 
 class ShardedDocuments:
@@ -22,14 +28,19 @@ class ShardedDocuments:
     A pickled copy holds paths only. Documents that have no mask are learned as a whole.
     """
 
-    def __init__(self, shards: Sequence[Shard], end_of_text: int, held_out: Documents | None = None) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], end_of_text: int, held_out: Documents | None = None, limit: int | None = None
+    ) -> None:
+        """Open the shards; ids lie below `limit`, or below what a shard says itself."""
         self.end_of_text = end_of_text
+        self._limit = limit
         self.held_out: Documents | None = held_out
         self._shards = tuple(shards)
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
         self._dtypes = [np.dtype(shard.dtype) for shard in shards]
         self._masks = [shard.mask for shard in shards]
         self._reader = Reader()
+        self._checks: dict[tuple[int, str], CheckedBlocks] = {}
         self._ends: np.ndarray | None = None
         self._identity = digest_of([shard.content_key() for shard in shards])
 
@@ -55,8 +66,15 @@ class ShardedDocuments:
 
     def ends(self) -> np.ndarray:
         if self._ends is None:
-            self._ends = document_ends(self._shards, self.end_of_text)
+            self._ends = document_ends(self._shards, self.end_of_text, self._check_ends)
         return self._ends
+
+    def verify(self) -> None:
+        """See `forge_kit.budgets.Verifiable`."""
+        self._check_ends()
+        for start in range(0, len(self), PIECE):
+            report_progress("verifying shards", start, len(self))
+            self.tokens(start, start + PIECE)
 
     def identity(self) -> str:
         """See `HasIdentity`. The sizes and times of the files as they were when the run began."""
@@ -67,7 +85,7 @@ class ShardedDocuments:
         return "tokens " + " and ".join(f"{first} to {last} of {path}" for path, first, last in parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardedDocuments, (self._shards, self.end_of_text, self.held_out)
+        return ShardedDocuments, (self._shards, self.end_of_text, self.held_out, self._limit)
 
     def _shard_of(self, token: int) -> int:
         return bisect_right(self._starts, token, hi=len(self._shards)) - 1
@@ -84,7 +102,38 @@ class ShardedDocuments:
 
     def _ids(self, number: int, start: int, stop: int) -> np.ndarray:
         shard, dtype = self._shards[number], self._dtypes[number]
+        base = shard.offset if shard.summed else 0
+        self._blocks(number, "").demand(base + start * dtype.itemsize, base + stop * dtype.itemsize)
         return self._reader.read(shard.path, dtype, shard.offset + start * dtype.itemsize, stop - start)
+
+    def _check_ends(self) -> None:
+        for number, shard in enumerate(self._shards):
+            if shard.summed and shard.documents:
+                self._blocks(number, ENDS).demand(0, shard.stamps[ENDS][0])
+
+    def _blocks(self, number: int, suffix: str) -> CheckedBlocks:
+        """The blocks of a file of a shard: by their sums, or else by the range of their ids."""
+        if (number, suffix) not in self._checks:
+            shard = self._shards[number]
+            fault = self._damaged if shard.summed else self._beyond
+            self._checks[number, suffix] = CheckedBlocks(shard.stamps[suffix][0], partial(fault, number, suffix))
+        return self._checks[number, suffix]
+
+    def _damaged(self, number: int, suffix: str, block: int) -> str:
+        shard = self._shards[number]
+        path, first = shard.beside(suffix) if suffix else shard.path, block * BLOCK
+        data = self._reader.read(path, np.dtype("u1"), first, min(BLOCK, shard.stamps[suffix][0] - first))
+        expected = int(self._reader.read(path + SUFFIX, np.dtype(SUMS), 4 * block, 1)[0])
+        return sum_fault(path, block, data, expected, "restore it from a copy, or prepare the data again")
+
+    def _beyond(self, number: int, suffix: str, block: int) -> str:
+        shard, dtype = self._shards[number], self._dtypes[number]
+        known = [limit for limit in (shard.vocab_size, self._limit) if limit]
+        if not known:
+            return ""
+        first, last = (min(place * BLOCK // dtype.itemsize, shard.tokens) for place in (block, block + 1))
+        ids = self._reader.read(shard.path, dtype, shard.offset + first * dtype.itemsize, last - first)
+        return range_fault(shard.path, ids, first, min(known))
 
     def _mask(self, number: int, start: int, stop: int) -> np.ndarray:
         if not self._masks[number]:

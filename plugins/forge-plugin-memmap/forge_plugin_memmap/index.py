@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +22,12 @@ BLOCK = 1 << 22
 FILE = "documents"
 
 
-def document_ends(shards: Sequence[Shard], end_of_text: int) -> np.ndarray:
+def document_ends(shards: Sequence[Shard], end_of_text: int, check: Callable[[], object] = lambda: None) -> np.ndarray:
     """(documents,) int64: the end of each document of the shards, one after the other; a memory map.
 
     A shard with an index ends with a document. In one without, every end-of-text ends a document, and what follows the
-    last one belongs to a document that goes on in the next shard.
+    last one belongs to a document that goes on in the next shard. `check` is called before they are read: what was
+    found once is in the cache.
 
     Raises:
         JobError: an index is damaged, or a shard without one has no end-of-text.
@@ -34,6 +35,7 @@ def document_ends(shards: Sequence[Shard], end_of_text: int) -> np.ndarray:
     key = digest_of("ends", FORMAT, end_of_text, [shard.cache_key() for shard in shards])
 
     def make(folder: Path) -> dict[str, int]:
+        check()
         with (folder / FILE).open("wb") as file:
             for ends in _all_ends(shards, end_of_text):
                 file.write(ends.astype("<i8").tobytes())

@@ -91,8 +91,8 @@ class Memmap(DatasetComponent):
         problems += [*self._damage(corpus), *id_problems(corpus.shards, limit)]
         if problems:
             raise JobError(problems)
-        held_out = ShardedDocuments(corpus.held_out, corpus.end_of_text) if corpus.held_out else None
-        return self._split(corpus, ShardedDocuments(corpus.train, corpus.end_of_text, held_out))
+        held_out = ShardedDocuments(corpus.held_out, corpus.end_of_text, None, limit) if corpus.held_out else None
+        return self._split(corpus, ShardedDocuments(corpus.train, corpus.end_of_text, held_out, limit))
 
     def _split(self, corpus: ShardedCorpus, documents: Documents) -> Documents:
         if not self.held_out_every:

@@ -16,6 +16,7 @@ from typing import Any
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
+from forge_kit.block_sums import BLOCK
 from forge_kit.cache import file_digest
 
 MANIFEST, UNFINISHED, INPUTS, TOKENIZER = "manifest.json", "unfinished.json", "inputs.json", "tokenizer"
@@ -37,6 +38,10 @@ class Prepared:
     def fingerprint(self) -> str:
         """The fingerprint of the tokenizer that made the ids."""
         return self.manifest["tokenizer"]["fingerprint"]
+
+    def is_summed(self, name: str) -> bool:
+        """Whether the sums of a file's blocks are beside it."""
+        return self.manifest["files"].get(name, {}).get("sums_of") == BLOCK
 
     def size_fault(self, name: str, sizes: Mapping[str, int]) -> str:
         """How the size of a file differs from the manifest; empty if it does not.

@@ -11,6 +11,7 @@ import numpy as np
 
 from forge_core.contracts.data import Documents, identity_of
 from forge_core.contracts.errors import JobError
+from forge_kit.budgets import Verifiable
 from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_memmap.index import BLOCK, FORMAT, GROUP, map_file
 from forge_plugin_memmap.prepared import HELD_OUT, SPLITS, TRAIN
@@ -92,6 +93,11 @@ class Selection:
 
     def ends(self) -> np.ndarray:
         return self._ends
+
+    def verify(self) -> None:
+        """See `forge_kit.budgets.Verifiable`: all documents of both splits."""
+        if isinstance(self._documents, Verifiable):
+            self._documents.verify()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Selection, (*self._source, self.held_out)

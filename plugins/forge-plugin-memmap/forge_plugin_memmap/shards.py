@@ -35,6 +35,8 @@ class Shard:
     """UTF-8 bytes that the ids stand for; 0 if unknown."""
     counted: int | None = None
     """Documents, where the file says so."""
+    summed: bool = False
+    """Whether its folder's manifest says that sums of its blocks are beside it (`forge_kit.block_sums`)."""
     stamps: Mapping[str, tuple[int, ...]] = field(factory=dict, hash=False)
     """By suffix ("" for the shard's own), size, times of the last changes of contents and inode, and number of the
     inode: of this file and of those beside it that exist, as they were when it was described. On a file system of a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import DataError, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.token_file import TokenFileWriter
 from forge_plugin_memmap import PreparedTokenizer
@@ -286,9 +287,46 @@ def test_flipped_bytes_are_found_where_the_job_asks_for_full_verification(
     data = bytearray(Path("data/train-00000.bin").read_bytes())
     data[-4] ^= 1
     Path("data/train-00000.bin").write_bytes(data)
-    assert len(open_documents(path="data")) == 8
+    documents = open_documents(path="data")
+    with pytest.raises(DataError, match=r"data/train-00000\.bin: bytes 0 to \d+ are not those that were written"):
+        documents.tokens(0, 2)
     with pytest.raises(JobError, match=r"the SHA-256 of data/train-00000\.bin is not that of its manifest"):
         open_documents(path="data", verify="full")
+
+
+def test_flipped_bytes_of_the_index_are_found_before_it_is_used(
+    prepared: None, open_documents: Callable[..., Any]
+) -> None:
+    data = bytearray(Path("data/train-00000.ends").read_bytes())
+    data[0] ^= 1
+    Path("data/train-00000.ends").write_bytes(data)
+    documents = open_documents(path="data")
+    with pytest.raises(DataError, match=r"data/train-00000\.ends: bytes 0 to \d+ are not those"):
+        documents.ends()
+
+
+def test_data_that_an_older_version_prepared_is_read_without_sums(
+    prepared: None, open_documents: Callable[..., Any]
+) -> None:
+    table = json.loads(Path("data/manifest.json").read_text())
+    for facts in table["files"].values():
+        del facts["sums_of"]
+    Path("data/manifest.json").write_text(json.dumps(table))
+    for path in Path("data").glob("*.crc32"):
+        path.unlink()
+    assert len(open_documents(path="data").tokens(0, 8)) == 8
+
+
+def test_ids_that_have_left_the_vocabulary_since_the_start_end_with_a_sentence(
+    here: Path, open_documents: Callable[..., Any]
+) -> None:
+    np.save(here / "raw.npy", np.arange(1000, dtype="<u2") % 20)
+    documents = open_documents(path="raw.npy", end_of_text=9, vocab_size=100)
+    changed = np.arange(1000, dtype="<u2") % 20
+    changed[700] = 40_000
+    np.save(here / "raw.npy", changed)
+    with pytest.raises(DataError, match=r"raw\.npy: token 700 is 40000, beyond the vocabulary of 100 ids"):
+        documents.tokens(0, 10)
 
 
 def test_the_tokenizer_must_be_the_one_that_made_the_data(prepared: None, open_documents: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -243,7 +244,8 @@ def test_the_manifest_has_sizes_digests_counts_and_arguments(prepare: Prepare) -
     assert set(found["files"]) == {f"{s}-00000{x}" for s in ("train", "held_out") for x in (".bin", ".ends")}
     for name, described in found["files"].items():
         data = Path("data", name).read_bytes()
-        assert described == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        assert described == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "sums_of": 1 << 16}
+        assert Path("data", f"{name}.crc32").read_bytes() == zlib.crc32(data).to_bytes(4, "little")
     assert found["tokenizer"] == {
         "fingerprint": hashlib.sha256(b"letters").hexdigest(),
         "vocab_size": 28,

@@ -57,7 +57,7 @@ def cached_tokens(corpus: TextCorpus, tokenizer: Tokenizer, verify: Verify) -> C
             raise JobError(f"{corpus} changed while it was tokenised; start again when nothing writes to it")
         return info
 
-    return cached_folder("tokens", key, make, verify, resumable=True)
+    return cached_folder("tokens", key, make, verify, resumable=True, sums=True)
 
 
 def open_documents(stored: CachedFolder, corpus: TextCorpus) -> TokenFile:

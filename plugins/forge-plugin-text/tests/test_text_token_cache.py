@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.contracts.errors import DataError, ForgeError, JobError
 from forge_kit import cache
 from forge_plugin_text import Text, corpus
 from forge_plugin_text import tokens as token_files
@@ -189,7 +189,8 @@ def test_damage_is_found_and_made_good_with_a_warning(
 def test_flipped_bytes_are_found_where_the_job_asks_for_full_verification(build, cache: Path) -> None:
     intact = content(build()[0])
     flip(token_folder(cache))
-    assert content(build(verify="sizes")[0]) != intact
+    with pytest.raises(DataError, match=r"train\.bin: bytes 0 to 126 are not those that were written \(CRC-32\)"):
+        content(build(verify="sizes")[0])
     dataset, encoded = build(verify="full")
     assert encoded == 2
     assert content(dataset) == intact
@@ -200,7 +201,8 @@ def test_the_manifest_holds_sizes_digests_and_counts(build, cache: Path) -> None
     build(held_out_every=2)
     folder = token_folder(cache)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest["files"]) == {"train.bin", "train.ends", "held_out.bin", "held_out.ends"}
+    names = {"train.bin", "train.ends", "held_out.bin", "held_out.ends"}
+    assert set(manifest["files"]) == names | {f"{name}.crc32" for name in names}
     for name, described in manifest["files"].items():
         path = folder / name
         assert described == {"size": path.stat().st_size, "sha256": _sha256sum(path)}

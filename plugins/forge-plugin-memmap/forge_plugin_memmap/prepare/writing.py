@@ -10,7 +10,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from attrs import asdict, define, field
 
+from forge_core.checkpoint.storage import sync
 from forge_core.contracts.errors import ForgeError
+from forge_kit.block_sums import BLOCK, sums_of, write_sums
 from forge_kit.cache import file_digest
 from forge_kit.token_file import ENDS, HEADER, TOKENS, Header
 from forge_plugin_memmap.prepare.encoding import Block, id_dtype
@@ -42,7 +44,7 @@ class Written:
     shards: list[str] = field(factory=list)
     """Names of the shards that are whole."""
     files: dict[str, dict[str, Any]] = field(factory=dict)
-    """Size and SHA-256 of their files."""
+    """Size and SHA-256 of their files, and the bytes of each block of which the sums are beside them."""
     total: Counts = field(factory=Counts)
     """Counts of the whole shards."""
     open: Counts = field(factory=Counts)
@@ -133,7 +135,10 @@ class SplitWriter:
         self.sync()
         self.close()
         self._ids = self._ends = None
-        self.written.files |= {p.name: {"size": p.stat().st_size, "sha256": file_digest(p)} for p in paths}
+        for path in paths:
+            sync(write_sums(path))
+            facts = {"size": path.stat().st_size, "sha256": file_digest(path), "sums_of": BLOCK}
+            self.written.files[path.name] = facts
         self.written.shards.append(paths[0].name)
         self.written.total.add(counts)
         self.written.open = Counts()
@@ -148,6 +153,7 @@ class SplitWriter:
         while self._path(TOKENS, number).exists() or self._path(ENDS, number).exists():
             for suffix in (TOKENS, ENDS):
                 self._path(suffix, number).unlink(missing_ok=True)
+                sums_of(self._path(suffix, number)).unlink(missing_ok=True)
             number += 1
 
 

@@ -1,0 +1,74 @@
+"""Damage to data at rest: found when a block is first read, wherever a bit has flipped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge_core.contracts.errors import DataError
+from forge_kit.block_sums import BLOCK, CheckedBlocks, checked_map, sums_of, write_sums
+from forge_kit.token_file import TokenFile, TokenFileWriter
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of two and a half blocks."""
+    path = tmp_path_factory.mktemp("sums") / "file"
+    path.write_bytes(os.urandom(5 * BLOCK // 2))
+    write_sums(path)
+    return path
+
+
+@given(place=st.integers(0, 5 * BLOCK // 2 - 1), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_found_in_its_block_and_in_no_other(intact: Path, place: int, bit: int) -> None:
+    data = bytearray(intact.read_bytes())
+    data[place] ^= 1 << bit
+    damaged = intact.with_name("damaged")
+    damaged.write_bytes(data)
+    sums_of(damaged).write_bytes(sums_of(intact).read_bytes())
+    blocks = checked_map(damaged)
+    for number in range(3):
+        if number != place // BLOCK:
+            blocks.demand(number * BLOCK, number * BLOCK + 1)
+    with pytest.raises(DataError, match=rf"damaged: bytes {place // BLOCK * BLOCK:,} to "):
+        blocks.demand(place, place + 1)
+
+
+def test_a_block_is_checked_once_and_a_damaged_one_each_time() -> None:
+    asked = []
+    blocks = CheckedBlocks(4 * BLOCK, lambda number: asked.append(number) or ("damaged" if number == 3 else ""))
+    for _ in range(2):
+        blocks.demand(BLOCK - 1, 2 * BLOCK + 1)
+        with pytest.raises(DataError, match="damaged"):
+            blocks.demand(3 * BLOCK, 3 * BLOCK + 1)
+    assert asked == [0, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".ends", ".learned"])
+def test_damaged_documents_are_refused(tmp_path: Path, suffix: str) -> None:
+    with TokenFileWriter(tmp_path / "chat", 100, 9, learned=True) as writer:
+        writer.add("document", [1, 2, 3], learned=np.array([True, False, True]))
+    for path in list(tmp_path.iterdir()):
+        write_sums(path)
+    TokenFile(tmp_path / "chat").verify()
+    path = tmp_path / f"chat{suffix}"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"chat{suffix}: bytes 0 to {len(data)} .* remove the folder"):
+        TokenFile(tmp_path / "chat").verify()
+
+
+def test_ids_beyond_the_vocabulary_of_a_file_without_sums_are_named(tmp_path: Path) -> None:
+    with TokenFileWriter(tmp_path / "old", 100, 9) as writer:
+        writer.add("document", [1, 2, 3])
+    data = bytearray((tmp_path / "old.bin").read_bytes())
+    data[-3] = 200
+    (tmp_path / "old.bin").write_bytes(data)
+    with pytest.raises(DataError, match=r"old\.bin: token 2 is 51203, beyond the vocabulary of 100 ids"):
+        TokenFile(tmp_path / "old").tokens(0, 1)
