@@ -141,8 +141,10 @@ class Checkpoints:
         listed = ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "…", *steps[-3:]]))
         left = f"checkpoints of steps {listed} are untouched" if steps else "there is no earlier one"
         existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-        free = f"{shutil.disk_usage(existing).free / 1e9:.1f} GB free there"
-        return f"could not save step {step} in {folder}: {fault}; {free}; {left}"
+        # Of a cache of what is kept elsewhere, the room would say nothing
+        is_cache = isinstance(self.storage, SpreadStorage)
+        free = "" if is_cache else f"; {shutil.disk_usage(existing).free / 1e9:.1f} GB free there"
+        return f"could not save step {step} in {folder}: {fault}{free}; {left}"
 
     def _metrics(self, steps: Sequence[int]) -> dict[int, float]:
         """Step -> the metric of the last evaluation before it."""

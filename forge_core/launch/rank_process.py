@@ -101,9 +101,8 @@ class RankProcess:
             time.sleep(1)
             idle_s = idle_s + 1 if ProgressBeacon.reports == reports else 0
             reports = ProgressBeacon.reports
-        limit = f"launch.hang_timeout_s = {self._exit_limit_s:g} s"
-        text = f"forge-run: rank {self._world.rank} has done its work and does not exit within {limit}: {_unfinished()}"
-        self.emit(FailureReport(rank=self._world.rank, text=text))
+        text = f"forge-run: rank {self._world.rank} has done its work and does not exit within launch.hang_timeout_s ="
+        self.emit(FailureReport(rank=self._world.rank, text=f"{text} {self._exit_limit_s:g} s: {_unfinished()}"))
         os._exit(ExitCode.FAILED)
 
     @contextmanager

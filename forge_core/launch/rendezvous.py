@@ -37,6 +37,7 @@ SILENT_S = 5.0
 SILENT_AFTER_FAILURE_S = 1.0
 RANKS_A_SECOND = 500
 """With more ranks than this the watchdogs wake less often, so that the store has time for all."""
+LOOPBACK = ("127.0.0.1", "localhost")
 HEARTBEAT = "heartbeat"
 END = "end"
 
@@ -237,8 +238,11 @@ def _serve(world: World) -> Store:
     if LISTENING in os.environ:
         options["master_listen_fd"] = int(os.environ.pop(LISTENING))  # not for processes that this one starts
     try:
+        if "master_listen_fd" not in options and world.address in LOOPBACK:
+            # torch would listen to all networks, and its store has no secret
+            options["master_listen_fd"] = socket.create_server(("127.0.0.1", world.port), backlog=4096).detach()
         return TCPStore(world.address, world.port, **options)
-    except DistNetworkError as error:
+    except (DistNetworkError, OSError) as error:
         hint = "set MASTER_PORT to a free port, the same for all ranks"
         raise ForgeError(f"cannot serve the ranks' store at port {world.port}; {hint}: {error}") from error
 

@@ -113,11 +113,12 @@ def _of_text(source: DatasetComponent, context: BuildContext) -> Budgets | None:
     from forge_core.contracts.data import Documents
 
     built: object = context.build(source)
-    if isinstance(built, Verifiable):
-        built.verify()
-        if isinstance(held_out := built.held_out, Verifiable):
-            held_out.verify()
-    return text_budgets(built, context.job.train.seq_len) if isinstance(built, Documents) else None
+    if not isinstance(built, Documents):
+        return None
+    for documents in (built, built.held_out):
+        if isinstance(documents, Verifiable):
+            documents.verify()
+    return text_budgets(built, context.job.train.seq_len)
 
 
 def text_budgets(documents: Documents, seq_len: int) -> Budgets | None:

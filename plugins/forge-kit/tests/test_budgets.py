@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from forge_core.cli import main
+from forge_kit.block_sums import write_sums
+from forge_kit.token_file import TokenFileWriter
 
 PARTS = """
 from attrs import frozen
@@ -65,3 +67,26 @@ def test_documents_longer_than_a_sequence_are_counted(
     assert main(["check", "job.toml", "--data", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)["data"]
     assert (data["texts"]["documents"], data["texts"]["budgets"][0]["over"], data["endless"]) == (4, 2, None)
+
+
+def test_all_tokens_are_compared_with_their_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored = "class Stored(DatasetComponent):\n    def build(self, context):\n        return TokenFile(Path('texts'))\n"
+    imports = "from pathlib import Path\nfrom forge_kit.token_file import TokenFile\n"
+    Path("parts.py").write_text(f"{PARTS}\n{imports}@frozen(kw_only=True)\n{stored}")
+    Path("job.toml").write_text(
+        JOB.partition('[[data.sources]]\ntype = "./parts.py:Endless"')[0].replace("Texts", "Stored")
+    )
+    with Path("job.toml").open("a") as file:
+        file.write('[optimizer]\ntype = "forge_testing:TinyAdamW"\n')
+    with TokenFileWriter(Path("texts"), 32, 31) as writer:
+        writer.add("document", [1, 2, 3, 4])
+    write_sums(Path("texts.bin"))
+    assert main(["check", "job.toml", "--data"]) == 0
+    data = bytearray(Path("texts.bin").read_bytes())
+    data[-1] ^= 1
+    Path("texts.bin").write_bytes(data)
+    assert main(["check", "job.toml", "--data"]) == 1
+    assert "texts.bin: bytes 0 to 74 are not those that were written (CRC-32)" in capsys.readouterr().err

@@ -107,7 +107,10 @@ class Row:
             return cls(step, {}, sum(file.stat().st_size for file in path.glob("*")), [str(error)])
         # By the manifest: this machine may have a part of the files
         size = (path / MANIFEST).stat().st_size + sum(entry["size"] for entry in manifest["files"].values())
-        return cls(step, manifest, size, find_faults(path, manifest, list(manifest["files"]), method))
+        faults = find_faults(path, manifest, list(manifest["files"]), method)
+        if manifest["step"] != step:
+            faults = [f"{path.name} holds step {manifest['step']}: it was renamed or copied", *faults]
+        return cls(step, manifest, size, faults)
 
     def cells(self) -> list[str]:
         if not self.manifest:

@@ -183,6 +183,12 @@ class TestVerify:
         assert out.splitlines()[0] == f"step 2: {file} is damaged: its SHA-256 is not the manifest's"
         assert out.splitlines()[1].startswith("step 4: intact")
 
+    def test_a_folder_that_holds_another_step_than_its_name_says_is_named(self, checkpoints, run):
+        (run / "checkpoints/step-4").rename(run / "checkpoints/step-9")
+        code, out, _ = checkpoints("verify")
+        assert code == ExitCode.FAILED
+        assert "step 9: step-9 holds step 4: it was renamed or copied" in out
+
     def test_steps_may_be_named(self, checkpoints, run):
         flip(run, 2)
         assert checkpoints("verify", "4")[0] == 0

@@ -9,13 +9,14 @@ import threading
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_plugin_torchft.secret import is_loopback
 
 
 def command(argv: list[str]) -> int:
     """Run the lighthouse, by which the groups of [parallel.torchft] know of each other."""
     parser = argparse.ArgumentParser("forge-run lighthouse", description=command.__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--host", metavar="ADDRESS", default="[::]", help="address to listen at (all of this machine)")
+    add("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen at (loopback; [::] for all networks)")
     add("--port", type=positive, default=29510, metavar="N", help="port to listen at (29510)")
     add("--min-groups", type=positive, default=1, metavar="N", help="groups that make a quorum (1)")
     add("--dead-after", type=float, default=5.0, metavar="S", help="seconds without a heartbeat that mean death (5)")
@@ -42,7 +43,9 @@ def command(argv: list[str]) -> int:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    print(f"lighthouse = {server.address()!r}  # also shows who is present, in a browser", flush=True)
+    # torchft gives the name of the machine, at which loopback may not be reached
+    address = f"http://{options.host}:{options.port}" if is_loopback(options.host) else server.address()
+    print(f"lighthouse = {address!r}  # also shows who is present, in a browser", flush=True)
     ended.wait()
     server.shutdown()
     return ExitCode.FINISHED

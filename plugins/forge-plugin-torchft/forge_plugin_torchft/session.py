@@ -31,9 +31,11 @@ os.environ.setdefault("RUST_LOG", "error")
 logging.getLogger("torchft").setLevel(logging.CRITICAL)
 
 try:
+    from torchft import manager as manager_module
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
+    from forge_plugin_torchft.secret import group_secret, is_loopback
     from forge_plugin_torchft.transport import Received, StateTransport
 except ImportError as error:
     reason = f"parallel.torchft needs the package torchft, which cannot be imported: {error}"
@@ -59,6 +61,32 @@ def _any_rank(flags: Sequence[bool]) -> list[bool]:
     known = torch.tensor(flags, dtype=torch.uint8)
     dist.all_reduce(known, op=dist.ReduceOp.MAX)
     return [bool(flag) for flag in known.tolist()]
+
+
+def _serve_store(host: str) -> TCPStore:
+    """A store for the groups, which torch would serve to all networks."""
+    if not is_loopback(host):
+        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _manager_at(host: str, **arguments: Any) -> Manager:
+    """Torchft's manager, which listens on loopback if this machine is reached there."""
+    if not is_loopback(host):
+        return Manager(hostname=host, **arguments)
+    served = manager_module.ManagerServer
+
+    def on_loopback(*, bind: str, **more: Any) -> Any:
+        return served(bind=f"127.0.0.1:{bind.rpartition(':')[2]}", **more)
+
+    # The manager has no key for it: it asks for all networks (torchft 0.2)
+    manager_module.ManagerServer = on_loopback
+    try:
+        return Manager(hostname=host, **arguments)
+    finally:
+        manager_module.ManagerServer = served
 
 
 class Session:
@@ -87,13 +115,13 @@ class Session:
         self.close()
         settings = self._settings
         self._check_lighthouse()
-        host = settings.host or socket.gethostname()
+        host = settings.reached_at
         device = next(context.model.parameters()).device
         timeout, connect = (timedelta(seconds=s) for s in (settings.timeout_s, settings.connect_timeout_s))
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if global_rank() == 0 else None
+        store = _serve_store(host) if global_rank() == 0 else None
         address = gather_objects((host, store.port) if store else None)[0]
         self._store = store  # the other groups meet in the store of one of them
-        self._transport = StateTransport(host, settings.timeout_s)
+        self._transport = StateTransport(host, settings.timeout_s, group_secret())
         session = self
         kind: Any = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
 
@@ -104,7 +132,8 @@ class Session:
                 super().configure(*args, **kwargs)
                 session._changes += 1
 
-        self._manager = Manager(
+        self._manager = _manager_at(
+            host,
             pg=Noticing(timeout),
             load_state_dict=self._received,
             state_dict=dict,
@@ -119,7 +148,6 @@ class Session:
             store_port=address[1],
             lighthouse_addr=settings.lighthouse,
             replica_id=f"group{settings.number}",
-            hostname=host,
             checkpoint_transport=self._transport,
             init_sync=False,  # all groups draw the same initial weights
             quorum_retries=1000,  # a lighthouse that starts again at its address knows nothing, and need not

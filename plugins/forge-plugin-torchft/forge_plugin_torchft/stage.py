@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import urlsplit
 
 from attrs import field, frozen
 from attrs.validators import ge, gt
@@ -17,6 +19,7 @@ from forge_core.contracts.errors import Problem
 from forge_core.contracts.runtime import ParallelStage
 from forge_plugin_torchft.groups import Groups
 from forge_plugin_torchft.outer import periodic
+from forge_plugin_torchft.secret import is_loopback
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +65,7 @@ class TorchFT(ParallelComponent):
     connect_timeout_s: float = field(default=10.0, validator=gt(0))
     """Seconds in which the lighthouse must answer when the run starts."""
     host: str = ""
-    """Name under which other groups reach this machine; empty: its own host name."""
+    """Name under which other groups reach this machine; empty: its host name, or loopback if the lighthouse is."""
     check_every: int = field(default=100, validator=ge(0))
     """Steps between comparisons of the weights over groups, which must be equal to the bit; 0: never."""
 
@@ -80,6 +83,12 @@ class TorchFT(ParallelComponent):
             return self.group
         text = os.environ.get(VARIABLE, "")
         return int(text) if text.isdecimal() else -1
+
+    @property
+    def reached_at(self) -> str:
+        """The name under which other groups reach this machine."""
+        address = urlsplit(self.lighthouse).hostname or ""
+        return self.host or ("127.0.0.1" if is_loopback(address) else socket.gethostname())
 
     def part_of_batch(self) -> tuple[int, int]:
         return max(0, self.number), self.groups

@@ -6,6 +6,7 @@ transport sends, would run the code of any process that answers.
 
 from __future__ import annotations
 
+import hmac
 import http.client
 import json
 import threading
@@ -25,6 +26,10 @@ from torchft.checkpointing import CheckpointTransport
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.runtime import State
 from forge_core.parallel.mesh import local_part
+from forge_plugin_torchft.secret import VARIABLE, is_loopback, proof
+
+PROOF = "X-Forge-Proof"
+"""Header of a request."""
 
 
 @frozen
@@ -93,10 +98,11 @@ def read_state(file: BinaryIO, step: int) -> Received:
 class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft has no types
     """Serves the state that it is given, once a group has asked, and fetches that of others."""
 
-    def __init__(self, host: str, timeout_s: float) -> None:
+    def __init__(self, host: str, timeout_s: float, secret: bytes) -> None:
+        """Listen on `host`, only on this machine if that is loopback. A request must show that it has `secret`."""
         self.asked = False
         """Whether a group waits for this rank's part of the state, since the last quorum."""
-        self._host, self._timeout_s = host, timeout_s
+        self._host, self._timeout_s, self._secret = host, timeout_s, secret
         self._ready = threading.Condition()
         self._served: tuple[int, State] | None = None
         transport = self
@@ -110,7 +116,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
             def log_message(self, format: str, *args: Any) -> None:
                 """Nothing: requests are no news for the user."""
 
-        self._server = ThreadingHTTPServer(("", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1" if is_loopback(host) else "", 0), Handler)
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, name="torchft-state", daemon=True).start()
 
@@ -135,8 +141,12 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         url = urlsplit(metadata)
         connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=timeout.total_seconds())
         with closing(connection):
-            connection.request("GET", f"/{step}")
+            path = f"/{step}"
+            subject = f"{url.netloc}{path}"  # what is overheard is of no use at another server, or for another step
+            connection.request("GET", path, headers={PROOF: proof(self._secret, subject)})
             reply = connection.getresponse()
+            if reply.status == http.HTTPStatus.FORBIDDEN:
+                raise ForgeError(f"{metadata} has another secret: set {VARIABLE} to the same text for all groups")
             if reply.status != http.HTTPStatus.OK:
                 raise ForgeError(f"{metadata} has no state of update {step}: {reply.reason}")
             received = read_state(reply, step)
@@ -147,6 +157,11 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         self._server.server_close()
 
     def _reply(self, request: BaseHTTPRequestHandler) -> None:
+        subject = f"{request.headers.get('Host', '')}{request.path}"
+        shown = request.headers.get(PROOF, "")
+        if not hmac.compare_digest(shown.encode(), proof(self._secret, subject).encode()):
+            request.send_error(http.HTTPStatus.FORBIDDEN, "no proof of the groups' secret")
+            return
         step = int(request.path.strip("/"))
         with self._ready:
             self._ready.wait_for(lambda: self._served is not None and self._served[0] == step, self._timeout_s)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import socket
+import stat
+import subprocess
+import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,12 +17,14 @@ pytest.importorskip("torchft", reason="torchft is not installed: it has wheels f
 
 from forge_core.cli import main
 from forge_core.config.rules import check_rules
+from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.runtime import State
 from forge_core.data.loader import TrainLoader
 from forge_core.parallel.layout import batch_problems, micro_batches
 from forge_plugin_torchft import DiLoCo, LocalSGD, TorchFT
-from forge_plugin_torchft.transport import read_state, write_state
+from forge_plugin_torchft.secret import group_secret
+from forge_plugin_torchft.transport import StateTransport, read_state, write_state
 from forge_testing import Numbers, tiny_job
 
 STAGE = TorchFT(groups=2, group=1, lighthouse="http://head:29510")
@@ -117,3 +124,61 @@ def test_streams_are_refused(make_job, build):
     job = make_job(job={"name": "run-1"}, parallel={"torchft": STAGE}, data={"sources": (Stream(),)})
     with pytest.raises(JobError, match="is a stream, whose position other runs of the same model do not know"):
         build(job)
+
+
+def refused(port):
+    """Whether a port of this machine is closed at an address that is not the one that loopback servers listen to."""
+    try:
+        socket.create_connection(("127.0.0.2", port), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_state_is_served_to_those_who_have_the_secret_and_on_loopback_only():
+    server, friend, stranger = (StateTransport("127.0.0.1", 5.0, secret) for secret in (b"ours", b"ours", b"guessed"))
+    empty = State({}, {"progress": {"step": 7}, "optimizer": {}, "extras": {}})
+    try:
+        server.serve(7, empty)
+        fetch = (0, server.metadata(), 7, timedelta(seconds=5))
+        assert friend.recv_checkpoint(*fetch)["user"]["default"].values == empty.values
+        with pytest.raises(ForgeError, match="has another secret: set FORGE_GROUP_SECRET to the same text"):
+            stranger.recv_checkpoint(*fetch)
+        assert refused(int(server.metadata().rstrip("/").rpartition(":")[2]))
+    finally:
+        for each in (server, friend, stranger):
+            each.shutdown()
+
+
+def test_groups_of_one_user_share_a_secret_that_nobody_else_can_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path))
+    assert group_secret() == group_secret()
+    [file] = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(file.read_text()) == 64
+    monkeypatch.setenv("FORGE_GROUP_SECRET", "given")
+    assert group_secret() == b"given"
+
+
+def test_the_lighthouse_listens_on_loopback_unless_told_otherwise():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "forge_core", "lighthouse", f"--port={port}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline().startswith(f"lighthouse = 'http://127.0.0.1:{port}'")
+            assert refused(port)
+        finally:
+            process.terminate()
+
+
+@pytest.mark.parametrize(
+    ("lighthouse", "host", "reached"),
+    [
+        ("http://127.0.0.1:29510", "", "127.0.0.1"),
+        ("http://head:29510", "", socket.gethostname()),
+        ("http://127.0.0.1:29510", "node7", "node7"),
+    ],
+)
+def test_a_machine_is_reached_on_loopback_where_the_lighthouse_is(lighthouse, host, reached):
+    assert evolve(STAGE, lighthouse=lighthouse, host=host).reached_at == reached
