@@ -1,11 +1,13 @@
 # make run: from nothing to a trained model.  make test: from nothing to a green suite.
 # make test-all: likewise, with the tests of the tests (tests/watched.py) and every kind of `forge-run new-plugin`.
 PYTHON ?= python3
-# Installed only if the environment has no torch yet; set TORCH to choose another build.
+# Installed only if the environment has no torch yet. One that is given (make test TORCH=torch==2.15.0) replaces another,
+# so that no version is tested under another one's name; VENV=.venv-2.15 leaves the usual environment as it is.
 TORCH ?= torch==2.13.0
+GIVEN := $(filter command environment,$(firstword $(origin TORCH)))
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+STAMP := $(VENV)/.installed$(if $(GIVEN),-$(subst =,-,$(TORCH)))
 
 # A process a core, and one more, since a third of the time tests wait for processes that they start; at most 8. A file's
 # tests are in one process, since they share what they set up.
@@ -75,9 +77,10 @@ venv: $(STAMP)
 # All projects in one pip call, so that each finds the others here and none is looked for on an index.
 $(STAMP): requirements-dev.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
+	$(if $(GIVEN),,$(BIN)/python -c "import torch" 2>/dev/null ||) $(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet hatchling editables
 	$(BIN)/pip install --quiet --no-build-isolation -r requirements-dev.txt -e . $(addprefix -e ./,$(wildcard plugins/*/))
+	rm -f $(VENV)/.installed*
 	touch $@
 
 clean:

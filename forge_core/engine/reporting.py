@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from forge_core.engine.step import ABSENT, SOURCE_LOSS, WAITED, Stepper, Sums, m
 from forge_core.metrics.flops import peak_flops
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import global_rank
+from forge_core.plugins.catalog import CORE, core_version
 
 MAX_LAG = 2
 """Steps that a line may stay behind: they bound the pinned memory, and how late the non-finite policy acts."""
@@ -43,12 +45,23 @@ def announce(run: Run, stepper: Stepper, provenance: Mapping[str, Any], echo: Ca
     """On rank 0: print what the run is about to do, and keep it in the folder with job, provenance and tokenizer."""
     if global_rank() != 0:
         return
+    _warn_of_untested_torch()
     folder, tokenizer, summary = run.context.folder, run.context.tokenizer, describe_run(run, stepper, provenance)
     assert folder is not None
     if tokenizer is not None:
         save_tokenizer(folder, tokenizer)
     write_record(folder, dump_job(run.job, run.context.plugins.catalog), provenance, summary)
     echo(summary)
+
+
+def _warn_of_untested_torch() -> None:
+    """Warn of a torch outside the requirement of `forge-run`, which installers compare only when they install."""
+    from packaging.requirements import Requirement
+
+    [tested] = [item.specifier for item in map(Requirement, metadata.requires(CORE) or ()) if item.name == "torch"]
+    if not tested.contains(torch.__version__, prereleases=True):
+        message = f"torch {torch.__version__}: {CORE} {core_version()} was tested with torch {tested} only"
+        warnings.warn(f'{message}; pip install "torch{tested}"', stacklevel=2)
 
 
 def describe_run(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> str:
