@@ -215,10 +215,17 @@ def opened(file: ImageFile) -> Iterator[tuple[InputContainer, VideoStream, Binar
     except EOFError as error:
         raise BrokenVideo(file.name, "the file ends before its first frame") from error
     except Exception as error:
-        with file.open() as data:
-            cut = truncation(data)  # FFmpeg's reason is seldom that
-        reason = cut or getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        reason = _cut_off(file) or getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise BrokenVideo(file.name, reason) from error
+
+
+def _cut_off(file: ImageFile) -> str:
+    """Returns how a file is cut off, which FFmpeg's reason seldom says; empty if it is not, or cannot be opened."""
+    try:
+        with file.open() as data:
+            return truncation(data)
+    except OSError:
+        return ""
 
 
 def _video_stream(container: InputContainer, data: BinaryIO) -> VideoStream:
