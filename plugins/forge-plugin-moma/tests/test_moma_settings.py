@@ -71,7 +71,7 @@ def test_images_need_experts_in_a_model_that_sees_them(tmp_path):
         language = model_of(MoMa(experts=groups)).language
         return problems_of(tmp_path, None, VisionLanguage(language=language, vision=vision))
 
-    [problem] = problems(text=4)
+    [problem] = problems(text=6)
     assert "router.experts: has none for images, and the model sees images" in problem
     assert problems(text=4, image=2) == problems(text=4, video=2) == []
     assert problems(text=4, sound=2) == [], "spectrograms are images to the encoder"
