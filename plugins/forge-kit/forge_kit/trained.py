@@ -25,8 +25,8 @@ from forge_core.contracts.errors import ForgeError, JobError, did_you_mean
 from forge_core.contracts.model import Model
 from forge_core.engine.build import BuiltModel, build_context, build_model, build_tokenizer
 from forge_core.job import Job
-from forge_core.parallel import mesh
 from forge_core.parallel.initialise import DTYPES
+from forge_core.parallel.mesh import join_ranks, world_size
 from forge_core.plugins.catalog import Catalog, first_party
 from forge_core.plugins.manager import RunContext
 from forge_kit.checkpoints import load_model as load_weights
@@ -142,9 +142,9 @@ def load_model(
     needed = (*MODEL_TABLES, "parallel")
     job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog, needed, stages, overrides)
     job = _on_device(job, device, dtype)
-    mesh.join_ranks(job.launch)
+    join_ranks(job.launch)
     # A batch that all stages accept on these ranks: a pipeline wants as many micro-batches as stages, in whole rounds
-    train = attrs.evolve(job.train, global_batch_size=64 * mesh.world_size() ** 2, micro_batch_size=1)
+    train = attrs.evolve(job.train, global_batch_size=64 * world_size() ** 2, micro_batch_size=1)
     context = build_context(attrs.evolve(job, train=train), catalog, _folder(job, checkpoint, Path(run or path)))
     if (tokenizer := build_tokenizer(job, context)) is not None:
         check_tokenizer(manifest["provenance"], {"tokenizer": tokenizer.fingerprint()})
