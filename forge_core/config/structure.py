@@ -327,11 +327,17 @@ def _unknown_key(root: Node, table: str, key: str, tables: Mapping[str, type], c
                 if f.default is attrs.NOTHING and list(root.along(table))[-1].child(each) is None
             ],
         )
-        or renamed(key)
+        or renamed(key, lambda path: _has(path, tables))
         or did_you_mean(key, key_fields(cls))
         or _known_keys(table, cls, catalog)
     )
     return Problem(path, message + hint, str(node.origin))
+
+
+def _has(path: str, tables: Mapping[str, type]) -> bool:
+    """Whether the job has this key, as far as the types of its tables are known."""
+    table, _, key = path.rpartition(".")
+    return table not in tables or key in key_fields(tables[table])
 
 
 def _left_over(root: Node, table: str, key: Node, cls: type) -> str:

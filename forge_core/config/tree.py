@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
@@ -180,11 +180,15 @@ def hints(table: str) -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("hints.toml").read_text(encoding="utf-8"))[table]
 
 
-def renamed(name: str) -> str:
-    """The end of a message: what a key of other trainers is called here; empty if it is not known."""
-    return next((f"; in Forge it is {each[name]}" for each in hints("keys").values() if name in each), "").replace(
-        "`", ""
-    )
+def renamed(name: str, has: Callable[[str], bool] = bool) -> str:
+    """The end of a message: what a key of other trainers is called here; empty if it is not known.
+
+    `has`: whether the job has a key that the hint names (`optimizer.betas`); by default, it is taken to have it.
+    """
+    meant = next((each[name] for each in hints("keys").values() if name in each), "")
+    code = meant.split("`")[1] if meant.startswith("`") else ""
+    lacks = "." in code and not has(code.split()[0])
+    return f"; in Forge it is {meant.replace('`', '')}" if meant and not lacks else ""
 
 
 def _position(text: str, message: str) -> tuple[int, int, str]:
