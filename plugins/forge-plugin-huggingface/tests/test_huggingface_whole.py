@@ -185,7 +185,7 @@ def test_any_number_of_processes_gives_the_same_files(write, build_dataset, cach
         paths = sorted(cache_root().glob("tokens/*/tokens.*"))
         found[processes] = {path.relative_to(cache_root()): path.read_bytes() for path in paths}
     assert found[1] == found[3]
-    assert {path.suffix for path in found[1]} == {".bin", ".ends"}
+    assert {path.suffix for path in found[1]} == {".bin", ".crc32", ".ends"}
 
 
 def test_an_error_in_a_process_arrives(write, build_dataset) -> None:
