@@ -186,6 +186,7 @@ def test_every_section_of_the_core_says_what_its_changes_mean():
             "train",
             {
                 "steps",
+                "stop_after",
                 "micro_batch_size",
                 "device",
                 "float32_matmul",

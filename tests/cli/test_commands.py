@@ -264,7 +264,7 @@ class TestPluginsCheck:
 class TestExplain:
     def test_a_section_tells_its_keys(self, small_catalog: Catalog) -> None:
         text = explain("train", small_catalog)
-        assert "steps: int (required, > 0, <= 9007199254740992)\n    Optimizer steps of the whole run.\n" in text
+        assert "steps: int (required, > 0, <= 9007199254740992)\n    Optimizer steps of the whole run." in text
         assert "precision: one of 'bf16', 'fp32', 'fp64' (default \"fp32\")\n" in text
 
     def test_a_component_tells_its_class_and_inherited_keys(self, small_catalog: Catalog) -> None:
