@@ -124,7 +124,7 @@ def test_the_command_makes_the_same_summary_again_and_compares(profiled, capsys)
         (["{run}/nowhere"], "does not exist"),
         (["{run}", "--step", "4"], "--step 4: {run} has profiles that begin with step 3, 7"),
         (["{run}", "--rank", "2"], "has traces of rank 0, 1"),
-        (["{run}/job.toml"], "cannot be read as a trace"),
+        (["{run}/job.toml"], "is a file, and no run folder"),
         (["{run}/.."], "add [hooks.profile] to the job"),
     ],
 )
