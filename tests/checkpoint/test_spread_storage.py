@@ -111,8 +111,9 @@ class Counted(Plugin):
 
 def job(name="run", storage="Bucket", checkpoint="", **overrides):
     table = f'[checkpoint]\ninterval = 2\nkeep = 2\n{checkpoint}\n[checkpoint.storage]\ntype = "{__file__}:{storage}"\n'
-    Path(f"{name}.toml").write_text(f'[job]\nname = "{name}"\n{TINY_JOB}{table}')
-    return load_job(f"{name}.toml", overrides=[f"{key}={value}" for key, value in overrides.items()])
+    path = f"{name}-{os.getpid()}.toml"  # ranks that share a folder would read what another one has half written
+    Path(path).write_text(f'[job]\nname = "{name}"\n{TINY_JOB}{table}')
+    return load_job(path, overrides=[f"{key}={value}" for key, value in overrides.items()])
 
 
 def train(made, **options):

@@ -54,7 +54,8 @@ def _structured(node: Node, path: str, base: type[C], catalog: Catalog, known: l
 def count(text: str) -> int:
     """Type of a number or seed of at most 64 bits that is at least 0, for `add_argument(type=…)`."""
     if not 0 <= (value := int(text)) < 1 << 63:
-        raise argparse.ArgumentTypeError("must be at least 0" if value < 0 else f"must be at most {(1 << 63) - 1}")
+        allowed = "at least 0" if value < 0 else f"at most {(1 << 63) - 1}"
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
     return value
 
 
