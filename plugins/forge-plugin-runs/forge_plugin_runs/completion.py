@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from forge_core.cli.command_line import with_examples
+from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import count
 from forge_plugin_runs.facts import is_run
 
 SCRIPTS = Path(__file__).parent / "completion_scripts"
@@ -163,7 +164,7 @@ def _values(action: argparse.Action | None, word: str) -> Iterable[str]:
         return ()
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
-    if action.type in (int, float):
+    if action.type in (int, float, count, positive):
         return ()
     metavar = str(action.metavar or action.dest)
     literals = [each for each in metavar.split("|") if each.islower() and "|" in metavar]  # auto|never|PATH

@@ -53,7 +53,7 @@ def test_run_folders_where_a_run_is_meant(project: Path) -> None:
 
 def test_keys_of_the_job_with_the_components_that_its_files_name(project: Path) -> None:
     assert completions("forge-run job.toml --tra") == ["--train."]
-    assert completions("forge-run job.toml --train.st") == ["--train.steps="]
+    assert completions("forge-run job.toml --train.ste") == ["--train.steps="]
     assert completions("forge-run job.toml --train.precision=") == [
         f"--train.precision={each}" for each in ("bf16", "fp32", "fp64")
     ]
