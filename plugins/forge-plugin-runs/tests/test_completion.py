@@ -99,7 +99,7 @@ TYPED = {
     "ru\t": "runs/",
     "\t": "tiny",
     "\x15forge-run job.toml --train.precision=b\t": "precision=bf16",
-    " --train.st\t": "--train.steps=",
+    " --train.ste\t": "--train.steps=",
     "5\x15echo done\n": "done\r\n",
 }
 

@@ -57,5 +57,5 @@ def test_a_sink_has_its_own_interval_and_first_step(tmp_path, catalog):
 
 
 def test_a_sink_that_would_receive_nothing_is_refused(tmp_path, catalog):
-    with pytest.raises(JobError, match=r"sinks\.late: no step from 8 to train\.steps 9 is divisible by 10"):
+    with pytest.raises(JobError, match=r"sinks\.late\.interval: no step from 8 to train\.steps 9"):
         Trainer(job(tmp_path, catalog, late=Steps(name="late", first_step=8, interval=10))).run()

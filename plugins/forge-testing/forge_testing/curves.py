@@ -47,6 +47,7 @@ class Difference:
     weights: float
     """Distance of the weights relative to the norm of their change over the steps."""
     evaluation: float
+    """Of metrics above 1 (a perplexity) relative to them."""
 
     @classmethod
     def between(cls, actual: Curve, expected: Curve) -> Difference:
@@ -122,7 +123,7 @@ def _largest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
 
 def _furthest(actual: Mapping[str, float], expected: Mapping[str, float]) -> float:
     assert actual.keys() == expected.keys(), f"not both have {', '.join(sorted(actual.keys() ^ expected.keys()))}"
-    return _worst(abs(actual[name] - expected[name]) for name in expected)
+    return _worst(abs(actual[name] - expected[name]) / max(1, abs(expected[name])) for name in expected)
 
 
 def _worst(differences: Iterable[float]) -> float:

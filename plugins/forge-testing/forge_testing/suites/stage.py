@@ -40,7 +40,7 @@ class StageSuite(Suite):
     """Sequences of a micro-batch, of 8 a step; 0: a rank's whole share."""
     precision: ClassVar[str] = "fp64"
     loss_tolerance: ClassVar[float] = 1e-9
-    """Largest difference of losses, gradient norms, gradients and evaluation, absolute."""
+    """Largest difference of losses, gradient norms, gradients and evaluation; metrics above 1 relative to them."""
     weights_tolerance: ClassVar[float] = 1e-7
     """Largest distance of the weights, relative to their change over the steps."""
 
