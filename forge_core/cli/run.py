@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.contracts.errors import JobError
+from forge_core.contracts.run_end import Cause
 
 if TYPE_CHECKING:
     from forge_core.engine.trainer import Summary
@@ -116,10 +117,10 @@ def describe_summary(summary: Summary) -> str:
     numbers = {} if summary.loss is None else {"loss": summary.loss}
     numbers |= {name: value for name, value in summary.evaluation.items() if not name.endswith("tokens")}
     figures = ": " * bool(numbers) + ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
-    if summary.final:
+    if summary.end.final:
         return f"ended for good at step {summary.step} ({summary.stopped}){figures}\n{summary.folder}"
     if summary.stopped:
         ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved"
-        command = f"the same command{' with --train.stop_after=0' if summary.as_planned else ''}"
+        command = f"the same command{' with --train.stop_after=0' if summary.end.cause is Cause.PLANNED else ''}"
         return f"{ending}{figures}\nrun {command} to continue\n{summary.folder}"
     return f"finished at step {summary.step}{figures}\n{summary.folder}"

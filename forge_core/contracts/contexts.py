@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 from attrs import define, field, frozen
 
-from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.run_end import Cause, one_line
+from forge_core.contracts.errors import ExitCode, ForgeError
+from forge_core.contracts.run_end import Cause, End, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -139,12 +139,27 @@ class TrainContext:
     checkpoints: Callable[[], list[int]] = field(default=list, repr=False)
     """Returns the steps of the committed checkpoints, ascending. Collective."""
 
+    def end(self) -> End:
+        """How the run ends after this step if nothing fails any more: for `on_train_end`."""
+        requests = self.requests
+        if self.step >= self.job.train.steps:
+            return End(code=ExitCode.FINISHED, cause=Cause.FINISHED, step=self.step)
+        complete = requests.final or requests.cause is Cause.PLANNED
+        code = ExitCode.FINISHED if complete else ExitCode.STOPPED
+        return End(
+            code=code,
+            cause=requests.cause,
+            reason=requests.stop,
+            signal=requests.signal,
+            final=requests.final,
+            step=self.step,
+        )
+
     @property
     def seconds(self) -> Mapping[str, float]:
         """Seconds that this rank has spent in each phase of the run so far, the present one included.
 
-        Phases are `data`, `forward and backward` (with waits for other ranks), `optimizer`, `agreement of the ranks`,
-        `evaluation`, `save`, each hook (`hook hooks.ema`), and those before the first step.
+        Names are those of `Phase`, but each hook has one of its own, such as `hook hooks.ema`: see `Phase.of`.
         """
         return self._engine.seconds()
 

@@ -28,6 +28,8 @@ class Cause(StrEnum):
     """`StepContext.request_stop`."""
     TIME = "time"
     """The same, because the time of the job is nearly over."""
+    PLANNED = "planned"
+    """`train.stop_after`."""
     SIGNAL = "signal"
     NON_FINITE = "non-finite"
     BAD_JOB = "bad job"

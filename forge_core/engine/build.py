@@ -22,6 +22,7 @@ from forge_core.contracts.data import Dataset, Documents, DocumentStream, Stream
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Model, Outline
 from forge_core.contracts.optimizer import NamedParameters, roles_of
+from forge_core.contracts.phase import Phase
 from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 from forge_core.data.loader import held_out
 from forge_core.data.packing import WindowPacking
@@ -105,7 +106,7 @@ def build_run(
     context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
     runner = HookRunner(collect_hooks(job, context.plugins, hooks), beacon)
-    runner.beacon.enter("building the model")  # each part may take minutes, and the watchdogs of all ranks look
+    runner.beacon.enter(Phase.BUILDING)  # each part may take minutes, and the watchdogs of all ranks look
     built = build_model(job, context)
     return assemble(job, context, built, context.build(job.loss), datasets, runner)
 

@@ -15,6 +15,7 @@ from forge_core.contracts.components import EvaluationComponent
 from forge_core.contracts.contexts import EvaluationContext
 from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL
 from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.phase import Phase
 from forge_core.engine.hooks import named
 from forge_core.parallel.layout import micro_batches
 
@@ -80,7 +81,7 @@ def _context(run: Run, step: int) -> EvaluationContext:
 
     def draw(dataset: Dataset, count: int) -> Iterator[Batch]:
         for number, batch in enumerate(evaluation_batches(dataset, count, run.job, run.context), 1):
-            run.hooks.beacon.enter(f"evaluation, batch {number}")  # progress, for the watchdog
+            run.hooks.beacon.enter(Phase.EVALUATION, detail=f"batch {number}")  # progress, for the watchdog
             yield batch
 
     return EvaluationContext(

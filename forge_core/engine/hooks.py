@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.config.keys import walk_components
 from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.phase import Phase
 from forge_core.launch.progress_beacon import ProgressBeacon
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ class HookRunner:
         return any(hook.may_skip for hook in self.hooks.values())
 
     def __call__(self, event: str, *args: Any) -> None:
-        before = self.beacon.position.phase
+        before = self.beacon.position
         for name, method in self._listeners[event]:
-            self.beacon.enter(f"hook {name}, {event}")
+            self.beacon.enter(Phase.HOOK, None, name, event)
             with named(f"hook {name}, {event}"):
                 method(*args)
-            self.beacon.enter(before)  # what follows is no time of the hook: a save goes on after a call of its hooks
+            # What follows is no time of the hook: a save goes on after a call of its hooks
+            self.beacon.enter(before.phase, None, before.hook, before.detail)
 
     def exception(self, context: TrainContext, error: BaseException) -> None:
         for _, method in self._listeners["on_exception"]:

@@ -22,6 +22,7 @@ from forge_core.checkpoint.state import Progress
 from forge_core.contracts.contexts import CheckpointContext, Requests, Rollback, StepContext, TrainContext
 from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import CheckpointError, ForgeError, NonFiniteError, listed, memory_words
+from forge_core.contracts.phase import Phase
 from forge_core.contracts.run_end import Cause
 from forge_core.contracts.runtime import State
 from forge_core.data.loader import TrainLoader
@@ -92,7 +93,7 @@ class Loop:
 
     def _begin(self) -> None:
         _rehearse(self._run, self.progress, self._echo)
-        self._hooks("on_train_begin", self._context())
+        self._hooks("on_train_begin", self.context())
         if self._job.checkpoint.at_start and self.progress.step == 0 and self._saver.saved_step is None:
             self._save()  # before the evaluation, which a run that continues from here makes again
         if self._job.eval.at_start and self.progress.step == 0:
@@ -101,16 +102,16 @@ class Loop:
 
     def _step(self) -> None:
         progress = self.progress
-        self._beacon.enter("data", progress.step + 1)
+        self._beacon.enter(Phase.DATA, progress.step + 1)
         batches = self._loader.next_step()
         context = self._step_context(progress.step + 1, batches)
         self._hooks("on_step_begin", context)
-        self._beacon.enter("forward and backward")
+        self._beacon.enter(Phase.FORWARD_BACKWARD)
         rate = self._run.rates.apply(progress.step, progress.tokens)
         context.output, sums = self._stepper.gradients(batches, progress.step, self._loader.waited)
         context.loss, context.grad_norm = sums["loss_sum"] / sums["count"].clamp(min=1), self._stepper.norm()
         self._hooks("on_gradients", context)  # complete ones, before clipping hides their size
-        self._beacon.enter("optimizer")
+        self._beacon.enter(Phase.OPTIMIZER)
         skipped = self._stepper.update(context, sums["loss_sum"])
         progress.step += 1  # skipped or not: its samples are used up
         progress.tokens += self._job.train.global_batch_size * self._job.train.seq_len
@@ -124,7 +125,7 @@ class Loop:
 
     def _pass_over(self) -> None:
         """Use up the data of a step without training on it."""
-        self._beacon.enter("data", self.progress.step + 1)
+        self._beacon.enter(Phase.DATA, self.progress.step + 1)
         self._loader.next_step()
         self.progress.step += 1
         self.progress.skipped += 1
@@ -137,7 +138,7 @@ class Loop:
         return save
 
     def _go_back(self, rollback: Rollback) -> None:
-        self._beacon.enter("going back")
+        self._beacon.enter(Phase.GOING_BACK)
         self.recorder.flush()
         self._saver.settle()  # it may be writing the checkpoint to go back to
         before, step = go_back(rollback, self._run, self._checkpoints), self.progress.step
@@ -158,7 +159,7 @@ class Loop:
         self.recorder.clock.restart()
 
     def _evaluate(self) -> None:
-        self._beacon.enter("evaluation")
+        self._beacon.enter(Phase.EVALUATION)
         self.recorder.flush()  # lines of steps come before the line of their evaluation
         metrics = evaluate(self._run, self.progress.step)
         if metrics:
@@ -168,9 +169,9 @@ class Loop:
         self.recorder.clock.restart()
 
     def _save(self, final: bool = False) -> None:
-        self._beacon.enter("save")
+        self._beacon.enter(Phase.SAVE)
         self._check_folder()
-        self._hooks("on_checkpoint_begin", self._context())
+        self._hooks("on_checkpoint_begin", self.context())
         self.recorder.flush()  # so that the counters of skipped steps, which are part of the state, are up to date
         self.progress.samples = self._loader.state()
         self._saver.save(self.progress.step, snapshot(self._run, self.progress, self._provenance), final)
@@ -183,7 +184,10 @@ class Loop:
             raise ForgeError(f"{text}; this run ends at step {self.progress.step}, and saves nothing there")
 
     def _end(self) -> None:
-        self._beacon.enter("end")
+        self._beacon.enter(Phase.END)
+        if self.progress.step == self._job.train.last_step < self._job.train.steps and not self.requests.stop:
+            self.requests.stop = f"train.stop_after = {self._job.train.stop_after}"
+            self.requests.cause = Cause.PLANNED
         self.recorder.flush()  # before anything is decided: the lines of the last steps count for the non-finite policy
         if self.progress.step >= self._job.train.steps and self._saver.evaluation.get("step") != self.progress.step:
             self._evaluate()
@@ -191,7 +195,7 @@ class Loop:
         self._saver.close()
         if reason := self.requests.non_finite or self._not_finite():
             raise NonFiniteError(f"{reason}; the state is saved")
-        self._hooks("on_train_end", self._context())
+        self._hooks("on_train_end", self.context())
 
     def _not_finite(self) -> str:
         """Why this end is no success, although the policy let the run reach it; empty if it is one. Collective."""
@@ -212,20 +216,20 @@ class Loop:
         try:
             self._save(final=True)
         except CheckpointError:  # a hook that exports the weights may still save them
-            self._hooks("on_train_end", self._context())
+            self._hooks("on_train_end", self.context())
             raise
 
     def _fail(self, error: BaseException) -> None:
         # First of all: hooks and the saver may wait for other ranks, which do not know yet that this one fails.
         if this_process.rendezvous is not None:
             this_process.end_run(error)
-        self._hooks.exception(self._context(), error)
+        self._hooks.exception(self.context(), error)
         self._saver.abandon(error)
 
     def _saved(self, step: int, path: Path) -> None:
         self._hooks("on_checkpoint_save", CheckpointContext(**self._references(), step=step, path=path))
 
-    def _context(self) -> TrainContext:
+    def context(self) -> TrainContext:
         return TrainContext(**self._references(), step=self.progress.step)
 
     def _step_context(self, step: int, batches: Sequence[Batch] = ()) -> StepContext:
@@ -249,7 +253,7 @@ def _in_words(run: Run, error: BaseException) -> BaseException:
     if not (words := memory_words(error)):
         return error
     position, (_, size) = run.hooks.beacon.position, micro_batches(run.job, run.context.layout)
-    where = f"step {position.step}, {position.phase}" if position.step else position.phase
+    where = f"step {position.step}, {position}" if position.step else str(position)
     hint = f"Reduce train.micro_batch_size (here {size}), train.seq_len or the model, or recompute activations"
     return ForgeError(f"memory ran out in {where}: {words}\n{hint}; see `forge-run plan`")
 
@@ -273,7 +277,7 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     mode, device = run.job.train.dry_run, run.context.device
     if mode == "never" or (mode == "auto" and device.type == "cpu"):  # an accelerator's memory may not suffice
         return
-    run.hooks.beacon.enter("dry run")
+    run.hooks.beacon.enter(Phase.DRY_RUN)
     with closing(TrainLoader(run.job, run.datasets, run.context, progress)) as loader:  # the run's uses up no samples
         batches = loader.next_step()
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
@@ -315,7 +319,7 @@ class Agreement:
 
     def reach(self) -> bool:
         """Agree on whether to end, and return whether to save. Collective."""
-        self._beacon.enter("agreement of the ranks")
+        self._beacon.enter(Phase.AGREEMENT)
         requests, saver = self._requests, self._saver
         asked = [bool(requests.stop), requests.checkpoint or saver.overdue, bool(requests.non_finite), saver.writing]
         asked += [requests.final, requests.rollback is not None]

@@ -18,6 +18,7 @@ from forge_core.config.mixture import source_names
 from forge_core.contracts.components import Plugin, TrainingHook, state_fields
 from forge_core.contracts.contexts import CheckpointContext, Rollback
 from forge_core.contracts.errors import CheckpointError, ResumeError, listed
+from forge_core.contracts.phase import Phase
 from forge_core.contracts.runtime import State
 from forge_core.data.loader import identities_of
 from forge_core.data.order import sizes_of, source_changes
@@ -44,7 +45,7 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
         if (folder := run.context.folder) and (folder / JOB).exists():  # which every run writes before its first step
             echo(f"an earlier run in {folder} ended before its first checkpoint: this one starts from step 0 again")
         return Progress()
-    run.hooks.beacon.enter("loading the checkpoint")
+    run.hooks.beacon.enter(Phase.LOADING)
     # Checks first: a run that is refused has not read the tensors, which may take minutes.
     check_tokenizer(start.manifest["provenance"], provenance)
     own = holders(run.hooks.hooks, run.context.plugins.active)

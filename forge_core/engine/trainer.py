@@ -20,7 +20,8 @@ from forge_core.config.rules import check_rules
 from forge_core.config.tree import Source
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import SHOWN, ExitCode, JobError
-from forge_core.contracts.run_end import Cause
+from forge_core.contracts.phase import Phase
+from forge_core.contracts.run_end import End
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.loop import Loop
 from forge_core.job import Job
@@ -43,12 +44,8 @@ class Summary:
     evaluation: Mapping[str, float]
     """Metrics of the last evaluation."""
     folder: Path
-    stopped: str
-    """Why the run ended before its last step; empty if it did not."""
-    final: bool = False
-    """Whether that end is for good (`StepContext.request_stop`)."""
-    as_planned: bool = False
-    """Whether it ended before its last step because of `train.stop_after`."""
+    end: End
+    """How the run ended, as `end.json` has it."""
 
     def metrics(self) -> Any:
         """The rows of all steps of the run, those before a resume included: a `forge_kit.metrics.Metrics`."""
@@ -57,8 +54,13 @@ class Summary:
         return read_metrics(self.folder)
 
     @property
+    def stopped(self) -> str:
+        """Why the run ended before its last step; empty if it did not."""
+        return self.end.reason
+
+    @property
     def exit_code(self) -> ExitCode:
-        return ExitCode.STOPPED if self.stopped and not (self.final or self.as_planned) else ExitCode.FINISHED
+        return ExitCode(self.end.code)
 
 
 class Trainer:
@@ -118,30 +120,25 @@ class Trainer:
                 rendezvous.on_rank0("owned", lambda: stack.enter_context(_begun(record)))
             elif global_rank() == 0:
                 stack.enter_context(_begun(record))
-            ending = stack.enter_context(this_process.recording_end(global_rank(), record.write_end))
+            ends = stack.enter_context(this_process.recording_end(global_rank(), record.write_end))
             self._on_folder(folder)  # only now is it certain that the run goes ahead in it
-            beacon.enter("starting the process groups")
+            beacon.enter(Phase.GROUPS)
             context = build_context(self.job, self._catalog, folder)
-            beacon.enter("looking for a checkpoint")
+            beacon.enter(Phase.SEARCH)
             checkpoints = open_checkpoints(self.job, context)
             # Before anything is built: data and model may take minutes, and the job may not be allowed to continue.
             start = find_start(self.job, self._catalog, checkpoints, self._resume, self._with_changes)
-            beacon.enter("reading data")
+            beacon.enter(Phase.READING)
             run = build_run(self.job, context, self._hooks, beacon)
             # The stack closes the loop's loader and loggers before it gives up the lock of the folder.
             loop = Loop(run, checkpoints, start, stack, self._echo if global_rank() == 0 else lambda text: None)
             loop.run()
             _meet(rendezvous, beacon)  # before the loggers say that the run has finished
-            step, recorder, requests, train = loop.progress.step, loop.recorder, loop.requests, self.job.train
-            why, is_short = requests.stop or f"train.stop_after = {train.stop_after}", step < train.steps
-            stopped, final = (why, requests.final) if is_short else ("", False)
-            loss, evaluation, planned = recorder.last_loss, recorder.last_evaluation, is_short and not requests.stop
-            how: dict[str, Any] = {"stopped": stopped, "final": final, "as_planned": planned}
-            summary = Summary(step=step, loss=loss, evaluation=evaluation, folder=folder, **how)
-            recorder.ending = summary.exit_code, stopped
-            cause, name = (requests.cause, requests.signal) if stopped else (Cause.FINISHED, "")
-            ending |= {"code": summary.exit_code, "cause": cause, "reason": stopped, "final": final, "signal": name}
-        return summary
+            recorder, end = loop.recorder, loop.context().end()
+            recorder.ending = ExitCode(end.code), end.reason
+            ends.append(end)
+        loss, evaluation = recorder.last_loss, recorder.last_evaluation
+        return Summary(step=loop.progress.step, loss=loss, evaluation=evaluation, folder=folder, end=end)
 
     def _check(self) -> None:
         # Not once more what `load_job` has checked: each check builds the model on the meta device, on every rank.
@@ -180,7 +177,7 @@ def _joined_run(job: Job, beacon: ProgressBeacon) -> Iterator[Rendezvous | None]
 def _meet(rendezvous: Rendezvous | None, beacon: ProgressBeacon) -> None:
     """Wait until all ranks have come this far: what one of them does at the end may take long, fail or hang."""
     if rendezvous is not None:
-        beacon.enter("end, until all ranks have come to it")
+        beacon.enter(Phase.END, detail="until all ranks have come to it")
         rendezvous.meet()
 
 

@@ -9,6 +9,8 @@ from typing import ClassVar
 
 from attrs import frozen
 
+from forge_core.contracts.phase import Phase
+
 
 @frozen
 class Position:
@@ -18,7 +20,17 @@ class Position:
     """Phases entered so far. All ranks go through the same ones in one order, so the smallest count is behind."""
     step: int
     """Number of the current step, from 1; 0 before the first."""
-    phase: str
+    phase: Phase
+    hook: str = ""
+    detail: str = ""
+
+    @property
+    def name(self) -> str:
+        """The phase as `ProgressBeacon.seconds` has it: batches of an evaluation are one, each hook is another."""
+        return f"{self.phase} {self.hook}" if self.hook else self.phase
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.detail}" if self.detail else self.name
 
 
 class ProgressBeacon:
@@ -27,30 +39,30 @@ class ProgressBeacon:
     # On the class: a tokenizer that reports knows no run. Without a lock: of two reports at once one may be lost
     reports: ClassVar[int] = 0
     """Calls of `report_progress` in this process, from any thread."""
-    phase: ClassVar[str] = "importing torch"
+    phase: ClassVar[str] = Phase.IMPORTS
     detail: ClassVar[str] = ""
     """Text of the last report that had one."""
     done, total = 0.0, 0.0
     listeners: ClassVar[list[Callable[[str], object]]] = []
-    """Called with the kind of each phase as it begins, by the thread that enters it: a profiler marks them."""
+    """Called with the name of each phase as it begins, by the thread that enters it: a profiler marks them."""
     since: ClassVar[float] = time.monotonic()
     """When the phase began, or the work in it of which `total` is the amount."""
 
     def __init__(self) -> None:
-        self.position = Position(0, 0, "start-up")
+        self.position = Position(0, 0, Phase.START)
         self._spent: dict[str, float] = {}
         self._entered = time.perf_counter()
         self.entered: Counter[str] = Counter()
-        """How often each kind of phase was entered."""
+        """How often each phase was entered."""
 
-    def enter(self, phase: str, step: int | None = None) -> None:
+    def enter(self, phase: Phase, step: int | None = None, hook: str = "", detail: str = "") -> None:
         """Note that a phase of a step begins, by default of the same step as the phase before."""
         before, now = self.position, time.perf_counter()
-        kind = kind_of(before.phase)
-        self._spent[kind], self._entered = self._spent.get(kind, 0.0) + now - self._entered, now
+        self._spent[before.name] = self._spent.get(before.name, 0.0) + now - self._entered
+        self._entered = now
         # A new object in one assignment: the watchdog's thread reads it at any time, without a lock
-        self.position = Position(before.count + 1, before.step if step is None else step, phase)
-        name = kind_of(phase)
+        self.position = Position(before.count + 1, before.step if step is None else step, phase, hook, detail)
+        name = self.position.name
         self.entered[name] += 1
         if name != ProgressBeacon.phase:
             ProgressBeacon.phase, ProgressBeacon.since = name, time.monotonic()
@@ -59,8 +71,8 @@ class ProgressBeacon:
             listener(name)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of this rank in each kind of phase so far, the present one included."""
-        present = kind_of(self.position.phase)
+        """Seconds of this rank in each phase so far, the present one included."""
+        present = self.position.name
         return {**self._spent, present: self._spent.get(present, 0.0) + time.perf_counter() - self._entered}
 
     @classmethod
@@ -71,11 +83,6 @@ class ProgressBeacon:
         subject, passed = ": ".join(filter(None, [cls.phase, cls.detail])), f"{clock(elapsed)} so far"
         left = f"{share:.0%}, {passed}, {clock(elapsed / share - elapsed)} left" if share else passed
         return f"{subject}, {left}"
-
-
-def kind_of(phase: str) -> str:
-    """The name of a phase: batches of an evaluation, and events of a hook, are one phase to users."""
-    return phase.partition(",")[0]
 
 
 def clock(seconds: float) -> str:

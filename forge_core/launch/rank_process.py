@@ -121,15 +121,15 @@ class RankProcess:
             self._stop_requests = None
 
     @contextmanager
-    def recording_end(self, rank: int, write: Callable[[End], object]) -> Iterator[dict[str, Any]]:
-        """Hand the end of the run to `write`: the error of this rank, or on rank 0 what the yielded table has."""
-        started, outcome = time.time(), dict[str, Any]()
+    def recording_end(self, rank: int, write: Callable[[End], object]) -> Iterator[list[End]]:
+        """Hand the end of the run to `write`: the error of this rank, or on rank 0 what is put into the list."""
+        started, ends = time.time(), list[End]()
         self._write_end = lambda end: write(evolve(end, started=started))
         self.completed = lambda: None
         try:
-            yield outcome
-            if rank == 0:
-                self.record(End(step=self.completed(), **outcome))
+            yield ends
+            for end in ends if rank == 0 else ():
+                self.record(end)
         except BaseException as error:
             if self.rendezvous is None:  # a process alone, or a rank of a process group that the caller made
                 self.record(report_of(rank, error).end(self.completed()))

@@ -17,11 +17,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from attrs import asdict
 
 from forge_core.contracts.errors import listed
+from forge_core.contracts.phase import COMPUTING
 from forge_core.launch.failure_report import EndedElsewhere, FailureReport, report_of
-from forge_core.launch.progress_beacon import ProgressBeacon, kind_of
+from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.rendezvous import HEARTBEAT, Rendezvous, StoreUnresponsive, call_within
 
 PATIENCE_S = 3.0
@@ -38,8 +38,6 @@ WARM_UP = 5
 """A phase has a limit of its own from its fifth occurrence on."""
 START_FACTOR = 10
 """Heartbeats may stand still for this much longer before the first step: reading data may keep Python's lock."""
-COMPUTING = ("forward and backward", "optimizer", "agreement of the ranks")
-"""Phases that take as long in one step as in another, but for compilation. Others read, write, or do what hooks do."""
 COMPILERS = (
     *("convert_frame.py", "compile_fx.py", "compiler.py", "autotuner.py", "triton_heuristics.py"),
     "<frozen importlib._bootstrap>",  # which imports what they need
@@ -135,9 +133,10 @@ class Watchdog:
             self._collective = None
         else:
             self._idle_s, self._still_s = self._idle_s + passed_s, self._still_s + passed_s
-        self._last_move, self._phase = move, kind_of(position.phase)
+        self._last_move, self._phase = move, position.name
         self._number += 1
-        beat = {"number": self._number, "host": self._host, **asdict(position)}
+        beat = {"number": self._number, "host": self._host}
+        beat |= {"count": position.count, "step": position.step, "phase": str(position)}
         # Only of a rank that stands still: stack and flight recorder cost more than the rest, every second
         if self._idle_s >= min(SILENCE_S, self._limit_s / 2):
             beat |= self._standing()
@@ -153,7 +152,7 @@ class Watchdog:
         has_moved = self._collective not in (None, collective)
         if has_moved:
             self._learn()
-        # A compilation may come in any step and takes minutes, and so may disks, networks and hooks
+        # A compilation may come in any step and takes minutes, and so may disks, networks and hooks in other phases
         steady = (waits or self._phase in COMPUTING) and not any(map(compiles, frames.values()))
         if not steady or has_moved:
             self._still_s = 0.0
@@ -227,7 +226,7 @@ class Watchdog:
     def _write_stacks(self) -> None:
         position, log = self._beacon.position, _descriptor_of_log()
         # By descriptor: the main thread may hold the locks of Python's streams
-        os.write(log, f"ended in step {position.step}, {position.phase}; the stacks of all threads:\n".encode())
+        os.write(log, f"ended in step {position.step}, {position}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(log, all_threads=True)
 
 

@@ -13,6 +13,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 from forge_core.contracts.components import LoggerComponent
+from forge_core.contracts.phase import COMPUTING, Phase
 from forge_core.launch.progress_beacon import ProgressBeacon, clock
 from forge_core.launch.rank_process import this_process
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.runtime import Logger
-
-STEP = ("data", "forward and backward", "optimizer", "agreement of the ranks")  # phases of every step
 
 
 @frozen(kw_only=True)
@@ -56,7 +55,8 @@ def showing_progress(loggers: Mapping[str, LoggerComponent]) -> Iterator[None]:
     console, ended = next((each for each in loggers.values() if isinstance(each, Console)), None), threading.Event()
 
     def show(console: Console) -> None:
-        terminal, shown, last = console.terminal, {*STEP}, 0.0
+        terminal, last = console.terminal, 0.0
+        shown: set[str] = {Phase.DATA, *COMPUTING}
         while not ended.wait(min(console.every, 1.0)):
             now, since, work = time.monotonic(), ProgressBeacon.since, ProgressBeacon.detail or ProgressBeacon.phase
             is_new = work not in shown  # a second evaluation of some seconds needs no line, only a long one

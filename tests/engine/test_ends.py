@@ -70,6 +70,12 @@ def test_a_request_to_end_for_good(tmp_path):
     assert (end.code, end.cause, end.final, end.step) == (0, Cause.REQUEST, True, 2)
 
 
+def test_a_run_that_stop_after_ends_is_told_from_one_that_finished(tmp_path):
+    train(tmp_path, stop_after=2)
+    end = end_of(tmp_path)
+    assert (end.code, end.cause, end.step) == (0, Cause.PLANNED, 2)
+
+
 def test_a_signal_is_named(tmp_path):
     train(tmp_path, At(2, lambda context: os.kill(os.getpid(), signal.SIGTERM)))
     end = end_of(tmp_path)

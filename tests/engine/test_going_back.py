@@ -192,15 +192,15 @@ def test_a_final_end_is_no_interruption_and_is_not_continued(saving, train, line
     job = evolve(job, eval=evolve(job.eval, interval=2))
     texts = []
     first = train(job, Enough())
-    assert (first.step, first.stopped, first.final, first.exit_code) == (4, "good enough", True, ExitCode.FINISHED)
+    assert (first.step, first.stopped, first.end.final, first.exit_code) == (4, "good enough", True, ExitCode.FINISHED)
     assert describe_summary(first).startswith("ended for good at step 4 (good enough): loss ")
     before = (first.folder / "checkpoints/step-4/manifest.json").stat().st_mtime_ns
     again = train(job, Enough(), echo=texts.append)
-    assert (again.step, again.final, again.exit_code) == (4, True, ExitCode.FINISHED)
+    assert (again.step, again.end.final, again.exit_code) == (4, True, ExitCode.FINISHED)
     assert any("ended for good: good enough; to train on all the same" in text for text in texts)
     assert (first.folder / "checkpoints/step-4/manifest.json").stat().st_mtime_ns == before
     further = train(job, resume_with_changes=True)
-    assert (further.step, further.final, further.stopped) == (STEPS, False, "")
+    assert (further.step, further.end.final, further.stopped) == (STEPS, False, "")
     assert "ended" not in read_manifest(first.folder / f"checkpoints/step-{STEPS}")
     assert [line["step"] for line in lines(first)] == list(range(1, STEPS + 1))
 

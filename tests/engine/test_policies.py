@@ -19,6 +19,7 @@ from forge_core.checkpoint.storage import Local
 from forge_core.cli import main
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, TrainingHook
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, NonFiniteError
+from forge_core.contracts.run_end import Cause
 from forge_core.engine.evaluation import evaluation_mode
 from forge_testing import Numbers, TinyAdamW, TinyModel
 
@@ -154,14 +155,14 @@ def test_stop_after_ends_a_run_whose_schedule_and_later_steps_are_those_of_the_w
     options = {"scheduler": Ramp(), "eval": {"interval": 3}}
     whole = train(make_job(steps=6, job={"name": "whole"}, **options))
     short = train(make_job(steps=6, stop_after=4, **options))
-    assert (short.step, short.exit_code, short.as_planned) == (4, ExitCode.FINISHED, True)
+    assert (short.step, short.exit_code, short.end.cause) == (4, ExitCode.FINISHED, Cause.PLANNED)
     assert (short.folder / "checkpoints/step-4").is_dir()
     again = train(make_job(steps=6, stop_after=4, **options))
-    assert (again.step, again.loss, again.as_planned) == (4, None, True)
+    assert (again.step, again.loss, again.end.cause) == (4, None, Cause.PLANNED)
     rest = train(make_job(steps=6, **options))
     curves = [[(line["loss"], line["lr"]) for line in lines(summary)] for summary in (whole, rest)]
     assert curves[0] == curves[1]
-    assert (rest.exit_code, rest.as_planned, rest.evaluation) == (ExitCode.FINISHED, False, whole.evaluation)
+    assert (rest.exit_code, rest.end.cause, rest.evaluation) == (ExitCode.FINISHED, Cause.FINISHED, whole.evaluation)
 
 
 def test_the_dry_run_leaves_no_trace(make_job, train, lines, tmp_path):

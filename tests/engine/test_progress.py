@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console as Terminal
 
 from forge_core import Trainer, TrainingHook, report_progress
+from forge_core.contracts.phase import Phase
 from forge_core.engine.build import build_context
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.metrics.console import Console, PlainLogger, showing_progress
@@ -19,12 +20,12 @@ def clock(monkeypatch):
     """The seconds that `time.monotonic` shows, in a list of one."""
     now = [1000.0]
     monkeypatch.setattr("forge_core.launch.progress_beacon.time.monotonic", lambda: now[0])
-    ProgressBeacon().enter("another phase")
+    ProgressBeacon().enter(Phase.START)
     return now
 
 
 def test_work_of_a_known_amount_says_how_long_it_will_take(clock):
-    ProgressBeacon().enter("reading data")
+    ProgressBeacon().enter(Phase.READING)
     clock[0] += 100
     report_progress("encoding text", 1, 4)
     clock[0] += 30
@@ -35,21 +36,21 @@ def test_work_of_a_known_amount_says_how_long_it_will_take(clock):
 
 
 def test_work_of_an_unknown_amount_says_how_long_it_has_taken(clock):
-    ProgressBeacon().enter("building")
+    ProgressBeacon().enter(Phase.BUILDING)
     clock[0] += 3700
-    assert ProgressBeacon.describe() == "building, 1:01:40 so far"
+    assert ProgressBeacon.describe() == "building the model, 1:01:40 so far"
     report_progress("layer 7")
-    assert ProgressBeacon.describe() == "building: layer 7, 1:01:40 so far"
+    assert ProgressBeacon.describe() == "building the model: layer 7, 1:01:40 so far"
 
 
 def test_batches_of_an_evaluation_are_one_phase(clock):
     beacon = ProgressBeacon()
     for number in range(1, 4):
         clock[0] += 10
-        beacon.enter(f"evaluation, batch {number}")
+        beacon.enter(Phase.EVALUATION, detail=f"batch {number}")
         report_progress(done=number, total=4)
     assert ProgressBeacon.describe() == "evaluation, 75%, 0:00:20 so far, 0:00:06 left"
-    assert beacon.position.phase == "evaluation, batch 3"
+    assert str(beacon.position) == "evaluation, batch 3"
 
 
 def lines_within(capsys, words: str) -> str:
@@ -65,31 +66,31 @@ def lines_within(capsys, words: str) -> str:
 
 def test_a_phase_that_lasts_for_a_second_has_a_line(make_job, capsys):
     job = make_job(loggers={"console": Console(style="plain")})
-    ProgressBeacon().enter("waiting for the test")
+    ProgressBeacon().enter(Phase.READING)
     with showing_progress(job.loggers):
-        assert lines_within(capsys, "waiting for the test, 0:00:01 so far\n").count("\n") == 1
+        assert lines_within(capsys, "reading data, 0:00:01 so far\n").count("\n") == 1
 
 
 def test_a_phase_that_comes_again_has_a_line_only_if_it_is_long(make_job, capsys):
     job, beacon = make_job(loggers={"console": Console(style="plain", every=2.5)}), ProgressBeacon()
-    beacon.enter("evaluation")
+    beacon.enter(Phase.EVALUATION)
     with showing_progress(job.loggers):
         assert lines_within(capsys, "so far\n") == "evaluation, 0:00:01 so far\n"
-        beacon.enter("data", 2)
-        beacon.enter("evaluation")
+        beacon.enter(Phase.DATA, 2)
+        beacon.enter(Phase.EVALUATION)
         assert lines_within(capsys, "so far\n") in ("evaluation, 0:00:02 so far\n", "evaluation, 0:00:03 so far\n")
 
 
 def test_a_long_step_has_a_line_too_but_later(make_job, capsys):
     job = make_job(loggers={"console": Console(style="plain", every=2.0)})
-    ProgressBeacon().enter("forward and backward")
+    ProgressBeacon().enter(Phase.FORWARD_BACKWARD)
     with showing_progress(job.loggers):
         assert "forward and backward, 0:00:02 so far" in lines_within(capsys, "so far\n")
 
 
 def test_nothing_is_shown_where_the_console_is_off(make_job, capsys):
     job = make_job(loggers={"console": Console(style="off", every=0.1)})
-    ProgressBeacon().enter("waiting for the test")
+    ProgressBeacon().enter(Phase.READING)
     with showing_progress(job.loggers):
         time.sleep(1.5)
     assert capsys.readouterr().out == ""
@@ -100,7 +101,7 @@ def test_lines_of_progress_go_to_the_console_whose_line_is_redrawn(make_job, cat
     job, printed = make_job(loggers={"console": console}), threading.Event()
     logger = console.build(build_context(job, catalog, None))
     monkeypatch.setattr(logger._progress.console, "print", lambda *text, **how: printed.set())
-    ProgressBeacon().enter("waiting for the test")
+    ProgressBeacon().enter(Phase.READING)
     with showing_progress(job.loggers):
         assert printed.wait(30)
 

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from forge_core.contracts.phase import Phase
 from forge_core.launch import watchdog
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.world import World
@@ -48,7 +49,7 @@ def rank(monkeypatch):
     monkeypatch.setattr(watchdog.Watchdog, "_end", lambda self, report, patience_s: self._stopped.set())
     beacon, rendezvous = ProgressBeacon(), TwoRanks()
     for step in range(1, 7):
-        for phase in ("data", "forward and backward", "optimizer"):
+        for phase in (Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER):
             beacon.enter(phase, step)
     watching = watchdog.Watchdog(rendezvous, beacon, lambda report: None, factor=10.0)
     yield beacon, rendezvous
@@ -57,7 +58,7 @@ def rank(monkeypatch):
 
 def test_a_phase_that_only_computes_is_ended_after_many_times_its_longest(rank):
     beacon, rendezvous = rank
-    beacon.enter("forward and backward", 7)
+    beacon.enter(Phase.FORWARD_BACKWARD, 7)
     assert rendezvous.found.wait(30)
     assert "nothing has moved for 0 s, many times as long as before (launch.hang_factor)" in rendezvous.report.text
     assert rendezvous.report.hang
@@ -65,19 +66,19 @@ def test_a_phase_that_only_computes_is_ended_after_many_times_its_longest(rank):
 
 def test_a_phase_that_took_long_before_may_take_longer_yet(rank):
     beacon, rendezvous = rank
-    beacon.enter("forward and backward", 7)
+    beacon.enter(Phase.FORWARD_BACKWARD, 7)
     time.sleep(LEAST_S / 2)
-    beacon.enter("optimizer")
+    beacon.enter(Phase.OPTIMIZER)
     time.sleep(4 * watchdog.SILENCE_S)  # until the watch has seen it
-    beacon.enter("forward and backward", 8)
+    beacon.enter(Phase.FORWARD_BACKWARD, 8)
     assert not rendezvous.found.wait(LOOKED_S)
 
 
-@pytest.mark.parametrize("phase", ["data", "save", "evaluation, batch 3", "hook hooks.export, on_step_end"])
+@pytest.mark.parametrize("phase", [Phase.DATA, Phase.SAVE, Phase.EVALUATION, Phase.HOOK])
 def test_phases_that_read_write_or_do_what_a_hook_does_may_take_long_in_any_step(rank, phase):
     beacon, rendezvous = rank
     for step in range(7, 13):
-        beacon.enter("optimizer", step)
+        beacon.enter(Phase.OPTIMIZER, step)
         beacon.enter(phase, step)
     assert not rendezvous.found.wait(LOOKED_S)
 
@@ -85,7 +86,7 @@ def test_phases_that_read_write_or_do_what_a_hook_does_may_take_long_in_any_step
 def test_the_first_occurrences_of_a_phase_may_take_as_long_as_they_like(rank):
     beacon, rendezvous = rank
     for step in range(7, 10):
-        beacon.enter("agreement of the ranks", step)
+        beacon.enter(Phase.AGREEMENT, step)
     assert not rendezvous.found.wait(LOOKED_S)
 
 
@@ -98,9 +99,9 @@ def test_a_compilation_in_any_step_is_no_hang_and_teaches_nothing(rank):
         time.sleep(LOOKED_S)
         return lambda *given: (compiling.append(watchdog.compiles(sys._getframe())), graph(*given))[1]
 
-    beacon.enter("forward and backward", 7)
+    beacon.enter(Phase.FORWARD_BACKWARD, 7)
     torch.compile(lambda x: x + 1, backend=slow)(torch.ones(3))
     assert not rendezvous.found.is_set()
     assert compiling == [True, False], "while it compiles, and not while what was compiled runs"
-    beacon.enter("forward and backward", 8)
+    beacon.enter(Phase.FORWARD_BACKWARD, 8)
     assert rendezvous.found.wait(30)

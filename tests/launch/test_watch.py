@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forge_core.contracts.phase import Phase
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.watchdog import (
     describe_hang,
@@ -70,9 +71,9 @@ def test_of_many_ranks_the_late_ones_are_shown():
 
 def test_phases_are_counted_and_keep_the_step():
     beacon = ProgressBeacon()
-    beacon.enter("data", 3)
-    beacon.enter("optimizer")
-    assert (beacon.position.count, beacon.position.step, beacon.position.phase) == (2, 3, "optimizer")
+    beacon.enter(Phase.DATA, 3)
+    beacon.enter(Phase.OPTIMIZER)
+    assert (beacon.position.count, beacon.position.step, beacon.position.phase) == (2, 3, Phase.OPTIMIZER)
 
 
 def test_a_hang_that_is_found_by_a_learnt_limit_says_so():

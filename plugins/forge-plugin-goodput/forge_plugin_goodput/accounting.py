@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
 from attrs import define, field
 
-from forge_plugin_goodput.events import IMPORTS
+from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.phase import COMPUTING, Phase
+from forge_core.contracts.run_end import Cause, End
 
 CLASSES: Mapping[str, str] = {
     "productive": "steps that count: forward, backward, optimizer, agreement of the ranks",
@@ -29,17 +32,17 @@ CLASSES: Mapping[str, str] = {
     "open": "since the last line, of a run that is running",
     "other": "anything else",
 }
-STEP_PHASES = ("forward and backward", "optimizer", "agreement of the ranks")
-PHASES: Mapping[str, str] = {
-    **dict.fromkeys(STEP_PHASES, "productive"),
-    "data": "data",
-    "evaluation": "evaluation",
-    "save": "save",
-    "going back": "undone",
+PHASES: Mapping[Phase, str] = {
+    **dict.fromkeys(COMPUTING, "productive"),
+    Phase.DATA: "data",
+    Phase.HOOK: "hooks",
+    Phase.EVALUATION: "evaluation",
+    Phase.SAVE: "save",
+    Phase.GOING_BACK: "undone",
 }
 START_PHASES: Mapping[str, str] = {
-    **dict.fromkeys((IMPORTS, "start-up", "starting the process groups"), "initialisation"),
-    **dict.fromkeys(("looking for a checkpoint", "loading the checkpoint"), "restore"),
+    **dict.fromkeys((Phase.IMPORTS, Phase.START, Phase.GROUPS), "initialisation"),
+    **dict.fromkeys((Phase.SEARCH, Phase.LOADING), "restore"),
 }
 OF_STEPS = ("productive", "data", "hooks")
 """Classes whose seconds are lost with the steps to which they belong."""
@@ -118,8 +121,8 @@ class Attempt:
     ready: float | None = None
     step: int = 0
     """Last step that it made."""
-    end: Mapping[str, Any] | None = None
-    """Its line `end`; None if it died without one, or is running."""
+    end: End | None = None
+    """By its line `end`, or by `end.json` if it is the last; None if it died without one, or is running."""
     slurm: Mapping[str, Any] = field(factory=dict)
     """Its line in attempts.jsonl of forge-plugin-slurm; empty if it has none."""
     stretches: list[Stretch] = field(factory=list)
@@ -139,7 +142,7 @@ class Attempt:
             return False
         if self.slurm.get("kind"):
             return self.slurm["kind"] not in PLANNED
-        return self.end is None or self.end.get("code") not in (0, 75)
+        return self.end is None or self.end.code not in (ExitCode.FINISHED, ExitCode.STOPPED)
 
     def totals(self) -> dict[str, float]:
         """Returns the seconds of this start, and of the gap before it, by class."""
@@ -154,7 +157,7 @@ class Attempt:
         """How it ended, in words."""
         if self.running:
             return "running"
-        words = self.slurm.get("reason") or (self.end or {}).get("why")
+        words = self.slurm.get("reason") or (self.end and (self.end.reason or self.end.cause))
         return words or "died without a word"
 
 
@@ -254,6 +257,7 @@ def account_of(
     slurm: Sequence[Mapping[str, Any]] = (),
     from_step: int | None = None,
     now: float | None = None,
+    end: End | None = None,
 ) -> Account:
     """Account for the time of a run.
 
@@ -262,11 +266,12 @@ def account_of(
         slurm: lines of `attempts.jsonl`, by forge-plugin-slurm.
         from_step: step from which another start continues, that is not in the events yet.
         now: present time, of a run that is running.
+        end: `end.json`, of the last start; of one that was killed only this says why.
     """
     accountant = _Accountant(slurm)
     for event in _with_silent_starts(list(events), slurm):
         accountant.take(event)
-    return accountant.result(from_step, now)
+    return accountant.result(from_step, now, end)
 
 
 def _with_silent_starts(events: list[Mapping[str, Any]], slurm: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -282,8 +287,10 @@ def _with_silent_starts(events: list[Mapping[str, Any]], slurm: Sequence[Mapping
         )
         start = f"slurm-{each.get('job')}-{each.get('restart')}"
         facts = {"job": f"SLURM {each.get('job')}", "restart": each.get("restart", 0), "began": each["began"]}
-        spent = {IMPORTS: each["ended"] - each["began"]}
-        end = {"event": "end", "start": start, "t": each["ended"], "code": each.get("code"), "why": each.get("reason")}
+        spent = {Phase.IMPORTS: each["ended"] - each["began"]}
+        code = ExitCode.FAILED if each.get("code") is None else each["code"]
+        facts_of_end = {"code": code, "cause": Cause.of(code), "reason": each.get("reason", "")}
+        end = {"event": "end", "start": start, "t": each["ended"], **facts_of_end}
         events[place:place] = [
             {"event": "start", "start": start, "t": each["began"], **facts},
             {"event": "ready", "start": start, "t": each["ended"], "s": spent, "never": True},
@@ -351,7 +358,8 @@ class _Accountant:
         elif kind == "undone":
             self._roll_back(event)
         elif kind == "end":
-            attempt.end = event
+            with suppress(TypeError, ValueError):  # of another version
+                attempt.end = End.from_dict(event)
 
     def _steps(self, event: Mapping[str, Any], attempt: Attempt, stretch: Stretch) -> None:
         stretch.first, stretch.last, stretch.count = event["first"], event["step"], event["n"]
@@ -409,7 +417,7 @@ class _Accountant:
             beyond.append((attempt, stretch))
         return beyond[::-1]
 
-    def result(self, from_step: int | None, now: float | None) -> Account:
+    def result(self, from_step: int | None, now: float | None, end: End | None) -> Account:
         last = self._attempts[-1] if self._attempts else None
         if from_step is not None:
             self._go_on_from(from_step)
@@ -421,7 +429,8 @@ class _Accountant:
             last.running = True
             _extend(last, "open", now)
         elif last is not None and last.end is None:
-            _extend(last, "silent", last.slurm.get("ended", 0.0))
+            last.end = end if end is not None and end.ended > last.began else None
+            _extend(last, "silent", max(last.slurm.get("ended", 0.0), last.end.ended if last.end else 0.0))
         totals = dict.fromkeys(CLASSES, 0.0)
         for attempt in self._attempts:
             for name, seconds in attempt.totals().items():
@@ -448,10 +457,13 @@ def _classes(event: Mapping[str, Any], attempt: Attempt, length: float) -> dict[
     return {name: seconds for name, seconds in classes.items() if seconds}
 
 
-def _class_of(phase: str, starting: bool) -> str:
+def _class_of(name: str, starting: bool) -> str:
     if starting:
-        return START_PHASES.get(phase, "preparation")
-    return "hooks" if phase.startswith("hook ") else PHASES.get(phase, "other")
+        return START_PHASES.get(name, "preparation")
+    try:
+        return PHASES.get(Phase.of(name), "other")
+    except ValueError:  # of another version
+        return "other"
 
 
 def _gap(last: Attempt | None, attempt: Attempt) -> list[Stretch]:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from forge_core.contracts.phase import Phase
+
 EVENTS = "events.jsonl"
-IMPORTS = "import"
-"""Phase from the begin of the process to that of the engine."""
 DIGITS = 4
 """Decimals of seconds in the file. What rounding leaves over goes to the next line."""
 
@@ -58,7 +58,7 @@ class EventLog:
 
         Its time is that of all seconds in the file: lines with one reading of the clock follow each other without gaps.
         """
-        spent, seconds = {}, {IMPORTS: self._imports, **seconds}
+        spent, seconds = {}, {Phase.IMPORTS: self._imports, **seconds}
         for phase, total in seconds.items():
             new = round(total - self._noted.get(phase, 0.0), DIGITS)
             if new > 0 and phases(phase):

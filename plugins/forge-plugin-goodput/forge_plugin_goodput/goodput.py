@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
+from attrs import asdict, define, field
 from attrs.validators import and_, gt, le
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import Problem
+from forge_core.contracts.phase import COMPUTING, Phase
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from forge_core.contracts.contexts import CheckpointContext, StepContext, TrainContext
     from forge_core.contracts.layout import Layout
+    from forge_core.contracts.run_end import End
     from forge_core.job import Job
     from forge_plugin_goodput.events import EventLog
 
@@ -76,7 +78,7 @@ class Goodput(TrainingHook):
         if self._saving is None:
             return
         # Not committed: it is being written in the background, or has failed
-        step, blocked = self._saving, self._log.not_noted("save", seconds)
+        step, blocked = self._saving, self._log.not_noted(Phase.SAVE, seconds)
         failed = {} if context.job.checkpoint.async_save else {"failed": True}
         self._note_save(seconds, step, **failed or {"in_background": True})
         if not failed:
@@ -97,17 +99,15 @@ class Goodput(TrainingHook):
             self._due = total + self.every_s
 
     def _goodput(self, seconds: Mapping[str, float], total: float) -> float:
-        from forge_plugin_goodput.accounting import STEP_PHASES
-
         assert self._log is not None
-        productive = self._productive + sum(seconds.get(phase, 0.0) for phase in STEP_PHASES) - self._gone
+        productive = self._productive + sum(seconds.get(phase, 0.0) for phase in COMPUTING) - self._gone
         return productive / max(self._log.now(total) - self._run_began, 1e-9)
 
     def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
         if self._log is not None:
             seconds = context.seconds
             self._note_steps(seconds)
-            self._log.add("evaluation", seconds, lambda phase: phase == "evaluation", step=context.step)
+            self._log.add("evaluation", seconds, lambda phase: phase == Phase.EVALUATION, step=context.step)
 
     def on_checkpoint_save(self, context: CheckpointContext) -> None:
         if self._log is None:
@@ -128,35 +128,30 @@ class Goodput(TrainingHook):
     def on_rollback(self, context: TrainContext, step: int, reason: str) -> None:
         if self._log is None:
             return
-        from forge_plugin_goodput.accounting import STEP_PHASES, account_of
+        from forge_plugin_goodput.accounting import account_of
         from forge_plugin_goodput.events import EVENTS, read_events
 
         seconds = context.seconds
         self._note_steps(seconds)
         facts = {"from": context.step, "to": step, "why": reason}
-        self._log.add("undone", seconds, lambda phase: phase == "going back", step=context.step, **facts)
+        self._log.add("undone", seconds, lambda phase: phase == Phase.GOING_BACK, step=context.step, **facts)
         assert context.folder is not None
         now = account_of(read_events(context.folder / EVENTS), now=0.0).classes["productive"]
-        self._gone = self._productive + sum(seconds.get(phase, 0.0) for phase in STEP_PHASES) - now
+        self._gone = self._productive + sum(seconds.get(phase, 0.0) for phase in COMPUTING) - now
 
     def on_train_end(self, context: TrainContext) -> None:
-        done = context.step >= context.job.train.steps
-        stopped = "" if done else context.requests.stop
-        code = 75 if stopped and not context.requests.final else 0
-        self._end(context, code, stopped or "finished")
+        self._end(context, context.end())
 
     def on_exception(self, context: TrainContext, error: BaseException) -> None:
-        from forge_core.contracts.errors import ExitCode
+        from forge_core.launch.failure_report import report_of
 
-        first = next(iter(str(error).splitlines()), "")
-        code = int(getattr(error, "exit_code", ExitCode.FAILED))
-        self._end(context, code, f"{type(error).__name__}: {first}"[:500])
+        self._end(context, report_of(0, error).end(context.step))
 
-    def _end(self, context: TrainContext, code: int, why: str) -> None:
+    def _end(self, context: TrainContext, end: End) -> None:
         if self._log is not None:
             self._note_steps(context.seconds)
-            facts = {"code": code, "why": why, "saved": self._saved}
-            self._log.add("end", context.seconds, lambda phase: True, step=self._step, **facts)
+            facts = {key: value for key, value in asdict(end).items() if key not in ("started", "ended", "step")}
+            self._log.add("end", context.seconds, lambda phase: True, step=self._step, saved=self._saved, **facts)
             self._log.close()
 
     def _note_steps(self, seconds: Mapping[str, float]) -> None:
@@ -172,14 +167,14 @@ class Goodput(TrainingHook):
     def _note_save(self, seconds: Mapping[str, float], step: int, **facts: Any) -> None:
         assert self._log is not None
         self._note_steps(seconds)
-        self._log.add("save", seconds, lambda phase: phase == "save", step=step, **facts)
+        self._log.add("save", seconds, lambda phase: phase == Phase.SAVE, step=step, **facts)
         self._saving = None
         self._log.sync()
 
 
 def _of_steps(phase: str) -> bool:
     """Whether the time of a phase goes with the steps around it: others have lines of their own."""
-    return phase not in ("evaluation", "save", "going back")
+    return phase not in (Phase.EVALUATION, Phase.SAVE, Phase.GOING_BACK)
 
 
 def _earlier(path: Path, step: int, began: float) -> tuple[float, float]:

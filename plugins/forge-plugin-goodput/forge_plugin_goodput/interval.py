@@ -14,6 +14,7 @@ from attrs.validators import gt
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.phase import Phase
 
 if TYPE_CHECKING:
     import attrs
@@ -81,7 +82,7 @@ class Interval(TrainingHook):
         self._decides = global_rank() == 0 and context.folder is not None  # one rank is enough to ask
         self._durations: deque[float] = deque(maxlen=MEASURED)
         self._began = self._saved_at = self.clock()
-        self._blocked = context.seconds.get("save", 0.0) if self._decides else 0.0
+        self._blocked = context.seconds.get(Phase.SAVE, 0.0) if self._decides else 0.0
         self._begun = False
         self._history: Account | None = None
         self._seconds, self._told = 60 * self.first_minutes, 0.0
@@ -94,7 +95,7 @@ class Interval(TrainingHook):
             return
         if self._history is None:
             self._read(context)
-        blocked = context.seconds.get("save", 0.0)
+        blocked = context.seconds.get(Phase.SAVE, 0.0)
         if self._begun:  # after the last step
             self._durations.append(blocked - self._blocked)
             self._saved_at, self._blocked, self._begun = self.clock(), blocked, False

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from forge_core.contracts.phase import Phase
+from forge_core.contracts.run_end import Cause, End
 from forge_plugin_goodput.accounting import CLASSES, account_of
 from forge_plugin_goodput.events import read_events
 
@@ -18,7 +20,7 @@ def start(name, began, from_step, imports=10.0, load=5.0, **facts):
             "event": "ready",
             "start": name,
             "t": began + imports + load,
-            "s": {"import": imports, "loading the checkpoint": load},
+            "s": {Phase.IMPORTS: imports, "loading the checkpoint": load},
         },
     ]
 
@@ -66,6 +68,14 @@ def test_a_run_that_died_has_lost_its_steps_since_the_last_save():
     assert (account.failures, account.attempts[0].lost_steps, account.attempts[0].why) == (1, 5, "died without a word")
 
 
+def test_end_json_says_why_a_start_without_a_last_line_died():
+    end = End(code=1, cause=Cause.KILLED, reason="rank 3 was killed by SIGKILL", ended=1060.0)
+    [attempt] = account_of(KILLED, end=end).attempts
+    assert (attempt.why, attempt.end, attempt.totals()["silent"]) == (end.reason, end, 26)
+    [earlier, later] = account_of([*KILLED, *start("b", 1100.0, 10)], end=end).attempts
+    assert (earlier.end, later.end) == (None, None), "it is of another start"
+
+
 def test_a_run_that_is_running_has_lost_nothing_yet():
     account = account_of(KILLED, now=1040.0)
     assert classes(account)["open"] == 6
@@ -81,7 +91,7 @@ def test_a_restart_makes_steps_again_and_the_time_between_is_down():
         steps("b", 1126.0, 12, 20),
         line("evaluation", "b", 1130.0, 20, 4.0),
         line("save", "b", 1131.0, 20, 1.0),
-        line("end", "b", 1131.5, 20, 0.5, code=75, why="signal SIGTERM"),
+        line("end", "b", 1131.5, 20, 0.5, code=75, cause="signal", reason="signal SIGTERM"),
     ]
     account = account_of(events)
     assert classes(account) == {
@@ -120,7 +130,7 @@ def test_a_roll_back_takes_the_effect_of_steps_and_their_time():
         line("undone", "a", 32.0, 14, 2.0, **{"from": 14, "to": 10, "why": "spike"}),
         steps("a", 38.0, 15, 20),
         line("save", "a", 39.0, 20, 1.0),
-        line("end", "a", 39.0, 20, code=0, why="finished"),
+        line("end", "a", 39.0, 20, code=0, cause="finished"),
     ]
     assert classes(account_of(events)) == {
         "initialisation": 10,
@@ -197,9 +207,9 @@ def test_a_second_run_in_one_process_does_not_count_its_imports_twice():
         *start("a", 1000.0, 0),
         steps("a", 1025.0, 1, 10),
         line("save", "a", 1026.0, 10, 1.0),
-        line("end", "a", 1026.0, 10, code=75, why="stop"),
+        line("end", "a", 1026.0, 10, code=75, cause="request", reason="stop"),
         {"event": "start", "start": "b", "t": 1000.0, "began": 1000.0, "from_step": 10},
-        {"event": "ready", "start": "b", "t": 1040.0, "s": {"import": 35.0, "building the model": 5.0}},
+        {"event": "ready", "start": "b", "t": 1040.0, "s": {Phase.IMPORTS: 35.0, "building the model": 5.0}},
     ]
     found = classes(account_of(events))
     assert (found["initialisation"], found["preparation"]) == (10 + 9, 5)

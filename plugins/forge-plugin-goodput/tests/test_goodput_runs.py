@@ -17,6 +17,7 @@ from forge_core import TrainingHook
 from forge_core.checkpoint.run_folder import owned
 from forge_core.cli import main
 from forge_core.contracts.layout import Layout
+from forge_core.contracts.run_end import Cause
 from forge_core.engine.trainer import Trainer
 from forge_plugin_goodput import Goodput
 from forge_plugin_goodput.accounting import CLASSES
@@ -104,7 +105,7 @@ def test_it_agrees_with_an_account_by_hand(eventful):
     assert [attempt.evaluations for attempt in account.attempts] == [1, 0, 2]
     assert [attempt.why for attempt in account.attempts] == ["died without a word"] * 2 + ["finished"]
     assert [(event["from"], event["to"]) for event in account.roll_backs] == [(9, 8)]
-    assert (account.failures, account.attempts[-1].end["code"]) == (2, 0)
+    assert (account.failures, account.attempts[-1].end.code) == (2, 0)
     classes = account.classes
     assert classes["productive"] + classes["first_step"] >= (STEPS - 1) * UPDATE_S
     # A hook that runs after `goodput` counts with the line of the next step, here two lost ones and an undone one
@@ -213,7 +214,8 @@ def test_an_error_is_noted_with_its_code(make_job, train):
     with pytest.raises(RuntimeError):
         train(job, Fails())
     [attempt] = read_run(Path(job.job.output) / job.job.name).account.attempts
-    assert (attempt.end["code"], attempt.end["why"], attempt.end["saved"]) == (1, "RuntimeError: out of luck", 2)
+    assert (attempt.end.code, attempt.end.cause) == (1, Cause.FAILED)
+    assert attempt.why == "RuntimeError: out of luck and more"
     assert (attempt.failed, attempt.lost_steps) == (True, 0)
     train(job)
     [attempt, _] = read_run(Path(job.job.output) / job.job.name).account.attempts

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from forge_core.contracts.phase import Phase
 from forge_plugin_profile.intervals import Intervals, contains, difference, intersection, length, union
 from forge_plugin_profile.operator_flops import operator_flops
 from forge_plugin_profile.trace import Activity, HostEvent, Owner, Trace
 
-FORWARD_AND_BACKWARD = "forward and backward"
 OUTSIDE = "outside the layers"
 OPERATORS, WITH_MOST_FLOPS = 20, 5
 """Operators that are listed: those with the longest time of their own, and those with most FLOPs."""
@@ -64,8 +64,8 @@ def _phases(trace: Trace, scale: float) -> list[dict[str, Any]]:
     spans: dict[str, Intervals] = defaultdict(list)
     for start, end, name in trace.phases:
         spans[name].append((start, end))
-    if FORWARD_AND_BACKWARD in spans:
-        both = union(spans.pop(FORWARD_AND_BACKWARD))
+    if Phase.FORWARD_BACKWARD in spans:
+        both = union(spans.pop(Phase.FORWARD_BACKWARD))
         backward = intersection(_backward(trace.events), both)
         spans |= {"forward": difference(both, backward), "backward": backward}
     sorted_activities, phase_of = defaultdict(list), _phases_of_activities(trace)
@@ -93,7 +93,7 @@ def _phases_of_activities(trace: Trace) -> Callable[[Activity], str]:
     backward = _backward(trace.events)
 
     def phase_of(activity: Activity) -> str:
-        if activity.phase != FORWARD_AND_BACKWARD:
+        if activity.phase != Phase.FORWARD_BACKWARD:
             return activity.phase
         # No launch says for whom a thread of a backend works: then by when it begins.
         by_time = activity.kind == "communication" and not trace.on_gpu
@@ -198,7 +198,7 @@ def _parts(trace: Trace, scale: float) -> list[dict[str, Any]]:
 def _grouped(trace: Trace, key: Callable[[Owner], str]) -> dict[str, list[Activity]]:
     groups: dict[str, list[Activity]] = defaultdict(list)
     for each in trace.activities:
-        if each.phase == FORWARD_AND_BACKWARD or (not trace.phases and key(each.owner)):
+        if each.phase == Phase.FORWARD_BACKWARD or (not trace.phases and key(each.owner)):
             groups[key(each.owner)].append(each)
     return groups
 

@@ -198,7 +198,7 @@ class TestSections:
             {"event": "start", "t": 100.0, "start": "s", "began": 100.0, "ranks": 1, "from_step": 0},
             {"event": "ready", "t": 110.0, "start": "s", "step": 0, "s": {"reading data": 10.0}},
             {"event": "steps", "t": 140.0, "start": "s", "first": 1, "step": 3, "n": 3, "s": {"optimizer": 30.0}},
-            {"event": "end", "t": 140.0, "start": "s", "code": 0, "why": "finished"},
+            {"event": "end", "t": 140.0, "start": "s", "code": 0, "cause": "finished"},
         ]
         (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
         out = tmp_path / "report.html"
