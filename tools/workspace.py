@@ -89,7 +89,7 @@ def circle(requirements: Mapping[str, set[str]]) -> list[str]:
     """Returns the names on a circle of requirements, the first also at its end; empty: there is none.
 
     Args:
-        requirements: the names that each name requires, with those of extras.
+        requirements: the names that each name requires, extras included.
     """
     passed: set[str] = set()
 

@@ -54,7 +54,7 @@ def parse_job_arguments(
     Overrides may also be written `--section.key value` and `section.key=value`, and `--parallel.NAME` alone, which
     switches a table on with its defaults; any other option that is none of `parser`, which has the command's own, is
     refused by a `JobError`. Job files, described by `files`, are added to a parser without positional arguments; one
-    with arguments of its own, such as RUN, has no files but those that it calls so. Help shows overrides as `keys`.
+    with positional arguments, such as RUN, takes no other files. Help shows overrides as `keys`.
     """
     parser.allow_abbrev = False  # `--res=never` is no `--resume`: it may be a key of a plugin
     if all(action.option_strings for action in parser._actions):

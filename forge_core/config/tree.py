@@ -288,7 +288,7 @@ def _index(parent: Node, key: str, path: list[str]) -> int:
 def clip(root: Node, problems: Iterable[Problem]) -> Iterator[str]:
     """Make keys fit a shorter run (`--train.steps=20`), in place, where their problem has `fits`; yields what changed.
 
-    Only keys of layers below that of `train.steps`: a file, or a command, that contradicts itself is a mistake.
+    Only keys of layers below the one that sets `train.steps`: a layer that contradicts itself is a mistake.
     """
     steps = list(root.along("train.steps"))[-1]
     # All paths first: an entry that is left out changes the number of those after it

@@ -159,7 +159,7 @@ class TrainContext:
     def seconds(self) -> Mapping[str, float]:
         """Seconds that this rank has spent in each phase of the run so far, the present one included.
 
-        Names are those of `Phase`, but each hook has one of its own, such as `hook hooks.ema`: see `Phase.of`.
+        Names are the values of `Phase`; each hook has a separate one, such as `hook hooks.ema`: see `Phase.of`.
         """
         return self._engine.seconds()
 

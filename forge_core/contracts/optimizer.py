@@ -53,7 +53,7 @@ class NamedParameters(tuple[NamedParameter, ...]):
         """Two groups for a `torch.optim.Optimizer`: one with `weight_decay=decay`, one without.
 
         Parameters of fewer than two dimensions are in the second one, whatever their role (a router's bias has the
-        role `router`), and so are those of the roles `no_decay`.
+        role `router`), and so are the roles in `no_decay`.
         """
         spared = {p.name for p in self if p.parameter.ndim < 2 or p.role in no_decay}
         # Always both, empty or not: pipeline ranks have other parameters, and must have the same groups.

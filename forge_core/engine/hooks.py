@@ -78,7 +78,7 @@ class HookRunner:
             self.beacon.enter(Phase.HOOK, None, name, event)
             with named(f"hook {name}, {event}"):
                 method(*args)
-            # What follows is no time of the hook: a save goes on after a call of its hooks
+            # The time from here on is not the hook's: a save continues after a call of its hooks
             self.beacon.enter(before.phase, None, before.hook, before.detail)
 
     def exception(self, context: TrainContext, error: BaseException) -> None:

@@ -202,7 +202,7 @@ class Loop:
         reasons = [] if self.progress.finite else [f"loss or gradients of step {self.progress.step} are not finite"]
         if names := self._saver.evaluation.get("not_finite"):
             reasons.append(f"{listed(names)} of the last evaluation, at step {self._saver.evaluation['step']}")
-        # A run that was stopped by request goes on from here: its policy decides there
+        # A run that was stopped by request continues from here: its policy decides then
         ended = self.progress.step >= self._job.train.steps or self.requests.final
         return agreed_reason(f"not finite at the end of the run: {'; '.join(reasons)}" if ended and reasons else "")
 

@@ -69,7 +69,7 @@ def _visible(places: Tensor, length: int, batch: Mapping[str, Tensor], mixing: M
 
 
 def _equal(numbers: Tensor, places: Tensor) -> Tensor:
-    """Whether the number of each query's position is that of a key's, of (B, S): (B, n, S)."""
+    """Whether each query's position equals each key's, for positions (B, S): (B, n, S)."""
     return numbers.gather(1, places).unsqueeze(2) == numbers.unsqueeze(1)
 
 

@@ -45,7 +45,7 @@ class Decodable:
 
     documents: DecodableDocuments
     key: str
-    """The source's key that says what becomes of damaged documents."""
+    """The source's key that sets what happens to damaged documents."""
     allowed: float
     """Share of the documents that may be damaged; 0: none."""
 
@@ -55,7 +55,7 @@ class HasDecodable(Protocol):
     """A dataset component whose documents have encoded files."""
 
     def decodable(self, context: BuildContext) -> Decodable | None:
-        """Returns them; None: they can only be read in order, as those of a stream.
+        """Returns them; None: they can only be read in order, as in a stream.
 
         Args:
             context: as for `build`, with the tokenizer.

@@ -1,7 +1,7 @@
 """Finds by number where positions of a sequence depend on each other, in a bare model that is never trained.
 
 A stage that divides sequences replaces the modules of `Model.sequence_mixers`. Anything else that mixes positions, such
-as a short convolution, would see the positions of its own rank only, and train another model without a message. So
+as a short convolution, would see only its rank's positions, and train a different model without a message. So
 each block runs twice on a short sequence with stand-ins for weights: once as it is, once with the middle positions
 changed. What then differs at the other positions was mixed.
 
@@ -45,7 +45,7 @@ class ProbeFailed(Exception):
 def mixes_positions(module: nn.Module) -> bool:
     """Returns whether a module says, by an attribute `mixes_positions`, that positions depend on each other there.
 
-    It then computes the same where a stage divides sequences, by collectives of its own, and no stage replaces it.
+    It then computes the same where a stage divides sequences, by its own collectives, and no stage replaces it.
     """
     return bool(getattr(module, "mixes_positions", False))
 
@@ -161,7 +161,7 @@ def _renew_buffers(module: nn.Module) -> None:
 
 
 def _unmixed(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stands in for a mixer: what a position returns is of its own query, key and value, (1, S, H, V)."""
+    """Replaces a mixer: a position's output depends on its own query, key and value alone, (1, S, H, V)."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     return v + q.mean(-1, keepdim=True) + k.mean(-1, keepdim=True)
 
@@ -246,7 +246,7 @@ class _Probe:
         return self._guilty({**self._batch(), "places": places}, changed, quiet, replay=True)
 
     def leaking(self) -> str | None:
-        """The part that lets positions of the first document change those of the second, which has the last half."""
+        """The part in which positions of the first document change positions of the second (the last half)."""
         half = self.length // 2
         places = torch.arange(self.length)[None]
         second = (places >= half).long()
@@ -331,7 +331,7 @@ class _Comparison:
         return next((one.name for one, two in zip(before, after, strict=False) if self._mixed(one, two)), None)
 
     def _calls(self, name: str, function: Callable[..., Any], args: Any, before: list[_Call]) -> list[_Call]:
-        """The calls of modules in the order in which they end, inner ones first, then that of the function."""
+        """The calls of modules in the order in which they end, inner ones first, then the function's."""
         calls: list[_Call] = []
 
         def note(module: nn.Module, received: Any, returned: Any) -> Any:

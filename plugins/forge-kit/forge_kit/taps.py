@@ -57,7 +57,7 @@ class TapPoint:
         """Let a function see what passes the point, not a `pattern`, and return what takes its place.
 
         Args:
-            module: that of the point.
+            module: the point's module.
             passing: maps the tensor at the point to one of the same shape.
         """
 

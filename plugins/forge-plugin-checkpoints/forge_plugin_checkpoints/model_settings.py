@@ -1,4 +1,4 @@
-"""Compares the settings of the model that trained a checkpoint with those of the model that loads its weights."""
+"""Compares the settings of the model that trained a checkpoint and of the model that loads its weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def compare_settings(
     own: Mapping[str, Size],
     stored: Mapping[str, Size],
 ) -> Settings:
-    """Compare `[model]` of the resolved job `before` with that of `job`.
+    """Compare `[model]` of the resolved job `before` and of `job`.
 
     Args:
         before: of the run that trained the weights (TOML); empty where no run did, and nothing is known.

@@ -43,7 +43,7 @@ class Parts(LoadComponent):
     """Whether the checkpoint must have all that is to be loaded, and one tensor for each tied parameter; false: what it
     lacks keeps its initial values, and of two tensors that are tied in this model the first is taken."""
     accept_changes: tuple[str, ...] = ()
-    """Patterns of keys of `[model]` that may differ from those of the run that trained the weights, though no shape
+    """Patterns of keys of `[model]` that may differ from the run that trained the weights, though no shape
     shows it: `model.attention.rope.*`. Without one, another `theta`, number of heads or `eps` is refused."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:

@@ -110,7 +110,7 @@ def check_cache(model: Model) -> None:
     try:
         with torch.compiler.set_stance("force_eager"):
             name = uncached_mixer(model)
-    except ProbeFailed:  # it runs on GPUs only, or with entries of its own
+    except ProbeFailed:  # it runs on GPUs only, or needs further entries
         name = None
     if name is not None:
         message = f"positions change each other in {name} of {type(model).__name__}, and its cache keeps too little of"

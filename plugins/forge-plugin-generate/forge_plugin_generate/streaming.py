@@ -28,7 +28,7 @@ class TextStream:
         self._tokenizer, self._write = tokenizer, write
         self._pieces: list[str] = []
         self._context = 0
-        """Where the last piece begins, whose tokens are decoded again with those of the next one."""
+        """Where the last piece begins, whose tokens are decoded again together with the next piece."""
         self._decoded = 0
         """How many tokens have been written."""
 

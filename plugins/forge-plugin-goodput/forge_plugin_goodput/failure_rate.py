@@ -30,7 +30,7 @@ def expected_mtbf(exposure: float, failures: int, ranks: int, gpu_years: float =
     import numpy as np
 
     prior = gpu_years * YEAR / ranks
-    factors = np.linspace(-FARTHEST, FARTHEST, POINTS)  # logarithms of the rate over that of the prior
+    factors = np.linspace(-FARTHEST, FARTHEST, POINTS)  # logarithms of the rate, relative to the prior's
     logarithms = failures * factors - exposure / prior * np.exp(factors) - np.abs(factors) / WIDTH
     weights = np.exp(logarithms - logarithms.max())
     return prior * math.exp(-float(np.average(factors, weights=weights)))

@@ -38,7 +38,7 @@ def test_two_ranks_have_one_link_and_its_sum_is_right():
 def test_of_four_ranks_a_wrong_sum_and_a_slow_rank_are_named():
     def trouble(rank):
         all_reduce = dist.all_reduce
-        # A clock that only this test moves: a busy machine makes links of its own slow. A reading takes 1 ms
+        # A clock that only this test moves: on a busy machine any link may be slow. A reading takes 1 ms
         seconds = itertools.count(0.0, 0.1 if rank == 3 else 0.001)
         links_module.time = SimpleNamespace(perf_counter=lambda: next(seconds))
 

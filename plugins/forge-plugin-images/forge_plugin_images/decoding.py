@@ -210,7 +210,7 @@ def _open(stream: BinaryIO) -> Image.Image:
 def _orientation(image: Image.Image, stream: BinaryIO) -> object:
     """Returns the orientation of an image that is not loaded."""
     if image.format == "TIFF":
-        return 1  # Pillow's size is that of the upright image
+        return 1  # Pillow's size is the upright image's
     if image.format == "PNG":
         # Pillow would decode every PNG without EXIF, to look for it behind the pixels.
         if _has_late_exif(stream):

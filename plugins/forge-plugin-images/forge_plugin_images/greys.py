@@ -33,7 +33,7 @@ def unknown_range(image: Image.Image) -> str:
     if image.format not in READ:
         return f"Pillow does not read greys of {_name(image)} from {image.format} files; convert it to PNG or TIFF"
     known = image.mode.startswith("I;16") or (image.format in SCALED and image.mode == "I")
-    return "" if known else f"its greys are {_name(image)}, whose range no header tells; {HINT}"
+    return "" if known else f"its greys are {_name(image)}, and no header gives their range; {HINT}"
 
 
 def levels(image: Image.Image, grey_range: GreyRange | None) -> np.ndarray:

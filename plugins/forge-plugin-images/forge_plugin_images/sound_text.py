@@ -37,7 +37,7 @@ def _ascending(_: Any, attribute: attrs.Attribute, value: tuple[float, float]) -
 
 @frozen(kw_only=True)
 class SoundText(ImageDataset):
-    """Pairs of a sound and a text: what is said in it, or what it is.
+    """Pairs of a sound and a text: a transcript, or a description.
 
     A sound is a WAV file of any rate. Its logarithmic mel spectrogram is a grey image, which the model's encoder sees
     as any other; a long one is several images side by side. Its positions are `SOUND` (-3), by which `moma` and `mot`

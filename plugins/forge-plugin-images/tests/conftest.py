@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
+from forge_core.cli import main
 from forge_core.contracts.components import DatasetComponent
 from forge_core.engine.build import build_context, build_datasets, build_tokenizer
 from forge_core.job import Job
@@ -15,6 +17,36 @@ from forge_plugin_huggingface import Auto
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_testing import tiny_job
+
+CHECKED = """
+[train]
+steps = 2
+global_batch_size = 1
+seq_len = 30
+[data.tokenizer]
+type = "bytes"
+[[data.sources]]
+type = "image_text"
+path = "pairs.jsonl"
+[optimizer]
+type = "adamw"
+[model]
+type = "vision_language"
+[model.language]
+dim = 16
+layers = 1
+attention = { heads = 2 }
+[model.vision]
+images_per_sequence = 2
+[model.vision.encoder]
+type = "vit"
+dim = 16
+layers = 1
+heads = 2
+patch = 8
+size = [16, 16]
+"""
+"""A job with pairs of images and texts, for `forge-run check`."""
 
 
 @pytest.fixture(scope="session")
@@ -76,3 +108,19 @@ def tokenizer(tmp_path: Path) -> Callable[..., Auto]:
         return Auto(path=str(tmp_path / "tokenizer"))
 
     return make
+
+
+@pytest.fixture
+def run_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """(options) -> exit code, output and errors of `forge-run check job.toml …`, in `tmp_path`, with `pairs.jsonl`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["forge-run"])
+    (tmp_path / "job.toml").write_text(CHECKED)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return (main(["check", "job.toml", *argv]), *capsys.readouterr())
+
+    return run

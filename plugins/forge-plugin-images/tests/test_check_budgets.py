@@ -3,54 +3,26 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from forge_core.cli import main
-
-JOB = """
-[train]
-steps = 2
-global_batch_size = 1
-seq_len = 30
-[data.tokenizer]
-type = "bytes"
-[[data.sources]]
-type = "image_text"
-path = "pairs.jsonl"
-held_out_every = 3
-[optimizer]
-type = "adamw"
-[model]
-type = "vision_language"
-[model.language]
-dim = 16
-layers = 1
-attention = { heads = 2 }
-[model.vision]
-images_per_sequence = 2
-patches_per_sequence = 12
-[model.vision.encoder]
-type = "vit"
-dim = 16
-layers = 1
-heads = 2
-patch = 8
-size = [16, 16]
-position_interpolation = "bilinear"
-"""
+KEYS = (
+    "--data.sources.0.held_out_every=3",
+    "--model.vision.patches_per_sequence=12",
+    "--model.vision.encoder.position_interpolation=bilinear",
+)
 PAIRS = [([2], 5), ([6], 30), ([2, 3, 4], 1), ([6, 6], 20), ([1], 0)]
 """Of each document: patches of its images, and letters."""
 NEEDS = {"positions": [7, 36, 10, 32, 1], "patches": [2, 6, 9, 12, 1], "images": [1, 1, 3, 2, 1]}
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def check(run_check: Any) -> Any:
     """Run `forge-run check job.toml --data …` on documents whose images have headers only."""
-    monkeypatch.chdir(tmp_path)
     lines = []
     for number, (images, letters) in enumerate(PAIRS):
         names = [f"{number}-{place}.png" for place in range(len(images))]
@@ -59,13 +31,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
             Path(name).write_bytes(Path(name).read_bytes()[:50])
         lines.append({"image": names, "text": "x" * letters})
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    Path("job.toml").write_text(JOB)
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        return (main(["check", "job.toml", "--data", *argv]), *capsys.readouterr())
-
-    return run
+    return partial(run_check, "--data", *KEYS)
 
 
 @pytest.mark.parametrize("too_long", ["skip", "cut"])

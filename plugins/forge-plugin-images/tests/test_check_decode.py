@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,45 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from forge_core.cli import main
-
-JOB = """
-[train]
-steps = 2
-global_batch_size = 1
-seq_len = 30
-[data.tokenizer]
-type = "bytes"
-[[data.sources]]
-type = "image_text"
-path = "pairs.jsonl"
-[optimizer]
-type = "adamw"
-[model]
-type = "vision_language"
-[model.language]
-dim = 16
-layers = 1
-attention = { heads = 2 }
-[model.vision]
-images_per_sequence = 2
-[model.vision.encoder]
-type = "vit"
-dim = 16
-layers = 1
-heads = 2
-patch = 8
-size = [16, 16]
-"""
 DAMAGE = {2: slice(None, 300), 5: slice(0, 0), 7: slice(None, 500)}
 """Of two images of these documents, what is left of the second."""
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def check(run_check: Any) -> Any:
     """Run `forge-run check job.toml --decode …` on 40 documents of two images."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["forge-run"])
     noise = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
     for name in ("first.png", "second.png"):
         Image.fromarray(noise).save(name)
@@ -58,13 +26,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         Path(f"{number}.png").write_bytes(whole[left])
     names = [f"{number}.png" if number in DAMAGE else "second.png" for number in range(40)]
     Path("pairs.jsonl").write_text("\n".join(json.dumps({"image": ["first.png", n], "text": "x"}) for n in names))
-    Path("job.toml").write_text(JOB)
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        return (main(["check", "job.toml", "--decode", *argv]), *capsys.readouterr())
-
-    return run
+    return partial(run_check, "--decode")
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])

@@ -110,7 +110,7 @@ def test_deep_greys_are_right_or_refused_by_name(format):
             assert (shown == levels if full else shown <= 255).all()
         else:
             for read in (ImageDecoder().size, ImageDecoder().decode):
-                with pytest.raises(BrokenImage, match=r"whose range no header tells; say which .* grey_range"):
+                with pytest.raises(BrokenImage, match=r"and no header gives their range; say which .* grey_range"):
                     read(file)
         white = 25500 if mode != "I;16" else 65535
         assert (np.asarray(ImageDecoder((0, white)).decode(file))[..., 1] == levels).all()

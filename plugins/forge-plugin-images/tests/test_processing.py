@@ -1,4 +1,4 @@
-"""Patches are those of the image processors of transformers, to the bit."""
+"""Patches equal the image processors' of transformers, to the bit."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def prompt_ids(tokenizer: Tokenizer, text: str, options: argparse.Namespace) -> 
 
 
 def token_text(tokenizer: Tokenizer, id_: int, has_glyphs: Callable[[str], bool] = bool) -> str:
-    """Returns a token as a short text for a table or a picture; its number where it is no text of its own.
+    """Returns a token as a short text for a table or a picture; its number where it is not a text by itself.
 
     Args:
         tokenizer: of the model.

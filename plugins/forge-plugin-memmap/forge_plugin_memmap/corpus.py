@@ -13,7 +13,7 @@ from forge_plugin_memmap.prepared import HELD_OUT, TRAIN, Prepared, read_prepare
 from forge_plugin_memmap.shards import SUFFIXES, Listing, Shard, read_shard
 
 RAW_SUFFIXES = (".bin", ".npy")
-"""Files of a folder that are read as raw ids; the second are those of Dolma and OLMo."""
+"""Files of a folder that are read as raw ids; the second are what Dolma and OLMo write."""
 
 
 @frozen

@@ -26,7 +26,7 @@ def document_ends(shards: Sequence[Shard], end_of_text: int, check: Callable[[],
     """(documents,) int64: the end of each document of the shards, one after the other; a memory map.
 
     A shard with an index ends with a document. In one without, every end-of-text ends a document, and what follows the
-    last one belongs to a document that goes on in the next shard. `check` is called before they are read: what was
+    last one belongs to a document that continues in the next shard. `check` is called before they are read: what was
     found once is in the cache.
 
     Raises:

@@ -47,7 +47,7 @@ class Objects(StorageComponent):
     backoff_s: float = field(default=1.0, validator=gt(0))
     """Seconds before the first further attempt; each later one waits twice as long, at most a minute."""
     timeout_s: float = field(default=60.0, validator=gt(0))
-    """Seconds in which nothing moves, beyond those of its bytes at 256 KiB a second, after which a call has failed."""
+    """Seconds without progress, in addition to its bytes at 256 KiB per second, after which a call has failed."""
     options: dict[str, Any] = field(factory=dict)
     """Further arguments of the protocol's client in fsspec, such as `endpoint_url` of `s3`. No secrets."""
 

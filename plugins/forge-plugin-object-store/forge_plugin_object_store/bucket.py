@@ -285,7 +285,7 @@ class Bucket:
 
 
 def _in_thread(function: Callable[[], T]) -> Future[T]:
-    """The result of a function in a thread of its own; not of an executor, which the interpreter waits for at exit."""
+    """The result of a function in a separate thread; not of an executor, which the interpreter waits for at exit."""
     future: Future[T] = Future()
 
     def work() -> None:

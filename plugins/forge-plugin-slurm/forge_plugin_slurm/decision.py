@@ -141,7 +141,7 @@ def _stopped(outcome: Outcome) -> tuple[str, str]:
         # `sbatch --signal=USR1@300` of a job that has no hook: near the end it is no person's signal
         if outcome.seconds_left is not None and outcome.seconds_left < 600:
             return "time", f"{end.reason} near the time limit"
-        return "stopped", f"stopped by hand ({end.reason}): submit it again to go on"
+        return "stopped", f"stopped by hand ({end.reason}): submit it again to continue"
     return "preempted", end.reason
 
 

@@ -89,7 +89,7 @@ def passed_over(patterns: Collection[str]) -> str:
 
 
 RUN_FILES = {"job.toml", "provenance.json"}
-"""Files by which a folder is known as that of a run."""
+"""Files that mark a run folder."""
 
 
 def walk(root: str, excluded: Container[str] = (), left_out: Counter[str] | None = None) -> Iterator[str]:

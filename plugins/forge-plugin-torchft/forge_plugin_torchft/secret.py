@@ -1,7 +1,7 @@
 """The secret that groups of one job share: who does not have it gets no state.
 
 It is `FORGE_GROUP_SECRET`, or else a file in the cache that the first group makes and only its user can read: groups of
-one machine, and those of one user on a shared home folder, then have it without being told.
+one machine, and of one user on a shared home folder, then have it without a setting.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def demand_folder(path: Path) -> None:
     """Check that a path is a folder with a published model, as far as names show it.
 
     Raises:
-        JobError: it is a name on the hub, a single file, or a model of another format; says what to give.
+        JobError: it is a name on the hub, a single file, or a model of another format; names what to pass.
     """
     if path.is_dir():
         if not (path / CONFIG).exists() and (models := sorted(path.glob("*.gguf"))):
@@ -233,7 +233,7 @@ def _check_name(output: Path) -> None:
     try:
         JobSection(name=output.name)
     except ValueError as error:
-        message = "the folder's name is that of the run: letters, digits, ., _ and -, and none of the last three first"
+        message = "the folder's name becomes the run's: letters, digits, ., _ and -, and none of the last three first"
         raise JobError(f"--output {str(output)!r}: {message}") from error
 
 

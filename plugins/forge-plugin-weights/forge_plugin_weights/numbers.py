@@ -14,7 +14,7 @@ from forge_plugin_weights.matching import listed
 from forge_plugin_weights.reading import Piece
 
 WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights; those of 8 or 4 bits are read as one of them, by their scales."""
+"""Dtypes of weights; 8 and 4 bits are read as one of them, by their scales."""
 
 
 def check_dtypes(places: Mapping[str, Place], used: Iterable[str], folder: Path) -> None:
