@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import statistics
 import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from traceback import walk_stack
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 SAMPLE_S = 0.02
 PRODUCTS = 20
+REMEMBERED = 64
+"""Changes of ratios, of all ranks together, that say how noisy the machine is."""
+CAUTION = 2.0
+"""Times the median change by which a ratio must exceed `slow`."""
 MATMUL = {"cuda": 4096, "cpu": 256}
 """Side of the matrices of the micro-benchmark: some tenths of a millisecond to some milliseconds."""
 
@@ -60,7 +66,8 @@ class Stragglers(TrainingHook):
     every: int = field(default=50, validator=ge(1))
     """Steps between looks."""
     slow: float = field(default=1.15, validator=gt(1))
-    """A rank is slow whose step or product takes more than this many times the median of the other ranks."""
+    """A rank is slow whose step or product takes more than this many times the median of the other ranks, and as much
+    more as that ratio usually changes from one look to the next, as it does on a busy machine."""
     steps: int = field(default=3, validator=ge(1))
     """Looks in a row in which a rank must be slow to be named."""
 
@@ -71,6 +78,7 @@ class Stragglers(TrainingHook):
     def on_train_begin(self, context: TrainContext) -> None:
         self._in_a_row: dict[int, int] = {}
         self._since: dict[int, int] = {}
+        self._noise = Noise()
         self._waits = WaitMeter()
         self._mark: tuple[int, float, float] | None = None
 
@@ -101,7 +109,8 @@ class Stragglers(TrainingHook):
         looks = gather_objects(mine)
         context.log("wait_share", statistics.mean(look.waited for look in looks))
         context.log("slowest_rank", max(range(len(looks)), key=lambda rank: looks[rank].own_s))
-        slow = slow_ranks(looks, self.slow)
+        slow = slow_ranks(looks, self.slow, self._noise)
+        self._noise.add(looks)
         for rank in range(len(looks)):
             self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1 if rank in slow else 0
             if self._in_a_row[rank] == 1:
@@ -158,16 +167,62 @@ def matmul_ms(device: torch.device) -> float:
     return 1e3 * fastest
 
 
-def slow_ranks(looks: Sequence[Look], slow: float) -> Mapping[int, str]:
+def of_others(looks: Sequence[Look], rank: int) -> tuple[float, float]:
+    """Returns the median product and the median step of the other ranks."""
+    others = [other for number, other in enumerate(looks) if number != rank]
+    return statistics.median(other.matmul_ms for other in others), statistics.median(other.own_s for other in others)
+
+
+class Noise:
+    """How much the ratios of ranks to the others change from one look to the next: as factors, 1 without noise.
+
+    A rank that is always slow changes nothing here. On a machine that others use too, ranks are slow in turns, and
+    three looks in a row would name one of them now and then.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[float, float]] = []
+        self._changes: tuple[deque[float], deque[float]] = (deque(maxlen=REMEMBERED), deque(maxlen=REMEMBERED))
+
+    @property
+    def product(self) -> float:
+        """Of matrix products."""
+        return self._factor(0)
+
+    @property
+    def step(self) -> float:
+        """Of steps without waits."""
+        return self._factor(1)
+
+    def add(self, looks: Sequence[Look]) -> None:
+        """Take the next looks of all ranks into account."""
+        now = []
+        for rank, look in enumerate(looks):
+            product, own = of_others(looks, rank)
+            now.append((_log(look.matmul_ms, product), _log(look.own_s, own)))
+        for before, after in zip(self._before, now, strict=False):
+            for changes, one, other in zip(self._changes, before, after, strict=True):
+                changes.append(abs(other - one))
+        self._before = now
+
+    def _factor(self, which: int) -> float:
+        changes = self._changes[which]
+        return math.exp(CAUTION * statistics.median(changes)) if changes else 1.0
+
+
+def _log(value: float, other: float) -> float:
+    return math.log(value / other) if value > 0 < other else 0.0
+
+
+def slow_ranks(looks: Sequence[Look], slow: float, noise: Noise | None = None) -> Mapping[int, str]:
     """Ranks that are slower than the median of the others, each with what is slow."""
     found = {}
+    noise = noise or Noise()
     for rank, look in enumerate(looks):
-        others = [other for number, other in enumerate(looks) if number != rank]
-        own = statistics.median(other.own_s for other in others)
-        product = statistics.median(other.matmul_ms for other in others)
-        if look.matmul_ms > slow * product:
+        product, own = of_others(looks, rank)
+        if look.matmul_ms > slow * noise.product * product:
             found[rank] = f"computes at {product / look.matmul_ms:.2f} of the others"
-        elif look.own_s > slow * own:
+        elif look.own_s > slow * noise.step * own:
             found[rank] = f"takes {1e3 * look.own_s:.3g} ms for a step without waits, the others {1e3 * own:.3g}"
     return found
 

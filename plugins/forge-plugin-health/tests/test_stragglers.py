@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,8 +13,9 @@ import time
 from contextlib import suppress
 
 import pytest
+from attrs import evolve
 
-from forge_plugin_health.stragglers import Look, describe, slow_ranks
+from forge_plugin_health.stragglers import Look, Noise, describe, slow_ranks
 from forge_testing import TINY_JOB
 
 JOB = f"""
@@ -128,6 +130,33 @@ def test_a_gpu_that_computes_slower_is_told_from_a_rank_with_more_work():
 
 def test_ranks_that_are_alike_are_not_slow():
     assert slow_ranks([look(1.0), look(1.1), look(0.95)], 1.15) == {}
+
+
+def alarms(ratio, sigma, seed=0, looks=400):
+    """How often three looks in a row find each of two ranks slow: the second takes `ratio` times as long as the first,
+    and each as much more or less as a busy machine gives and takes."""
+    draw, noise, in_a_row, found = random.Random(seed), Noise(), [0, 0], [0, 0]
+    for _ in range(looks):
+        taken = [look(draw.lognormvariate(0, sigma), matmul_ms=5 * draw.lognormvariate(0, sigma)) for _ in range(2)]
+        taken[1] = evolve(taken[1], own_s=ratio * taken[1].own_s)
+        slow = slow_ranks(taken, 1.15, noise)
+        noise.add(taken)
+        for rank in range(2):
+            in_a_row[rank] = in_a_row[rank] + 1 if rank in slow else 0
+            found[rank] += in_a_row[rank] == 3
+    return found
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.15, 0.3])
+def test_ranks_that_a_busy_machine_slows_in_turns_are_not_named(sigma):
+    assert alarms(1.0, sigma) == [0, 0]
+
+
+@pytest.mark.parametrize(("ratio", "sigma"), [(1.3, 0.0), (1.3, 0.03), (2.0, 0.15)])
+def test_a_rank_that_is_slow_at_every_look_is_named_on_a_busy_machine_too(ratio, sigma):
+    first, second = alarms(ratio, sigma)
+    assert first == 0
+    assert second > 0
 
 
 def test_a_single_rank_has_no_stragglers():
