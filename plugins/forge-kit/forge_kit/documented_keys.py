@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+import os
 import textwrap
+import tokenize
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -78,8 +82,31 @@ def field_docs(cls: type) -> dict[str, str]:
 
 def _body(cls: type) -> list[ast.stmt]:
     try:
-        [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        path = inspect.getsourcefile(cls) or ""
+        definition = _definitions(path, os.stat(path).st_mtime_ns).get(cls.__qualname__)
+        if definition is None:
+            [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except (OSError, TypeError, SyntaxError):  # made without a source file
         return []
     assert isinstance(definition, ast.ClassDef)
     return definition.body
+
+
+@functools.cache
+def _definitions(path: str, _changed_ns: int) -> Mapping[str, ast.stmt]:
+    """The classes of a file, by qualified name. Parsed once: `inspect.getsource` parses it for each of its classes."""
+    with tokenize.open(path) as file:
+        tree = ast.parse(file.read())
+    return dict(_named_classes(tree, ""))
+
+
+def _named_classes(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.stmt]]:
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.ClassDef(name=name):
+                yield prefix + name, child
+                yield from _named_classes(child, f"{prefix}{name}.")
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield from _named_classes(child, f"{prefix}{name}.<locals>.")
+            case ast.stmt():
+                yield from _named_classes(child, prefix)
