@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
@@ -21,6 +22,11 @@ REFILL = 4
 """Rows that wait are admitted when one place in so many is free: each time, the cache is copied."""
 SHRINK = 2
 """Without rows that wait, those that have ended are left out when one in so many is left."""
+MASK_BYTES = 1 << 26
+"""Bytes of the mask of a prompt, a byte for each of its positions and each position of the rows: above, it is read in
+pieces,"""
+LEAST_PIECE = 256
+"""of so many positions at least."""
 
 
 @frozen
@@ -182,10 +188,24 @@ class RunningRows:
         room = max(map(len, ids)) + (self._left(rows) if self._use_cache else 0)
         cache = self._model.new_cache(len(rows), room)  # type: ignore[operator]
         batch = with_prompt(self._model, self._batch(ids), [len(self.written[number]) for number in rows])
-        logits = self._joint.next_logits({**batch, **self._entries}, cache)
+        logits = self._read({**batch, **self._entries}, cache)
         if self._joins is None:
             self._joins = self._use_cache and not self._entries and self._joint.joins_rows(cache)
         return self._draw(logits, rows), cache
+
+    def _read(self, batch: dict[str, Tensor], cache: Any) -> Tensor:
+        """Returns the logits (B, V) after prompts. Long ones are read in pieces, as masks take a byte for each pair."""
+        rows, length = batch["input_ids"].shape
+        piece = max(LEAST_PIECE, MASK_BYTES // (rows * length))
+        # Further entries may join positions of the whole prompt; a void cache holds for no piece; and ranks that share
+        # a model must call it equally often, whatever the lengths of their own rows
+        is_plain = batch.keys() == {"input_ids", "positions"} and not self._limits
+        if not is_plain or (dist.is_initialized() and dist.get_world_size() > 1):
+            piece = length
+        for start in range(0, length, piece):
+            part = {name: entry[:, start : start + piece] for name, entry in batch.items()} if piece < length else batch
+            logits = self._joint.next_logits(part, cache)
+        return logits
 
     def _batch(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         ids, positions = left_padded(rows, self._pad, self._device)

@@ -8,6 +8,7 @@ from attrs import frozen
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.plugins.catalog import Catalog
+from forge_plugin_generate import running_rows
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, LongRope, Transformer
@@ -74,6 +75,26 @@ def test_each_row_is_as_if_it_were_alone(name, tmp_path):
         assert max(counted.batches) == size
         counted.batches.clear()
     assert len({len(row) for row in alone}) > 3
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_long_prompts_are_read_in_pieces_whose_masks_are_bounded(name, tmp_path, monkeypatch):
+    model, rows = network(tmp_path, attention=ATTENTION[name]), prompts(3)
+    whole = generate(model, rows, MOST, END, GREEDY, until=early)
+    monkeypatch.setattr(running_rows, "MASK_BYTES", 48)
+    monkeypatch.setattr(running_rows, "LEAST_PIECE", 1)
+    sizes, decode = [], model.decode
+
+    def noting(batch, cache):
+        sizes.append(batch["input_ids"].shape)
+        return decode(batch, cache)
+
+    model.decode = noting
+    assert generate(model, rows, MOST, END, GREEDY, until=early) == whole
+    longest = max(map(len, rows))
+    count, first = sizes[0]
+    assert count == len(rows)
+    assert first == (longest if name == "voids its cache" else 48 // (count * longest)) > 1
 
 
 def test_the_model_runs_less_often_than_batch_by_batch(tmp_path):
