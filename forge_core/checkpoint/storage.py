@@ -66,7 +66,7 @@ class LocalStorage:
     def commit(self, step: int) -> Path:
         # Named so that `clear` removes it after a death between the two renames
         final, replaced = self.path(step), self._folder / f"step-{step}-replaced{UNFINISHED}"
-        if final.exists():  # a rename replaces a file, but no folder with files in it
+        if os.path.lexists(final):  # a rename replaces a file, but no link, and no folder with files in it
             os.replace(final, replaced)
         publish(self._unfinished(step), final)
         shutil.rmtree(replaced, ignore_errors=True)

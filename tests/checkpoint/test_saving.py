@@ -24,6 +24,16 @@ from forge_kit.checkpoints import stored_tensors
 from forge_testing import TinyModel
 from forge_testing.processes import run_on_ranks
 
+
+def test_a_checkpoint_is_saved_where_a_link_to_itself_has_its_name(tmp_path):
+    storage = LocalStorage(tmp_path)
+    (tmp_path / "step-60").symlink_to("step-60")
+    assert list(storage.steps()) == []
+    (storage.begin(60) / "a").touch()
+    assert [path.name for path in storage.commit(60).iterdir()] == ["a"]
+    assert list(storage.steps()) == [60]
+
+
 GATE = threading.Event()
 """Closed: nothing is written."""
 
