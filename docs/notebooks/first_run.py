@@ -39,7 +39,7 @@ print(summary.folder, summary.step, summary.evaluation["eval/loss"])
 # %% [markdown]
 # ## Look at the metrics
 #
-# `summary.metrics()` is a list with one dict for each step, and has the evaluations apart. Both are what pandas
+# `summary.metrics()` has one dict for each step, and the evaluations apart. Both are what pandas
 # takes: `pandas.DataFrame(metrics).plot(x="step", y="loss")`. `read_metrics` reads them from any run folder, also
 # while the run goes on.
 

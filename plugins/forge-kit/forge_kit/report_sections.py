@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge
@@ -36,6 +36,9 @@ from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.metrics import Metrics, read_metrics
+
+if TYPE_CHECKING:
+    import numpy as np
 
 JOB = "job.toml"
 
@@ -64,9 +67,7 @@ class ReportRun:
         try:
             return read_metrics(self.folder)
         except ForgeError:
-            empty = Metrics()
-            empty.evaluations = []
-            return empty
+            return Metrics()
 
     def text(self, name: str) -> str:
         """Returns the text of a file in the run folder; empty if there is none."""
@@ -132,12 +133,12 @@ class Line:
     """A curve of one run. Values that are not finite are marked where they stand."""
 
     run: ReportRun
-    x: Sequence[float] = field()
+    x: Sequence[float] | np.ndarray = field(eq=tuple)
     """Rising."""
-    y: Sequence[float]
+    y: Sequence[float] | np.ndarray = field(eq=tuple)
 
     @x.validator
-    def _as_long(self, _: Any, x: Sequence[float]) -> None:
+    def _as_long(self, _: Any, x: Sequence[float] | np.ndarray) -> None:
         if len(x) != len(self.y):
             raise ValueError(f"a line has {len(x)} places and {len(self.y)} values")
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,3 +78,46 @@ def test_pandas_makes_tables_of_it(make_job, train):
 def test_a_folder_without_metrics_is_named(tmp_path: Path):
     with pytest.raises(ForgeError, match=r"metrics\.jsonl does not exist; give a run folder, or the file"):
         read_metrics(tmp_path)
+
+
+def written(folder: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_numbers_of_one_name_are_arrays_with_their_steps(tmp_path: Path):
+    rows = [{"step": n, "loss": 2 * n, **({"mine": n / 2} if n % 2 else {})} for n in (1, 2, 3, 5, 4)]
+    rows += [{"step": 3, "loss": 0.5, "mine": "nan"}, {"step": 4, "loss": 1, "skipped": True, "counts": {"a": [1]}}]
+    metrics = read_metrics(written(tmp_path, rows))
+    steps, values = metrics.column("loss")
+    assert (steps.tolist(), values.tolist()) == ([1, 2, 3, 4, 5], [2, 4, 0.5, 1, 10])
+    steps, values = metrics.column("mine")
+    assert steps.tolist() == [1, 3, 5]
+    assert math.isnan(values[1])
+    assert metrics.column("absent")[0].tolist() == []
+    assert metrics.numbers() == ["step", "loss", "mine"]
+    assert metrics[3] == {"step": 4, "loss": 1.0, "skipped": True, "counts": {"a": [1]}}
+    assert [row["step"] for row in metrics.last_with("counts", 5)] == [4]
+
+
+def test_a_million_lines_take_what_their_numbers_do_whatever_else_they_have(tmp_path: Path):
+    names = [f"number/{number}" for number in range(10)]
+
+    def size(count: int) -> int:
+        counts = {"load": [[1.0] * 100]}
+        rows = (
+            {"step": n, "loss": 1 / n, "counts": counts, **dict.fromkeys(names, n / 7)} for n in range(1, count + 1)
+        )
+        folder = written(tmp_path / str(count), rows)
+        tracemalloc.start()
+        metrics = read_metrics(folder)
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert len(metrics) == count
+        return taken
+
+    size(100)  # what the first call imports
+    of_line = (size(4000) - size(2000)) / 2000
+    # 12 numbers and two of the line that has more; arrays grow by an eighth more than they need
+    assert 8 * 14 <= of_line <= 8 * 14 * 1.2

@@ -37,7 +37,7 @@ class Reduced:
     """Places and values of the least and largest point of each column, two columns of an array."""
 
 
-def reduce(x: Sequence[float], y: Sequence[float]) -> Reduced:
+def reduce(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Reduced:
     """Reduces a curve to what a picture can show."""
     places, values = np.asarray(x, float), np.asarray(y, float)
     is_finite = np.isfinite(values)

@@ -65,12 +65,12 @@ def _digest(text: str) -> str:
 def _axes_of(run: ReportRun) -> dict[str, Any]:
     """Tokens and seconds in steps by step, at some points; empty where the lines do not have them."""
     look = color_classes(run.number)
-    rows = [row for row in run.metrics if "step_seconds" in row and "tokens" in row]
-    if not rows:
+    (timed, times), (counted, counts) = run.metrics.column("step_seconds"), run.metrics.column("tokens")
+    steps, of_times, of_counts = np.intersect1d(timed, counted, assume_unique=True, return_indices=True)
+    if not len(steps):
         return {"name": run.name, "look": look, "step": [], "tokens": [], "seconds": []}
-    steps = np.array([0, *(row["step"] for row in rows)], float)
-    tokens = np.array([0, *(row["tokens"] for row in rows)], float)
-    seconds = np.cumsum([0.0, *(float(row["step_seconds"]) for row in rows)])
+    steps, tokens = np.append(0, steps), np.append(0, counts[of_counts])
+    seconds = np.cumsum(np.append(0.0, times[of_times]))
     kept = np.unique(np.linspace(0, len(steps) - 1, min(KNOTS, len(steps))).astype(int))
     return {
         "name": run.name,

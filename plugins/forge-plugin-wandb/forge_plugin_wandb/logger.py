@@ -81,9 +81,10 @@ class WandbLogger:
             message = f"Weights & Biases lacks lines after step {first}, as the run was killed, and it has no"
             warnings.warn(f"{message} metrics.jsonl to send them from", stacklevel=2)
             return
-        for record in sorted([*metrics, *metrics.evaluations], key=itemgetter("step")):
-            if first < record["step"] <= step:
-                self.log(record)
+        tables = (metrics, metrics.evaluations)
+        lost = [record for table in tables for record in table if first < record["step"] <= step]
+        for record in sorted(lost, key=itemgetter("step")):
+            self.log(record)
 
     def _settings(self) -> wandb.Settings:
         component = self._component

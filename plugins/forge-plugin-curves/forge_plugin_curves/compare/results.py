@@ -13,6 +13,7 @@ from attrs import frozen
 
 from forge_core import read_metrics
 from forge_core.checkpoint.run_folder import RunFolder
+from forge_kit.metrics import Metrics
 from forge_plugin_curves.compare.grid import Cell, Trial
 from forge_plugin_curves.compare.record import Entry
 
@@ -63,11 +64,9 @@ class Outcome:
 
 def read_outcome(trial: Trial, folder: Path, entry: Entry | None = None) -> Outcome:
     """Read the results of a run from its folder; one that has not begun has none."""
-    steps: list[dict[str, Any]] = []
-    evaluations: list[dict[str, Any]] = []
-    if RunFolder(folder).metrics_file().is_file():
-        steps = metrics = read_metrics(folder)
-        evaluations = metrics.evaluations
+    metrics = read_metrics(folder) if RunFolder(folder).metrics_file().is_file() else Metrics()
+    seconds = metrics.column("step_seconds")[1]
+    evaluated, held_out = metrics.evaluations.column("eval/loss")
     known: dict[str, Any] = {}
     if entry is not None and entry.cpu_seconds:
         known = {"cpu_seconds": entry.cpu_seconds, "peak_memory": float(entry.peak_memory)}
@@ -76,11 +75,11 @@ def read_outcome(trial: Trial, folder: Path, entry: Entry | None = None) -> Outc
         folder=folder,
         ended=entry.ended if entry else "",
         failed=entry.failed if entry else False,
-        step=steps[-1]["step"] if steps else 0,
-        tokens=[float(row["tokens"]) for row in steps],
-        losses=[float(row["loss"]) for row in steps],
-        evaluations={row["step"]: float(row["eval/loss"]) for row in evaluations if "eval/loss" in row},
-        step_seconds=statistics.median(float(row["step_seconds"]) for row in steps) if steps else math.nan,
+        step=metrics[-1]["step"] if metrics else 0,
+        tokens=metrics.column("tokens")[1].astype(float).tolist(),
+        losses=metrics.column("loss")[1].astype(float).tolist(),
+        evaluations=dict(zip(evaluated.tolist(), held_out.astype(float).tolist(), strict=True)),
+        step_seconds=statistics.median(seconds.tolist()) if len(seconds) else math.nan,
         **known,
     )
 

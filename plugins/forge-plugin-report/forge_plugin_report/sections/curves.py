@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+import numpy as np
 from attrs import evolve, frozen
 
 from forge_core.contracts.errors import JobError, did_you_mean
+from forge_kit.metrics import Metrics
 from forge_kit.report_sections import Block, Chart, Line, Paragraph, ReportRun, ReportSection
 
 TITLES = {
@@ -73,11 +75,8 @@ def check_names(patterns: Iterable[str], runs: Sequence[ReportRun]) -> None:
 
 def logged_names(runs: Sequence[ReportRun]) -> list[str]:
     """Returns the numbers that the runs have logged, in the order of their first lines."""
-    rows = (row for run in runs for table in (run.metrics, run.metrics.evaluations) for row in table)
-    kinds = {
-        name: value for row in rows for name, value in row.items() if name not in AXES and not name.endswith("/tokens")
-    }
-    return [name for name, value in kinds.items() if isinstance(value, int | float) and not isinstance(value, bool)]
+    names = dict.fromkeys(name for run in runs for table in _tables(run) for name in table.numbers())
+    return [name for name in names if name not in AXES and not name.endswith("/tokens")]
 
 
 def _matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
@@ -85,12 +84,11 @@ def _matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
 
 
 def _line(run: ReportRun, name: str) -> Line | None:
-    points = sorted(_points(run, name))
-    return Line(run=run, x=[x for x, _ in points], y=[y for _, y in points]) if points else None
+    points = [table.column(name) for table in _tables(run)]
+    x, y = np.concatenate([steps for steps, _ in points]), np.concatenate([values for _, values in points])
+    order = np.lexsort((y, x))
+    return Line(run=run, x=x[order], y=y[order]) if len(order) else None
 
 
-def _points(run: ReportRun, name: str) -> Iterator[tuple[float, float]]:
-    for table in (run.metrics, run.metrics.evaluations):
-        for row in table:
-            if isinstance(value := row.get(name), int | float):
-                yield row["step"], float(value)
+def _tables(run: ReportRun) -> tuple[Metrics, Metrics]:
+    return run.metrics, run.metrics.evaluations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean
 from typing import Any, ClassVar
 
 from attrs import frozen
@@ -68,6 +67,6 @@ def _shares(weights: Mapping[str, float], temperature: float) -> dict[str, float
 def _rows(run: ReportRun) -> Iterable[Sequence[Cell]]:
     shares = phase_shares(run.job)[0][1]
     for name, source in _sources(run).items():
-        losses = [row[key] for row in run.metrics if (key := f"loss/source/{name}") in row]
-        loss = mean(losses[-max(1, len(losses) // LAST) :]) if losses else None
+        losses = run.metrics.column(f"loss/source/{name}")[1]
+        loss = float(losses[-max(1, len(losses) // LAST) :].mean()) if len(losses) else None
         yield [name, run, str(source.get("type", "")).rpartition("/")[2], f"{100 * shares[name]:.1f} %", loss]

@@ -35,7 +35,7 @@ class Experts(ReportSection):
 
 def mean_counts(run: ReportRun) -> Mapping[str, Counts]:
     """Returns the mean counts of the last lines that have any, by name and row."""
-    lines = [row["counts"] for row in run.metrics if row.get("counts")][-LINES:]
+    lines = [row["counts"] for row in run.metrics.last_with("counts", LINES)]
     means: dict[str, dict[str, list[float]]] = {}
     for name, rows in (lines[-1] if lines else {}).items():
         for row, last in rows.items():

@@ -57,15 +57,16 @@ def facts_of(run: ReportRun, state: Run) -> dict[str, Cell]:
 
 
 def _losses(run: ReportRun) -> Iterator[tuple[str, Cell]]:
-    losses = [float(row["loss"]) for row in run.metrics]
-    if losses:
-        last = losses[-max(1, len(losses) // LAST) :]
+    losses = run.metrics.column("loss")[1]
+    if len(losses):
+        last = losses[-max(1, len(losses) // LAST) :].tolist()
         yield "training loss", f"{mean(last):.4f}" + (f" (mean of {len(last):,} steps)" if len(last) > 1 else "")
-    skipped = sum(bool(row.get("skipped")) for row in run.metrics)
+    skipped = int(run.metrics.column("skipped")[1].astype(bool).sum())
     if skipped:
         yield "updates skipped", f"{skipped:,}"
     for name in _evaluated(run):
-        rows = [(float(row[name]), row["step"]) for row in run.metrics.evaluations if name in row]
+        steps, values = run.metrics.evaluations.column(name)
+        rows = list(zip(values.tolist(), steps.tolist(), strict=True))
         finite = [row for row in rows if math.isfinite(row[0])]
         words = f"{rows[-1][0]:.4f}"
         if finite and len(rows) > 1:
@@ -77,19 +78,16 @@ def _losses(run: ReportRun) -> Iterator[tuple[str, Cell]]:
 def _evaluated(run: ReportRun) -> list[str]:
     """Metrics of evaluations that are losses, rates or accuracies; a report has the others as curves."""
     shown = ("loss", "bits_per_byte", *BETTER_IS_MORE)
-    names = dict.fromkeys(name for row in run.metrics.evaluations for name in row)
-    return [name for name in names if name.endswith(shown)][:6]
+    return [name for name in run.metrics.evaluations.numbers() if name.endswith(shown)][:6]
 
 
 def _speed(run: ReportRun) -> Iterator[tuple[str, Cell]]:
-    seconds = [float(row["step_seconds"]) for row in run.metrics if "step_seconds" in row]
-    if seconds:
-        yield "time in steps", f"{_duration(sum(seconds))} ({_duration(median(seconds))} a step, median)"
-    speeds = [float(row["tokens_per_second"]) for row in run.metrics if "tokens_per_second" in row]
-    if speeds:
+    seconds, speeds, shares = (run.metrics.column(name)[1] for name in ("step_seconds", "tokens_per_second", "mfu"))
+    if len(seconds):
+        yield "time in steps", f"{_duration(float(seconds.sum()))} ({_duration(median(seconds))} a step, median)"
+    if len(speeds):
         yield "tokens a second", f"{median(speeds):,.0f} (median)"
-    shares = [float(row["mfu"]) for row in run.metrics if "mfu" in row]
-    if shares:
+    if len(shares):
         yield "MFU", f"{100 * median(shares):.1f} % (median)"
 
 
