@@ -107,7 +107,7 @@ MISTAKES = [
     Mistake(10, "old/run", "'old/run' is a run folder", {"old/run/job.toml": JOB}),
     Mistake(11, "syn.toml", "syn.toml:1:7: not valid TOML", {"syn.toml": "[train\n"}),
     Mistake(12, "job.toml --data.sources.0.path=nowhere", "'nowhere' does not exist (looked from "),
-    Mistake(13, "job.toml --data.sources.0.path=emptyd", "'emptyd' is an empty folder", {"emptyd/": ""}),
+    Mistake(13, "job.toml --data.sources.0.path=emptyd", "'emptyd' has no data", {"emptyd/": ""}),
     Mistake(
         13,
         "job.toml --data.sources.0.path=other",

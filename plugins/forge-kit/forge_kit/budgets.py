@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.data_files import ListsFiles, left_out_note
 
 if TYPE_CHECKING:
     from forge_core.contracts.components import DatasetComponent
@@ -48,6 +49,8 @@ class Budgets:
     """Where the first of those is; empty: unknown, or there is none."""
     is_refused: bool = False
     """Whether training refuses to start with those."""
+    left_out: Mapping[str, int] = field(factory=dict)
+    """What the source's folders hold and is no data of it, with how often (`forge_kit.data_files`)."""
 
 
 @runtime_checkable
@@ -87,7 +90,9 @@ def measured_sources(job: Job, catalog: Catalog) -> Iterator[tuple[str, Budgets 
     """
     for number, (name, source, context) in enumerate(sources_to_read(job, catalog)):
         try:
-            yield name, source.budgets(context) if isinstance(source, HasBudgets) else _of_text(source, context)
+            budgets = source.budgets(context) if isinstance(source, HasBudgets) else _of_text(source, context)
+            left_out = source.left_out() if isinstance(source, ListsFiles) else {}
+            yield name, budgets and evolve(budgets, left_out=left_out)
         except JobError as error:
             raise JobError(problem.below(f"data.sources.{number}") for problem in error.problems) from error
 
@@ -147,6 +152,8 @@ def report(name: str, budgets: Budgets | None) -> Iterator[str]:
         yield f"source {name}: a stream, or sequences of its own: nothing is measured before training"
         return
     yield f"source {name}: {budgets.documents:,} documents"
+    if note := left_out_note(budgets.left_out):
+        yield f"  {note}"
     for budget in budgets.budgets:
         room = f"{budget.key} = {budget.room:,}"
         count = f"{budget.over:,} need more than" if budget.over else "none needs more than"

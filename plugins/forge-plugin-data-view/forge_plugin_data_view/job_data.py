@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from attrs import frozen
 
@@ -15,9 +16,11 @@ from forge_core.config.mixture import source_names
 from forge_core.contracts.components import Component
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Batch, Dataset, Documents, SampleRow, Stream, Tokenizer
+from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_core.data.order import check_supply, expected_draws, sample_order, sizes_of
 from forge_core.data.reading import RowReader
+from forge_core.data.windows import TrainingWindows
 from forge_core.engine.build import build_datasets, build_tokenizer
 from forge_core.job import Job
 from forge_core.parallel.initialise import bare_context
@@ -75,6 +78,16 @@ class JobData:
         for row in islice(self.rows(step), count):
             yield row, reader.describe(row), reader.read([row]).batch
 
+    def starts(self, row: SampleRow) -> np.ndarray | None:
+        """Returns the positions of a row at which its documents begin, the first aside; None: they are not known."""
+        dataset, documents = self.datasets[row.source], self.documents.get(row.source)
+        ends = None if documents is None else ends_of(documents)
+        if ends is None or not isinstance(dataset, TrainingWindows):
+            return None
+        first, length = row.number * self.job.train.seq_len, self.job.train.seq_len
+        inside = slice(*np.searchsorted(ends, [first, first + length], "right"))
+        return np.asarray(ends[inside]) - first
+
     def sequence(self, number: int) -> tuple[SampleRow, str, Batch]:
         """Returns the sequence of this number (from 0) in the run, as `read` yields it, and reads no other.
 
@@ -92,6 +105,14 @@ class JobData:
                 if earlier.source == row.source and reader.describe(earlier) == lane:
                     reader.read([earlier])
         return row, lane, reader.read([row]).batch
+
+
+def ends_of(documents: Documents) -> np.ndarray | None:
+    """Where documents end; None where it is not known, as in files of ids without an index."""
+    try:
+        return documents.ends()
+    except JobError:
+        return None
 
 
 class _RecordingBuilder:

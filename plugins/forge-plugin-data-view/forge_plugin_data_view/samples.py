@@ -83,10 +83,12 @@ class Sample:
     """Shapes of the entries that are not tokens."""
     end_of_text: int | None
     """Id that ends documents and fills what no document takes; None: unknown, then no padding is recognised."""
+    starts: np.ndarray | None = None
+    """Positions at which a document begins, the first aside, of a row without `document_ids`; None: unknown."""
 
     @classmethod
-    def of(cls, batch: Batch, end_of_text: int | None) -> Sample:
-        """Take the sample of a batch of one row."""
+    def of(cls, batch: Batch, end_of_text: int | None, starts: np.ndarray | None = None) -> Sample:
+        """Take the sample of a batch of one row. A row that may have images is one document."""
         rows = {name: tensor[0].numpy() for name, tensor in batch.items()}
         grids = [(int(f), int(r), int(c)) for f, r, c in rows.get(GRIDS, ()) if f]
         return cls(
@@ -96,6 +98,7 @@ class Sample:
             grids=grids,
             shapes={name: tuple(row.shape) for name, row in rows.items() if name not in ENTRIES},
             end_of_text=end_of_text,
+            starts=np.empty(0, np.int64) if GRIDS in rows else starts,
         )
 
     @property
@@ -125,13 +128,18 @@ class Sample:
     def tokens(self) -> list[Token]:
         """Returns inputs without padding, and labels that are no input: the last one, and those that end a document.
 
-        Without `document_ids`, a row with images is one document, as datasets of images make them, and others end with
-        end-of-text, which the template of a chat may write after each turn.
+        Where documents are neither numbered nor known, each ends with end-of-text, which the template of a chat may
+        write after each turn.
         """
         stop = len(self.inputs) - self.padding
         segments = self._segments(stop)
-        if self.documents is not None or self.grids:
+        if self.documents is not None:
             return [token for number, (a, b) in enumerate(segments) for token in self._segment(a, b, number)]
+        if self.starts is not None:
+            whole = [*self._segment(0, stop, 0)]
+            places = [stop if token.position < 0 else token.position for token in whole]
+            numbers = np.searchsorted(self.starts, places, "right").tolist()
+            return [token._replace(document=number) for token, number in zip(whole, numbers, strict=True)]
         tokens, document = [], 0
         for token in self._segment(0, stop, 0):
             tokens.append(token._replace(document=document))

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from forge_kit.data_files import left_out_note
 from forge_plugin_data_view.samples import Fill, Run
 from forge_plugin_data_view.view import Lengths, ShownSample, Source, View
 
@@ -47,6 +48,8 @@ def source_lines(source: Source) -> Iterator[str]:
     else:
         parts = [(source.documents, "documents"), (source.tokens, "tokens"), (source.sequences, "sequences")]
         yield ", ".join(f"{count:,} {what}" for count, what in parts if count is not None)
+    if note := left_out_note(source.left_out):
+        yield note
     if source.description:
         yield source.description  # of what is held out, too
     elif source.held_out is not None:

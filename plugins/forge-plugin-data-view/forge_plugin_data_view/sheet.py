@@ -80,7 +80,7 @@ class Sheet:
         """
         row, where, batch = data.sequence(number)
         decoder = Decoder(data.tokenizer)
-        sample = Sample.of(batch, decoder.end_of_text)
+        sample = Sample.of(batch, decoder.end_of_text, data.starts(row))
         entries = {name: tensor[0].numpy() for name, tensor in batch.items()}
         seen = _image_input(data, batch)
         visuals = [] if seen is None else visuals_of(entries, seen)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from attrs import asdict, frozen
 
-from forge_core.contracts.data import Dataset, Documents, HasDescription
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.data import Dataset, HasDescription
+from forge_kit.data_files import ListsFiles
 from forge_plugin_data_view.decoding import Decoder
-from forge_plugin_data_view.job_data import JobData
+from forge_plugin_data_view.job_data import JobData, ends_of
 from forge_plugin_data_view.samples import Fill, Run, Sample, image_names
 
 MEASURED_DOCUMENTS = 1_000_000
@@ -63,6 +63,8 @@ class Source:
     """Their share of all samples of the run."""
     epochs: float | None
     lengths: Lengths | None
+    left_out: Mapping[str, int]
+    """What its folders hold and is no data of it, with how often."""
 
 
 @frozen(kw_only=True)
@@ -114,7 +116,7 @@ class View:
         decoder = Decoder(data.tokenizer)
         fill, shifted, measured, shown = Fill(), True, 0, {}
         for number, (row, where, batch) in enumerate(data.read(step, max(measure, max(numbers) + 1))):
-            sample = Sample.of(batch, decoder.end_of_text)
+            sample = Sample.of(batch, decoder.end_of_text, data.starts(row))
             if number < measure:
                 fill, shifted, measured = fill + sample.fill, shifted and sample.shifted(), measured + 1
             if number in numbers:
@@ -199,11 +201,12 @@ def describe_sources(data: JobData) -> list[Source]:
 
 def _source(data: JobData, number: int, dataset: Any, size: int | None, drawn: float, share: float) -> Source:
     documents = data.documents.get(number)
-    ends = None if documents is None else _ends(documents)
+    ends = None if documents is None else ends_of(documents)
     held_out: Dataset | None = dataset.held_out
+    component = data.job.data.sources[number]
     return Source(
         name=data.names[number],
-        type=data.catalog.type_of(type(data.job.data.sources[number])),
+        type=data.catalog.type_of(type(component)),
         description=dataset.describe() if isinstance(dataset, HasDescription) else "",
         documents=None if ends is None else len(ends),
         tokens=None if documents is None else len(documents),
@@ -213,12 +216,5 @@ def _source(data: JobData, number: int, dataset: Any, size: int | None, drawn: f
         share=share,
         epochs=drawn / size if size else None,
         lengths=None if ends is None else Lengths.of(ends),
+        left_out=component.left_out() if isinstance(component, ListsFiles) else {},
     )
-
-
-def _ends(documents: Documents) -> np.ndarray | None:
-    """Where documents end; None where it is not known, as in files of ids without an index."""
-    try:
-        return documents.ends()
-    except JobError:
-        return None

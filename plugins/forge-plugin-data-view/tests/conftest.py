@@ -71,6 +71,16 @@ class Chats(DatasetComponent):
 
 
 @frozen(kw_only=True)
+class Turns(DatasetComponent):
+    """Chats of two turns, each ended by the end of text."""
+
+    def build(self, context):
+        turns = [context.tokenizer.encode(f"<{letter}>{letter}") for letter in "ABCD"]
+        chats = [[*first, END, *second] for first, second in zip(turns[::2], turns[1::2], strict=True)] * 8
+        return ListedDocuments(chats, END)
+
+
+@frozen(kw_only=True)
 class Talk(DatasetComponent):
     """A stream of documents in two lanes."""
 

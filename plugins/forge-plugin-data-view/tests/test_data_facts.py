@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from forge_plugin_data_view.samples import Sample
 from forge_plugin_data_view.view import Lengths
@@ -87,6 +88,18 @@ def test_documents_that_are_kept_apart_are_numbered_and_their_first_token_is_not
     assert sample["padding"] == 0
 
 
+def test_a_conversation_is_one_document_whatever_its_template_writes_after_a_turn(write_job, as_json, data) -> None:
+    facts = as_json(write_job("Turns", seq_len=10))
+    assert facts["sources"][0]["documents"] == 16
+    [sample] = facts["samples"]
+    by_document: dict[int, list[int]] = {}
+    for run in sample["runs"]:
+        by_document.setdefault(run["document"], []).extend(run["ids"])
+    # A window of 11 tokens over chats of 10
+    assert len(by_document) == 2
+    assert max(ids.count(31) for ids in by_document.values()) == 2
+
+
 def test_documents_of_a_stream_end_with_the_end_of_text(write_job, as_json) -> None:
     facts = as_json(write_job("Talk", seq_len=12))
     [source] = facts["sources"]
@@ -136,8 +149,9 @@ def test_help_imports_neither_torch_nor_numpy() -> None:
     assert "forge-run data job.toml --step 100" in done.stdout
 
 
-@pytest.mark.parametrize(("grids", "last"), [([(1, 1, 1)], 0), ([], 2)])
-def test_turns_of_a_chat_with_an_image_are_one_document(grids, last) -> None:
+@pytest.mark.parametrize(("grids", "last"), [([(1, 1, 1)], 0), ([(0, 0, 0)], 0), ([], 2)])
+def test_turns_of_a_chat_that_may_have_images_are_one_document(grids, last) -> None:
     ids = np.array([-1, 5, 0, 6, 0])  # 0 ends a turn, and texts
-    sample = Sample(inputs=ids, labels=np.append(ids[1:], 7), documents=None, grids=grids, shapes={}, end_of_text=0)
+    rows = {"input_ids": ids, "labels": np.append(ids[1:], 7), **({"grids": np.array(grids)} if grids else {})}
+    sample = Sample.of({name: torch.from_numpy(row)[None] for name, row in rows.items()}, 0)
     assert max(token.document for token in sample.tokens()) == last

@@ -17,6 +17,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_kit.data_files import mark_output
 from forge_kit.metrics import read_metrics
 from forge_plugin_drill.attempt import Attempt
 from forge_plugin_drill.faults import FAULTS, Fault
@@ -117,6 +118,7 @@ class Course:
                 raise ForgeError(f"{folder} is in use by the drill of process {process}; give another by --output")
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        mark_output(folder)
         marker.write_text(json.dumps({"process": os.getpid()}))
 
     def close(self, keep: bool) -> None:

@@ -102,6 +102,10 @@ class HuggingFace(DatasetComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         return problems_of(self, job)
 
+    def left_out(self) -> Mapping[str, int]:
+        """See `forge_kit.data_files.ListsFiles`."""
+        return self.origin().open().left_out
+
     def origin(self) -> Origin:
         """Returns the keys that locate the data."""
         return Origin(self.path, self.config, self.revision, self.data_files)

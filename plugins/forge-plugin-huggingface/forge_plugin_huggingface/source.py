@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
@@ -13,6 +15,7 @@ from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.cache import digest_of
+from forge_kit.data_files import FileFinder, missing
 from forge_plugin_huggingface.hub import expanded, explained
 
 if TYPE_CHECKING:
@@ -47,6 +50,9 @@ class Origin:
 class Source(Protocol):
     """A dataset with its splits, not yet read. All methods raise `JobError` if the data cannot be read."""
 
+    left_out: Mapping[str, int]
+    """What the folder holds and is no data, with how often (`forge_kit.data_files`)."""
+
     def fingerprint(self, split: str) -> str:
         """Returns a SHA-256 (hex) that differs whenever the rows of a split could differ. Reads no rows."""
         ...
@@ -68,6 +74,7 @@ class Saved:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.left_out: Mapping[str, int] = {}
 
     def fingerprint(self, split: str) -> str:
         files = sorted(path for path in self.folder_of(split).rglob("*") if path.is_file())
@@ -111,8 +118,14 @@ class DataFilesSource:
         self._origin = origin
         options = {"name": origin.config, "revision": origin.revision, "data_files": _plain(origin.data_files)}
         given = {key: value for key, value in options.items() if value}
+        path = expanded(origin.path)
         with explained(origin.path):
-            self._builder = datasets.load_dataset_builder(expanded(origin.path), **given)
+            self._builder = datasets.load_dataset_builder(path, **given)
+            data, self.left_out = _data_of(path, self._builder)
+            if self.left_out and not data:
+                raise JobError([Problem("path", f"{missing(origin.path)}; correct the path")])
+            if self.left_out:
+                self._builder = datasets.load_dataset_builder(path, **given | {"data_files": data})
 
     def fingerprint(self, split: str) -> str:
         builder = self._builder
@@ -149,6 +162,15 @@ class DataFilesSource:
         with explained(self._origin.path):
             self._builder.download_and_prepare()
         return self._builder
+
+
+def _data_of(path: str, builder: datasets.DatasetBuilder) -> tuple[dict[str, list[str]], Mapping[str, int]]:
+    """Returns the files of each split, but for those of Forge's runs in a folder, and what was left out."""
+    finder = FileFinder()
+    splits = (builder.config.data_files or {}) if os.path.isdir(path) else {}
+    data = {str(split): finder.outside_outputs(paths, path) for split, paths in splits.items()}
+    # Patterns for the library, which reads brackets as wildcards
+    return {split: [*map(glob.escape, paths)] for split, paths in data.items() if paths}, finder.left_out
 
 
 def _plain(data_files: DataFiles) -> str | list[str] | dict[str, str]:

@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 from PIL import Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile as PillowFile
 
+from forge_kit.data_files import open_regular
 from forge_plugin_images.greys import DARK, is_deep, levels, unknown_range
 from forge_plugin_images.image_file import MAX_PIXELS, BrokenImage, GreyRange, ImageFile
 from forge_plugin_images.signatures import reason_unidentified
@@ -48,7 +49,7 @@ class FileImage:
     name: str
 
     def open(self) -> BinaryIO:
-        return open(self.name, "rb")
+        return open_regular(self.name)
 
 
 @define

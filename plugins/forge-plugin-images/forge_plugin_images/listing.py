@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.data_files import FileFinder, missing
 
 if TYPE_CHECKING:
     from forge_plugin_images.records import Records
@@ -23,8 +23,8 @@ SAVED = ("state.json", "dataset_dict.json")
 """Files that identify a folder of `save_to_disk`."""
 
 
-def files_of(patterns: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the format of a source and its files by name.
+def files_of(patterns: Sequence[str], finder: FileFinder | None = None) -> tuple[str, list[str]]:
+    """Returns the format of a source and its files by name; `finder` counts what is left out.
 
     Files with many records come before loose images and videos: in a folder with both, these are what the records refer
     to. The format of loose files is an empty string.
@@ -32,7 +32,8 @@ def files_of(patterns: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         JobError: a pattern has no files, or they have several formats.
     """
-    candidates = [file for pattern in patterns for file in _existing(pattern)]
+    finder = FileFinder() if finder is None else finder
+    candidates = [file for pattern in patterns for file in _existing(pattern, finder)]
     by_format = {ending: sorted({file for file in candidates if file.lower().endswith(ending)}) for ending in LISTS}
     formats = {ending: files for ending, files in by_format.items() if files}
     if len(formats) > 1:
@@ -75,20 +76,9 @@ def is_saved(patterns: Sequence[str]) -> bool:
     )
 
 
-def _existing(pattern: str) -> list[str]:
+def _existing(pattern: str, finder: FileFinder) -> list[str]:
     """Returns the files of a path, folder or glob; raises `JobError` if there are none."""
-    path = os.path.expanduser(pattern)
-    matches: Iterable[str] = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-    files = [file for match in matches for file in _files_below(match)]
+    files = finder.find(pattern)
     if not files:
-        state = (
-            "matches no file" if glob.has_magic(path) else "does not exist" if not os.path.isdir(path) else "is empty"
-        )
-        raise JobError([Problem("path", f"{pattern!r} {state} (looked from {os.getcwd()}); correct the path")])
+        raise JobError([Problem("path", f"{missing(pattern)}; correct the path")])
     return files
-
-
-def _files_below(path: str) -> list[str]:
-    if not os.path.isdir(path):
-        return [path]
-    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names if name[0] != "."]

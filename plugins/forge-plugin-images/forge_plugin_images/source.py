@@ -202,6 +202,19 @@ class ImageDataset(DatasetComponent):
 
         return None if self.streaming else image_budgets(self, context)
 
+    def left_out(self) -> Mapping[str, int]:
+        """See `forge_kit.data_files.ListsFiles`."""
+        from forge_kit.data_files import FileFinder
+
+        if self.streaming:
+            from forge_plugin_images.streaming import origin_of
+
+            return origin_of(self).open().left_out
+        finder = FileFinder()
+        if not is_saved(self._patterns):
+            files_of(self._patterns, finder)
+        return finder.left_out
+
     def decodable(self, context: BuildContext) -> Decodable | None:
         """See `forge_kit.damage.HasDecodable`."""
         from forge_kit.damage import Decodable

@@ -166,7 +166,7 @@ def test_a_damaged_member_is_named(build, tmp_path):
     [
         (["a.jsonl", "b.tar"], {}, r"has files of several formats \(.jsonl, .tar\); name those of one"),
         (["a.csv"], {}, "none of 1 files of .* is of a known format"),
-        ([], {}, "is empty"),
+        ([], {}, "has no data"),
         (["a.jsonl"], {"split": "test"}, "split: 'test', but only tables have splits"),
     ],
 )

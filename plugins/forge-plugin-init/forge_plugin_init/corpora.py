@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_text import CorpusDataset, PythonStdlib, Text, find_files
+from forge_plugin_text import CorpusDataset, PythonStdlib, Text
 
 READ = 64 * 2**20
 """Bytes of text that are read of a corpus; the rest is estimated from them."""
@@ -72,8 +71,8 @@ def own_text(paths: Sequence[str], text_field: str) -> Corpus:
         remarks.append(f"not all of it is UTF-8, and what is not is read as U+FFFD ({error.problems[0].message})")
     count = len(dataset.files())
     remarks.insert(0, f"{count:,} file{'s' if count > 1 else ''}, {looked.describe()}")
-    if left_out := _other_formats(paths):
-        remarks.append(f"left out, as their format is not known: {left_out}")
+    if left_out := dataset.left_out():
+        remarks.append("left out: " + ", ".join(f"{count:,} {what}" for what, count in left_out.items()))
     source: list[Key] = [
         ("type", "text", "files of text: .txt, .md and .py are one document each, .jsonl one a line; .gz and .zst too"),
         ("path", path, "a file, a folder (searched to any depth) or a glob, or a list of them"),
@@ -246,22 +245,6 @@ def _held_out_every(looked: Looked) -> tuple[int, str]:
         return 0, f"nothing is held out: documents are so unequal that the first alone would be {share}; divide them"
     ordinal = {2: "2nd", 3: "3rd"}.get(best, f"{best}th")
     return best, f"every {ordinal} document ({shares[best]:.1%} of the text) is held out: it is never trained on"
-
-
-def _other_formats(paths: Sequence[str]) -> str:
-    """Files of folders that are left out, by suffix: `12 .pdf, 3 .html`."""
-    taken = {file.path for file in find_files(list(paths))}
-    counts: Counter[str] = Counter()
-    for path in paths:
-        for folder, subfolders, names in os.walk(os.path.expanduser(path)):
-            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-            others = (name for name in names if not name.startswith("."))
-            counts.update(
-                Path(name).suffix or "without a suffix"
-                for name in others
-                if os.path.abspath(os.path.join(folder, name)) not in taken
-            )
-    return ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(4))
 
 
 def _run_name(text: str) -> str:

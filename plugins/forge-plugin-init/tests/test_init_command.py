@@ -69,7 +69,7 @@ def test_nothing_is_overwritten(books: Path, init) -> None:
         (["--yes"], "nothing is given"),
         (["--text", "books", "--stdlib"], "--text and --stdlib are given"),
         (["--text", "nowhere"], "'nowhere' does not exist"),
-        (["--text", "empty"], "'empty' is an empty folder"),
+        (["--text", "empty"], "'empty' has no data"),
         (["--tokens", "books"], "no manifest.json that prepare-data wrote"),
         (["--text", "books", "--messages=m"], "--messages goes with --dataset"),
         (["--dataset=x/y", "--messages=m"], "chats need a tokenizer with a chat template"),
@@ -109,7 +109,7 @@ def test_formats_that_are_left_out_are_counted(books: Path, init, sentences) -> 
         file.write(sentences(1, 50))
     out = init("--text", "books", FAST)[1]
     assert "41 files" in out
-    assert "left out, as their format is not known: 2 .pdf, 1 .html" in out
+    assert "left out: 3 files of other formats (.pdf 2, .html 1)" in out
 
 
 def test_text_that_is_not_utf8_is_read_with_replacements_and_the_job_says_so(books: Path, init) -> None:

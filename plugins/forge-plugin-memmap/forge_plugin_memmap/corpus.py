@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.data_files import FileFinder, Listing
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.prepared import HELD_OUT, TRAIN, Prepared, read_prepared
-from forge_plugin_memmap.shards import SUFFIXES, Listing, Shard, read_shard
+from forge_plugin_memmap.shards import SUFFIXES, Shard, read_shard
 
 RAW_SUFFIXES = (".bin", ".npy")
 """Files of a folder that are read as raw ids; the second are what Dolma and OLMo write."""
@@ -27,6 +28,8 @@ class ShardedCorpus:
     """Size of the tokenizer's vocabulary; None if no file states it."""
     prepared: tuple[Prepared, ...]
     """Folders of `prepare-data` that shards come from."""
+    left_out: Mapping[str, int] = field(factory=dict, eq=False)
+    """What was passed over in folders, with how often."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -61,6 +64,7 @@ class _Search:
     problems: list[Problem] = field(factory=list)
     folders: dict[str, Prepared | None] = field(factory=dict)
     listing: Listing = field(factory=Listing)
+    finder: FileFinder = field(factory=FileFinder)
 
     def run(self) -> ShardedCorpus:
         train, apart = self._split(self._expand("path", self.keys.path))
@@ -72,7 +76,7 @@ class _Search:
         end_of_text, vocab_size = self._agreed([*read[0], *read[1]])
         if self.problems or end_of_text is None:
             raise JobError(self.problems)
-        return ShardedCorpus(tuple(read[0]), tuple(read[1]), end_of_text, vocab_size, prepared)
+        return ShardedCorpus(tuple(read[0]), tuple(read[1]), end_of_text, vocab_size, prepared, self.finder.left_out)
 
     def _note(self, key: str, message: str | JobError) -> None:
         problems = message.problems if isinstance(message, JobError) else [Problem("", message)]
@@ -85,7 +89,7 @@ class _Search:
         files: list[FoundFile] = []
         for pattern in patterns:
             try:
-                files += expand(pattern, RAW_SUFFIXES if self.keys.dtype else SUFFIXES)
+                files += expand(pattern, RAW_SUFFIXES if self.keys.dtype else SUFFIXES, self.finder)
             except JobError as error:
                 self._note(key, error)
         usable = {folder: self._open_folder(key, folder) for folder in sorted({_folder(file) for file in files})}

@@ -39,7 +39,8 @@ class ShardedDocuments:
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
         self._dtypes = [np.dtype(shard.dtype) for shard in shards]
         self._masks = [shard.mask for shard in shards]
-        self._reader = Reader()
+        stamps = ((shard, suffix, stamp[0]) for shard in shards for suffix, stamp in shard.stamps.items())
+        self._reader = Reader({shard.beside(suffix) if suffix else shard.path: size for shard, suffix, size in stamps})
         self._checks: dict[tuple[int, str], CheckedBlocks] = {}
         self._ends: np.ndarray | None = None
         self._identity = digest_of([shard.content_key() for shard in shards])

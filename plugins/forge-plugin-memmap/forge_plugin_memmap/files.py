@@ -7,6 +7,7 @@ elsewhere, so that its size would grow with the corpus; and reading a map whose 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -20,8 +21,10 @@ OPEN_FILES = 128
 class Reader:
     """Reads files, and keeps those open that were read last. May be used by several threads."""
 
-    def __init__(self) -> None:
-        self._opened = lru_cache(OPEN_FILES)(_Descriptor)
+    def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
+        """`sizes`: bytes that files have at least, by path, as another machine may have seen them."""
+        self._sizes = sizes or {}
+        self._opened = lru_cache(OPEN_FILES)(self._open)
 
     def read(self, path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
         """(count,) numbers of a file, from byte `offset` on; read-only.
@@ -37,6 +40,14 @@ class Reader:
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
         return np.frombuffer(data, dtype, count)
+
+    def _open(self, path: str) -> _Descriptor:
+        descriptor = _Descriptor(path)
+        size = os.fstat(descriptor.number).st_size
+        if size < self._sizes.get(path, 0):
+            message = f"{path} has {size} bytes, and had {self._sizes[path]} when the run began"
+            raise DataError(f"{message}: it was cut short, or is another file on this machine")
+        return descriptor
 
     def _more(self, path: str, offset: int, size: int) -> bytes:
         data = os.pread(self._opened(path).number, size, offset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -11,7 +11,9 @@ from attrs.validators import ge, optional
 
 from forge_core.contracts.components import DatasetComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_memmap.corpus import CorpusKeys, ShardedCorpus, find_corpus
+from forge_plugin_memmap.shards import check_visible
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -65,7 +67,14 @@ class Memmap(DatasetComponent):
             raise JobError(problems)
         return corpus
 
+    def left_out(self) -> Mapping[str, int]:
+        """See `forge_kit.data_files.ListsFiles`."""
+        return (_CHECKED.get(self) or self.corpus()).left_out
+
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if is_checked_elsewhere():
+            yield from self._key_problems()
+            return
         try:
             corpus = _CHECKED[self] = self.corpus()
         except JobError as error:
@@ -83,16 +92,24 @@ class Memmap(DatasetComponent):
             JobError: they do not fit the tokenizer or the model, or are damaged.
         """
         from forge_plugin_memmap.documents import ShardedDocuments
+
+        tokenizer = context.tokenizer
+        limit = _model_vocabulary(context.job) or (tokenizer.vocab_size if tokenizer is not None else None)
+        corpus = from_rank0(context, lambda: self._checked_corpus(tokenizer, limit))
+        check_visible(corpus.shards)
+        held_out = ShardedDocuments(corpus.held_out, corpus.end_of_text, None, limit) if corpus.held_out else None
+        return self._split(corpus, ShardedDocuments(corpus.train, corpus.end_of_text, held_out, limit))
+
+    def _checked_corpus(self, tokenizer: Tokenizer | None, limit: int | None) -> ShardedCorpus:
+        """Returns the files; raises `JobError` if they do not fit the tokenizer or the model, or are damaged."""
         from forge_plugin_memmap.ids import id_problems
 
-        corpus, tokenizer = _CHECKED.pop(self, None) or self.corpus(), context.tokenizer
+        corpus = _CHECKED.pop(self, None) or self.corpus()
         problems = [] if tokenizer is None else list(_tokenizer_problems(corpus, tokenizer))
-        limit = _model_vocabulary(context.job) or (tokenizer.vocab_size if tokenizer is not None else None)
         problems += [*self._damage(corpus), *id_problems(corpus.shards, limit)]
         if problems:
             raise JobError(problems)
-        held_out = ShardedDocuments(corpus.held_out, corpus.end_of_text, None, limit) if corpus.held_out else None
-        return self._split(corpus, ShardedDocuments(corpus.train, corpus.end_of_text, held_out, limit))
+        return corpus
 
     def _split(self, corpus: ShardedCorpus, documents: Documents) -> Documents:
         if not self.held_out_every:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from forge_core.contracts.errors import JobError
+from forge_kit.data_files import FileFinder, missing
 
 
 class FoundFile(NamedTuple):
@@ -20,22 +20,18 @@ class FoundFile(NamedTuple):
     """Whether the pattern named a folder that holds it, rather than the file itself."""
 
 
-def expand(pattern: str, suffixes: tuple[str, ...]) -> list[FoundFile]:
+def expand(pattern: str, suffixes: tuple[str, ...], finder: FileFinder) -> list[FoundFile]:
     """The files of one pattern, sorted by name.
 
     A file that is named, by itself or by a glob, is taken whatever its suffix. Folders are searched to any depth for
-    files of the `suffixes`; hidden files and folders are left out, links are followed.
+    files of the `suffixes`; `finder` counts what it leaves out.
 
     Raises:
         JobError: there are none; names the folder searched.
     """
-    files = list(_reach(os.path.expanduser(pattern), suffixes))
+    files = list(_reach(os.path.expanduser(pattern), suffixes, finder))
     if not files:
-        path = os.path.expanduser(pattern)
-        known = ", ".join(suffixes)
-        fault = "has no file of a known format" if os.path.isdir(path) else "does not exist"
-        fault = "matches no file" if glob.has_magic(path) and not os.path.exists(path) else fault
-        raise JobError(f"{pattern!r} {fault} (looked from {os.getcwd()} for {known}); correct the path")
+        raise JobError(f"{missing(pattern, ', '.join(suffixes))}; correct the path")
     return sorted(files)
 
 
@@ -47,26 +43,12 @@ def distinct(candidates: Iterable[FoundFile], real: Callable[[str], str] = os.pa
     return list(files.values())
 
 
-def _reach(path: str, suffixes: tuple[str, ...]) -> Iterator[FoundFile]:
-    for match in [path] if os.path.exists(path) else glob.glob(path, recursive=True):
-        if not os.path.isdir(match):
-            yield FoundFile(_normal(match), in_folder=False)
-            continue
-        for file in _walk(match):
-            if file.endswith(suffixes):
-                yield FoundFile(_normal(file), in_folder=True)
-
-
-def _walk(root: str) -> Iterator[str]:
-    entered: set[tuple[int, int]] = set()
-    for folder, subfolders, files in os.walk(root, followlinks=True):
-        stat = os.stat(folder)
-        if (stat.st_dev, stat.st_ino) in entered:  # a link back up
-            subfolders.clear()
-            continue
-        entered.add((stat.st_dev, stat.st_ino))
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        yield from (os.path.join(folder, name) for name in files if not name.startswith("."))
+def _reach(path: str, suffixes: tuple[str, ...], finder: FileFinder) -> Iterator[FoundFile]:
+    for match in finder.matches(path):
+        in_folder = os.path.isdir(match)
+        for file in finder.files_of(match):
+            if file.endswith(suffixes) or not in_folder:
+                yield FoundFile(_normal(file), in_folder)
 
 
 def _normal(path: str) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
 from attrs import evolve, field, frozen
 
 from forge_core.contracts.errors import JobError
+from forge_kit.data_files import Listing
 
 SUFFIXES = (".bin", ".npy")
 NPY_MAGIC = b"\x93NUMPY"
@@ -99,37 +101,21 @@ def read_shard(path: str, dtype: str | None = None, listing: Listing | None = No
     return shard
 
 
-class Listing:
-    """Folders, each listed once: whether a file is there, or is a link, is then known without looking at it."""
+def check_visible(shards: Iterable[Shard]) -> None:
+    """Check that this machine has the files that another one described, by one file of each folder.
 
-    def __init__(self) -> None:
-        self._folders: dict[str, dict[str, bool] | None] = {}
-        self._real: dict[str, str] = {}
-
-    def has(self, path: str) -> bool:
-        """Whether there is such a file, folder or link."""
-        folder, name = os.path.split(path)
-        names = self._names(folder)
-        return os.path.lexists(path) if names is None else name in names
-
-    def real(self, path: str) -> str:
-        """As `os.path.realpath`."""
-        folder, name = os.path.split(path)
-        if (self._names(folder) or {}).get(name, True):  # a link, or not known
-            return os.path.realpath(path)
-        if folder not in self._real:
-            self._real[folder] = os.path.realpath(folder)
-        return os.path.join(self._real[folder], name)
-
-    def _names(self, folder: str) -> dict[str, bool] | None:
-        """The names in a folder, each with whether it is a link; None: files may be opened in it, but not listed."""
-        if folder not in self._folders:
-            try:
-                with os.scandir(folder or ".") as entries:
-                    self._folders[folder] = {entry.name: entry.is_symlink() for entry in entries}
-            except OSError:
-                self._folders[folder] = None
-        return self._folders[folder]
+    Raises:
+        JobError: one is missing, or is shorter.
+    """
+    for shard in {os.path.dirname(shard.path): shard for shard in shards}.values():
+        size = shard.stamps[""][0]
+        try:
+            seen = os.stat(shard.path).st_size
+        except OSError as error:
+            raise JobError(f"{shard.path}: cannot be read on {socket.gethostname()} ({error.strerror})") from error
+        if seen < size:
+            message = f"{shard.path} has {seen:,} bytes on {socket.gethostname()}, and {size:,} where rank 0 runs"
+            raise JobError(f"{message}; all ranks must see the same files")
 
 
 def _by_name(path: str, file: IO[bytes], size: int) -> Shard:

@@ -115,7 +115,7 @@ def make_context() -> Callable[..., Any]:
 
     def make(tokenizer: Any = None, vocab_size: int = 0) -> SimpleNamespace:
         job = SimpleNamespace(model=SimpleNamespace(vocab_size=vocab_size))
-        return SimpleNamespace(job=job, tokenizer=tokenizer)
+        return SimpleNamespace(job=job, tokenizer=tokenizer, mesh=None)
 
     return make
 

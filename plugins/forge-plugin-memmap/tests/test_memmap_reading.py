@@ -88,9 +88,13 @@ def test_a_file_that_is_cut_short_later_is_an_error_and_not_the_end_of_the_proce
 ) -> None:
     np.save("a.npy", np.arange(1000, dtype=np.uint16))
     documents = open_documents(path="a.npy", end_of_text=END)
+    later = pickle.loads(pickle.dumps(documents))
+    assert documents.tokens(0, 100).tolist() == list(range(100))
     with open("a.npy", "r+b") as file:
         file.truncate(500)
     assert documents.tokens(0, 100).tolist() == list(range(100))
+    with pytest.raises(DataError, match=rf"{here}/a\.npy has 500 bytes, and had 2128 when the run began"):
+        later.tokens(0, 100)
     with pytest.raises(DataError, match=rf"{here}/a\.npy ends at byte 500, before 1528: it was cut short"):
         documents.tokens(100, 700)
 

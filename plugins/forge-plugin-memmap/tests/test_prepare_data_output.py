@@ -158,7 +158,7 @@ def test_the_tokens_are_those_of_the_dataset_text(prepare: Prepare) -> None:
     catalog = Catalog.installed()
     tokenizer = catalog.load("tokenizer", "prepared")(path="data").build(None, None)
     text: type[DatasetComponent] = catalog.load("dataset", "text")
-    live = text(path="corpus", held_out_every=3).build(SimpleNamespace(tokenizer=tokenizer))
+    live = text(path="corpus", held_out_every=3).build(SimpleNamespace(tokenizer=tokenizer, mesh=None))
     for split, same in (("train", live), ("held_out", live.held_out)):
         file = TokenFile(Path(f"data/{split}-00000"))
         assert file.tokens(0, len(file)).tolist() == same.tokens(0, len(same)).tolist()

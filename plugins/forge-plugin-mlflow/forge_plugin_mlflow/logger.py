@@ -17,6 +17,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from forge_core.contracts.errors import ExitCode, ForgeError
+from forge_kit.data_files import mark_output
 from forge_kit.tracking import TrackedRun, is_sent, numbers
 from forge_plugin_mlflow.outbox import Item, Outbox
 
@@ -99,11 +100,17 @@ class MLflowLogger:
         with suppress(OSError):  # not empty: files wait in it; or no file was ever handed on
             (self._tracked.folder / FILES).rmdir()
 
+    def _files_beside_database(self) -> Path:
+        folder = self._output / "mlflow-files"
+        folder.mkdir(parents=True, exist_ok=True)
+        mark_output(folder)  # pictures of losses are no data
+        return folder
+
     def _open_run(self, uri: str) -> str:
         """Returns MLflow's id of the run, which is a tag of it, so that no other record must be kept."""
         run, client = self._tracked, self._client
         experiment = client.get_experiment_by_name(run.project)
-        place = (self._output / "mlflow-files").as_uri() if uri.startswith("sqlite:") else None
+        place = self._files_beside_database().as_uri() if uri.startswith("sqlite:") else None
         number = experiment.experiment_id if experiment else client.create_experiment(run.project, place)
         found = client.search_runs([number], f"tags.`forge.id` = '{run.id}'", max_results=1)
         if found:

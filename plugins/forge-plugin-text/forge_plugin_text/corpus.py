@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from attrs import frozen
+from attrs import field, frozen
 
 from forge_core import report_progress
 from forge_core.contracts.errors import JobError
@@ -54,16 +54,45 @@ class TextCorpus:
         return sum(file.stat().st_size for file in self.files)
 
     def fingerprint(self) -> str:
-        """Returns the SHA-256 (hex) of all inputs of `documents`: names and contents of the files, and the settings.
+        """Returns the SHA-256 (hex) of all inputs of `documents`: names and contents of the files, and the settings."""
+        return self.describe().fingerprint
 
-        Contents are read only where a file has changed since the last call on this machine (see `_digests`).
-        """
+    def describe(self) -> CorpusFacts:
+        """Look at each file once; contents are read only where one has changed since the last call (see `_entries`)."""
         names = [os.fsencode(file.name).hex() for file in self.files]
-        return digest_of(names, _digests(self.files), self.reading.errors, self.reading.field, self.split.key())
+        entries = _entries(self.files)
+        digests = [str(entry[-1]) for entry in entries]
+        sizes = [int(entry[0]) for entry in entries]
+        return CorpusFacts(
+            name=str(self),
+            fingerprint=digest_of(names, digests, self.reading.errors, self.reading.field, self.split.key()),
+            holds_out_any=self.split.holds_out_any,
+            files=len(sizes),
+            size=sum(sizes),
+            empty=sizes.count(0),
+        )
 
 
-def _digests(files: Sequence[TextFile]) -> list[str]:
-    """Returns the SHA-256 of each file. An index in the cache has the digests of files hashed before.
+@frozen(kw_only=True)
+class CorpusFacts:
+    """What one rank finds out about a corpus for all."""
+
+    name: str
+    """For messages."""
+    fingerprint: str
+    """SHA-256 (hex) of all that its documents depend on."""
+    holds_out_any: bool
+    files: int
+    size: int
+    """Bytes of all files."""
+    empty: int
+    """Files without a byte."""
+    left_out: Mapping[str, int] = field(factory=dict)
+    """What the patterns reach and is not read, with how often."""
+
+
+def _entries(files: Sequence[TextFile]) -> list[Entry]:
+    """Returns the entry of each file. An index in the cache has the digests of files hashed before.
 
     An entry is valid while size, modification time, change time and inode are the same: writing to a file, or
     resetting its times, changes at least the change time.
@@ -73,7 +102,7 @@ def _digests(files: Sequence[TextFile]) -> list[str]:
     if len(entries) < len(files):
         with writable_cache(), locked(index):
             entries = _update(index, files)
-    return [str(entries[file.path][-1]) for file in files]
+    return [entries[file.path] for file in files]
 
 
 def _index_of(files: Sequence[TextFile]) -> Path:

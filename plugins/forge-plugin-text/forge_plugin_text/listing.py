@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import glob
 import os
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
+from forge_kit.data_files import FileFinder, Listing, missing
 
 FORMATS = (".txt", ".py", ".md", ".jsonl")
 COMPRESSIONS = (".gz", ".zst")
@@ -52,20 +51,25 @@ def format_of(path: str) -> str:
     return suffix if suffix in FORMATS else ""
 
 
-def find_files(patterns: Collection[str]) -> list[TextFile]:
+def find_files(patterns: Collection[str], finder: FileFinder | None = None) -> list[TextFile]:
     """Returns the files of paths, folders and globs, each once, sorted by name.
 
     A file's name is its path by the pattern, in normal form (`data/a.txt`). Folders are searched to any depth for files
-    of known formats; hidden files and folders are left out, links are followed.
+    of known formats; `forge_kit.data_files` says what is left out.
+
+    Args:
+        patterns: paths, folders and globs.
+        finder: counts what is left out; by default nobody does.
 
     Raises:
         JobError: one problem for each pattern without files.
     """
+    finder = FileFinder() if finder is None else finder
     names: list[str] = []
     problems: list[JobError] = []
     for pattern in patterns:
         try:
-            names += _expand(pattern)
+            names += _expand(pattern, finder)
         except JobError as error:
             problems.append(error)
     if problems:
@@ -73,105 +77,32 @@ def find_files(patterns: Collection[str]) -> list[TextFile]:
     return _distinct(names)
 
 
-def passed_over(patterns: Collection[str]) -> str:
-    """Returns how many files of these patterns are not read: of no known format, by suffix, and what `walk` leaves out.
-
-    An empty string if all are read.
-    """
-    left_out = Counter[str]()
-    suffixes = Counter(
-        Path(path).suffix or "no suffix" for p in patterns for path in _candidates(p, left_out) if not format_of(path)
-    )
+def left_out(patterns: Collection[str]) -> Mapping[str, int]:
+    """Returns what these patterns reach and is not read, with how often: other formats, and what `FileFinder` names."""
+    finder = FileFinder()
+    paths = [path for pattern in patterns for path in finder.find(pattern)]
+    suffixes = Counter(Path(path).suffix or "no suffix" for path in paths if not format_of(path))
     kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in suffixes.most_common(4))
     more = ", …" if len(suffixes) > 4 else ""
-    notes = [f"{suffixes.total():,} of other formats passed over ({kinds}{more})"] if suffixes else []
-    return ", ".join([*notes, *(f"{count:,} {what} left out" for what, count in sorted(left_out.items()))])
+    others = {f"files of other formats ({kinds}{more})": suffixes.total()} if suffixes else {}
+    return {**others, **finder.left_out}
 
 
-RUN_FILES = {"job.toml", "provenance.json"}
-"""Files that mark a run folder."""
-
-
-def walk(root: str, excluded: Container[str] = (), left_out: Counter[str] | None = None) -> Iterator[str]:
-    """Yields paths of the regular files below `root`, in no particular order.
-
-    Hidden files and folders, folders of an `excluded` name, run folders, pipes, devices and broken links are left out;
-    `left_out` counts the last three. Linked folders are entered, each once.
-    """
-    counts = Counter[str]() if left_out is None else left_out
-    folders, entered = [root], set[tuple[int, int]]()
-    while folders:
-        folder = folders.pop()
-        stat = os.stat(folder)
-        if (stat.st_dev, stat.st_ino) in entered:
-            continue
-        entered.add((stat.st_dev, stat.st_ino))
-        try:
-            with os.scandir(folder) as scan:
-                entries = [entry for entry in scan if not entry.name.startswith(".")]
-        except PermissionError:
-            counts["unreadable folders"] += 1
-            continue
-        # Forge's own texts (plan, samples, metrics) are not for training, and change while a run goes on
-        if {entry.name for entry in entries} >= RUN_FILES:
-            counts["run folders"] += 1
-            continue
-        for entry in entries:
-            if entry.is_dir():
-                folders += [] if entry.name in excluded else [entry.path]
-            elif entry.is_file():  # known without another system call, but for links
-                yield entry.path
-            else:
-                counts["broken links" if entry.is_symlink() else "pipes or devices"] += 1
-
-
-def _expand(pattern: str) -> list[str]:
-    candidates = _candidates(pattern)
+def _expand(pattern: str, finder: FileFinder) -> list[str]:
+    candidates = finder.find(pattern)
     paths = [path for path in candidates if format_of(path)]
     if not candidates:
-        raise JobError(
-            f"{pattern!r} is an empty folder (hidden files and run folders do not count); give one that has text"
-        )
+        raise JobError(f"{missing(pattern)}; correct the path or provide the data")
     if not paths:
-        example = f"; the first is {min(candidates)!r}" if candidates else ""
+        example = f"; the first is {min(candidates)!r}"
         raise JobError(f"{pattern!r}: none of {len(candidates)} files is of a known format ({_KNOWN}){example}")
     return paths
-
-
-def _candidates(pattern: str, left_out: Counter[str] | None = None) -> list[str]:
-    """Returns existing files of a pattern, of any format."""
-    path = os.path.expanduser(pattern)
-    if os.path.exists(path):
-        return _files_of(path, left_out)
-    matches = [match for match in glob.glob(path, recursive=True) if not _in_run(os.path.dirname(match))]
-    names = [name for match in matches for name in _files_of(match, left_out)]
-    if not names:
-        message = "matches no file" if glob.has_magic(path) else "does not exist"
-        raise JobError(f"{pattern!r} {message} (looked from {os.getcwd()}); correct the path or provide the data")
-    return names
-
-
-@functools.cache
-def _in_run(folder: str) -> bool:
-    """Whether a folder is that of a run, or below one."""
-    is_run = all(os.path.isfile(os.path.join(folder, name)) for name in RUN_FILES)
-    above = os.path.dirname(folder)
-    return is_run or (above != folder and _in_run(above))
-
-
-def _files_of(path: str, left_out: Counter[str] | None = None) -> list[str]:
-    if os.path.isdir(path):
-        return list(walk(path, left_out=left_out))
-    if os.path.isfile(path):
-        return [path]
-    if left_out is not None:
-        left_out["pipes or devices"] += 1
-    return []
 
 
 def _distinct(paths: Iterable[str]) -> list[TextFile]:
     """Sort by name, with the first of several names of one file (links, overlapping patterns)."""
     files: dict[str, TextFile] = {}
+    listing = Listing()  # a system call for a folder, not for each file
     for name in sorted({Path(os.path.normpath(path)).as_posix() for path in paths}):
-        files.setdefault(os.path.realpath(name), TextFile(name, os.path.abspath(name)))
+        files.setdefault(listing.real(name), TextFile(name, os.path.abspath(name)))
     return list(files.values())

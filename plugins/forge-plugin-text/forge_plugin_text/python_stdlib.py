@@ -9,7 +9,8 @@ from pathlib import PurePath
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_text.listing import TextFile, walk
+from forge_kit.data_files import FileFinder
+from forge_plugin_text.listing import TextFile
 from forge_plugin_text.source import CorpusDataset
 
 EXCLUDED_FOLDERS = frozenset(
@@ -31,7 +32,8 @@ class PythonStdlib(CorpusDataset):
 
     def files(self) -> tuple[TextFile, ...]:
         root = sysconfig.get_path("stdlib")
-        paths = [path for path in walk(root, EXCLUDED_FOLDERS) if path.endswith(".py") and _is_general(path, root)]
+        candidates = FileFinder().walk(root, EXCLUDED_FOLDERS)
+        paths = [path for path in candidates if path.endswith(".py") and _is_general(path, root)]
         files = [TextFile(PurePath(path).relative_to(root).as_posix(), path) for path in paths]
         if not files:
             raise JobError(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import attrs
-from attrs import frozen
+from attrs import evolve, frozen
 
 from forge_core.contracts.components import DatasetComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_text.corpus import TextCorpus
+from forge_kit.rank_zero import from_rank0, is_checked_elsewhere
+from forge_plugin_text.corpus import CorpusFacts, TextCorpus
 from forge_plugin_text.listing import TextFile
 from forge_plugin_text.reading import Reading
 from forge_plugin_text.split import Split, read_names
@@ -49,6 +52,10 @@ class CorpusDataset(DatasetComponent):
         """
         raise NotImplementedError
 
+    def left_out(self) -> Mapping[str, int]:
+        """See `forge_kit.data_files.ListsFiles`."""
+        return {}
+
     def reading(self) -> Reading:
         """Returns the settings for reading the files."""
         return Reading()
@@ -79,13 +86,21 @@ class CorpusDataset(DatasetComponent):
             raise JobError(_NO_TOKENIZER)
         from forge_plugin_text.tokens import cached_tokens, open_documents
 
-        corpus = self.corpus()
-        stored = cached_tokens(corpus, context.tokenizer, self.verify)
-        return open_documents(stored, corpus)
+        find_corpus = functools.cache(self.corpus)
+        facts = from_rank0(context, lambda: evolve(find_corpus().describe(), left_out=self.left_out()))
+        _FACTS[self] = facts
+        stored = cached_tokens(facts, find_corpus, context.tokenizer, self.verify)
+        return open_documents(stored, facts)
+
+    def facts(self) -> CorpusFacts:
+        """Returns what `build` has found out, or else looks at all files."""
+        return _FACTS.get(self) or evolve(self.corpus().describe(), left_out=self.left_out())
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.data.tokenizer is None:
             yield Problem("", _NO_TOKENIZER)
+        if is_checked_elsewhere():
+            return
         try:
             files = self.files()
         except JobError as error:
@@ -130,4 +145,6 @@ class CorpusDataset(DatasetComponent):
             yield Problem("held_out_list", message + f"names look like {example!r} there")
 
 
+_FACTS: MutableMapping[CorpusDataset, CorpusFacts] = WeakKeyDictionary()
+"""What builds have found out, so that no file is looked at twice in a start."""
 _NO_TOKENIZER = 'text needs a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'

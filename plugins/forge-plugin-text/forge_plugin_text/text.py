@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_text.listing import TextFile, find_files, passed_over
+from forge_kit.data_files import left_out_note
+from forge_plugin_text.listing import TextFile, find_files, left_out
 from forge_plugin_text.reading import Reading
 from forge_plugin_text.source import CorpusDataset
 
@@ -32,7 +33,7 @@ class Text(CorpusDataset):
     """Bytes that are not UTF-8: strict stops with the file and the offset, replace reads U+FFFD in their place."""
 
     def files(self) -> tuple[TextFile, ...]:
-        patterns = [self.path] if isinstance(self.path, str) else list(self.path)
+        patterns = self._patterns
         if not all(patterns) or not patterns:
             raise JobError([Problem("path", f"{self.path!r} names nothing; give a file, folder or glob, or a list")])
         try:
@@ -47,10 +48,16 @@ class Text(CorpusDataset):
     def reading(self) -> Reading:
         return Reading(self.errors, self.field)
 
+    def left_out(self) -> Mapping[str, int]:
+        """See `forge_kit.data_files.ListsFiles`."""
+        return left_out(self._patterns)
+
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
-        files = self.files()
-        empty = sum(file.stat().st_size == 0 for file in files)
-        size = sum(file.stat().st_size for file in files) / 1e6
-        patterns = [self.path] if isinstance(self.path, str) else self.path
-        notes = [passed_over(patterns), f"{empty:,} empty" if empty else ""]
-        yield "files", f"{len(files):,} of text, {size:,.1f} MB", ", ".join(filter(None, notes)) or "none passed over"
+        facts = self.facts()
+        notes = [left_out_note(facts.left_out), f"{facts.empty:,} empty" if facts.empty else ""]
+        text = f"{facts.files:,} of text, {facts.size / 1e6:,.1f} MB"
+        yield "files", text, ", ".join(filter(None, notes)) or "none left out"
+
+    @property
+    def _patterns(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else self.path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,7 @@ from forge_core.contracts.errors import JobError
 from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
 from forge_kit.token_file import Header, TokenFile, TokenFileWriter
 from forge_kit.tokenizers import begin_of_text
-from forge_plugin_text.corpus import TextCorpus
+from forge_plugin_text.corpus import CorpusFacts, TextCorpus
 from forge_plugin_text.reading import Document
 
 if TYPE_CHECKING:
@@ -40,36 +40,45 @@ class TextPart(NamedTuple):
     is_first: bool = True
 
 
-def cached_tokens(corpus: TextCorpus, tokenizer: Tokenizer, verify: Verify) -> CachedFolder:
+def cached_tokens(
+    facts: CorpusFacts, find_corpus: Callable[[], TextCorpus], tokenizer: Tokenizer, verify: Verify
+) -> CachedFolder:
     """Returns the token files of a corpus, encoding it if the cache does not have them.
+
+    Args:
+        facts: what is known of the corpus.
+        find_corpus: returns the corpus itself, which is needed to encode it only.
+        tokenizer: encodes it.
+        verify: see `cached_folder`.
 
     Raises:
         JobError: the corpus cannot be read, or changes while it is.
     """
-    fingerprint = corpus.fingerprint()
     around = tokenizer.end_of_text, *begin_of_text(tokenizer)
-    key = digest_of(FORMAT, fingerprint, tokenizer.fingerprint(), tokenizer.vocab_size, *around)
+    key = digest_of(FORMAT, facts.fingerprint, tokenizer.fingerprint(), tokenizer.vocab_size, *around)
 
     def make(folder: Path) -> dict[str, Any]:
+        corpus = find_corpus()
         logger.info("tokenising %s", corpus)
         info = write_tokens(folder, corpus, tokenizer, corpus.text_bytes())
-        if corpus.fingerprint() != fingerprint:
-            raise JobError(f"{corpus} changed while it was tokenised; start again when nothing writes to it")
+        if corpus.fingerprint() != facts.fingerprint:
+            message = f"{corpus} changed while it was tokenised, or is not what rank 0 has"
+            raise JobError(f"{message}; start again when nothing writes to it")
         return info
 
     return cached_folder("tokens", key, make, verify, resumable=True, sums=True)
 
 
-def open_documents(stored: CachedFolder, corpus: TextCorpus) -> TokenFile:
+def open_documents(stored: CachedFolder, facts: CorpusFacts) -> TokenFile:
     """Open the documents of both splits.
 
     Raises:
         JobError: nothing is held out although the job asks for it.
     """
     held_out = None
-    if corpus.split.holds_out_any:
+    if facts.holds_out_any:
         if not stored.info[HELD_OUT]["tokens"]:
-            raise JobError(f"{corpus}: none of the documents to hold out is there or has text; choose others")
+            raise JobError(f"{facts.name}: none of the documents to hold out is there or has text; choose others")
         held_out = TokenFile(stored.path / HELD_OUT, identity=stored.identity(HELD_OUT))
     return TokenFile(stored.path / TRAIN, held_out, stored.identity(TRAIN))
 

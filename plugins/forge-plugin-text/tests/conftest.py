@@ -30,7 +30,7 @@ def make_context():
 
     def make(tokenizer: Any = None, seq_len: int = 4) -> SimpleNamespace:
         job = SimpleNamespace(train=SimpleNamespace(seq_len=seq_len), data=SimpleNamespace(tokenizer=object()))
-        return SimpleNamespace(job=job, tokenizer=tokenizer or ByteTokenizer())
+        return SimpleNamespace(job=job, tokenizer=tokenizer or ByteTokenizer(), mesh=None)
 
     return make
 

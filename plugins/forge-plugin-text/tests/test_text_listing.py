@@ -10,7 +10,7 @@ from attrs import frozen
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_text import CorpusDataset, Text, TextFile, find_files
-from forge_plugin_text.listing import format_of, passed_over
+from forge_plugin_text.listing import format_of, left_out
 
 KNOWN = ".txt, .py, .md, .jsonl, each also with .gz or .zst"
 
@@ -80,7 +80,7 @@ def test_the_format_is_told_by_the_suffix_below_the_compression(path: str, forma
         ("m/*.txt", "'m/*.txt' matches no file (looked from {here}); correct the path or provide the data"),
         ("a.csv", f"'a.csv': none of 1 files is of a known format ({KNOWN}); the first is 'a.csv'"),
         ("*.csv", f"'*.csv': none of 2 files is of a known format ({KNOWN}); the first is 'a.csv'"),
-        ("bare", "'bare' is an empty folder (hidden files and run folders do not count); give one that has text"),
+        ("bare", "'bare' has no data (hidden files, run folders, pipes and devices are left out) (looked from {here})"),
         ("", "'' names nothing; give a file, folder or glob, or a list"),
         ((), "() names nothing; give a file, folder or glob, or a list"),
         ("empty.txt", "all 1 files are empty (0 bytes), the first is 'empty.txt'; give files with text"),
@@ -90,7 +90,8 @@ def test_a_path_that_leads_to_no_text_is_a_problem(here: Path, problems, path: s
     write("a.csv", "b.csv")
     write("empty.txt", text="")
     Path("bare").mkdir()
-    assert problems(Text(path=path)) == [f"path: {message.format(here=os.getcwd())}"]
+    [problem] = problems(Text(path=path))
+    assert problem.startswith(f"path: {message.format(here=os.getcwd())}")
 
 
 def test_every_wrong_path_of_a_list_is_reported(here: Path, problems) -> None:
@@ -122,14 +123,16 @@ def test_runs_pipes_and_broken_links_are_left_out_and_counted(here: Path) -> Non
     Path("loop").symlink_to(".")
     os.mkfifo("pipe.txt")
     assert names(".") == names("**/*.txt") == ["a.txt"]
-    assert passed_over(["."]) == "1 broken links left out, 1 pipes or devices left out, 1 run folders left out"
+    assert left_out(["."]) == {"broken links": 1, "pipes, sockets or devices": 1, "run folders": 1}
     with pytest.raises(JobError, match="does not exist"):
         names("gone.txt")
+    with pytest.raises(JobError, match="not a file"):
+        names("pipe.txt")
 
 
 def test_files_of_other_formats_are_counted_by_suffix(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.pdf", "c.pdf", "LICENSE", ".hidden.pdf"):
         (tmp_path / name).touch()
-    assert passed_over(["."]) == "3 of other formats passed over (.pdf 2, no suffix 1)"
-    assert passed_over(["a.txt"]) == ""
+    assert left_out(["."]) == {"files of other formats (.pdf 2, no suffix 1)": 3}
+    assert left_out(["a.txt"]) == {}

@@ -17,6 +17,7 @@ from forge_kit.cache import CachedFolder
 from forge_kit.token_file import HEADER, TokenFile
 from forge_plugin_text import Text, tokens
 from forge_plugin_text.bytes import ByteTokenizer
+from forge_plugin_text.corpus import CorpusFacts
 from forge_plugin_text.reading import Document
 from forge_plugin_text.split import Split
 
@@ -32,6 +33,11 @@ class FakeCorpus:
     def __str__(self) -> str:
         return f"{len(self._texts)} texts"
 
+    def describe(self) -> CorpusFacts:
+        count = len(self._texts)
+        held_out = self.split.holds_out_any
+        return CorpusFacts(name=str(self), fingerprint="", holds_out_any=held_out, files=count, size=0, empty=0)
+
     def documents(self):
         for number, text in enumerate(self._texts):
             document = Document(f"{number}.txt", f"{number}.txt", text)
@@ -46,7 +52,7 @@ def stream(texts: list[str]) -> list[int]:
 def sequences(folder: Path, texts: list[str], seq_len: int, every: int = 0) -> TrainingWindows:
     corpus = FakeCorpus(texts, Split(every))
     info = tokens.write_tokens(folder, corpus, ByteTokenizer())
-    return TrainingWindows(tokens.open_documents(CachedFolder(folder, info), corpus), seq_len, Concatenate())
+    return TrainingWindows(tokens.open_documents(CachedFolder(folder, info), corpus.describe()), seq_len, Concatenate())
 
 
 texts = st.lists(st.text(max_size=30), min_size=2, max_size=12)
@@ -145,7 +151,7 @@ def test_ids_take_two_bytes_where_the_vocabulary_allows_and_four_otherwise(
     corpus = FakeCorpus(["abcdef"], Split())
     info = tokens.write_tokens(tmp_path, corpus, tokenizer)
     assert (tmp_path / "train.bin").stat().st_size == HEADER.size + 8 * width
-    documents = tokens.open_documents(CachedFolder(tmp_path, info), corpus)
+    documents = tokens.open_documents(CachedFolder(tmp_path, info), corpus.describe())
     assert documents.tokens(0, 4).tolist() == [vocab_size - 1, *b"abc"]
 
 

@@ -292,7 +292,7 @@ class Slow(ByteTokenizer):
         return super().encode_batch(texts)
 
 job = Namespace(train=Namespace(seq_len=4))
-data = Text(path="*.txt").build(Namespace(job=job, tokenizer=Slow()))
+data = Text(path="*.txt").build(Namespace(job=job, tokenizer=Slow(), mesh=None))
 print(data.tokens(0, len(data)).tolist())
 """
 

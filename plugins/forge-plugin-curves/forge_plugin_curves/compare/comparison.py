@@ -10,6 +10,7 @@ from attrs import define, field
 
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.job import Job
+from forge_kit.data_files import mark_output
 from forge_plugin_curves.compare.grid import SEED, Cell, Trial, check_jobs, existing, label_of, read_space, trial_of
 from forge_plugin_curves.compare.halving import kept, rungs_of
 from forge_plugin_curves.compare.processes import Finished, Processes, succeeded
@@ -98,6 +99,9 @@ class Comparison:
                 needed = f"--parallel {self.parallel} needs {self.parallel * self.ranks} GPUs, and there are {gpus}"
                 raise JobError(f"{needed}; lower it, or train on the CPU (--train.device=cpu)")
         largest = max((entry.peak_memory for entry in self.record.entries.values()), default=0)
+        if not self.out.exists():  # in a folder of the user's there may be data
+            self.out.mkdir(parents=True)
+            mark_output(self.out)
         self.logs.mkdir(parents=True, exist_ok=True)
         return Processes(logs=self.logs, ranks=self.ranks, parallel=self.parallel, gpus=gpus, largest=largest)
 

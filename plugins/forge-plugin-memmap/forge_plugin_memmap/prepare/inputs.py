@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from attrs import asdict, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.data_files import FileFinder
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.prepare.documents import Item, Read
 from forge_plugin_memmap.prepare.parquet_files import parquet_fault, read_rows
@@ -104,9 +105,10 @@ def find_inputs(patterns: Sequence[str], field: str, output: Path) -> list[Input
     """
     problems: list[Problem] = []
     candidates: list[FoundFile] = []
+    finder = FileFinder()
     for pattern in patterns:
         try:
-            candidates += expand(pattern, SUFFIXES)
+            candidates += expand(pattern, SUFFIXES, finder)
         except JobError as error:
             problems += error.problems
     files = [file for file in distinct(candidates) if not _inside(file.path, output)]
