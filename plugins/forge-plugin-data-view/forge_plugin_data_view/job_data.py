@@ -19,8 +19,8 @@ from forge_core.contracts.data import Batch, Dataset, Documents, SampleRow, Stre
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_core.data.order import check_supply, expected_draws, sample_order, sizes_of
+from forge_core.data.packing import WindowPacking
 from forge_core.data.reading import RowReader
-from forge_core.data.windows import TrainingWindows
 from forge_core.engine.build import build_datasets, build_tokenizer
 from forge_core.job import Job
 from forge_core.parallel.initialise import bare_context
@@ -80,9 +80,9 @@ class JobData:
 
     def starts(self, row: SampleRow) -> np.ndarray | None:
         """Returns the positions of a row at which its documents begin, the first aside; None: they are not known."""
-        dataset, documents = self.datasets[row.source], self.documents.get(row.source)
+        documents = self.documents.get(row.source)
         ends = None if documents is None else ends_of(documents)
-        if ends is None or not isinstance(dataset, TrainingWindows):
+        if ends is None or not isinstance(self.job.data.packing, WindowPacking):
             return None
         first, length = row.number * self.job.train.seq_len, self.job.train.seq_len
         inside = slice(*np.searchsorted(ends, [first, first + length], "right"))
