@@ -201,9 +201,9 @@ def test_a_run_killed_while_it_uploads_goes_on_from_the_one_before(make, store, 
     make(storage=storage, **large)
     text = Path(f"run-{os.getpid()}.toml").read_text().replace("timeout_s = 5.0", "timeout_s = 600.0")
     Path("killed.toml").write_text(text)
-    program = str(Path(sys.executable).with_name("forge-run"))
+    program = [sys.executable, "-m", "forge_core"]
     overrides = [f"--{key}={value}" for key, value in large.items()]
-    process = subprocess.Popen([program, "killed.toml", *overrides], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([*program, "killed.toml", *overrides], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not proxy.rules[0].hits and time.monotonic() < deadline:
         time.sleep(0.05)
