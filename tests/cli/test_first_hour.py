@@ -93,6 +93,7 @@ MISTAKES = [
     Mistake(2, "job.toml --optimizer.lr=-1", "--optimizer.lr=-1: optimizer.lr: must be > 0, got -1.0"),
     Mistake(3, "job.toml --train.steps=0", "train.steps: must be > 0, got 0"),
     Mistake(4, "job.toml --train.steps=9007199254740993", "train.steps: must be <= 9007199254740992, got 9007"),
+    Mistake(4, "job.toml --train.global_batch_size=9007199254740993", "must be <= 9007199254740992, got 9007"),
     Mistake(4, "job.toml --job.seed=99999999999999999999", "job.seed: integers of TOML have 64 bits: at most 9223372"),
     Mistake(4, "generate run --seed 99999999999999999999", "--seed: must be at most 9223372036854775807"),
     Mistake(4, "evaluate run --tasks t --few-shot -1", "--few-shot: must be at least 0"),

@@ -272,6 +272,17 @@ def test_streams_can_be_isolated_but_not_packed_by_best_fit(
         build(make_job(data=data | {"packing": BestFit()}))
 
 
+def test_finished_sequences_are_refused_by_a_packing_that_needs_documents(
+    make_job: Callable[..., Any], build: Callable[..., Run]
+) -> None:
+    class DocumentsOnly(BestFit):
+        accepts_sequences = False
+
+    with pytest.raises(JobError) as caught:
+        build(make_job(data={"sources": (Numbers(),), "packing": DocumentsOnly()}))
+    assert [problem.path for problem in caught.value.problems] == ["data.sources.0"]
+
+
 def test_documents_that_are_all_too_short_are_refused(make_job: Callable[..., Any], build: Callable[..., Run]) -> None:
     class Short(RandomDocuments):
         def build(self, context: Any) -> ListedDocuments:
