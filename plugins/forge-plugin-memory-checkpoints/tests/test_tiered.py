@@ -425,7 +425,9 @@ class Kill(TrainingHook):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         program = [
-            str(Path(sys.executable).with_name("forge-run")),
+            sys.executable,
+            "-m",
+            "forge_core",
             "job.toml",
             "--train.steps=10",
             "--train.micro_batch_size=1",
