@@ -323,7 +323,7 @@ def test_more_layers_with_experts_are_not_more_to_compile(tmp_path, keys):
         torch._dynamo.reset()
         counters.clear()
         model = attrs.evolve(MODEL, layers=layers, ffn=attrs.evolve(MODEL.ffn, **keys))
-        stages = {"compile": Compile(backend="aot_eager")}
+        stages = {"compile": Compile(backend="eager")}  # graphs are counted before a backend has them
         advance(tiny_run(tmp_path, model=model, parallel=stages, **SIZES | {"precision": "fp32"}), 2)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] > 0
@@ -332,7 +332,7 @@ def test_more_layers_with_experts_are_not_more_to_compile(tmp_path, keys):
 def graphs_after(folder, steps):
     torch._dynamo.reset()
     counters.clear()
-    stages = {"fsdp": FSDP(), "ep": ExpertParallel(degree=2), "compile": Compile(backend="aot_eager", fullgraph=False)}
+    stages = {"fsdp": FSDP(), "ep": ExpertParallel(degree=2), "compile": Compile(backend="eager", fullgraph=False)}
     advance(tiny_run(folder, model=MODEL, parallel=stages, **SIZES | {"precision": "fp32"}), steps)
     return counters["stats"]["unique_graphs"]
 

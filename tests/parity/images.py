@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from attrs import evolve, frozen
-from layouts import FSDP_ALL_REDUCE, FSDP_SCATTER, NORM, SUM, TP_COMPLETION, TRACED, Row, cp, ep, pp, tp
+from layouts import CAPTURED, FSDP_ALL_REDUCE, FSDP_SCATTER, NORM, SUM, TP_COMPLETION, TRACED, Row, cp, ep, pp, tp
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.job import Job
@@ -44,6 +44,11 @@ class ImageRow(Row):
     """One of `FUSIONS`; `bidirectional` is `joint` with that key, `moma` is `joint` with experts of each modality."""
     image_every: int = 0
     """Only every so many-th sequence has images; 0: two of three have some."""
+
+    @property
+    def id(self) -> str:
+        """What it is called among tests: layouts occur with several fusions."""
+        return f"{self.name}, {self.fusion}"
 
     @property
     def has_videos(self) -> bool:
@@ -91,7 +96,7 @@ IMAGE_ROWS = [
     row("fsdp2", 2, "joint", FSDP2, FSDP_SCATTER, micro_batch_size=2, image_every=11),
     row("fsdp2, compiled, checkpointing", 2, "joint", {**FSDP2, "compile": TRACED, "activation_checkpointing": FULL},
         FSDP_SCATTER, thorough=True),
-    row("tp2, compiled", 2, "bidirectional", {"tp": tp(), "compile": TRACED}, TP_COMPLETION, thorough=True),
+    row("tp2, compiled", 2, "bidirectional", {"tp": tp(), "compile": CAPTURED}, TP_COMPLETION, thorough=True),
     row("tp2+sp+loss", 2, "mot", {"tp": tp()}, TP_COMPLETION, micro_batch_size=1, thorough=True),
     row("pp2, zero-bubble", 2, "cross_attention", {"pp": pp("zbv")}, NORM, layers=4, micro_batch_size=2,
         thorough=True),

@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
 import attrs
 import pytest
-from images import FUSIONS, IMAGE_ROWS, row
+from images import FUSIONS, IMAGE_ROWS, ImageRow, row
 
 from forge_plugin_float8 import Float8
 from forge_plugin_parallel import FSDP
-from forge_testing.curves import Difference, train
+from forge_testing.curves import Curve, Difference, train
 from forge_testing.processes import run_on_ranks
 
 STEPS = 3
 
 
+@pytest.fixture(scope="module")
+def trained(request, tmp_path_factory) -> Callable[[int], Mapping[str, Sequence[Curve]]]:
+    """Each rank's curve of the rows of this session that take so many ranks, which run in the same processes."""
+    folder = str(tmp_path_factory.mktemp("runs"))
+    items = [item for item in request.session.items if not item.get_closest_marker("skip")]
+    cases = [item.callspec.params.get("layout") for item in items if hasattr(item, "callspec")]
+    names = {case.id for case in cases if isinstance(case, ImageRow)}
+
+    @functools.cache
+    def run(ranks: int) -> Mapping[str, Sequence[Curve]]:
+        rows = [row for row in IMAGE_ROWS if row.ranks == ranks and row.id in names]
+        found = run_on_ranks(ranks, lambda rank: [train(row.job(folder, steps=STEPS)) for row in rows])
+        return {row.id: curves for row, curves in zip(rows, zip(*found, strict=True), strict=True)}
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Callable[[ImageRow], Curve]:
+    """The same job in one process."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+    found: dict[tuple[object, ...], Curve] = {}
+
+    def run(row: ImageRow) -> Curve:
+        key = (row.fusion, row.layers, row.image_every)
+        if key not in found:
+            found[key] = train(row.job(folder, parallel=False, steps=STEPS))
+        return found[key]
+
+    return run
+
+
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(row, id=f"{row.name}, {row.fusion}", marks=[pytest.mark.thorough] if row.thorough else [])
-     for row in IMAGE_ROWS],
-)  # fmt: skip
-def test_a_layout_trains_like_one_process(tmp_path, layout):
-    expected = train(layout.job(str(tmp_path), parallel=False, steps=STEPS))
-    ranks = run_on_ranks(layout.ranks, lambda rank: train(layout.job(str(tmp_path), steps=STEPS)))
-    difference = Difference.between(ranks[0], expected)
+    [pytest.param(row, id=row.id, marks=[pytest.mark.thorough] if row.thorough else []) for row in IMAGE_ROWS],
+)
+def test_a_layout_trains_like_one_process(trained, alone, layout):
+    ranks = trained(layout.ranks)[layout.id]
+    difference = Difference.between(ranks[0], alone(layout))
     assert difference.initial == 0
     assert max(difference.loss, difference.norm, difference.gradient, difference.evaluation) < 1e-11, difference
     assert difference.weights < 1e-9, difference
