@@ -193,8 +193,11 @@ def collect_provenance(job: Job, catalog: Catalog, tokenizer: Tokenizer | None =
     """Record of all that shapes a run besides its job's values, as plain types; nothing of environment variables.
 
     It has `components` (path -> type), `distributions` that the job uses (name -> version, and commit of an editable
-    one), `files` (local component files -> SHA-256), the tokenizer's fingerprint, versions of Python and torch.
+    one), `files` (local component files -> SHA-256), the tokenizer's fingerprint, versions of Python and torch, and the
+    CPU threads that compute (0: GPUs do), as sums depend on their number.
     """
+    import torch
+
     components = {path: catalog.type_of(type(component)) for path, component in walk_components(job)}
     used = {CORE, *(type_.split("/")[0] for type_ in components.values() if ":" not in type_)}
     known = {name: catalog.distribution(name) for name in sorted(used)}
@@ -205,6 +208,7 @@ def collect_provenance(job: Job, catalog: Catalog, tokenizer: Tokenizer | None =
         "tokenizer": None if tokenizer is None else tokenizer.fingerprint(),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
+        "threads": 0 if torch.cuda.is_available() else torch.get_num_threads(),
     }
 
 
@@ -225,15 +229,21 @@ def compare_provenance(
     if missing:
         used = f"the checkpoint used {', '.join(missing).replace('==', ' ')}, which is not installed"
         if not with_changes:
-            hint = "or continue without it: --resume-with-changes"
-            raise ResumeError(f"{used}: pip install {' '.join(missing)}; {hint}")
+            raise ResumeError(f"{used}: pip install {' '.join(missing)}; or continue without it: --resume-with-changes")
         warnings.append(used)
+    machine = ((name, recorded.get(name), current.get(name)) for name in ("python", "torch", "threads"))
+    warnings += [
+        f"{name} was {was} when the checkpoint was saved, and is {now} now"
+        for name, was, now in machine
+        if was not in (None, now)
+    ]
     # A local file that has moved is known by its name
     now_at = {Path(path).name: digest for path, digest in current["files"].items()} | dict(current["files"])
-    for path, digest in recorded["files"].items():
-        if now_at.get(path, now_at.get(Path(path).name, digest)) != digest:
-            warnings.append(f"{path} has changed since the checkpoint was saved")
-    return warnings
+    return warnings + [
+        f"{path} has changed since the checkpoint was saved"
+        for path, digest in recorded["files"].items()
+        if now_at.get(path, now_at.get(Path(path).name, digest)) != digest
+    ]
 
 
 def check_tokenizer(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:

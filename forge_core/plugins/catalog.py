@@ -342,6 +342,7 @@ def core_version() -> str:
     return metadata.version(CORE)
 
 
+@functools.cache
 def check_requirement(distribution: Distribution) -> None:
     """Compare a plugin's requirement on `forge-run` with the running core; installers check it only once.
 

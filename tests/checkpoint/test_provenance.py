@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from forge_core.checkpoint.run_diff import check_tokenizer, collect_provenance, compare_provenance
 from forge_core.contracts.errors import CheckpointError
@@ -30,7 +31,15 @@ def test_only_what_the_job_uses_is_recorded(make_job, catalog):
     assert record["distributions"]["forge-run"]["version"] == core_version()
     assert record["components"]["loss"] == "forge-run/cross_entropy"
     assert {"python", "torch"} <= record.keys()
+    assert record["threads"] == (0 if torch.cuda.is_available() else torch.get_num_threads())
     json.dumps(record)
+
+
+def test_other_threads_are_a_warning_as_sums_depend_on_their_number():
+    was, now = {**recorded(), "threads": 1, "torch": "2.13.0"}, {**recorded(), "threads": 2, "torch": "2.13.0"}
+    [warning] = compare_provenance(was, now)
+    assert warning == "threads was 1 when the checkpoint was saved, and is 2 now"
+    assert compare_provenance(recorded(), now) == []
 
 
 def test_a_local_file_is_recorded_by_its_hash(make_job, tmp_path):

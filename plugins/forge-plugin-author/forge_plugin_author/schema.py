@@ -57,10 +57,11 @@ class _Writer:
         self.left_out: dict[str, None] = {}
         self._catalog = catalog
         self._offers: Any = functools.cache(self._load_offers)  # to mypy, classes are not hashable
+        self._keys_of: Any = functools.cache(keys_of)
 
     def section(self, cls: type, **more: Schema) -> Schema:
         """A table with the keys of a class, these more, and no others; raises as `keys_of`."""
-        keys = keys_of(cls)
+        keys = self._keys_of(cls)
         return {
             "type": "object",
             "description": one_paragraph(class_doc(cls)),
@@ -143,7 +144,7 @@ class _Writer:
         for offer in offers:
             try:
                 cls = self._catalog.load(offer.kind, offer.qualified)
-                keys_of(cls)
+                self._keys_of(cls)
             except PluginError as error:  # an editor that knows the other components is better than none
                 self.left_out[str(error)] = None
                 continue
