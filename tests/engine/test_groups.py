@@ -86,6 +86,16 @@ def test_what_cannot_be_is_refused(make_job, build, table, message):
         build(make_job(optimizer=TinyAdamW(groups=(table,))))
 
 
+@frozen(kw_only=True)
+class WarmAdamW(TinyAdamW):
+    warmth: SchedulerComponent | None = None
+
+
+def test_a_schedule_of_what_no_group_has_is_refused(make_job, build):
+    with pytest.raises(ForgeError, match=r"optimizer\.warmth is a schedule, but .* no group with a key 'warmth'"):
+        build(make_job(optimizer=WarmAdamW(warmth=Halving())))
+
+
 def test_every_rank_of_a_pipeline_has_the_same_groups(tmp_path, catalog):
     tables = (ParameterGroup(match="embedding.*", lr=0.5), ParameterGroup(match="layers.3.*", lr=0.25))
     stages = {"pp": PipelineParallel(degree=2, schedule="gpipe")}

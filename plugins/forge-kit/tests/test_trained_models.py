@@ -141,6 +141,8 @@ class TestMethodsOfCommands:
         offer = Offer("command", "count", "counting:command", Distribution("forge-plugin-counting", "1.0"))
         model = load_model(run, device="cpu", catalog=Catalog([*catalog.offers(), offer]))
         assert model.count(2) == 5
+        with pytest.raises(TypeError, match=r"^count\(\): .*did you mean 'extra'"):
+            model.count(extr=2)
 
     @pytest.mark.parametrize(
         ("name", "message"),

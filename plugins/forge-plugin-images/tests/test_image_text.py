@@ -180,6 +180,7 @@ def test_an_image_that_was_exchanged_for_one_of_another_size_is_noticed(build, t
         ({"resize": "native"}, r"resize: 'native', but the encoder takes images of 8 x 48 pixels"),
         ({"max_patches": 3}, "max_patches: 3, but all images of this encoder have one size; leave it out"),
         ({"held_out_list": "none.txt"}, "held_out_list: 'none.txt' does not exist"),
+        ({"held_out_list": "none.txt", "held_out_every": 3}, "held_out_list: held_out_every = 3 is set as well"),
     ],
 )
 def test_keys_are_checked_with_the_job(make_job, tmp_path, keys, message):
