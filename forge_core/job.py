@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os.path import expanduser
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -15,6 +14,8 @@ from forge_core.contracts.layout import Layout
 
 METRICS = "metrics.jsonl"
 """Lines of metrics in the run folder, where the logger `jsonl` has no other `file`."""
+RUN_FILES = ("provenance.json", "job.toml", METRICS)
+"""Files of every run folder, in the order in which they are written: a folder with the first is a run's."""
 LOCAL_STORAGE = "forge-run/local"  # type of the core's storage in a resolved job
 WORKER_LOADER = "nodes"  # type of the loader that `data.workers` needs where the job names none; the core has none
 SAFE, FLAG = when_resumed("safe"), when_resumed("flag")
@@ -28,7 +29,7 @@ class JobSection:
 
     name: str = field(default="run", validator=matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"), metadata=SAFE)
     """Name of the run, and of its folder. At most 200 letters, digits, `.`, `_` and `-`."""
-    output: str = field(default="runs", converter=expanduser, metadata=SAFE)
+    output: components.FilePath = field(default="runs", metadata=SAFE)
     """Folder that holds run folders; the run's own is `{output}/{name}`. `~` is the home folder."""
     seed: int = field(default=42, validator=ge(0))
     """Initial weights, data order and dropout derive from it."""

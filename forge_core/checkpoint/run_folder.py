@@ -21,8 +21,7 @@ from forge_core.checkpoint.storage import MALFORMED, LocalStorage
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.run_end import End
 from forge_core.files import write_atomically
-from forge_core.job import LOCAL_STORAGE, JobSection
-from forge_core.job import METRICS as METRICS_FILE
+from forge_core.job import LOCAL_STORAGE, RUN_FILES, JobSection
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.plugins.catalog import Catalog
 
@@ -31,11 +30,9 @@ if TYPE_CHECKING:
     from forge_core.contracts.runtime import Storage
     from forge_core.job import Job
 
-JOB = "job.toml"
+PROVENANCE, JOB, METRICS = RUN_FILES
 END = "end.json"
 LOCK = ".lock"
-METRICS = METRICS_FILE
-PROVENANCE = "provenance.json"
 UNKNOWN = "another process"
 TOKENIZER = "tokenizer"
 LEASE_S = 120.0
@@ -188,14 +185,15 @@ def refuse_file(path: Path) -> None:
 def _run_of_job(path: Path) -> Path | None:
     with suppress(*MALFORMED):
         section = JobSection(**tomllib.loads(path.read_text(encoding="utf-8"))["job"])
-        return Path(section.output) / section.name
+        return Path(section.output).expanduser() / section.name
     return None
 
 
 def write_record(folder: Path, job_toml: str, provenance: Mapping[str, Any], plan: str) -> None:
     """Keep the resolved job, the provenance with the folder in which relative paths of the job start, and the plan."""
-    (folder / JOB).write_text(job_toml)
+    # First, as a folder that has it is known to be a run's
     (folder / PROVENANCE).write_text(json.dumps({**provenance, "started_in": os.getcwd()}, indent=1) + "\n")
+    (folder / JOB).write_text(job_toml)
     (folder / "plan.txt").write_text(plan + "\n")
 
 

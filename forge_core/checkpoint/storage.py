@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from attrs import frozen
 
-from forge_core.contracts.components import StorageComponent
+from forge_core.contracts.components import FilePath, StorageComponent
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.runtime import SpreadStorage
 from forge_core.launch.progress_beacon import report_progress
@@ -43,7 +43,7 @@ MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, Overfl
 class Local(StorageComponent):
     """A folder on a POSIX file system: `{folder}/step-{N}`, written as `step-{N}.tmp` and renamed when complete."""
 
-    folder: str = "checkpoints"
+    folder: FilePath = "checkpoints"
     """Relative to the run folder."""
 
     def build(self, context: BuildContext) -> LocalStorage:

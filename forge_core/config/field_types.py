@@ -12,13 +12,14 @@ import typing
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from enum import Enum
+from os.path import expanduser
 from pathlib import Path, PurePath
 from reprlib import Repr
 from typing import Any, Literal, TypeGuard
 
 import attrs
 
-from forge_core.contracts.components import AnyFloat, Component
+from forge_core.contracts.components import AnyFloat, Component, FilePath
 from forge_core.contracts.errors import SURE, did_you_mean
 
 SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,), Path: (str,)}
@@ -102,7 +103,9 @@ def choices(type_: Any) -> list[Any]:
 
 
 def item_type(type_: Any) -> Any:
-    """Type of the entries of an array or mapping."""
+    """Type of the entries of an array or mapping, or of the member of a union that is one."""
+    if is_union(type_):
+        return next((item_type(member) for member in members(type_) if is_array(member) or is_mapping(member)), Any)
     arguments = [argument for argument in typing.get_args(type_) if argument is not Ellipsis]
     return arguments[-1] if arguments else Any
 
@@ -151,7 +154,7 @@ def _scalar_name(type_: Any) -> str:
         return listed[0] if len(listed) == 1 else f"one of {', '.join(listed)}"
     if not isinstance(type_, type):
         return "any value" if type_ is Any else str(type_)
-    return "path" if issubclass(type_, PurePath) else type_.__name__
+    return "path" if issubclass(type_, PurePath | FilePath) else type_.__name__
 
 
 def value_name(value: Any) -> str:
@@ -184,11 +187,13 @@ def read_scalar(value: Any, type_: Any) -> Any:
         raise unexpected(value, type_)
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
         raise Mismatch(f"integers of TOML have 64 bits: at most {(1 << 63) - 1}, got {_SHORT.repr(value)}")
-    return value if is_literal(type_) else finite(type_(value), type_)
+    return value if is_literal(type_) else settled(type_(value), type_)
 
 
-def finite(value: Any, type_: Any) -> Any:
-    """`value`; a `Mismatch` if it is an infinite or NaN float, unless `type_` is `AnyFloat`."""
+def settled(value: Any, type_: Any) -> Any:
+    """`value`, of a path without `~`; a `Mismatch` if it is an infinite or NaN float, unless `type_` is `AnyFloat`."""
+    if isinstance(value, str | PurePath) and not {FilePath, Path}.isdisjoint(members(type_)):
+        return type(value)(expanduser(value))
     if isinstance(value, float) and not math.isfinite(value) and AnyFloat not in members(type_):
         raise Mismatch(f"must be finite, got {value}")
     return value

@@ -14,7 +14,7 @@ from forge_core.config.mixture import mixture_problems
 from forge_core.contracts.components import Component, OptimizerComponent, PackingComponent, ParallelComponent
 from forge_core.contracts.errors import JobError, PluginError, Problem
 from forge_core.contracts.layout import Layout
-from forge_core.job import WORKER_LOADER, Checked, Job
+from forge_core.job import RUN_FILES, WORKER_LOADER, Checked, Job
 from forge_core.parallel.layout import batch_problems, plan_layout
 from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
@@ -78,8 +78,13 @@ def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
 
 
 def _output_problems(job: Job) -> Iterator[Problem]:
-    """Whether the run folder can be made, as is known before torch is imported and data read."""
+    """Whether the run folder can be made or is a run's, as is known before torch is imported and data read."""
     folder = Path(job.job.output) / job.job.name
+    foreign = [path for path in map(folder.joinpath, RUN_FILES) if path.exists()]
+    if foreign and foreign[0].name != RUN_FILES[0]:
+        yield Problem(
+            "job.name", f"{foreign[0]} is not of a run, and would be replaced; name the run or the file otherwise"
+        )
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # not even by root, if it is read-only
         what = "cannot be written" if existing.is_dir() else "is a file"

@@ -253,7 +253,7 @@ class _Structurer:
         if attrs.has(type(value)):
             return self._complete_fields(value)
         if not isinstance(value, Mapping | tuple):
-            return types.finite(value, type_)
+            return types.settled(value, type_)
         entries = {key: self.read(key, self.complete, item, types.item_type(type_)) for key, item in children(value)}
         _demand_valid(entries.values())
         return tuple(entries.values()) if isinstance(value, tuple) else entries

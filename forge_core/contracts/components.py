@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -66,6 +67,20 @@ def when_resumed(change: WhenResumed) -> dict[str, WhenResumed]:
 
 class AnyFloat(float):
     """Type of a key that may be `inf`, `-inf` or `nan`: a job refuses these in every other `float`."""
+
+
+if TYPE_CHECKING:
+    FilePath = str
+else:
+
+    class FilePath(str):
+        """Type of a key that is a path, or may be one: a string in which a leading `~` is the home folder.
+
+        Relative paths start in the working directory. A key of type `pathlib.Path` is read likewise.
+        """
+
+        def __new__(cls, value: str) -> str:
+            return expanduser(value)
 
 
 Built = TypeVar("Built")
@@ -469,6 +484,15 @@ class LoggerComponent(Component["Logger"]):
 
     kind = "logger"
     resumes_as = "safe"
+    file = ""
+    """Path of the file that it writes, relative to the run folder, usually a key; empty: none."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """The file must be in the run folder, where all else is the user's, and that of no other logger."""
+        if self.file.startswith(("/", "~")) or ".." in self.file.split("/"):
+            yield Problem("file", f"must be a path in the run folder, got {self.file!r}")
+        if self.file and sum(logger.file == self.file for logger in job.loggers.values()) > 1:
+            yield Problem("file", f"another logger writes {self.file!r} too; name another file")
 
     def build(self, context: BuildContext) -> Logger:
         raise NotImplementedError

@@ -1,52 +1,142 @@
-"""Where commands write: never over what is there, and what cannot be written is refused in one sentence."""
+"""Where commands write: never over what is not Forge's, and what cannot be written is refused in one sentence."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from forge_core.checkpoint.storage import publish
 from forge_core.contracts.errors import JobError
+from forge_core.files import write_atomically
+
+MARK = "forge-run-output"
+"""What each single file that a command writes has near its start or its end, as its format has room for it: a tag, a
+comment, a key or metadata. The next command may replace a file that has it, and no other file."""
+ENDS = 1 << 16
+"""Bytes from the start and from the end of a file that are searched for the mark."""
 
 
-def new_folder(path: Path, option: str) -> Path:
-    """A folder for all that a command writes, which is made: it must be new or empty.
+def free_folder(path: Path, option: str, records: Collection[str] = ()) -> Path:
+    """Returns where a command may make its folder; nothing is made yet.
 
     Args:
         path: as the user wrote it; `~` is the home folder.
         option: by which errors name it (`--out`).
+        records: names of files by which the folder of an earlier command is known, which may be continued.
 
     Raises:
-        JobError: it has files, is no folder, or cannot be made.
+        JobError: there is something else, or it cannot be written.
     """
     path = path.expanduser()
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(path.iterdir()) and not any((path / name).is_file() for name in records):
         raise JobError(f"{option} {path} is not empty; name a new folder")
+    _demand_writable(path, option)
+    return path
+
+
+def new_folder(path: Path, option: str, records: Collection[str] = ()) -> Path:
+    """A folder for all that a command writes, which is made; for arguments and errors see `free_folder`."""
+    path = free_folder(path, option, records)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        writable = os.access(path, os.W_OK | os.X_OK)
     except OSError as error:
         raise JobError(f"{option} {path} cannot be made: {error.strerror}; name another folder") from None
-    if not writable:
-        raise JobError(f"{option} {path} cannot be written; name another folder")
     return path
 
 
-def output_file(path: Path, option: str, suffixes: Collection[str]) -> Path:
-    """A file that a command writes, by whose suffix its format is known.
+def free_path(path: Path, option: str) -> Path:
+    """Returns where a command may make a file or folder: a path at which there is nothing yet.
+
+    Args:
+        path: as the user wrote it; `~` is the home folder.
+        option: by which errors name it (`--output`).
+
+    Raises:
+        JobError: there is something, or it cannot be written.
+    """
+    path = path.expanduser()
+    if os.path.lexists(path):
+        raise JobError(f"{option} {path} exists already; name another, or remove it")
+    _demand_writable(path.parent, option)
+    return path
+
+
+@contextmanager
+def unfinished(path: Path, option: str) -> Iterator[Path]:
+    """A path to make a file or folder at, which is renamed to `path` when the context ends, and removed if that fails.
+
+    Raises:
+        JobError: there is something at `path` already, or it cannot be written.
+    """
+    path = free_path(path, option)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Of a name that no folder of the user's has, as it is removed with all that is in it
+        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".unfinished", dir=path.parent))
+    except OSError as error:
+        raise JobError(f"{option} {path} cannot be written: {error.strerror}; name another folder") from None
+    try:
+        yield aside / path.name
+        free_path(path, option)  # hours may have passed
+        publish(aside / path.name, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def output_file(path: Path, option: str, suffixes: Collection[str] = ()) -> Path:
+    """Returns where a command may write a single file: a new one, or in place of one that a command has written.
 
     Args:
         path: as the user wrote it; `~` is the home folder.
         option: by which errors name it (`--out`).
-        suffixes: of the formats (`.png`), in lower case.
+        suffixes: of the formats (`.png`), in lower case; empty: any.
 
     Raises:
-        JobError: the suffix is another, or the file cannot be written there.
+        JobError: the suffix is another, the file is the user's, or it cannot be written there.
     """
     path = path.expanduser()
-    if path.suffix.lower() not in suffixes:
+    if suffixes and path.suffix.lower() not in suffixes:
         raise JobError(f"{option} {path}: {path.suffix!r} is no format; end it in {' or '.join(suffixes)}")
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if path.is_dir() or not os.access(existing, os.W_OK):
-        raise JobError(f"{option} {path} {'is a folder' if path.is_dir() else 'cannot be written'}; name another file")
+    if path.is_dir():
+        raise JobError(f"{option} {path} is a folder; name another file")
+    if os.path.lexists(path) and not is_output(path):
+        raise JobError(f"{option} {path} exists already, and no command of forge-run wrote it; name another file")
+    _demand_writable(path.parent, option)  # where the new file gets its name
     return path
+
+
+def is_output(path: Path) -> bool:
+    """Whether a command has written this file, which has the mark then."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(ENDS)
+            file.seek(max(0, path.stat().st_size - ENDS))
+            return MARK.encode() in head or MARK.encode() in file.read(ENDS)
+    except OSError:
+        return False
+
+
+def write_output(path: Path, option: str, content: str | bytes) -> None:
+    """Write a file that `output_file` has allowed, whole or not at all. `content` has the mark.
+
+    Raises:
+        JobError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+    except OSError as error:
+        raise JobError(f"{option} {path} cannot be written: {error.strerror}; name another file") from error
+
+
+def _demand_writable(folder: Path, option: str) -> None:
+    """Refuse a folder, there or to be made, if rights are missing or a part of its path is a file."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        raise JobError(f"{option} {folder} cannot be made: {existing} is no folder; name another")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise JobError(f"{option} {folder} cannot be written; name another folder")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from forge_core.files import write_atomically
+from forge_kit.outputs import MARK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,7 +62,8 @@ def quiet_style() -> Iterator[None]:
 
 
 def write_figure(figure: Figure, path: Path, form: str) -> None:
-    """Write a figure in a format such as `png`, replaced as a whole: a viewer never sees half of it."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    figure.savefig(unfinished, format=form)
-    unfinished.replace(path)
+    """Write a figure in a format such as `png`, with the mark of outputs; a viewer never sees half of it."""
+    data = BytesIO()
+    figure.savefig(data, format=form, metadata={"Software" if form == "png" else "Creator": MARK})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, data.getvalue())

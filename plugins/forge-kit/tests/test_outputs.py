@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from forge_core.contracts.errors import JobError
-from forge_core.job import JobSection
-from forge_kit.outputs import new_folder, output_file
+from forge_kit.outputs import MARK, free_path, new_folder, output_file, unfinished, write_output
+from forge_kit.pictures import write_figure
 
 
 def test_a_folder_with_files_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -21,7 +22,7 @@ def test_a_folder_with_files_is_refused_and_left_as_it_is(tmp_path: Path) -> Non
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(JobError, match=r"--out .*file.* cannot be made: Not a directory"):
+    with pytest.raises(JobError, match=r"--out .*store cannot be made: .*file is no folder"):
         new_folder(tmp_path / "file/store", "--out")
     (tmp_path / "x.html").mkdir()
     with pytest.raises(JobError, match="is a folder"):
@@ -39,6 +40,42 @@ def test_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert output_file(Path("~/a.PNG"), "--out", [".png"]) == tmp_path / "a.PNG"
 
 
-def test_run_folders_are_below_the_home_folder_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert JobSection(output="~/runs").output == str(tmp_path / "runs")
+def test_only_what_a_command_has_written_is_replaced(tmp_path: Path) -> None:
+    for number, content in enumerate(["# mine", "", "x" * (1 << 18)]):
+        (path := tmp_path / f"{number}.md").write_text(content)
+        with pytest.raises(JobError, match="exists already"):
+            output_file(path, "--out", [".md"])
+        path.write_text(f"{content}\n<!-- {MARK} -->\n")
+        write_output(output_file(path, "--out", [".md"]), "--out", "new")
+        assert path.read_text() == "new"
+
+
+def test_a_link_that_leads_nowhere_is_somebodys(tmp_path: Path) -> None:
+    (tmp_path / "a.md").symlink_to(tmp_path / "not there")
+    with pytest.raises(JobError, match="exists already"):
+        output_file(tmp_path / "a.md", "--out")
+    with pytest.raises(JobError, match="exists already"):
+        free_path(tmp_path / "a.md", "--out")
+
+
+def test_what_fails_half_way_leaves_nothing_and_takes_nothing_away(tmp_path: Path) -> None:
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp/mine").touch()
+    with suppress(KeyError), unfinished(tmp_path / "out", "--out") as aside:
+        aside.mkdir()
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["out.tmp"]
+    with unfinished(tmp_path / "out", "--out") as aside:
+        aside.mkdir()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.tmp"}
+    assert (tmp_path / "out.tmp/mine").exists()
+    with pytest.raises(JobError, match="exists already"), unfinished(tmp_path / "out", "--out"):
+        pass
+
+
+def test_a_picture_may_be_drawn_again(tmp_path: Path) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    for form in ("png", "svg", "pdf"):
+        for _ in range(2):
+            path = output_file(tmp_path / f"new/a.{form}", "--out")
+            write_figure(figure_module.Figure(figsize=(1, 1)), path, form)

@@ -41,7 +41,7 @@ def command(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     catalog = Catalog.installed()
     files = distribution_files(options.kind, options.name, catalog)
-    folder = options.dir / distribution_name(options.name)
+    folder = options.dir.expanduser() / distribution_name(options.name)
     write(files, folder)
     for warning in taken(options.kind, options.name, catalog):
         print(f"warning: {warning}", file=sys.stderr)

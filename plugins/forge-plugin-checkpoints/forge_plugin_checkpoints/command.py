@@ -19,6 +19,7 @@ from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
 from forge_kit.commands import count
+from forge_kit.outputs import free_path
 from forge_kit.tables import columns
 
 if TYPE_CHECKING:
@@ -298,11 +299,12 @@ def export_checkpoint(options: argparse.Namespace) -> int:
     from forge_core.checkpoint.resume import locate
     from forge_plugin_checkpoints.export import export_weights
 
+    output = free_path(options.output, "--output")
     storage = _storage(options.run)
     if options.step is not None:
         _demand_step(options.step, storage.steps(), options.run)
     path, manifest = locate(options.run if options.step is None else storage.path(options.step), "full")
-    files = export_weights(path, manifest, options.output, round(options.shard_size * 1e9))
+    files = export_weights(path, manifest, output, round(options.shard_size * 1e9))
     for file in files:
         print(f"{file}: {_size(file.stat().st_size)}")
     return ExitCode.FINISHED

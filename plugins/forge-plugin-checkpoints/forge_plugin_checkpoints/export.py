@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_core.contracts.errors import CheckpointError
 from forge_kit.checkpoints import evaluated_names, stored_tensors
+from forge_kit.outputs import free_path, unfinished
 from forge_kit.whole_tensors import Stored, batches, read_whole, tensor_bytes
 
 SUFFIX = ".safetensors"
@@ -36,27 +35,24 @@ def export_weights(
         The files.
 
     Raises:
-        CheckpointError: `output` exists already, or the checkpoint cannot be read.
+        JobError: `output` exists already, or cannot be written.
+        CheckpointError: the checkpoint cannot be read.
     """
-    if output.exists():
-        raise CheckpointError(f"{output} exists already; choose another --output, or remove it")
+    output = free_path(output, "--output")
     entries = stored_tensors(checkpoint)
     stored = {name: entries[name] for name in evaluated_names(entries).values()}
     one_file = output.suffix == SUFFIX
-    shards = [list(stored)] if one_file else batches(stored, stored, shard_bytes)
-    unfinished = output.with_name(f"{output.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    names = [output.name] if one_file else _names(len(shards))
-    for name, shard in zip(names, shards, strict=True):
-        _write(unfinished / name, checkpoint, shard, stored, _metadata(manifest))
-    if one_file:
-        (unfinished / output.name).rename(output)
-        unfinished.rmdir()
-        return [output]
-    if len(shards) > 1:
-        names.append(_write_index(unfinished, dict(zip(names, shards, strict=True)), stored))
-    unfinished.rename(output)
+    shards = [] if one_file else batches(stored, stored, shard_bytes)
+    with unfinished(output, "--output") as aside:
+        if one_file:
+            _write(aside, checkpoint, stored, stored, _metadata(manifest))
+            return [output]
+        aside.mkdir()
+        names = _names(len(shards))
+        for name, shard in zip(names, shards, strict=True):
+            _write(aside / name, checkpoint, shard, stored, _metadata(manifest))
+        if len(shards) > 1:
+            names.append(_write_index(aside, dict(zip(names, shards, strict=True)), stored))
     return [output / name for name in names]
 
 

@@ -13,7 +13,7 @@ from attrs.validators import min_len
 
 from forge_core.checkpoint.run_folder import JOB, run_folder
 from forge_core.checkpoint.storage import MANIFEST
-from forge_core.contracts.components import LoadComponent
+from forge_core.contracts.components import FilePath, LoadComponent
 from forge_core.contracts.errors import Problem, did_you_mean
 from forge_core.plugins.catalog import CORE
 
@@ -33,7 +33,7 @@ class Parts(LoadComponent):
     tables, `[[checkpoint.load]]`, take parts of the model from several checkpoints, each part from one of them.
     """
 
-    path: str = field(validator=min_len(1))
+    path: FilePath = field(validator=min_len(1))
     """A checkpoint, or a run folder whose newest intact one is meant."""
     include: tuple[str, ...] = field(default=("*",), validator=min_len(1))
     """Patterns of the names to load."""

@@ -340,7 +340,7 @@ class TestExport:
     def test_nothing_is_overwritten(self, checkpoints, tmp_path):
         (tmp_path / "m.safetensors").write_text("mine")
         code, _, err = checkpoints("export", "--output", str(tmp_path / "m.safetensors"))
-        assert code == ExitCode.FAILED
+        assert code == ExitCode.BAD_JOB
         assert "exists already" in err
         assert (tmp_path / "m.safetensors").read_text() == "mine"
 

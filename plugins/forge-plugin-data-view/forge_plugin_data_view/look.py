@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
-from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.errors import JobError
 from forge_kit.commands import count
+from forge_kit.outputs import output_file, write_output
 from forge_plugin_data_view.command import add_position, position_problems
-
-if TYPE_CHECKING:
-    from forge_core.job import Job
 
 SUFFIXES = (".png", ".html")
 SHOWN = 4000
@@ -26,13 +23,15 @@ def command(argv: list[str]) -> int:
     are green. No weights are made, and no run folder.
     """
     options, files, overrides = parse_job_arguments(_parser(), argv)
+    path = output_file(options.out, "--out", SUFFIXES)
     from forge_core.config.load import load_job
     from forge_core.contracts.errors import ExitCode
     from forge_core.plugins.catalog import Catalog
 
-    catalog, path = Catalog.installed(), Path(options.out)
+    catalog = Catalog.installed()
     job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
-    _check(job, options.step, options.sample, path)
+    if problems := list(position_problems(job, options.step, [options.sample])):
+        raise JobError(problems)
     if sys.stderr.isatty():
         print("reading the data; the first time, it is tokenised and images are measured …", file=sys.stderr)
     from forge_plugin_data_view.job_data import open_data
@@ -40,36 +39,26 @@ def command(argv: list[str]) -> int:
 
     number = (options.step - 1) * job.train.global_batch_size + options.sample
     sheet = Sheet.of(open_data(job, catalog), number, options.tokens)
-    if path.suffix == ".html":
-        from forge_plugin_data_view.look_html import write_html
+    if path.suffix.lower() == ".html":
+        from forge_plugin_data_view.look_html import html_of
 
-        write_html(sheet, path)
+        content = html_of(sheet)
     else:
-        from forge_plugin_data_view.look_png import write_png
+        from forge_plugin_data_view.look_png import png_of
 
-        write_png(sheet, path)
+        content = png_of(sheet)
+    write_output(path, "--out", content)
     print(f"{sheet.title}\n{path}")
     for fault in sheet.faults:
         print(f"! {fault}")
     return ExitCode.FINISHED
 
 
-def _check(job: Job, step: int, sample: int, path: Path) -> None:
-    """Raises JobError where the run has no such sample, or no such file can be written."""
-    problems = list(position_problems(job, step, [sample]))
-    if path.suffix not in SUFFIXES:
-        problems.append(Problem("", f"--out {path}: {path.suffix!r} is no format; end it in {' or '.join(SUFFIXES)}"))
-    if not path.parent.is_dir():
-        problems.append(Problem("", f"--out {path}: the folder {str(path.parent)!r} does not exist; make it"))
-    if problems:
-        raise JobError(problems)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("forge-run look", description=command.__doc__)
     add_position(parser, default=0)
     out = "file to write, which ends in .png or .html (look.png); the HTML needs no other file"
-    parser.add_argument("--out", default="look.png", metavar="FILE", help=out)
+    parser.add_argument("--out", type=Path, default=Path("look.png"), metavar="FILE", help=out)
     tokens = f"tokens to show; 0: all ({SHOWN})"
     parser.add_argument("--tokens", type=count, default=SHOWN, metavar="N", help=tokens)
     ranks = "ranks that the job is to run on (1); the samples are the same on any number"

@@ -6,11 +6,11 @@ import base64
 import io
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 
 from PIL import Image
 from rich.cells import cell_len
 
+from forge_kit.outputs import MARK
 from forge_plugin_data_view.look_pictures import colour_of, panels_of, title_of
 from forge_plugin_data_view.look_png import colours_of
 from forge_plugin_data_view.row_text import Line, Piece, Wrapping
@@ -32,13 +32,14 @@ td:last-child { text-align: left; white-space: pre } .rule { border-bottom: 1px 
 """
 
 
-def write_html(sheet: Sheet, path: Path) -> None:
-    """Write a sample as an HTML page with its pictures inside."""
-    path.write_text("\n".join(_page(sheet)) + "\n", "utf-8")
+def html_of(sheet: Sheet) -> bytes:
+    """Returns a sample as an HTML page with its pictures inside."""
+    return ("\n".join(_page(sheet)) + "\n").encode()
 
 
 def _page(sheet: Sheet) -> Iterator[str]:
     yield f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(sheet.title)}</title>'
+    yield f'<meta name="generator" content="{MARK}">'
     yield f"<style>{STYLE}</style>\n<h1>{escape(sheet.title)}</h1>"
     for name, value in sheet.facts:
         yield f'<div class="facts">{escape(name)}: {escape(value)}</div>'

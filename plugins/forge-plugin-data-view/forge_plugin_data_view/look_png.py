@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from io import BytesIO
 from typing import NamedTuple
 
 from attrs import define, field
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 
+from forge_kit.outputs import MARK
 from forge_plugin_data_view.look_pictures import Panel, colour_of, font_of, panels_of, title_of
 from forge_plugin_data_view.row_text import Line, Piece, Wrapping
 from forge_plugin_data_view.sheet import PositionIds, Sheet
@@ -59,8 +61,8 @@ class Column:
         return sheet
 
 
-def write_png(sheet: Sheet, path: Path) -> None:
-    """Write a sample as a PNG."""
+def png_of(sheet: Sheet) -> bytes:
+    """Returns a sample as a PNG."""
     column = Column()
     column.text(sheet.title, TITLE)
     column.space(4)
@@ -70,7 +72,10 @@ def write_png(sheet: Sheet, path: Path) -> None:
         column.text(f"! {fault}", colour=FAULT)
     _add_visuals(column, sheet)
     _add_row(column, sheet)
-    column.picture().save(path, format="PNG", optimize=True)
+    data, about = BytesIO(), PngInfo()
+    about.add_text("Software", MARK)
+    column.picture().save(data, format="PNG", optimize=True, pnginfo=about)
+    return data.getvalue()
 
 
 def _add_visuals(column: Column, sheet: Sheet) -> None:

@@ -23,10 +23,8 @@ from forge_plugin_drill.attempt import Attempt
 from forge_plugin_drill.faults import FAULTS, Fault
 from forge_plugin_drill.injection import INJECTED, STEPS, read_records
 from forge_plugin_drill.results import Curve, Result, deviation, first_difference
-from forge_plugin_drill.subject import Subject
+from forge_plugin_drill.subject import MARKER, Subject
 
-MARKER = "drill.json"
-"""In the folder of a drill: whose it is."""
 LEAST_HANG_S = 20.0
 """Shortest limit on hangs that a drill sets for faults that are found by one."""
 FAREWELL_S = 4.0
@@ -110,8 +108,6 @@ class Course:
             ForgeError: the folder is in use, or is something else.
         """
         folder, marker = self.subject.folder, self.subject.folder / MARKER
-        if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not marker.exists())):
-            raise ForgeError(f"{folder} is not the folder of a drill; give another one by --output")
         if marker.exists():
             process = json.loads(marker.read_text())["process"]
             if process != os.getpid() and Path(f"/proc/{process}").exists():

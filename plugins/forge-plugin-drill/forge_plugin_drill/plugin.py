@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import define, field
 from attrs.validators import ge, gt, in_
 
-from forge_core.contracts.components import Plugin, TrainingHook, WhenResumed
+from forge_core.contracts.components import FilePath, Plugin, TrainingHook, WhenResumed
 from forge_core.contracts.hookspecs import hookimpl
 from forge_plugin_drill.faults import FAULTS
 from forge_plugin_drill.injection import Injection
@@ -28,7 +28,7 @@ class Drill(Plugin):
 
     resumes_as: ClassVar[WhenResumed | None] = "safe"
 
-    folder: str
+    folder: FilePath
     """Folder for the record of steps and of the injection."""
     steps: int = field(validator=gt(0))
     """Step after which the run ends for good: schedules go by `train.steps`, which stays as it is."""

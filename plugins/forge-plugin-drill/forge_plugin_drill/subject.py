@@ -16,6 +16,7 @@ from forge_core.config.keys import walk_components
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_kit.outputs import free_folder
 
 if TYPE_CHECKING:
     from forge_plugin_drill.faults import Fault
@@ -24,6 +25,8 @@ FEWEST_STEPS = 6
 """For two saves, a step between them, and one after them."""
 LOCAL_STORAGE = "forge-run/local"
 """The storage of a resolved job that names none."""
+MARKER = "drill.json"
+"""File by which the folder of a drill is known."""
 TABLE = "drill"
 """Name of the plugin's table in the jobs of a drill."""
 
@@ -148,6 +151,7 @@ def prepare(files: Sequence[str], overrides: Sequence[str], ranks: int, steps: i
         JobError: the job is wrong, or too short for a drill.
     """
     catalog = Catalog.installed()
+    output = output and free_folder(output, "--output", [MARKER])
     job = load_job(*files, overrides=overrides, catalog=catalog, world_size=ranks)
     if job.train.steps < FEWEST_STEPS:
         raise JobError([Problem("train.steps", f"{job.train.steps}: a drill takes at least {FEWEST_STEPS} steps")])
@@ -165,7 +169,7 @@ def prepare(files: Sequence[str], overrides: Sequence[str], ranks: int, steps: i
         catalog=catalog,
         ranks=ranks,
         steps=steps,
-        folder=output or Path(job.job.output) / f"{job.job.name}.drill",
+        folder=output or free_folder(Path(job.job.output) / f"{job.job.name}.drill", "--output", [MARKER]),
         tables=tables,
         storage=storage,
         stamp="" if storage == LOCAL_STORAGE else time.strftime("-%m%d%H%M%S"),

@@ -10,6 +10,7 @@ from attrs import define, field
 from attrs.validators import ge
 
 from forge_core import Job, JobError, ModelComponent, Plugin, Problem, TrainingHook, hookimpl
+from forge_core.contracts.components import FilePath
 from forge_plugin_vision import VisionLanguage
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Features(Plugin):
 
     resumes_as = "safe"  # it changes no number
 
-    path: str | None = None
+    path: FilePath | None = None
     """Folder of the features; a tower has a folder of its own in it. By default `features` in Forge's cache
     (`$FORGE_CACHE`, else `~/.cache/forge`)."""
     keep_free_gb: float = field(default=1.0, validator=ge(0))
@@ -40,7 +41,7 @@ class Features(Plugin):
         """The folder of the features of all towers."""
         from forge_kit.cache import cache_root
 
-        return cache_root() / "features" if self.path is None else Path(self.path).expanduser().absolute()
+        return cache_root() / "features" if self.path is None else Path(self.path).absolute()
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if not isinstance(job.model, VisionLanguage):

@@ -8,8 +8,11 @@ from pathlib import Path
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.outputs import output_file
 from forge_plugin_goodput.report import describe, facts_of
 from forge_plugin_goodput.run_account import RunAccount, read_run
+
+FORMATS = (".png", ".pdf", ".svg")
 
 
 def command(argv: list[str]) -> int:
@@ -20,6 +23,8 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the run's time into a PNG, PDF or SVG file")
     with_examples(parser, "forge-run goodput runs/big", "forge-run goodput runs/big --picture goodput.png")
     options = parser.parse_args(argv)
+    if options.picture is not None:
+        options.picture = output_file(options.picture, "--picture", FORMATS)
     runs = [read_run(folder) for folder in options.runs]
     if options.picture is not None:
         if len(runs) > 1:
@@ -40,10 +45,8 @@ def _draw(run: RunAccount, path: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise JobError("--picture needs matplotlib: pip install 'forge-plugin-goodput[picture]'") from error
-    from forge_plugin_goodput.picture import FORMATS, draw
+    from forge_plugin_goodput.picture import draw
 
-    if path.suffix not in FORMATS:
-        raise JobError(f"--picture {path}: draws {', '.join(FORMATS)}")
     assert run.account is not None
     try:
         draw(run.account, path, run.folder.name)

@@ -18,7 +18,6 @@ from forge_plugin_goodput.words import count, duration
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".png", ".pdf", ".svg")
 PAPER = "#ffffff"
 GROUPS = {
     "productive": ("productive", "#2563eb", ("productive",)),
@@ -39,7 +38,7 @@ assert GROUP_OF.keys() == CLASSES.keys()
 def draw(account: Account, path: Path, title: str) -> None:
     """Write the picture of a run's time; the file is replaced when it is whole."""
     with quiet_style():
-        write_figure(make_figure(account, title), path, path.suffix.removeprefix("."))
+        write_figure(make_figure(account, title), path, path.suffix.lower().removeprefix("."))
 
 
 def make_figure(account: Account, title: str) -> Figure:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import field, frozen
 
-from forge_core.contracts.components import TokenizerComponent, when_resumed
+from forge_core.contracts.components import FilePath, TokenizerComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_huggingface.hub import expanded, explained, local_problem
 
@@ -37,7 +37,7 @@ class Auto(TokenizerComponent):
     chats: ClassVar[bool] = True
     """Whether `build` returns a `forge_plugin_huggingface.chat.ChatTokenizer`."""
 
-    path: str = field(metadata=when_resumed("safe"))
+    path: FilePath = field(metadata=when_resumed("safe"))
     """A folder that `save_pretrained` wrote, or the name of a repository on the hub."""
     revision: str = ""
     """Branch, tag or commit on the hub; empty: its default branch."""
@@ -53,7 +53,7 @@ class Auto(TokenizerComponent):
     spelled_tokens: Literal["refuse", "warn"] = field(default="refuse", metadata=when_resumed("safe"))
     """Where a text with the characters of `end_of_text` or `begin_of_text` is encoded as that token, as by vocabularies
     of words (of proteins, chess, music): refuse the tokenizer; or warn, for texts that do not have these characters."""
-    chat_template: str = ""
+    chat_template: FilePath = ""
     """File with a Jinja template for chats, in place of the tokenizer's own."""
     chat_variables: Mapping[str, str | bool | int | float] = field(factory=dict)
     """Further variables of the template, such as `enable_thinking` or `date_string`."""
@@ -68,7 +68,7 @@ class Auto(TokenizerComponent):
 
     def expected_vocab_size(self) -> int | None:
         """Returns the size of a local tokenizer; None if it is on the hub."""
-        if not Path(self.path).expanduser().is_dir():
+        if not Path(self.path).is_dir():
             return None
         try:
             return self._pretrained().vocab_size
@@ -98,7 +98,7 @@ class Auto(TokenizerComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if message := local_problem(self.path):
             yield Problem("path", message)
-        if self.revision and Path(self.path).expanduser().is_dir():
+        if self.revision and Path(self.path).is_dir():
             yield Problem("revision", f"{self.revision!r} is of the hub, but {self.path!r} is a folder; leave it out")
         if self.chat_template:
             try:
@@ -113,7 +113,7 @@ class Auto(TokenizerComponent):
 
 def _read(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text("utf-8")
+        return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         message = f"{path!r} cannot be read ({error}); give a file with a Jinja template"
         raise JobError([Problem("chat_template", message)]) from error

@@ -9,7 +9,7 @@ import attrs
 from attrs import frozen
 from attrs.validators import ge
 
-from forge_core.contracts.components import DatasetComponent, when_resumed
+from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.problems import NO_TOKENIZER, problems_of
@@ -38,7 +38,7 @@ class HuggingFace(DatasetComponent):
     never run.
     """
 
-    path: str
+    path: FilePath
     """A folder with data files (`.jsonl`, `.parquet`, …), a folder that `save_to_disk` wrote, the name of a dataset on
     the hub (`owner/name`), or a format (`json`, `parquet`, `csv`, `arrow`, `text`) whose files `data_files` names."""
     config: str = ""
@@ -47,7 +47,7 @@ class HuggingFace(DatasetComponent):
     """The split to train on; read as a whole, also a part of one (`train[:90%]`)."""
     revision: str = ""
     """Branch, tag or commit on the hub; empty: its default branch."""
-    data_files: str | tuple[str, ...] | Mapping[str, str] = ()
+    data_files: FilePath | tuple[FilePath, ...] | Mapping[str, FilePath] = ()
     """Files or globs, relative to `path`: one, a list, or one for each split; by default all files of `path`."""
     field: str = "text"
     """The field of a row that holds its text."""

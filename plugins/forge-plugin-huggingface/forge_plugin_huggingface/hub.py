@@ -11,7 +11,7 @@ from forge_core.contracts.errors import JobError, Problem
 
 def local_problem(path: str) -> str | None:
     """Returns the problem of a `path` that can only be a folder on disk; names on the hub look like `owner/name`."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not path:
         return "names nothing; give a folder, or the name of a repository on the hub"
     if folder.is_file():
@@ -24,7 +24,7 @@ def local_problem(path: str) -> str | None:
 
 def expanded(path: str) -> str:
     """Returns the absolute path of a folder, which is no valid name on the hub or of a format; else the name."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     return str(folder.resolve()) if folder.is_dir() else path
 
 
@@ -46,7 +46,7 @@ def explained(path: str, key: str = "path") -> Iterator[None]:
 def _tried(path: str) -> str:
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if folder.is_dir():
         return f"it was read from the folder {folder.resolve()}"
     tried = f"there is no folder {folder.absolute()}, so it is a name on the hub"

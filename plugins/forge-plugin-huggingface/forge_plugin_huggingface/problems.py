@@ -31,7 +31,7 @@ def problems_of(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
 
 
 def _path_problems(dataset: HuggingFace) -> Iterator[Problem]:
-    path, folder = dataset.path, Path(dataset.path).expanduser()
+    path, folder = dataset.path, Path(dataset.path)
     if path in FORMATS and not folder.is_dir():
         if not dataset.data_files:
             yield Problem("data_files", f"path = {path!r} is a format; name the files that have it")

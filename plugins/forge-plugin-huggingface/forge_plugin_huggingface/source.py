@@ -39,12 +39,12 @@ class Origin:
     @property
     def is_saved(self) -> bool:
         """Whether it is a folder of `save_to_disk`."""
-        folder = Path(self.path).expanduser()
+        folder = Path(self.path)
         return (folder / STATE).is_file() or (folder / SPLITS).is_file()
 
     def open(self) -> Source:
         """Open the source; raises `JobError` if the data does not exist."""
-        return Saved(Path(self.path).expanduser()) if self.is_saved else DataFilesSource(self)
+        return Saved(Path(self.path)) if self.is_saved else DataFilesSource(self)
 
 
 class Source(Protocol):

@@ -39,7 +39,7 @@ def letter_width(name: str, size: int, letter: str) -> float:
 
 
 def _path(name: str) -> Path:
-    if (path := Path(name).expanduser()).is_file():
+    if (path := Path(name)).is_file():
         return path
     try:
         import matplotlib

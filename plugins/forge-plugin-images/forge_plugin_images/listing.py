@@ -71,9 +71,7 @@ def open_records(patterns: Sequence[str], folder: str, split: str) -> Records:
 
 def is_saved(patterns: Sequence[str]) -> bool:
     """Whether the source is a folder that `save_to_disk` of Hugging Face's datasets wrote."""
-    return len(patterns) == 1 and any(
-        os.path.isfile(os.path.join(os.path.expanduser(patterns[0]), name)) for name in SAVED
-    )
+    return len(patterns) == 1 and any(os.path.isfile(os.path.join(patterns[0], name)) for name in SAVED)
 
 
 def _existing(pattern: str, finder: FileFinder) -> list[str]:

@@ -9,7 +9,7 @@ import attrs
 from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, le, min_len
 
-from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.components import DatasetComponent, FilePath
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images.size_problems import channel_problems
 from forge_plugin_vision import Grid, image_input
@@ -40,7 +40,7 @@ class RenderedText(DatasetComponent):
     default the images are easy to read: one font and size, each word at the left. Held-out words are never trained on.
     """
 
-    words: str = ""
+    words: FilePath = ""
     """File with a word a line; empty: those of Python's standard library that occur there twice."""
     length: Range = field(default=(3, 10), validator=_ascending)
     """Letters of a word, from and to, for words of the standard library."""
@@ -50,9 +50,9 @@ class RenderedText(DatasetComponent):
     """Images of each training word in an epoch; a held-out word has one."""
     size: tuple[int, int] = (0, 0)
     """Height and width of an image in pixels; [0, 0]: those of the encoder, if it has fixed ones."""
-    fonts: tuple[str, ...] = field(default=(BUILT_IN,), validator=min_len(1))
+    fonts: tuple[FilePath, ...] = field(default=(BUILT_IN,), validator=min_len(1))
     """Fonts to choose from: `built-in` (Pillow's), a file, or one that matplotlib has, such as `DejaVuSansMono`."""
-    held_out_fonts: tuple[str, ...] = ()
+    held_out_fonts: tuple[FilePath, ...] = ()
     """Fonts of held-out words; empty: `fonts`."""
     text_size: Range = field(default=(14, 14), validator=and_(deep_iterable(gt(0)), _ascending))
     """Size of the letters in pixels, from and to."""

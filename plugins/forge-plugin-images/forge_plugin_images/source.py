@@ -12,7 +12,7 @@ from attrs import field, frozen
 from attrs.validators import and_, ge, gt, le, lt, optional
 
 from forge_core import deprecated_key
-from forge_core.contracts.components import DatasetComponent, when_resumed
+from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images.image_file import MAX_PIXELS, GreyRange
 from forge_plugin_images.listing import files_of, is_saved, open_records
@@ -79,12 +79,12 @@ class ImageDataset(DatasetComponent):
     optional_columns: ClassVar[Collection[str]] = ("images",)
     """Settings of `columns` whose keys a record may lack."""
 
-    path: str | tuple[str, ...]
+    path: FilePath | tuple[FilePath, ...]
     """Files, folders and globs, one or a list: JSON lines, tar shards, Parquet, a folder of `save_to_disk`, or a folder
     of images or videos with texts beside them."""
     split: str = "train"
     """Of a stream or a table, Parquet or `save_to_disk`: the split to train on."""
-    folder: str = ""
+    folder: FilePath = ""
     """Where relative paths of images and videos start; empty: beside the file that names them."""
     resize: Literal[
         "auto", "native", "fill", "stretch", "crop", "pad", "tiles", "aspect", "split", "canvas", "any_resolution"
@@ -122,7 +122,7 @@ class ImageDataset(DatasetComponent):
     """Images with more pixels cannot be read. A worker takes 4 to 20 bytes for each pixel, by format."""
     held_out_every: int = field(default=0, validator=_off_or_at_least_two)
     """Hold out every n-th document, starting with the first; in a stream, of every file. 0: none."""
-    held_out_list: str = ""
+    held_out_list: FilePath = ""
     """File that names the documents to hold out, one a line: `data/a.jsonl:17`, or a file for all in it."""
     streaming: bool = False
     """Whether to read the data during training, as the dataset `huggingface` does, instead of measuring it before.
@@ -131,7 +131,7 @@ class ImageDataset(DatasetComponent):
     """With `streaming`: configuration of the dataset, if it has several."""
     revision: str = ""
     """With `streaming`: branch, tag or commit on the hub; empty: its default branch."""
-    data_files: str | tuple[str, ...] | Mapping[str, str] = ()
+    data_files: FilePath | tuple[FilePath, ...] | Mapping[str, FilePath] = ()
     """With `streaming`: files or globs, relative to `path`: one, a list, or one for each split."""
     held_out_split: str = ""
     """With `streaming`: the split to evaluate on; empty: none."""

@@ -281,7 +281,7 @@ def held_out_records(keys: ImageDataset, source: Source, part: SplitPart) -> Tab
 
 def home_of(keys: ImageDataset) -> str:
     """Returns the folder where relative paths of images start; empty: the working directory."""
-    own = str(Path(str(keys.path)).expanduser())
+    own = str(Path(str(keys.path)))
     return keys.folder or (own if os.path.isdir(own) else "")
 
 

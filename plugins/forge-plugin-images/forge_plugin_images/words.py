@@ -58,7 +58,7 @@ def words_of_file(path: str) -> Words:
         JobError: the file cannot be read.
     """
     try:
-        lines = Path(path).expanduser().read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         message = f"{path!r} cannot be read ({error}); give a text file with a word a line"
         raise JobError([Problem("words", message)]) from error

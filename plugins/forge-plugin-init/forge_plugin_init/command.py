@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import with_examples
+from forge_kit.outputs import free_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,8 +53,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
     parser = _parser()
     options = parser.parse_args(argv)
-    if Path(options.job).exists():
-        raise JobError(f"{PROGRAM}: {options.job} exists already, and nothing is overwritten; name another file")
+    options.job = str(free_path(Path(options.job), PROGRAM))
     if not Path(options.job).absolute().parent.is_dir():
         raise JobError(f"{PROGRAM}: there is no folder {Path(options.job).parent}; make it first")
     given = [name for name in SOURCES if getattr(options, name)]

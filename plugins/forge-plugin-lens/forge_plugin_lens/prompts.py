@@ -36,11 +36,13 @@ def load(options: argparse.Namespace) -> tuple[TrainedModel, Tokenizer]:
     """Load a model whole, whatever layout it was trained under, and its tokenizer.
 
     Raises:
-        JobError: there is no such run.
+        JobError: there is no such run, or `--out` cannot be written.
         ForgeError: the model was trained without a tokenizer.
     """
     from forge_core import load_model
 
+    if options.out is not None:  # before the minutes that it takes to load and to compute
+        output_file(options.out, "--out", SUFFIXES)
     if not Path(options.path).exists():
         raise JobError(f"{options.path}: no such run folder or checkpoint")
     trained = load_model(options.path, device=options.device, run=options.run)
@@ -82,11 +84,9 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int], has_glyphs: Callable[[
 
 def picture_path(options: argparse.Namespace, name: str) -> Path:
     """Returns where the picture goes: `--out`, or the run folder (that of a checkpoint's run)."""
-    if options.out is not None:
-        return output_file(options.out, "--out", SUFFIXES)
     path = Path(options.path)
     folder = path.parent.parent if path.name.startswith("step-") else path
-    return folder / f"{name}.png"
+    return output_file(options.out or folder / f"{name}.png", "--out", SUFFIXES)
 
 
 def title_of(trained: TrainedModel, what: str) -> str:

@@ -13,6 +13,7 @@ from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_core.launch.world import join_world
 from forge_kit.commands import count
+from forge_kit.outputs import MARK, output_file, write_output
 from forge_kit.ranks import add_ranks, run_on_ranks
 from forge_plugin_generate.options import check_path, separated
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 def command(argv: list[str]) -> int:
     """Evaluate the model of a run or checkpoint on tasks of lm-evaluation-harness."""
     options = separated(_parser(), argv)
+    if options.output is not None:
+        options.output = output_file(options.output, "--output")
     check_path(Path(options.path), options.device)
     if options.harness == "lmms-eval":
         from forge_plugin_lm_eval.image_command import evaluate_images
@@ -58,8 +61,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     if results.get("groups"):
         print(make_table(results, "groups"))
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n", "utf-8")
+        text = json.dumps({"generator": MARK, **results}, indent=1, default=str, ensure_ascii=False)
+        write_output(options.output, "--output", text + "\n")
     return ExitCode.FINISHED
 
 

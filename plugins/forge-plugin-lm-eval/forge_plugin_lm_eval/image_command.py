@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.contracts.errors import ExitCode, JobError, Problem
+from forge_kit.outputs import MARK, write_output
 from forge_kit.ranks import ranks_asked_for
 from forge_plugin_generate.command import load_trained
 from forge_plugin_lm_eval.task_names import matching_tasks
@@ -62,8 +63,8 @@ def evaluate_images(options: argparse.Namespace) -> int:
         print(make_table(results, "groups"))
     if options.output:
         results["checkpoint"], results["step"] = str(trained.loaded.checkpoint), trained.loaded.step
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n", "utf-8")
+        text = json.dumps({"generator": MARK, **results}, indent=1, default=str, ensure_ascii=False)
+        write_output(options.output, "--output", text + "\n")
     return ExitCode.FINISHED
 
 

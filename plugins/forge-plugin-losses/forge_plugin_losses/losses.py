@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field, frozen
 from attrs.validators import and_, ge, gt, le, lt
 
-from forge_core.contracts.components import LossComponent, TrainingHook, when_resumed
+from forge_core.contracts.components import FilePath, LossComponent, TrainingHook, when_resumed
 from forge_core.contracts.errors import CheckpointError, JobError, Problem
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Distillation(ChunkedCrossEntropy):
     evaluations do not run the teacher.
     """
 
-    teacher: str
+    teacher: FilePath
     """A checkpoint, or a run folder or job file whose newest checkpoint is taken. It must have the student's vocabulary
     and tokenizer."""
     weight: float = field(default=0.5, validator=and_(ge(0), le(1)))
@@ -123,7 +123,7 @@ class SameTeacher(TrainingHook):
     """
 
     resumes_as = "safe"
-    teacher: str
+    teacher: FilePath
     checkpoint: str = field(init=False, default="")
 
     def on_train_begin(self, context: Any) -> None:

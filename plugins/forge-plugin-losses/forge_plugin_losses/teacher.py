@@ -58,7 +58,7 @@ def find_trained(source: Path) -> tuple[Path, Mapping[str, Any]]:
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise CheckpointError(f"{source} cannot be read as a job file: {error}") from error
     section = JobSection(**{key: table[key] for key in ("name", "output") if key in table})
-    return locate(Path(section.output) / section.name, "sizes")
+    return locate(Path(section.output).expanduser() / section.name, "sizes")
 
 
 def load_trained(source: Path, context: BuildContext) -> TrainedModel:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from attrs import Attribute, field, frozen
 from attrs.validators import ge, optional
 
-from forge_core.contracts.components import DatasetComponent, when_resumed
+from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_memmap.corpus import CorpusKeys, ShardedCorpus, find_corpus
@@ -37,7 +37,7 @@ class Memmap(DatasetComponent):
     contents of a file are read from its header, or stated here; they are never guessed.
     """
 
-    path: str | tuple[str, ...]
+    path: FilePath | tuple[FilePath, ...]
     """Files, folders and globs (`data/*.npy`): one, or a list. Relative ones start at the current directory. The folder
     of `prepare-data` stands for both of its splits."""
     format: Literal["auto", "raw"] = "auto"
@@ -46,7 +46,7 @@ class Memmap(DatasetComponent):
     """Type of the ids in raw files, little-endian; for those, it is required."""
     end_of_text: int | None = field(default=None, validator=optional(ge(0)))
     """Id that ends a document; required where the files do not say."""
-    held_out_path: str | tuple[str, ...] = ()
+    held_out_path: FilePath | tuple[FilePath, ...] = ()
     """Files whose documents are held out, given like `path`; by default those that `prepare-data` held out."""
     held_out_every: int = field(default=0, validator=_off_or_at_least_two)
     """Hold out every n-th document, starting with the first; 0: none. Without a document index (`.ends`) beside them,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
-from forge_core.contracts.components import TokenizerComponent, when_resumed
+from forge_core.contracts.components import FilePath, TokenizerComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_memmap.prepared import TOKENIZER, read_prepared
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class PreparedTokenizer(TokenizerComponent):
     """The tokenizer of a folder that `forge-run prepare-data` wrote, whatever its type. It is never trained again."""
 
-    path: str = field(metadata=when_resumed("safe"))
+    path: FilePath = field(metadata=when_resumed("safe"))
     """The folder. A relative one starts at the current directory. A continued run has a copy of its own."""
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> Tokenizer:

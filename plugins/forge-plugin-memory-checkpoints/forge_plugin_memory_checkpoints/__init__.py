@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 from attrs.validators import ge, min_len
 
 from forge_core import Problem, StorageComponent, TrainingHook, default_type
+from forge_core.contracts.components import FilePath
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext, TrainContext
@@ -39,7 +40,7 @@ class Tiered(StorageComponent):
     of its own, on a neighbour, or in `durable`.
     """
 
-    fast: str = field(default="/dev/shm/forge", validator=min_len(1))  # noqa: S108  # made with the user's rights only
+    fast: FilePath = field(default="/dev/shm/forge", validator=min_len(1))  # noqa: S108  # made with the user's rights only
     """Folder in memory (tmpfs) on each machine; `{node}` in it is the machine's name. Runs have folders of their own in
     it, which a run that ends in order removes."""
     copies: int = field(default=1, validator=ge(0))
@@ -68,7 +69,7 @@ class Tiered(StorageComponent):
         assert context.folder is not None
         # Runs of one name in different folders must not meet in the memory of a machine
         mark = hashlib.sha256(os.path.abspath(context.folder).encode()).hexdigest()[:8]
-        fast = Path(self.fast.replace("{node}", this_node())).expanduser() / f"{context.folder.name}-{mark}"
+        fast = Path(self.fast.replace("{node}", this_node())) / f"{context.folder.name}-{mark}"
         durable = context.build(self.durable)
         return TieredStorage(fast, durable, context.job.checkpoint, copies=self.copies, every=self.durable_every)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
+from forge_core.contracts.components import FilePath
 from forge_core.contracts.errors import Problem
 from forge_kit.tracking import TrackerComponent
 
@@ -30,7 +31,7 @@ class MLflow(TrackerComponent):
     after a crash has two values, of which the later one counts as the newest.
     """
 
-    tracking_uri: str = ""
+    tracking_uri: FilePath = ""
     """Server (`https://…`), database (`sqlite:///…`), or `databricks`. Empty: `MLFLOW_TRACKING_URI`, or the SQLite file
     `mlflow.db` in `job.output`, with files beside it."""
     counts_interval: int = field(default=100, validator=ge(0))

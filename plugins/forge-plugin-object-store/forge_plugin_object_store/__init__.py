@@ -10,6 +10,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
 from forge_core import Problem, StorageComponent
+from forge_core.contracts.components import FilePath
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -35,7 +36,7 @@ class Objects(StorageComponent):
     url: str
     """`s3://bucket/folder/{job}`, or of another protocol of fsspec (`gs`, `az`, `file`, …). `{job}`, the name of the
     run, must be in it: runs that shared a folder would take each other's checkpoints for their own."""
-    cache: str = ""
+    cache: FilePath = ""
     """Folder for files on their way to and from the bucket, of the size of one checkpoint's part of this machine; by
     default `checkpoints` in the run folder. `{job}` is the name of the run. Ranks of one machine may share it."""
     parallel: int = field(default=8, validator=[ge(1), le(256)])
@@ -95,5 +96,5 @@ class Objects(StorageComponent):
             backoff_s=self.backoff_s,
             timeout_s=self.timeout_s,
         )
-        cache = Path(self.cache.replace("{job}", name)).expanduser() if self.cache else context.folder / "checkpoints"
+        cache = Path(self.cache.replace("{job}", name)) if self.cache else context.folder / "checkpoints"
         return ObjectStorage(bucket, cache)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 from attrs.validators import ge, le
 
-from forge_core.contracts.components import LoggerComponent
+from forge_core.contracts.components import FilePath, LoggerComponent
 from forge_core.contracts.errors import Problem
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Prometheus(LoggerComponent):
     """Port of the endpoint; 0: any free one. Where it is stands in `prometheus.json` of the run folder."""
     host: str = "127.0.0.1"
     """Address on which the endpoint listens; `0.0.0.0` for a Prometheus on another machine. Empty: no endpoint."""
-    textfile: str = ""
+    textfile: FilePath = ""
     """File for the textfile collector of node_exporter, written anew for each line; it must end in `.prom`."""
     labels: Mapping[str, str] = field(factory=dict)
     """Further labels of every number, for example `{ cluster = "a" }`."""
@@ -46,6 +47,10 @@ class Prometheus(LoggerComponent):
             yield Problem("host", "neither an endpoint nor a textfile: set host, or textfile")
         if self.textfile and not self.textfile.endswith(".prom"):
             yield Problem("textfile", f"{self.textfile!r} must end in .prom, or node_exporter does not read it")
+        elif self.textfile and _is_of_others(Path(self.textfile)):
+            yield Problem(
+                "textfile", f"{self.textfile!r} is of another program, and would be replaced; name another file"
+            )
         for name in self.labels:
             if name in OWN_LABELS or not LABEL.fullmatch(name):
                 own = f"; {', '.join(OWN_LABELS)} are taken"
@@ -56,3 +61,11 @@ class Prometheus(LoggerComponent):
 
         assert context.folder is not None
         return PrometheusLogger(self, context.job.job.name, context.folder)
+
+
+def _is_of_others(path: Path) -> bool:
+    """Whether a file is there that this logger did not write."""
+    try:
+        return path.exists() and "forge_run_state" not in path.read_text(errors="replace")
+    except OSError:  # a folder, or not readable: writing will say so
+        return False

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from forge_core.cli.command_line import with_examples
-from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, core_version
-from forge_kit.outputs import output_file
+from forge_kit.outputs import output_file, write_output
 from forge_kit.report_sections import ReportSection
 from forge_plugin_report.collect import runs_of, sections_of
 
@@ -66,14 +66,14 @@ def write_report(
         title: title of the report; empty: the names of the runs.
 
     Raises:
-        JobError: a folder is no run's, or a curve, section or format is not known.
-        ForgeError: the file cannot be written.
+        JobError: a folder is no run's, a curve, section or format is not known, or the file cannot be written: there is
+            one that no report is, for example.
     """
     from forge_plugin_report.markdown import page_markdown
     from forge_plugin_report.page import page_html
     from forge_plugin_report.sections.curves import Curves, check_names
 
-    out = Path(out)
+    out = output_file(Path(out), "out")
     form = form or ("md" if out.suffix.lower() in (".md", ".markdown") else "html")
     if form not in FORMATS:
         raise JobError(f"format {form!r} is not known; there are {', '.join(FORMATS)}")
@@ -87,15 +87,5 @@ def write_report(
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     title, made = title or " · ".join(run.name for run in runs), f"forge-run {core_version()}, {now}"
     page = page_markdown(title, made, found) if form == "md" else page_html(title, made, runs, found)
-    return _replace(out, page)
-
-
-def _replace(out: Path, page: str) -> int:
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
-        unfinished.replace(out)
-    except OSError as error:
-        raise ForgeError(f"{out} cannot be written: {error.strerror}") from error
-    return out.stat().st_size
+    write_output(out, "out", content := page.encode(errors="backslashreplace"))
+    return len(content)

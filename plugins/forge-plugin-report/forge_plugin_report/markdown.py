@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import singledispatch
 from itertools import groupby
 
+from forge_kit.outputs import MARK
 from forge_kit.report_sections import Bars, Block, Cell, Chart, HeatMap, Line, Paragraph, Preformatted, ReportRun, Table
 from forge_plugin_report.collect import Section
 from forge_plugin_report.heat_map_png import extremes_of
@@ -25,7 +26,7 @@ def page_markdown(title: str, made: str, sections: Sequence[Section]) -> str:
         for kind, group in groupby(section.blocks, key=type):
             blocks = list(group)
             parts += _charts(blocks) if kind is Chart else map(block_markdown, blocks)
-    return "\n\n".join([*parts, f"*{escaped(made)}*"]) + "\n"
+    return "\n\n".join([*parts, f"*{escaped(made)}*", f"<!-- {MARK} -->"]) + "\n"
 
 
 def escaped(text: str) -> str:

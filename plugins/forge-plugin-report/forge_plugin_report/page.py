@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_kit.outputs import MARK
 from forge_kit.report_sections import ReportRun
 from forge_plugin_report.chart_svg import color_classes
 from forge_plugin_report.collect import Section
@@ -48,6 +49,7 @@ def page_html(title: str, made: str, runs: Sequence[ReportRun], sections: Sequen
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">'
+        f'<meta name="generator" content="{MARK}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
         f"<title>{escape(title)}</title><style>{style}</style></head>"

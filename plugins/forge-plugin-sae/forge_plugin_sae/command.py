@@ -11,6 +11,7 @@ from forge_core.cli.command_line import parse_job_arguments, positive, with_exam
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.commands import load_component
+from forge_kit.outputs import free_folder
 from forge_kit.tables import columns
 from forge_plugin_sae.sae import SAE
 from forge_plugin_taps import SinkComponent
@@ -40,12 +41,11 @@ def command(argv: list[str]) -> int:
     )
     options, files, overrides = parse_job_arguments(parser, argv, keys=KEYS)
     settings = _settings(files, overrides)
+    out = options.out and free_folder(options.out, "--out")
     from forge_plugin_sae.stored import Samples, train  # imports torch
 
     samples = Samples.of(Path(options.run))
-    out = options.out or samples.folder.parent / settings.folder
-    if out.exists():
-        raise JobError(f"{out} exists: name another folder by --out, or by --sae.folder, or remove it")
+    out = out or free_folder(samples.folder.parent / settings.folder, "sae.folder")
     trained = train(settings, samples, options.epochs, options.held_out, options.device, out)
     print(_table(trained))
     print(f"written to {out}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import min_len
 
+from forge_core.contracts.components import FilePath
 from forge_core.contracts.errors import ForgeError, Problem
 from forge_plugin_taps import EditComponent, shares_tokens
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class SAEEdit(EditComponent):
     """Puts an autoencoder's reconstruction in place of activations, with some latents set to values."""
 
-    folder: str = field(validator=min_len(1))
+    folder: FilePath = field(validator=min_len(1))
     """Folder with one autoencoder for each point, as the sink and the command `sae` write them, or SAELens."""
     latents: Mapping[str, float] = field(factory=dict)
     """Values of latents by number (`latents = {"17" = 4.0}`), at every position; the others are as encoded."""

@@ -23,6 +23,7 @@ from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.runtime import SpreadStorage
 from forge_core.launch.world import join_world
 from forge_kit.metrics import read_metrics
+from forge_kit.outputs import new_folder
 from forge_kit.ranks import ranks_asked_for
 from forge_plugin_sdc.faults import Record
 from forge_plugin_sdc.verdict import Replay
@@ -51,6 +52,8 @@ def command(argv: list[str]) -> int:
     world = join_world()
     if not world.alone and options.scratch is None:
         raise JobError("ranks of torchrun or srun need one folder for all of them: --scratch DIR")
+    if options.scratch is not None and world.rank == 0:
+        options.scratch = new_folder(options.scratch, "--scratch")
     refuse_file(options.run)
     run = options.run.resolve()
     if not (run / JOB).is_file():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from attrs import frozen
 
+from forge_kit.outputs import MARK
 from forge_plugin_slurm.cluster import Cluster
 from forge_plugin_slurm.records import FOLDER, SCRIPT
 
@@ -32,7 +33,7 @@ class RunScript:
 
     def text(self) -> str:
         """Returns the text of `submit.sh`."""
-        lines = ["#!/bin/bash", "# Written by `forge-run submit`; `sbatch` takes it again as it is.", *self._header()]
+        lines = ["#!/bin/bash", f"# {MARK}: of `forge-run submit`; `sbatch` takes it again as it is.", *self._header()]
         return "\n".join([*lines, "", *self.cluster.setup, self._command(), ""])
 
     def _header(self) -> Iterator[str]:
@@ -97,7 +98,7 @@ def array_text(scripts: Sequence[RunScript], at_once: int, output: Path) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            "# Written by `forge-run submit --array`: task N is run N of these.",
+            f"# {MARK}: of `forge-run submit --array`; task N is run N of these.",
             *_directives(dict(own)),
             *shared_directives(first.cluster, excluded, first.work, first.options),
             "",

@@ -7,7 +7,7 @@ import glob
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_kit.outputs import output_file
 from forge_kit.run_owner import owner
 from forge_plugin_slurm import scheduler
 from forge_plugin_slurm.cluster import OURS, SHORT, Cluster, read_cluster
@@ -164,13 +165,8 @@ class Submission:
         if dry_run:
             print("\n".join([text, *(f"# {script.run / SCRIPT}\n{script.text()}" for script in scripts)]), end="")
             return ExitCode.FINISHED
-        with _written(scripts):
-            path.write_text(text)
-            try:
-                job = _sbatch(path)
-            except JobError:
-                path.unlink()
-                raise
+        with _written(scripts, {output_file(path, "--array"): text}):
+            job = _sbatch(path)
             for number, script in enumerate(scripts):
                 note(script.run, f"{job}_{number}", job, str(output).replace("%A", job).replace("%a", str(number)))
         for number, script in enumerate(scripts):
@@ -228,24 +224,25 @@ def _collisions(scripts: Sequence[RunScript]) -> Iterator[Problem]:
 
 
 @contextmanager
-def _written(scripts: Sequence[RunScript]) -> Iterator[None]:
-    """Write the scripts of runs; if this context ends with an error, they are taken away again."""
+def _written(scripts: Sequence[RunScript], further: Mapping[Path, str] | None = None) -> Iterator[None]:
+    """Write the scripts of runs, and `further` ones; if this context ends with an error, all is as it was before."""
+    texts = {output_file(script.run / SCRIPT, "job.output"): script.text() for script in scripts} | {**(further or {})}
     made: list[Path] = []
     before: dict[Path, str | None] = {}
     try:
-        for script in scripts:
-            folder, path = script.run / FOLDER, script.run / SCRIPT
+        for folder in [script.run / FOLDER for script in scripts]:
             made += [each for each in (folder, *folder.parents) if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
             before[path] = path.read_text() if path.exists() else None
-            path.write_text(script.text())
+            path.write_text(text)
         yield
     except BaseException:
-        for path, text in before.items():
-            if text is None:
-                path.unlink()
+        for path, earlier in before.items():
+            if earlier is None:
+                path.unlink(missing_ok=True)
             else:
-                path.write_text(text)
+                path.write_text(earlier)
         for folder in made:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, min_len
 
+from forge_core.contracts.components import FilePath
 from forge_core.contracts.errors import Problem
 from forge_plugin_taps.division import shares_tokens
 from forge_plugin_taps.kinds import Edit, EditComponent
@@ -69,7 +70,7 @@ class Add(SelectingEdit):
 
     values: tuple[float, ...] = ()
     """The vector, by numbers."""
-    file: str = ""
+    file: FilePath = ""
     """Or a safetensors file with one tensor, of the shape of the activations behind positions."""
     factor: float = 1.0
     """Multiplies the vector."""
@@ -90,7 +91,7 @@ class Add(SelectingEdit):
 class Mean(SelectingEdit):
     """Sets activations to their mean over all tokens of a store: an ablation that keeps what all tokens share."""
 
-    store: str = field(validator=min_len(1))
+    store: FilePath = field(validator=min_len(1))
     """Folder of a store, with steps in it, or of one step."""
 
     def problems(self, job: object, layout: object) -> Iterator[Problem]:
@@ -109,7 +110,7 @@ class Replace(SelectingEdit):
     Positions that the store does not have stay as they are.
     """
 
-    store: str = field(validator=min_len(1))
+    store: FilePath = field(validator=min_len(1))
     """Folder of a store, with steps in it, of which the last is taken, or of one step."""
     row: int = field(default=0, validator=ge(0))
     """Number of the sequence in the store."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
-from forge_kit.outputs import new_folder
+from forge_kit.outputs import free_folder, new_folder
 from forge_kit.tables import columns
 
 FORMS = ("npz", "saelens", "arrow")
@@ -35,6 +35,8 @@ def command(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if (options.action == "export") != (options.to is not None):
         parser.error("export needs --to, and show has none")
+    if options.out is not None:
+        options.out = free_folder(options.out, "--out")
     from forge_plugin_taps.reading import steps_of
 
     if not (steps := steps_of(options.store)):

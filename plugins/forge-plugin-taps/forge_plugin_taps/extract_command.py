@@ -11,6 +11,7 @@ from pathlib import Path
 from forge_core.checkpoint.run_folder import refuse_file
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.outputs import free_folder
 from forge_kit.ranks import add_ranks, ranks_asked_for, run_on_ranks
 
 EDITS = "parallel.taps.edits."
@@ -52,9 +53,8 @@ def command(argv: list[str]) -> int:
         "forge-run extract runs/large --points 'layers.3.z' --positions 16 --out acts --nproc 2 --parallel.tp.degree=2",
     )
     options, files, overrides = parse_job_arguments(parser, argv)
+    options.out = free_folder(options.out, "--out")  # before ranks start and load the model
     path = _checkpoint(Path(files[0]), options.step)
-    if options.out.is_dir() and any(options.out.iterdir()):  # before ranks start and load the model
-        raise JobError(f"--out {options.out} is not empty; name a new folder")
     return run_on_ranks("extract", argv, options.nproc, partial(_extract, options, path, overrides))
 
 

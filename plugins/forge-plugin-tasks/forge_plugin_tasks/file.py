@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 from attrs.validators import ge, min_len
 
+from forge_core.contracts.components import FilePath
 from forge_core.contracts.errors import DataError, Problem
 from forge_plugin_tasks.kinds import Item, TaskComponent
 
@@ -28,7 +29,7 @@ class File(TaskComponent):
     Other keys of a line are not read. Empty lines are skipped.
     """
 
-    path: str = field(validator=min_len(1))
+    path: FilePath = field(validator=min_len(1))
     """The file, from the working directory."""
     limit: int = field(default=0, validator=ge(0))
     """Number of items, always the same, spread evenly over the file; 0: all."""
@@ -44,7 +45,7 @@ class File(TaskComponent):
             yield Problem("path", str(error))
 
     def load(self) -> Sequence[Item]:
-        items = read_items(Path(self.path).expanduser())
+        items = read_items(Path(self.path))
         count = min(self.limit or len(items), len(items))
         return [items[number * len(items) // count] for number in range(count)]
 

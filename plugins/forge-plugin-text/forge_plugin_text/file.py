@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
-from forge_core.contracts.components import TokenizerComponent, when_resumed
+from forge_core.contracts.components import FilePath, TokenizerComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class TokenizerFile(TokenizerComponent):
     Ids are those of the file, without tokens added around a text, but for `begin_of_text`.
     """
 
-    path: str = field(metadata=when_resumed("safe"))
+    path: FilePath = field(metadata=when_resumed("safe"))
     """The `tokenizer.json`. A relative path starts at the current directory."""
     end_of_text: str = ""
     """The special token that ends a document; empty: the first of `<|endoftext|>`, `<|end_of_text|>`,

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import attrs
 from attrs import evolve, frozen
 
-from forge_core.contracts.components import DatasetComponent, when_resumed
+from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_text.corpus import CorpusFacts, TextCorpus
@@ -38,7 +38,7 @@ class CorpusDataset(DatasetComponent):
 
     held_out_every: int = attrs.field(default=0, validator=_off_or_at_least_two)
     """Hold out every n-th document, starting with the first, in the order of names; 0: none."""
-    held_out_list: str = ""
+    held_out_list: FilePath = ""
     """File that names the documents to hold out, one a line (`#` starts a comment line); empty: none. Names that the
     corpus does not have are ignored if it has at least one."""
     verify: Literal["sizes", "full"] = attrs.field(default="sizes", metadata=when_resumed("safe"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from attrs import frozen
 
+from forge_core.contracts.components import FilePath
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.data_files import left_out_note
 from forge_plugin_text.listing import TextFile, find_files, left_out
@@ -25,7 +26,7 @@ class Text(CorpusDataset):
     `train.seq_len` tokens. Empty documents are left out.
     """
 
-    path: str | tuple[str, ...]
+    path: FilePath | tuple[FilePath, ...]
     """Files, folders and globs (`data/**/*.txt`): one, or a list. Relative ones start at the current directory."""
     field: str = "text"
     """The key of a JSON line that holds its text."""

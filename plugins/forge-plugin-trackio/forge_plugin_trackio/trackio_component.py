@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge
 
+from forge_core.contracts.components import FilePath
 from forge_core.contracts.errors import Problem
 from forge_kit.tracking import TrackerComponent
 
@@ -26,7 +27,7 @@ class Trackio(TrackerComponent):
     there twice, distinguished by `attempt`. A run that stopped or failed has an alert with the reason.
     """
 
-    folder: str = ""
+    folder: FilePath = ""
     """Where trackio keeps its SQLite files; empty: `TRACKIO_DIR`, or its own default in the user's cache."""
     server_url: str = ""
     """Address of a trackio server of one's own, with `?write_token=…` unless `TRACKIO_WRITE_TOKEN` is set."""

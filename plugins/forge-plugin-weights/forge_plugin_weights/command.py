@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode
+from forge_kit.outputs import MARK, output_file, write_output
 from forge_kit.tables import columns
 
 if TYPE_CHECKING:
@@ -145,6 +146,8 @@ def verify(options: argparse.Namespace) -> int:
         text_batch,
     )
 
+    if options.report is not None:
+        options.report = output_file(options.report, "--report")
     catalog = Catalog.installed()
     one, other = (open_side(path, catalog, options.architecture) for path in (options.first, options.second))
     tensors = list(compare_tensors(one, other))
@@ -168,7 +171,7 @@ def verify(options: argparse.Namespace) -> int:
     code = ExitCode.FINISHED if not unequal and not changes else ExitCode.FAILED
     report = _finite({"model": changes, "tensors": [*map(attrs.asdict, tensors)], "computed": computed})
     if options.report:
-        options.report.write_text(json.dumps(report, indent=1) + "\n")
+        write_output(options.report, "--report", json.dumps({"generator": MARK, **report}, indent=1) + "\n")
     if options.json:
         print(json.dumps(report, indent=2))
         return code

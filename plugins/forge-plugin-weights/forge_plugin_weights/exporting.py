@@ -22,6 +22,7 @@ from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.checkpoints import evaluated_names, stored_tensors
+from forge_kit.outputs import free_path, unfinished
 from forge_plugin_weights.card import write_card
 from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, plan_files, writer_of
 from forge_plugin_weights.importing import (
@@ -31,7 +32,6 @@ from forge_plugin_weights.importing import (
     added_tokens,
     read_json,
     run_of,
-    unfinished_folder,
 )
 from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Part
 from forge_plugin_weights.matching import Match, match_names
@@ -173,17 +173,17 @@ def export_run(
     Raises:
         JobError: the model has no published form, or something cannot be read. Nothing is left then.
     """
-    if output.exists():
-        raise JobError(f"{output} exists already; choose another --output, or remove it")
+    output = free_path(output, "--output")
     catalog = catalog or Catalog.installed()
     weights = _open_weights(path, dtype, catalog)
     target = find_target(weights.job, weights.shapes, catalog, architecture, weights.origin.get("model_type", ""))
-    with unfinished_folder(output) as unfinished:
-        _write_tensors(unfinished, weights, target, shard_bytes)
-        write_extras(unfinished, target, weights.job, weights.dtypes, weights.run)
-        _write_card(unfinished, weights, target, catalog)
-        record = write_provenance(unfinished, weights.checkpoint, weights.manifest, weights.run)
-        _prove(unfinished, record, weights, target, catalog, architecture, computed)
+    with unfinished(output, "--output") as folder:
+        folder.mkdir()
+        _write_tensors(folder, weights, target, shard_bytes)
+        write_extras(folder, target, weights.job, weights.dtypes, weights.run)
+        _write_card(folder, weights, target, catalog)
+        record = write_provenance(folder, weights.checkpoint, weights.manifest, weights.run)
+        _prove(folder, record, weights, target, catalog, architecture, computed)
     return output
 
 

@@ -15,7 +15,6 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,13 +26,14 @@ from attrs import frozen
 from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.run_folder import JOB, TOKENIZER, save_tokenizer, write_record
 from forge_core.checkpoint.state import model_tensors
-from forge_core.checkpoint.storage import FORMAT, LocalStorage, publish, sync, write_file, write_manifest
+from forge_core.checkpoint.storage import FORMAT, LocalStorage, sync, write_file, write_manifest
 from forge_core.checkpoint.tensors import INDEX
 from forge_core.config.load import MODEL_TABLES, dump_job, parse_job, to_toml
 from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
 from forge_core.job import JobSection
 from forge_core.plugins.catalog import Catalog
+from forge_kit.outputs import free_path, unfinished
 from forge_plugin_weights.downloads import check_small_files, check_weights
 from forge_plugin_weights.files import BLOCK, SUFFIX, Place, Room, places_in
 from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
@@ -205,9 +205,8 @@ def import_folder(
     Raises:
         JobError: something is missing, damaged or not supported. Nothing is left then.
     """
+    output = free_path(output, "--output")
     demand_folder(folder)
-    if output.exists():
-        raise JobError(f"{output} exists already; choose another --output, or remove it")
     _check_name(output)
     catalog = catalog or Catalog.installed()
     check_small_files(folder)  # before they are read: what a flipped bit makes of them may be anything
@@ -222,8 +221,11 @@ def import_folder(
         check_tensors(source.architecture, match, source.shapes, folder)
         check_dtypes(source.places, match.used, folder)
         check_copies(source, match)
-        with unfinished_folder(output) as unfinished:
-            run = ImportedRun(folder=unfinished, source=source, job=job, match=match, catalog=catalog, finite=finite)
+        with unfinished(output, "--output") as aside:
+            aside.mkdir()
+            run = ImportedRun(
+                folder=aside, final=output, source=source, job=job, match=match, catalog=catalog, finite=finite
+            )
             run.write(reader, digests)
     return output
 
@@ -235,23 +237,6 @@ def _check_name(output: Path) -> None:
     except ValueError as error:
         message = "the folder's name becomes the run's: letters, digits, ., _ and -, and none of the last three first"
         raise JobError(f"--output {str(output)!r}: {message}") from error
-
-
-@contextmanager
-def unfinished_folder(final: Path) -> Iterator[Path]:
-    """A new folder, which gets its name when the context ends; it and what is in it are removed if that fails."""
-    unfinished = final.with_name(f"{final.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise JobError(f"--output {final} cannot be written: {error.strerror}; name another folder") from None
-    try:
-        yield unfinished
-        publish(unfinished, final)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog) -> Job:
@@ -346,6 +331,8 @@ class ImportedRun:
     """The run folder that is made of a published model."""
 
     folder: Path
+    final: Path
+    """The name that the folder gets when it is whole."""
     source: Source
     job: Job
     match: Match
@@ -397,8 +384,7 @@ class ImportedRun:
             LEFT_OUT: unused_tensors(self.source.architecture, self.match, self.source.shapes),
         }
         (self.folder / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
-        final = self.folder.with_name(self.job.job.name)
-        (self.folder / START).write_text(start_toml(self.source, self.job, final, self.catalog))
+        (self.folder / START).write_text(start_toml(self.source, self.job, self.final, self.catalog))
 
 
 def _manifest(files: Mapping[str, Any], job: str, provenance: Mapping[str, Any]) -> dict[str, Any]:

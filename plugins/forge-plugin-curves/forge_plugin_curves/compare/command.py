@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING, Any
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_kit.outputs import MARK, free_folder, output_file, write_output
 
 if TYPE_CHECKING:
     from forge_plugin_curves.compare.comparison import Comparison
     from forge_plugin_curves.compare.results import Outcome
+
+OUT = "--output"
+TABLE = "comparison.md"
+PICTURE = "comparison.png"
 
 
 def command(argv: list[str]) -> int:
@@ -29,12 +34,14 @@ def command(argv: list[str]) -> int:
     options, files, overrides = _parse(argv)
     jobs, runs = _told_apart(files)
     _check(options, jobs)
+    if options.out:
+        options.out = _folder(Path(options.out))
     from forge_plugin_curves.compare.grid import existing, trials_of
     from forge_plugin_curves.compare.results import read_outcome
 
     if not jobs:
         outcomes = [read_outcome(trial, trial.cell.job) for trial in existing(runs)]
-        _show(outcomes, options, Path(options.out) if options.out else None)
+        _show(outcomes, options, options.out)
         return ExitCode.FINISHED
     comparison = _comparison(options)
     if options.search:
@@ -108,11 +115,21 @@ def _check(options: argparse.Namespace, jobs: Sequence[Path]) -> None:
         raise JobError("--halving stops runs of one process only; leave out --nproc")
 
 
+def _folder(path: Path) -> Path:
+    """Returns the folder of the comparison: a new one, or that of an earlier comparison."""
+    from forge_plugin_curves.compare.record import FILE
+
+    path = free_folder(path, OUT, [FILE, TABLE])
+    for name in (TABLE, PICTURE):
+        output_file(path / name, OUT)
+    return path
+
+
 def _comparison(options: argparse.Namespace) -> Comparison:
     from forge_plugin_curves.compare.comparison import Comparison
 
     return Comparison(
-        out=Path(options.out),
+        out=options.out,
         ranks=options.nproc,
         parallel=options.parallel,
         halving=options.halving,
@@ -129,9 +146,8 @@ def _show(outcomes: Sequence[Outcome], options: argparse.Namespace, out: Path | 
     logs = {outcome.trial.name: (out or Path()) / "logs" / f"{outcome.trial.name}.log" for outcome in failed}
     table = as_markdown(rows, failed, logs)
     if out is not None and rows:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "comparison.md").write_text(table + "\n")
-        draw(rows, out / "comparison.png")
+        write_output(out / TABLE, OUT, f"{table}\n\n<!-- {MARK} -->\n")
+        draw(rows, out / PICTURE)
     if options.json:
         facts: dict[str, Any] = as_json(rows, failed)
         print(json.dumps(facts, indent=1))
@@ -141,4 +157,4 @@ def _show(outcomes: Sequence[Outcome], options: argparse.Namespace, out: Path | 
         fits = max(map(len, table.splitlines())) <= width
         print(f"\n{table if fits else as_list(rows, failed, logs, width)}")
     if out is not None and rows:
-        print(f"\n{out / 'comparison.png'}")
+        print(f"\n{out / PICTURE}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
-from forge_kit.pictures import GREY, quiet_style
+from forge_kit.pictures import GREY, quiet_style, write_figure
 from forge_plugin_curves.compare.results import CellResult, Outcome
 from forge_plugin_curves.drawing import new_figure
 from forge_plugin_curves.history import Average
@@ -52,7 +52,7 @@ def draw(rows: Sequence[CellResult], path: Path) -> None:
         axes.set_ylabel("nats per token")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.legend(loc="upper right", title="final loss, best first", alignment="left", labelcolor=GREY)
-        figure.savefig(path, format="png")
+        write_figure(figure, path, "png")
 
 
 def _curves(outcomes: Sequence[Outcome]) -> tuple[np.ndarray, np.ndarray]:

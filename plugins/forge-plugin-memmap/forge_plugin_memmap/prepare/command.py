@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_core.cli.command_line import with_examples
+from forge_kit.outputs import free_folder
+from forge_plugin_memmap.prepared import MANIFEST, UNFINISHED
 
 if TYPE_CHECKING:
     from forge_plugin_memmap.prepare.run import Settings
@@ -51,13 +53,14 @@ def read_settings(argv: list[str]) -> Settings:
     options = parser.parse_args([argument for argument in argv if not argument.startswith(KEYS)])
     if keys and options.job:
         parser.error(f"--{keys[0]} goes with --tokenizer; with --job, the key stands in the job file")
+    output = free_folder(Path(options.output), "--output", [MANIFEST, UNFINISHED])
     from forge_plugin_memmap.prepare.inputs import find_inputs
     from forge_plugin_memmap.prepare.run import Settings
     from forge_plugin_memmap.prepare.tokenizer import choose_tokenizer
 
     return Settings(
-        inputs=find_inputs(options.inputs, options.field, Path(options.output)),
-        output=Path(options.output),
+        inputs=find_inputs(options.inputs, options.field, output),
+        output=output,
         tokenizer=choose_tokenizer(options.job or (), options.tokenizer, keys),
         field=options.field,
         shard_tokens=options.shard_tokens,

@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, min_len
 
 from forge_core import DatasetComponent, JobError, Problem
+from forge_core.contracts.components import FilePath
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -23,7 +24,7 @@ class TemplateName(DatasetComponent):
     tokenizer is needed.
     """
 
-    path: str = field(validator=min_len(1))
+    path: FilePath = field(validator=min_len(1))
     """The text file, in UTF-8. A relative path starts at the current directory."""
     hold_out_every: int = field(default=10, validator=ge(2))
     """Every n-th line is held out for evaluation."""

@@ -10,6 +10,7 @@ from attrs.validators import min_len
 
 from forge_core import StorageComponent
 from forge_core.checkpoint.storage import LocalStorage
+from forge_core.contracts.components import FilePath
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class TemplateName(StorageComponent):
     """Stores checkpoints on another disk than the rest of the run: `{path}/{name of the run}/step-N`."""
 
-    path: str = field(validator=min_len(1))
+    path: FilePath = field(validator=min_len(1))
     """A folder for the checkpoints of all runs, the same on every rank; `~` is the home folder."""
 
     def build(self, context: BuildContext) -> Storage:
-        return LocalStorage(Path(self.path).expanduser() / context.job.job.name)
+        return LocalStorage(Path(self.path) / context.job.job.name)

@@ -1,0 +1,114 @@
+"""No command writes over what is not Forge's: every option of every command that is a path, by what it is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from parsers import OFFERS, parsed, parsers
+
+from forge_core.cli import main
+from forge_kit.outputs import MARK
+
+VALUES = {
+    "A,B", "ADDRESS", "GB", "GBITS", "GLOB", "JOBS", "K", "K=V,…", "KEY=A,B", "KIND", "LIST", "M", "N", "NAME", "NAMES",
+    "P", "R", "RATE", "S", "SHARE", "STEP", "T", "TEXT", "TOKEN", "TYPE", "X",
+}  # fmt: skip
+"""Metavars of what is no path."""
+INPUTS = """
+attention path, attention --run, chat path, chat --run, check files, checkpoints run, checkpoints RUN diff first,
+checkpoints RUN diff second, compare files, data files, doctor files, drill files, elastic --resume, elastic files,
+evaluate path, evaluate --include, evaluate --run, extract files, generate path, generate --image, generate --video,
+generate --run, goodput runs, health files, init --text, init --tokens, init --tokenizer, init --from, lens path,
+lens --run, look files, patch path, patch --run, plan files, prepare-data inputs, prepare-data --job, profile profiles,
+replay run, replay --from, report runs, resume run, resume --from, run --resume, run files, runs folders, sae run,
+sae files, show run, submit files, submit --preset, submit --status, taps store, watch runs, weights inspect folder,
+weights import folder, weights export run, weights verify first, weights verify second, weights verify --prompts
+"""
+OTHERS = {
+    "doctor --output": "it makes a folder of its own there, and removes it",
+    "explain path": "of keys",
+}
+OUTPUTS = {
+    "attention --out": "attention RUN --prompt a --out={}.png",
+    "checkpoints RUN export --output": "checkpoints RUN export --output={}",
+    "compare --output": "compare JOB.toml --output={}",
+    "drill --output": "drill JOB.toml --output={}",
+    "evaluate --output": "evaluate RUN --tasks a --output={}",
+    "extract --out": "extract RUN --out={}",
+    "goodput --picture": "goodput RUN --picture={}.svg",
+    "init job": "init --stdlib {}",
+    "lens --out": "lens RUN --prompt a --out={}.png",
+    "look --out": "look JOB.toml --out={}.html",
+    "new-plugin --dir": "new-plugin optimizer my_optimizer --dir={}",
+    "patch --out": "patch RUN --clean a --corrupted b --out={}.png",
+    "prepare-data --output": "prepare-data {here} --tokenizer bpe --output={}",
+    "replay --scratch": "replay RUN --step 1 --scratch={}",
+    "report --out": "report RUN --out={}.html",
+    "sae --out": "sae RUN --out={}",
+    "taps --out": "taps export STORE --to npz --out={}",
+    "weights export --output": "weights export RUN --output={}",
+    "weights import --output": "weights import FOLDER --output={}",
+    "weights verify --report": "weights verify A B --report={}.json",
+}
+"""A command line for each; the inputs that it names need not exist, as the output is looked at before."""
+BELOW = {"new-plugin --dir": "forge-plugin-my-optimizer"}
+"""What a command makes in the folder that the option names."""
+
+
+def paths() -> Iterator[str]:
+    """Yields each argument of each command that is not known to be no path."""
+    for offer in OFFERS:
+        for parser in parsers(parsed(offer, []).parser):
+            for action in parser._actions:
+                is_value = (
+                    action.nargs != 0 and not action.choices and not isinstance(action, argparse._SubParsersAction)
+                )
+                if is_value and action.metavar not in VALUES:
+                    yield f"{parser.prog.removeprefix('forge-run ')} {[*action.option_strings, action.dest][0]}"
+
+
+def test_every_path_is_known_to_be_read_or_written() -> None:
+    read = INPUTS.replace("\n", " ").strip().split(", ")
+    assert {*paths()} == {*read, *OUTPUTS, *OTHERS}
+
+
+def facts(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Returns all that is in a folder, but for caches."""
+    paths = (path for path in folder.rglob("*") if ".cache" not in path.parts)
+    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
+
+
+@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_what_is_there_survives(
+    name: str, is_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = OUTPUTS[name].replace("{here}", str(tmp_path))
+    word = next(word for word in line.split() if "{}" in word).rpartition("=")[2].replace("{}", "mine")
+    for name_of_cache in ("MPLCONFIGDIR", "XDG_CACHE_HOME", "FORGE_CACHE", "HF_HOME"):
+        monkeypatch.setenv(name_of_cache, str(tmp_path / ".cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))  # a path in the home folder, as the shell leaves it after an =
+    place = tmp_path / word / BELOW.get(name, "")
+    files = [place / each for each in ("job.toml", "comparison.md")] if is_folder else [place]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"# by hand\n")
+    (tmp_path / ".cache").mkdir()
+    before = facts(tmp_path)
+    assert main(line.replace("{}", "~/mine").split()) == 2
+    assert str(place) in capsys.readouterr().err
+    assert facts(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [name for name in OUTPUTS if ".png" in OUTPUTS[name] or ".html" in OUTPUTS[name]])
+def test_what_a_command_has_written_is_no_obstacle(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = OUTPUTS[name].replace("{}", str(tmp_path / "made"))
+    word = next(word for word in line.split() if str(tmp_path) in word).rpartition("=")[2]
+    Path(word).write_text(f"<!-- {MARK} -->")
+    assert main(line.split()) != 0
+    assert word not in capsys.readouterr().err  # but of what is to be read, which is not there
