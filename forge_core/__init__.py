@@ -63,13 +63,46 @@ _HOMES = {
 }
 """Public names by the module that defines them; all others are of `forge_core.contracts.components`."""
 
-__all__ = ["Job", "Trainer", "__version__", "dump_job", "load_job", "load_model", "read_metrics", "report_progress"]
-__all__ += ["CheckpointError", "ForgeDeprecation", "ForgeError", "JobError", "PluginError", "Problem"]
-__all__ += ["Catalog", "default_type", "deprecated", "deprecated_key", "hookimpl", "hookspec", "when_resumed"]
-__all__ += ["Component", "DatasetComponent", "EvaluationComponent", "ExecutorComponent", "LoaderComponent"]
-__all__ += ["LoggerComponent", "LossComponent", "ModelComponent", "OptimizerComponent", "PackingComponent"]
-__all__ += ["ParallelComponent", "Plugin", "RouterComponent", "SchedulerComponent", "StorageComponent"]
-__all__ += ["TokenizerComponent", "TrainingHook"]
+__all__ = [
+    "Catalog",
+    "CheckpointError",
+    "Component",
+    "DatasetComponent",
+    "EvaluationComponent",
+    "ExecutorComponent",
+    "ForgeDeprecation",
+    "ForgeError",
+    "Job",
+    "JobError",
+    "LoaderComponent",
+    "LoggerComponent",
+    "LossComponent",
+    "ModelComponent",
+    "OptimizerComponent",
+    "PackingComponent",
+    "ParallelComponent",
+    "Plugin",
+    "PluginError",
+    "Problem",
+    "RouterComponent",
+    "SchedulerComponent",
+    "StorageComponent",
+    "TokenizerComponent",
+    "Trainer",
+    "TrainingHook",
+    "__version__",
+    "default_type",
+    "deprecated",
+    "deprecated_key",
+    "dump_job",
+    "hookimpl",
+    "hookspec",
+    "load_job",
+    "load_model",
+    "read_metrics",
+    "report_progress",
+    "when_resumed",
+]
 
 
 def __getattr__(name: str) -> Any:

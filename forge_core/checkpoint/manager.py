@@ -230,8 +230,9 @@ class Saver:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._staging = Staging()
             # A process group of its own: messages of a save must not mix with those of the steps that go on meanwhile
-            group = dist.new_group(backend="gloo", timeout=group_timeout())
-            self._checkpoints = evolve(checkpoints, ranks=Ranks(group))
+            self._checkpoints = evolve(
+                checkpoints, ranks=Ranks(dist.new_group(backend="gloo", timeout=group_timeout()))
+            )
 
     def continues(self, manifest: Mapping[str, Any]) -> None:
         """Note that the run continues from a checkpoint."""

@@ -15,7 +15,7 @@ from forge_core.checkpoint.run_diff import Change, collect_provenance, compare_p
 from forge_core.checkpoint.run_folder import JOB, run_folder, storage_of
 from forge_core.checkpoint.storage import MANIFEST, How
 from forge_core.contracts.contexts import BuildContext
-from forge_core.contracts.errors import ForgeError, ResumeError
+from forge_core.contracts.errors import ForgeError, ResumeError, did_you_mean
 from forge_core.contracts.runtime import SpreadStorage
 from forge_core.job import Job, Retention
 from forge_core.plugins.catalog import Catalog
@@ -86,8 +86,9 @@ def find_checkpoint(resume: str, checkpoints: Checkpoints, how: How) -> tuple[Pa
             raise ResumeError(f"this run folder has checkpoints already (steps {steps}); {hint}")
         return None
     newest = checkpoints.newest()
-    # Also with a path: the same command, started again after a crash, must not lose the steps since its first start
-    if resume == "auto" or newest is not None:
+    # Also with a path: the same command, started again after a crash, must not lose the steps since its first start.
+    # Not with a word that is no path: it is misspelt.
+    if resume == "auto" or (newest is not None and ("/" in resume or Path(resume).exists())):
         return newest
     return locate(Path(resume), how)
 
@@ -103,7 +104,8 @@ def locate(path: Path, how: How) -> tuple[Path, dict[str, Any]]:
         return (path := in_storage(path)), verify(path, how)
     newest = Checkpoints(storage_of(path), Retention(), how).newest()
     if newest is None:
-        raise ResumeError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
+        hint = did_you_mean(str(path), ("auto", "never"))
+        raise ResumeError(f"{path} is neither a checkpoint nor a run folder with checkpoints{hint}")
     return newest
 
 
@@ -139,5 +141,4 @@ def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
         raise ResumeError(f"{listed}\nUndo what is impossible. {ANEW.format(path=path)}")
     if "flag" in meanings and not allowed:
         undo = "Or undo the changes, or take another name: --job.name"
-        hint = f"To continue all the same, run the same command with {FLAG}. {undo}"
-        raise ResumeError(f"{listed}\n{hint}")
+        raise ResumeError(f"{listed}\nTo continue all the same, run the same command with {FLAG}. {undo}")

@@ -193,7 +193,7 @@ def read_scalar(value: Any, type_: Any) -> Any:
 def settled(value: Any, type_: Any) -> Any:
     """`value`, of a path without `~`; a `Mismatch` if it is an infinite or NaN float, unless `type_` is `AnyFloat`."""
     if isinstance(value, str | PurePath) and not {FilePath, Path}.isdisjoint(members(type_)):
-        return type(value)(expanduser(value))
+        return (str if isinstance(value, str) else type(value))(expanduser(value))
     if isinstance(value, float) and not math.isfinite(value) and AnyFloat not in members(type_):
         raise Mismatch(f"must be finite, got {value}")
     return value

@@ -47,8 +47,8 @@ def mixture_problems(job: Job) -> Iterator[Problem]:
         yield Problem("data.sources", "there must be at least one source")
         return
     yield from _source_problems(job)
-    problems = [*_weight_problems(job), *_phase_problems(job)]
-    yield from problems or _nothing_drawn(job)  # which follows from such a mistake where there is one
+    # That nothing is drawn follows from such a mistake, where there is one
+    yield from [*_weight_problems(job), *_phase_problems(job)] or _nothing_drawn(job)
 
 
 def _source_problems(job: Job) -> Iterator[Problem]:

@@ -80,11 +80,9 @@ def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
 def _output_problems(job: Job) -> Iterator[Problem]:
     """Whether the run folder can be made or is a run's, as is known before torch is imported and data read."""
     folder = Path(job.job.output) / job.job.name
-    foreign = [path for path in map(folder.joinpath, RUN_FILES) if path.exists()]
-    if foreign and foreign[0].name != RUN_FILES[0]:
-        yield Problem(
-            "job.name", f"{foreign[0]} is not of a run, and would be replaced; name the run or the file otherwise"
-        )
+    if not (folder / RUN_FILES[0]).exists():
+        for path in (path for path in map(folder.joinpath, RUN_FILES) if path.exists()):
+            yield Problem("job.name", f"{path} is of no run, and would be replaced; move it, or name the run otherwise")
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # not even by root, if it is read-only
         what = "cannot be written" if existing.is_dir() else "is a file"

@@ -271,8 +271,7 @@ def _put(root: Node, path: list[str], node: Node) -> None:
             where = ".".join(path[:depth])
             raise _fault(f"{where} is {parent.value!r} ({parent.origin}), not a table", ".".join(path))
     node.replaced = parent.child(path[-1])
-    last = path[-1] if isinstance(parent.value, dict) else _index(parent, path[-1], path[:-1])
-    parent.value[last] = node
+    parent.value[path[-1] if isinstance(parent.value, dict) else _index(parent, path[-1], path[:-1])] = node
 
 
 def _index(parent: Node, key: str, path: list[str]) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -78,9 +77,6 @@ else:
 
         Relative paths start in the working directory. A key of type `pathlib.Path` is read likewise.
         """
-
-        def __new__(cls, value: str) -> str:
-            return expanduser(value)
 
 
 Built = TypeVar("Built")
@@ -488,11 +484,10 @@ class LoggerComponent(Component["Logger"]):
     """Path of the file that it writes, relative to the run folder, usually a key; empty: none."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        """The file must be in the run folder, where all else is the user's, and that of no other logger."""
-        if self.file.startswith(("/", "~")) or ".." in self.file.split("/"):
-            yield Problem("file", f"must be a path in the run folder, got {self.file!r}")
-        if self.file and sum(logger.file == self.file for logger in job.loggers.values()) > 1:
-            yield Problem("file", f"another logger writes {self.file!r} too; name another file")
+        """The file must be in the run folder, as others are the user's, and that of no other logger."""
+        is_shared = bool(self.file) and sum(logger.file == self.file for logger in job.loggers.values()) > 1
+        if is_shared or self.file.startswith(("/", "~")) or ".." in self.file.split("/"):
+            yield Problem("file", f"{self.file!r}: must be in the run folder, and the file of no other logger")
 
     def build(self, context: BuildContext) -> Logger:
         raise NotImplementedError

@@ -46,8 +46,7 @@ class Problem:
 
     def below(self, prefix: str) -> Problem:
         """The same problem, with its path below `prefix`."""
-        path = f"{prefix}.{self.path}" if prefix and self.path else prefix or self.path
-        return evolve(self, path=path)
+        return evolve(self, path=".".join(filter(None, (prefix, self.path))))
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.origin, self.path, self.message) if part)

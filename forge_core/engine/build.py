@@ -107,8 +107,7 @@ def build_run(
     datasets = build_datasets(job, context)
     runner = HookRunner(collect_hooks(job, context.plugins, hooks), beacon)
     runner.beacon.enter(Phase.BUILDING)  # each part may take minutes, and the watchdogs of all ranks look
-    built = build_model(job, context)
-    return assemble(job, context, built, context.build(job.loss), datasets, runner)
+    return assemble(job, context, build_model(job, context), context.build(job.loss), datasets, runner)
 
 
 def assemble(

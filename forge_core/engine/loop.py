@@ -353,8 +353,7 @@ def _agreed_rollback(own: Rollback | None) -> Rollback:
     every = gather_objects((evolve(own, state=None), own.state is not None) if own else (None, False))
     if len({has_state for _, has_state in every}) > 1:
         raise ForgeError("some ranks go back to a state in memory and others do not: each must ask for its own part")
-    first = next(request for request, _ in every if request is not None)
-    return evolve(first, state=own.state if own else None)
+    return evolve(next(filter(None, (request for request, _ in every))), state=own.state if own else None)
 
 
 def follow_non_finite(train: TrainSection, progress: Progress, requests: Requests, record: Mapping[str, Any]) -> None:

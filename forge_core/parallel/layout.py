@@ -57,8 +57,9 @@ def _collect_degrees(job: Job, known: Mapping[str, MeshDimension], degrees: dict
                 hint = f"declare it in `dimensions`, or take one of {', '.join(known)}"
                 yield Problem(f"parallel.{name}", f"no stage declares the mesh dimension {dimension!r}; {hint}")
             elif dimension in degrees:
-                message = f"dimension {dimension} is already set by parallel.{origin[dimension]}"
-                yield Problem(f"parallel.{name}", message)
+                yield Problem(
+                    f"parallel.{name}", f"dimension {dimension} is already set by parallel.{origin[dimension]}"
+                )
             elif degree == "auto" and "auto" in degrees.values():
                 yield Problem(f"parallel.{name}", f"only one dimension can be auto; parallel.{origin['auto']} is")
             elif known[dimension].layers and divided and degree != 1:

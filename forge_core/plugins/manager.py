@@ -172,8 +172,9 @@ class Plugins:
             for name in self._plugins_in(error.__traceback__):
                 error.add_note(f"in plugin {self._describe(name)}")
             if component is not None and not isinstance(error, ForgeError):
-                where = f" for {path}" if path else ""
-                error.add_note(f"while building {component.kind} {self.type_of(component)!r}{where}")
+                error.add_note(
+                    f"while building {component.kind} {self.type_of(component)!r}{f' for {path}' if path else ''}"
+                )
             raise
 
     def _plugins_in(self, traceback: TracebackType | None) -> list[str]:

@@ -16,14 +16,14 @@ from forge_core.cli.command_line import with_examples
 from forge_core.config import field_types as types
 from forge_core.config.keys import Demand
 from forge_core.config.load import to_toml
-from forge_core.contracts.components import Component, DefaultType
+from forge_core.contracts.components import Component, DefaultType, FilePath
 from forge_core.contracts.errors import ExitCode, PluginError
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_kit.documented_keys import Key, class_doc, keys_of, one_paragraph
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string"}
+SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string", FilePath: "string"}
 BOUNDS = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<=": "maximum"}
 BY_PATH = {"type": "string", "pattern": ":"}
 """A `type` that names a local file or a module: nothing is known of its keys."""

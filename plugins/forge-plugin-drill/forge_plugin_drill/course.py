@@ -19,6 +19,7 @@ from attrs import define, field, frozen
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_kit.data_files import mark_output
 from forge_kit.metrics import read_metrics
+from forge_kit.outputs import free_folder
 from forge_plugin_drill.attempt import Attempt
 from forge_plugin_drill.faults import FAULTS, Fault
 from forge_plugin_drill.injection import INJECTED, STEPS, read_records
@@ -107,7 +108,8 @@ class Course:
         Raises:
             ForgeError: the folder is in use, or is something else.
         """
-        folder, marker = self.subject.folder, self.subject.folder / MARKER
+        folder = free_folder(self.subject.folder, "--output", [MARKER])
+        marker = folder / MARKER
         if marker.exists():
             process = json.loads(marker.read_text())["process"]
             if process != os.getpid() and Path(f"/proc/{process}").exists():

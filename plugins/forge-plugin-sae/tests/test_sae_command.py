@@ -81,7 +81,7 @@ def test_more_epochs_explain_more_of_what_was_held_out(stored, capsys):
     [
         (["{run}", "--sae.latents=8"], "sae.activation: k = 32 exceeds the 8 latents"),
         (["{run}", "--sae.latent=8"], "did you mean 'latents'"),
-        (["{run}"], "sae exists: name another folder by --out"),
+        (["{run}"], "/sae is not empty; name a new folder"),
         (["{run}", "--sae.points=['*.z']", "--out={run}/y"], "has none of *.z; it has layers.0.mlp_out"),
         (["{run}/sae"], "holds no samples of activations"),
     ],

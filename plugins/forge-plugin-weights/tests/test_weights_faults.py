@@ -232,6 +232,15 @@ def test_a_folder_that_exists_is_not_overwritten(published, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+def test_an_output_that_cannot_be_written_is_one_sentence(published, tmp_path, capsys):
+    run = import_folder(published, tmp_path / "run", tokenizer=False)
+    for line in (["import", str(published), "--no-tokenizer"], ["export", str(run)]):
+        assert main(["weights", *line, "--output", "/proc/out"]) == 2  # no user may make a folder there
+        error = capsys.readouterr().err
+        assert error.startswith("--output /proc/out cannot be written")
+        assert error.count("\n") == 1
+
+
 def test_another_file_system_needs_a_copy(published, tmp_path, monkeypatch, capsys):
     import errno
     import os
