@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from forge_core.checkpoint.state import model_tensors
+from forge_core.cli.run import describe_summary
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import CheckpointError
 from forge_testing import Numbers, TinyModel
@@ -75,6 +76,18 @@ def test_never_refuses_a_folder_that_has_steps(make_job, train):
     train(make_job())
     with pytest.raises(CheckpointError, match=r"has checkpoints already \(steps \[4\]\)"):
         train(make_job(), resume="never")
+
+
+def test_a_misspelt_word_for_resume_is_named_and_a_path_that_has_gone_is_not(make_job, train):
+    train(make_job())
+    with pytest.raises(CheckpointError, match="did you mean 'never'"):
+        train(make_job(), resume="nver")
+    assert train(make_job(), resume="runs/gone/checkpoints/step-2").loss is None
+
+
+def test_a_run_without_steps_left_says_so(make_job, train):
+    assert "loss" in describe_summary(train(make_job())).partition("\n")[0]
+    assert "nothing left: train.steps is" in describe_summary(train(make_job())).partition("\n")[0]
 
 
 @pytest.mark.parametrize("which", ["run", "run/checkpoints/step-2"])

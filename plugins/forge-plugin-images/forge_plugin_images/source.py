@@ -325,7 +325,9 @@ class ImageDataset(DatasetComponent):
                 "held_out_list", f"held_out_every = {self.held_out_every} is set as well; keep one of the two"
             )
         if self.held_out_list and not Path(self.held_out_list).is_file():
-            yield Problem("held_out_list", f"{self.held_out_list!r} does not exist; correct the path or make the list")
+            yield Problem(
+                "held_out_list", f"{self.held_out_list!r} does not exist (looked from {Path.cwd()}); correct the path"
+            )
 
     @property
     def _patterns(self) -> tuple[str, ...]:

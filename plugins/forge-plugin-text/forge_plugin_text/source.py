@@ -133,7 +133,10 @@ class CorpusDataset(DatasetComponent):
         try:
             names = read_names(path)
         except (OSError, UnicodeDecodeError) as error:
-            yield Problem("held_out_list", f"{str(path)!r} cannot be read ({error}); correct the path or make the list")
+            reason = f"{error.strerror or error}, looked from {Path.cwd()}" if isinstance(error, OSError) else error
+            yield Problem(
+                "held_out_list", f"{str(path)!r} cannot be read ({reason}); correct the path or make the list"
+            )
             return
         if not names:
             yield Problem("held_out_list", f"{str(path)!r} names no document; write one name a line")

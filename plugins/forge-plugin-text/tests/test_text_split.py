@@ -95,10 +95,8 @@ def test_a_list_that_holds_out_nothing_is_a_problem(letters: Path, problems, lin
 
 
 def test_a_list_that_does_not_exist_is_a_problem(letters: Path, problems) -> None:
-    assert problems(Text(path="*.txt", held_out_list="gone.list")) == [
-        "held_out_list: 'gone.list' cannot be read ([Errno 2] No such file or directory: 'gone.list'); "
-        "correct the path or make the list"
-    ]
+    [problem] = problems(Text(path="*.txt", held_out_list="gone.list"))
+    assert problem.startswith("held_out_list: 'gone.list' cannot be read (No such file or directory, looked from /")
 
 
 def test_a_single_document_cannot_be_split(letters: Path, problems) -> None:
