@@ -279,3 +279,16 @@ def test_a_check_that_raises_or_hangs_is_a_failure_of_its_own(around, monkeypatc
     assert [result.state for result in results] == [State.OK, State.FAILED, State.OK, State.FAILED]
     assert "KeyError: 'lost'" in results[1].seen
     assert "no answer in 0.2 s" in results[3].seen
+
+
+def test_the_folder_that_is_checked_is_that_which_training_writes_to(tmp_path: Path, monkeypatch) -> None:
+    from forge_core.checkpoint.run_folder import run_folder
+    from forge_core.config.load import load_job
+    from forge_plugin_doctor.job import read_output
+    from forge_testing import TINY_JOB
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "job.toml").write_text(TINY_JOB)
+    words: tuple = [str(tmp_path / "job.toml")], ["--job.output=~/elsewhere"]
+    assert read_output(*words, 1) == str(tmp_path / "elsewhere")
+    assert run_folder(load_job(*words[0], overrides=words[1])).parent == tmp_path / "elsewhere"
