@@ -20,6 +20,7 @@ from report_folders import JOB, Page, steps, write_run
 from forge_core.cli import main
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
+from forge_kit.outputs import MARK
 from forge_kit.report_sections import Block, HeatMap, Paragraph, ReportRun, ReportSection
 from forge_plugin_report import write_report
 from forge_plugin_report.collect import runs_of, sections_of
@@ -229,7 +230,7 @@ class TestMarkdown:
     def test_tables_have_as_many_cells_as_titles_and_nothing_is_markup(self, runs: list[Path], tmp_path: Path) -> None:
         out = tmp_path / "report.md"
         write_report(runs, out)
-        text = out.read_text()
+        text = out.read_text().removesuffix(f"<!-- {MARK} -->\n")
         prose = re.sub(r"^(`{3,})text\n.*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)
         assert not re.search(r"(?<!\\)<", prose)
         for table in re.findall(r"(?:^\|.*\n)+", prose, re.MULTILINE):

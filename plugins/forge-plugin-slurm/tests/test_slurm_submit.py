@@ -180,6 +180,20 @@ def test_an_array_has_one_task_for_each_job(submit: Run) -> None:
     assert json.loads(Path("runs/b/slurm/submission.json").read_text())["job"] == "17_1"
 
 
+@pytest.mark.parametrize("name", ["runs/a-array.sh", "runs/a/submit.sh"])
+def test_a_script_by_hand_survives(submit: Run, name: str) -> None:
+    Path("jobs").mkdir()
+    for run in ("a", "b"):
+        Path(f"jobs/{run}.toml").write_text(JOB.replace("NAME", run))
+    program("sbatch", "echo 7")
+    Path(name).parent.mkdir(parents=True)
+    Path(name).write_text("#!/bin/bash\n# by hand\n")
+    code, _, err = submit("--array=jobs/*.toml")
+    assert code == 2
+    assert name in err
+    assert Path(name).read_text() == "#!/bin/bash\n# by hand\n"
+
+
 def test_runs_of_an_array_that_would_share_a_folder_are_refused(submit: Run) -> None:
     Path("other.toml").write_text(JOB.replace("NAME", "long"))
     code, _, err = submit("--array", "job.toml", "other.toml", "--dry-run")
