@@ -96,7 +96,7 @@ def _scalar(type_: Any, limits: dict[str, Any], least: int) -> st.SearchStrategy
         return _floats(limits)
     if "pattern" in limits:
         return st.from_regex(limits["pattern"].replace("$", r"\Z"), fullmatch=True)
-    if type_ is str or issubclass(type_, PurePath):
+    if issubclass(type_, str | PurePath):
         return st.text(alphabet="ab/*. \n\"'\\é", min_size=least, max_size=6)
     return st.nothing()
 

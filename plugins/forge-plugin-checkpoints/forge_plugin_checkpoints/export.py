@@ -45,7 +45,7 @@ def export_weights(
     shards = [] if one_file else batches(stored, stored, shard_bytes)
     with unfinished(output, "--output") as aside:
         if one_file:
-            _write(aside, checkpoint, stored, stored, _metadata(manifest))
+            _write(aside, checkpoint, list(stored), stored, _metadata(manifest))
             return [output]
         aside.mkdir()
         names = _names(len(shards))
