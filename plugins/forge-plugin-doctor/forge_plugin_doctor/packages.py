@@ -6,6 +6,9 @@ import platform
 from collections.abc import Iterator
 from importlib import metadata
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+
 from forge_core.contracts.errors import PluginError
 from forge_core.plugins.catalog import (
     CORE,
@@ -36,6 +39,12 @@ def versions() -> dict[str, str]:
     return known | {one.name: one.version for one in distributions()}
 
 
+def tested_torch() -> SpecifierSet:
+    """Returns the versions of torch that the core was tested with, by its requirement."""
+    [requirement] = [one for one in map(Requirement, metadata.requires(CORE) or ()) if one.name == "torch"]
+    return requirement.specifier
+
+
 def check_versions(_: Surroundings) -> Iterator[Result]:
     """Whether plugins fit the core, and their requirements are installed."""
     installed = distributions()
@@ -55,8 +64,6 @@ def check_versions(_: Surroundings) -> Iterator[Result]:
 
 def _unmet(distribution: Distribution) -> Iterator[tuple[str, str]]:
     """Yields each requirement of a distribution that is not met, as a text and as what pip is to install."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
     try:
         check_requirement(distribution)
     except PluginError as error:
@@ -77,6 +84,8 @@ def _unmet(distribution: Distribution) -> Iterator[tuple[str, str]]:
         except metadata.PackageNotFoundError:
             yield f"{needs}, which is not installed", install
             continue
+        if requirement.name == "torch" and requirement.specifier == tested_torch():
+            continue  # one line for all, which is that of torch itself
         if not requirement.specifier.contains(version, prereleases=True):
             yield f"{needs}, installed is {version}", install
 

@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from packaging.specifiers import SpecifierSet
+
+from forge_plugin_doctor.packages import tested_torch
 from forge_plugin_doctor.results import Result, Surroundings, failed, not_run, ok, warning
 
-LEAST_TORCH = (2, 11)
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SHOWN = 300
 """Characters of an error that are shown."""
@@ -101,7 +103,7 @@ def _parsed(text: str) -> list[dict[str, Any]]:
 
 
 def check_torch(surroundings: Surroundings) -> Iterator[Result]:
-    """Whether torch can be imported and is new enough."""
+    """Whether torch can be imported and is one that the core was tested with."""
     ranks, facts = surroundings.ranks, surroundings.ranks.facts()
     if not facts:
         mend = "import it by hand, python -c 'import torch', and install it again: pip install --force-reinstall torch"
@@ -109,10 +111,16 @@ def check_torch(surroundings: Surroundings) -> Iterator[Result]:
         return
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"HIP {facts['hip']}" if facts["hip"] else "for the CPU"
     seen = f"{facts['torch']}, {build}"
-    if tuple(int(part) for part in facts["torch"].split(".")[:2]) < LEAST_TORCH:
-        yield failed("torch", seen, f"pip install --upgrade 'torch>={'.'.join(map(str, LEAST_TORCH))}'")
-    else:
+    tested = tested_torch()
+    least = SpecifierSet(",".join(str(part) for part in tested if part.operator.startswith(">")))
+    if tested.contains(facts["torch"], prereleases=True):
         yield ok("torch", seen)
+    elif least.contains(facts["torch"], prereleases=True):
+        yield warning(
+            "torch", f"{seen}; this version of Forge was tested with {tested} only", f"pip install 'torch{tested}'"
+        )
+    else:
+        yield failed("torch", seen, f"pip install --upgrade 'torch{tested}'")
 
 
 def check_devices(surroundings: Surroundings) -> Iterator[Result]:

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from forge_core.plugins.catalog import Catalog, Offer
-from forge_plugin_doctor import file_system, machine, network, packages, scheduler
+from forge_plugin_doctor import file_system, machine, network, packages, ranks, scheduler
 from forge_plugin_doctor.examination import examine
 from forge_plugin_doctor.job import check_job
 from forge_plugin_doctor.ranks import Ranks, check_collectives, driver_gpus
@@ -214,6 +216,32 @@ def test_requirements_that_are_not_met_are_named(monkeypatch: pytest.MonkeyPatch
     assert "forge-plugin-lacks 1.0 needs rich>=99, installed is" in result.seen
     assert "forge-plugin-lacks 1.0 needs no-such-package-here>=1, which is not installed" in result.seen
     assert result.mend == "pip install --upgrade forge-run 'rich>=99' 'no-such-package-here>=1'"
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        ("2.10.1", State.FAILED),
+        ("2.11.0+cu130", State.OK),
+        ("2.16.0", State.WARNING),
+        ("2.16.0a0+git1", State.WARNING),
+    ],
+)
+def test_a_torch_outside_the_tested_range_is_one_line(around, one, monkeypatch, version, state) -> None:
+    facts = {"torch": version, "cuda": None, "hip": None}
+    processes = SimpleNamespace(facts=lambda: facts, trouble=list)
+    tested = SpecifierSet(">=2.11,<2.16")
+    monkeypatch.setattr(packages, "tested_torch", lambda: tested)
+    monkeypatch.setattr(ranks, "tested_torch", lambda: tested)
+    result = one(ranks.check_torch(around(ranks=processes)), "torch")
+    assert result.state == state
+    if state != State.OK:
+        assert str(tested) in result.mend
+    plain = packages.metadata.version
+    monkeypatch.setattr(packages.metadata, "version", lambda name: version if name == "torch" else plain(name))
+    plugin = packages.Distribution("forge-plugin-one", "1.0", ("torch>=2.11,<2.16",))
+    monkeypatch.setattr(packages, "distributions", lambda: [plugin])
+    assert one(packages.check_versions(around()), "requirements").state == State.OK
 
 
 def test_an_editable_install_that_is_stale_is_named_with_the_line_that_refreshes_it(
