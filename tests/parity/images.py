@@ -8,7 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 from attrs import evolve, frozen
-from layouts import CAPTURED, FSDP_ALL_REDUCE, FSDP_SCATTER, NORM, SUM, TP_COMPLETION, TRACED, Row, cp, ep, pp, tp
+from layouts import (
+    CAPTURED,
+    FSDP_ALL_REDUCE,
+    FSDP_SCATTER,
+    NORM,
+    SUM,
+    TP_COMPLETION,
+    TRACED,
+    Row,
+    cp,
+    ep,
+    pp,
+    runs_here,
+    tp,
+)
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.job import Job
@@ -121,3 +135,4 @@ IMAGE_ROWS = [
     row("fsdp4/ep2, checkpointing", 4, "moma", {**FSDP2, "ep": ep(), "activation_checkpointing": FULL}, FSDP_SCATTER,
         micro_batch_size=1, thorough=True),
 ]  # fmt: skip
+IMAGE_ROWS = [each for each in IMAGE_ROWS if runs_here(each.stages)]

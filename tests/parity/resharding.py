@@ -23,6 +23,7 @@ import attrs
 import torch
 from attrs import frozen
 from images import FUSIONS, row
+from layouts import runs_here
 from torch import Tensor
 
 from forge_core.engine.trainer import Trainer
@@ -51,6 +52,11 @@ class Layout:
     name: str
     ranks: int
     stages: Mapping[str, Any]
+
+
+def runs(layout: Layout) -> bool:
+    """Whether this torch has what the layout needs."""
+    return runs_here(layout.stages)
 
 
 def pp(schedule: str = "1f1b") -> dict[str, Any]:
@@ -176,7 +182,8 @@ def main() -> None:
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, gloo on the CPU\n")
     print("| model | saved under | continued under | losses and norms | weights and moments |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
-        for model, pairs in PAIRS_OF.items():
+        possible = {name: [pair for pair in pairs if all(map(runs, pair))] for name, pairs in PAIRS_OF.items()}
+        for model, pairs in possible.items():
             expected = uninterrupted(Path(temporary) / model, model)
             for first, second in pairs:
                 folder = Path(tempfile.mkdtemp(dir=temporary))

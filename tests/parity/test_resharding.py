@@ -23,10 +23,12 @@ from resharding import (
     TP4,
     compare,
     outcome,
+    runs,
     train,
 )
 
-CHAIN = [ONE, FSDP4, ONE, TP2, FSDP2, PP2, FSDP2_TP2, PP2_ZBV, FSDP2_PP2, TP4, HSDP, TP2_CP2, ONE]
+WHOLE_CHAIN = [ONE, FSDP4, ONE, TP2, FSDP2, PP2, FSDP2_TP2, PP2_ZBV, FSDP2_PP2, TP4, HSDP, TP2_CP2, ONE]
+CHAIN = [layout for layout in WHOLE_CHAIN if runs(layout)]
 
 
 def test_a_run_goes_on_exactly_under_every_layout(tmp_path):
@@ -67,9 +69,10 @@ WITH_IMAGES = {
 )
 def test_vision_language_models_go_on_exactly_under_every_layout(tmp_path, fusion):
     """Tower, adapter and what the fusion adds, with their moments; some sequences have no image."""
-    for number, layout in enumerate(WITH_IMAGES[fusion], 1):
+    layouts = [layout for layout in WITH_IMAGES[fusion] if runs(layout)]
+    for number, layout in enumerate(layouts, 1):
         train(tmp_path / "chain", layout, number, fusion)
-    train(tmp_path / "one", ONE, len(WITH_IMAGES[fusion]), fusion)
+    train(tmp_path / "one", ONE, len(layouts), fusion)
     chain, one = outcome(tmp_path / "chain"), outcome(tmp_path / "one")
     difference = compare(chain, one)
     assert difference.numbers < 1e-9, difference

@@ -19,9 +19,9 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.model import Initialises, Model
+from forge_kit.torch_internals import NormBase, TorchDispatchMode, buffers_of, grouped_mm, parameters_of, to_copy
 
 LENGTHS = (17, 16, 128)
 """S. The first is odd and prime, so that no other dimension is taken for positions; then, for models that refuse it,
@@ -34,7 +34,7 @@ LARGE = 2**24
 """Parameters up to which whole products are computed."""
 Answer = TypeVar("Answer")
 aten = torch.ops.aten
-PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten._grouped_mm, aten._to_copy, aten.clone)
+PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, grouped_mm, to_copy, aten.clone)
 """Operators that would need the whole of a matrix."""
 
 
@@ -118,14 +118,16 @@ def _stand_ins(model: Model, mixing: bool) -> Iterator[None]:
     Its mixers mix nothing, unless `mixing`.
     """
     # In place and not in a copy: functions that somebody has put into modules refer to these.
-    states = [(module, {**vars(module)}, {**module._parameters}, {**module._buffers}) for module in model.modules()]
+    states = [
+        (module, {**vars(module)}, {**parameters_of(module)}, {**buffers_of(module)}) for module in model.modules()
+    ]
     generator = torch.Generator().manual_seed(0)
     made: dict[int, nn.Parameter] = {}  # ties stay ties
     try:
         for module, _, parameters, _ in states:
             for name, parameter in parameters.items():
                 if parameter is not None:
-                    module._parameters[name] = made.setdefault(id(parameter), _stand_in(parameter, generator))
+                    parameters_of(module)[name] = made.setdefault(id(parameter), _stand_in(parameter, generator))
             _renew_buffers(module)
         for name in () if mixing else model.sequence_mixers():
             vars(model.get_submodule(name))["forward"] = _unmixed
@@ -134,10 +136,10 @@ def _stand_ins(model: Model, mixing: bool) -> Iterator[None]:
         for module, attributes, parameters, buffers in states:
             vars(module).clear()
             vars(module).update(attributes)
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            parameters_of(module).clear()
+            parameters_of(module).update(parameters)
+            buffers_of(module).clear()
+            buffers_of(module).update(buffers)
 
 
 def _stand_in(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
@@ -151,12 +153,12 @@ def _stand_in(parameter: nn.Parameter, generator: torch.Generator) -> nn.Paramet
 
 
 def _renew_buffers(module: nn.Module) -> None:
-    for name, buffer in module._buffers.items():
+    for name, buffer in buffers_of(module).items():
         if buffer is not None:
-            module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+            buffers_of(module)[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
     if isinstance(module, Initialises):
         module.init_buffers(torch.device("cpu"))
-    elif isinstance(module, nn.modules.batchnorm._NormBase):
+    elif isinstance(module, NormBase):
         module.reset_running_stats()
 
 
@@ -180,11 +182,11 @@ class _StandInProducts(TorchDispatchMode):
         return kwargs["out"].copy_(result) if "out" in kwargs else result
 
     def _result(self, operation: Any, func: Any, args: Any, given: Any) -> Tensor:
-        if operation in (aten._to_copy, aten.clone):
+        if operation in (to_copy, aten.clone):
             return self._copied(
                 func, args[0], {name: value for name, value in given.items() if name != "memory_format"}
             )
-        if operation is aten._grouped_mm:
+        if operation is grouped_mm:
             return self._product(args[0], args[1][0])
         if operation in (aten.mm, aten.bmm):
             return self._product(*args)

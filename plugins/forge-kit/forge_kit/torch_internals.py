@@ -1,14 +1,117 @@
-"""Everything private to torch that Forge's plugins share: names that begin with an underscore.
+"""Everything private to torch that several of Forge's plugins use: names that begin with an underscore.
 
-Each function states what it needs and which versions of torch were seen.
+Each says what it needs and why; `tests/test_torch_internals.py` names the one that another torch has changed. What one
+plugin alone uses is in its own module of this name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
+# Tensors that have a shape and no memory, by which a step is planned: no public way to make or to recognise them.
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+# The bases of what normalises by the other samples of a batch, and of what drops out at random.
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+
+# Described in torch's "Extending PyTorch", but in a module whose name is private.
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
+
+__all__ = [
+    "Dropout",
+    "FakeTensor",
+    "FakeTensorMode",
+    "NormBase",
+    "TorchDispatchMode",
+    "buffers_of",
+    "defer_reduction",
+    "detect_fake_mode",
+    "flash_on_cpu",
+    "flash_on_cpu_backward",
+    "flattened",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_clamp_min_",
+    "foreach_copy_",
+    "foreach_lerp_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_sign_",
+    "grouped_mm",
+    "is_compiled",
+    "is_strided",
+    "parameters_of",
+    "part_offsets",
+    "reduce_gradients",
+    "to_copy",
+    "tree_leaves",
+    "unset_fake_temporarily",
+]
+
+# Operators of the dispatcher, which have no other name there.
+to_copy = torch.ops.aten._to_copy
+grouped_mm = torch.ops.aten._grouped_mm
+flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Attention that also returns the normaliser of each position, which the public function keeps to itself."""
+flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Operations on lists of tensors, one kernel for many, as torch's optimizers use them.
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_sign_ = torch._foreach_sign_
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the dictionary in which a module looks its own parameters up.
+
+    `setattr` takes nothing but parameters, and stand-ins are tensors. A stage such as fsdp exchanges the values.
+    """
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Returns the dictionary in which a module looks its own buffers up, those that are None included."""
+    return module._buffers
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Returns whether some module runs compiled: `Module.compile` leaves no public trace."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def flattened(mesh: DeviceMesh, names: Sequence[str], joined: str) -> DeviceMesh:
+    """Returns several dimensions of a mesh as one, named `joined`: torch's only way to one group of their ranks."""
+    return mesh[tuple(names)]._flatten(joined)
+
+
+def part_offsets(tensor: Tensor) -> tuple[int, ...]:
+    """Returns where this rank's part of a tensor begins, by the arithmetic with which DTensor has split it."""
+    from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+    [part] = _create_chunk_list(tensor)
+    return tuple(part.offsets)
+
+
+def is_strided(placement: object) -> bool:
+    """Returns whether a placement is of torch's kind for a dimension split twice, whose pieces are out of order."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
 
 
 def defer_reduction(model: FSDPModule) -> None:

@@ -18,10 +18,10 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_core.contracts.deprecation import deprecated
 from forge_kit.mesh import coordinate, layer_dimensions, place_of
+from forge_kit.torch_internals import flattened, is_strided
 
 Box = tuple[slice, ...]
 """A rank's part of a tensor: a range along each dimension."""
@@ -261,7 +261,7 @@ def _sharing_ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, l
     names = [name for name, size in sizes if size > 1 and name not in layer_dimensions(mesh)]
     if not names:
         return None, [dist.get_rank()]
-    line = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
+    line = mesh[names[0]] if len(names) == 1 else flattened(mesh, names, "_".join(names))
     group = line.get_group()
     return group, dist.get_process_group_ranks(group)
 
@@ -310,7 +310,7 @@ def _box(parameter: Any, mesh: DeviceMesh | None, rank: int) -> Box:
         assert mesh is not None
         splits = [item for item in enumerate(parameter.placements) if not isinstance(item[1], Replicate)]
         # A strided one divides what the dimensions after it have left.
-        for dimension, placement in sorted(splits, key=lambda item: isinstance(item[1], _StridedShard)):
+        for dimension, placement in sorted(splits, key=lambda item: is_strided(item[1])):
             start, stop = ranges[placement.dim]  # type: ignore[attr-defined]
             name, count = parameter.device_mesh.mesh_dim_names[dimension], parameter.device_mesh.size(dimension)  # type: ignore[index]
             number = coordinate(rank, name, mesh)

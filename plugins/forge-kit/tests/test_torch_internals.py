@@ -5,8 +5,16 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from forge_kit import torch_internals
 
 PUBLIC = hasattr(FSDPModule, "finalize_backward")
 
@@ -23,3 +31,99 @@ def test_fsdp_has_a_public_reduction(name):
 )
 def test_fsdp_has_the_callback_of_its_last_backward_pass(owner, name):
     assert list(inspect.signature(getattr(owner, name)).parameters) == ["self"]
+
+
+def test_fake_tensors_have_a_shape_and_are_recognised():
+    assert torch_internals.detect_fake_mode() is None
+    with torch_internals.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.empty(2**40, 3)
+        assert torch_internals.detect_fake_mode() is not None
+        with torch_internals.unset_fake_temporarily():
+            assert not isinstance(torch.empty(1), torch_internals.FakeTensor)
+        assert isinstance(fake @ torch.ones(3), torch_internals.FakeTensor)
+
+
+def test_a_dispatch_mode_sees_every_operation():
+    seen = []
+
+    class Mode(torch_internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2).to(torch.float64)
+    assert seen[-1] is torch_internals.to_copy
+
+
+def test_leaves_are_found_in_nested_containers():
+    assert torch_internals.tree_leaves(([1, (2,)], {"a": 3})) == [1, 2, 3]
+
+
+def test_the_bases_of_norms_and_of_dropout():
+    norms = (nn.BatchNorm2d(3), nn.InstanceNorm1d(3, track_running_stats=True))
+    assert [isinstance(norm, torch_internals.NormBase) and norm.track_running_stats for norm in norms] == [True, True]
+    dropout = nn.Dropout2d(0.25)
+    assert isinstance(dropout, torch_internals.Dropout)
+    assert dropout.p == 0.25
+
+
+def test_the_kernel_of_attention_returns_normalisers_and_has_a_backward():
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    out, normalisers = torch_internals.flash_on_cpu(q, k, v, is_causal=False, attn_mask=None, scale=0.5)
+    torch.testing.assert_close(out, nn.functional.scaled_dot_product_attention(q, k, v, scale=0.5))
+    torch.testing.assert_close(normalisers, (0.5 * q @ k.mT).logsumexp(-1))
+    grads = torch_internals.flash_on_cpu_backward(
+        torch.ones_like(out), q, k, v, out, normalisers, 0.0, False, attn_mask=None, scale=0.5
+    )
+    assert [grad.shape for grad in grads] == [q.shape] * 3
+
+
+def test_a_grouped_product_is_one_operator():
+    rows, stack = torch.randn(4, 16, dtype=torch.bfloat16), torch.randn(2, 16, 8, dtype=torch.bfloat16)
+    result = torch_internals.grouped_mm(rows, stack, torch.tensor([1, 4], dtype=torch.int32))
+    torch.testing.assert_close(result, torch.cat([rows[:1] @ stack[0], rows[1:] @ stack[1]]))
+
+
+@pytest.mark.parametrize("name", [name for name in torch_internals.__all__ if name.startswith("foreach_")])
+def test_foreach_operations_are_those_of_single_tensors(name):
+    operation, in_place = name.removeprefix("foreach_").removesuffix("_"), name.endswith("_")
+    more = {"lerp": ([torch.tensor([5.0])], 0.5), "sign": (), "clamp_min": (0,)}.get(operation)
+    more = ([torch.tensor([4.0])],) if more is None else more
+    single = [argument[0] if isinstance(argument, list) else argument for argument in more]
+    values = [torch.tensor([-3.0])]
+    expected = single[0] if operation == "copy" else getattr(torch, operation)(values[0], *single)
+    result = getattr(torch_internals, name)(values, *more)
+    assert (values if in_place else result)[0] == expected
+
+
+def test_modules_compute_with_what_the_dictionaries_hold():
+    assert torch_internals.buffers_of(nn.BatchNorm1d(2, track_running_stats=False))["running_mean"] is None
+    norm, linear = nn.BatchNorm1d(2), nn.Linear(1, 1, bias=False)
+    torch_internals.buffers_of(norm)["running_mean"] = torch.full((2,), 7.0)
+    assert norm.running_mean.tolist() == [7, 7]
+    torch_internals.parameters_of(linear)["weight"] = torch.full((1, 1), 3.0)  # no parameter, which setattr refuses
+    assert linear(torch.ones(1)).item() == 3
+
+
+def test_a_compiled_module_is_known_by_what_calls_it():
+    model = nn.Sequential(nn.Linear(1, 1))
+    assert not torch_internals.is_compiled(model)
+    model[0].compile(backend="eager")  # which traces nothing before it is called
+    assert torch_internals.is_compiled(model)
+
+
+def test_dimensions_of_a_mesh_become_one_and_parts_have_a_place():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        assert torch_internals.flattened(mesh, ["a", "b"], "both").get_group().size() == 1
+        split = distribute_tensor(torch.zeros(4, 3), mesh["a"], [Shard(0)])
+        assert torch_internals.part_offsets(split) == (0, 0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_strided_placements_are_told_from_others():
+    assert torch_internals.is_strided(_StridedShard(0, split_factor=2))
+    assert not torch_internals.is_strided(Shard(0))

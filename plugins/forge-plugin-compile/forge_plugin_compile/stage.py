@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo
 from attrs import frozen
 from torch import nn
 
@@ -14,6 +13,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import blocks_of
 from forge_kit.generation import Generates
+from forge_plugin_compile.torch_internals import allow_counters_under_recomputation, allow_graphs, keep_random_numbers
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Model
@@ -38,10 +38,10 @@ class CompileStage(ParallelStage):
         # Backends are looked up at the first step otherwise, after the data have been opened and the model allocated.
         _check_backend(self._component.backend)
         blocks = blocks_of(model)
-        _allow_graphs(GRAPHS_OF_A_BLOCK * len(blocks))
-        _allow_counters_under_recomputation()
+        allow_graphs(GRAPHS_OF_A_BLOCK * len(blocks))
+        allow_counters_under_recomputation()
         if self._component.backend == "inductor":
-            _keep_random_numbers()
+            keep_random_numbers()
         for block in blocks:
             self._compile(block)
             # Every token of a generation has another sequence length, and each would be a graph of its own.
@@ -72,30 +72,3 @@ def _check_backend(name: str) -> None:
     if name not in torch.compiler.list_backends(exclude_tags=()):
         usual = ", ".join([*torch.compiler.list_backends(), "aot_eager", "eager"])
         raise JobError([Problem("parallel.compile.backend", f"there is no {name!r}; there are {usual}")])
-
-
-def _allow_graphs(count: int) -> None:
-    """Raise torch's limits on recompilation to `count`.
-
-    Blocks that differ in a constant do not share a graph, and torch counts the graphs of all blocks against one limit
-    of 8. The limit is there to stop code that recompiles at every step, and still does, if later.
-    """
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, count)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
-
-
-def _allow_counters_under_recomputation() -> None:
-    """Let torch trace the creation of counters inside a checkpointed block.
-
-    Experts create their counters in their first forward pass. Torch refuses such a side effect under recomputation,
-    because recomputing would skip it; skipping it is correct here, as a pass is counted once.
-    """
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-
-
-def _keep_random_numbers() -> None:
-    """Draw dropout's numbers from torch's own generator, so that losses are the same as without compilation."""
-    import torch._inductor.config
-
-    torch._inductor.config.fallback_random = True

@@ -234,11 +234,13 @@ class Deadlock(Fault):
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
         import torch.distributed as dist
 
+        from forge_core.parallel.mesh import local_part
+
         if injection.is_victim:
             injection.mark()
             return
         ones = next(iter(context.model.parameters())).new_ones(1)
-        dist.all_reduce(getattr(ones, "_local_tensor", ones), group=self._group)
+        dist.all_reduce(local_part(ones), group=self._group)
 
 
 class Raises(OfSeveralRanks):

@@ -11,6 +11,7 @@ from torch import Tensor
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_core.parallel.mesh import local_part
+from forge_kit.torch_internals import foreach_lerp_
 
 if TYPE_CHECKING:
     from forge_plugin_ema.ema import EMA
@@ -54,9 +55,9 @@ class Averaging(torch.optim.Optimizer):
         if getattr(self, "found_inf", None) is not None:  # only the device knows whether there was an update
             taken = share * (1 - self.found_inf)  # type: ignore[attr-defined]
             for average, weight in zip(kept, weights, strict=True):
-                average.lerp_(weight, taken.to(average))  # `_foreach_lerp_` would wait for the device
+                average.lerp_(weight, taken.to(average))  # `foreach_lerp_` would wait for the device
         elif kept:
-            torch._foreach_lerp_(kept, weights, share)
+            foreach_lerp_(kept, weights, share)
         return result
 
     @torch.no_grad()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from forge_core import Job, Problem
+from forge_kit.torch_internals import Dropout, NormBase
 from forge_plugin_freeze import Freeze
 from forge_plugin_freeze.selection import trains
 from forge_plugin_vision import image_input
@@ -49,10 +48,10 @@ def training(encoder: nn.Module) -> list[str]:
 def _unsteady(encoder: nn.Module) -> Iterator[Problem]:
     """Modules whose outputs differ from call to call in training."""
     for name, module in encoder.named_modules():
-        if isinstance(module, _DropoutNd) and module.p:
+        if isinstance(module, Dropout) and module.p:
             message = f"{PREFIX}{name} drops out at random (p = {module.p:g}), so features differ from step to step"
             yield Problem("", f"{message}; set it to 0 in the encoder")
-        if isinstance(module, _NormBase) and module.track_running_stats:
+        if isinstance(module, NormBase) and module.track_running_stats:
             message = f"{PREFIX}{name} is a {type(module).__name__}, whose output depends on the other images"
             yield Problem("", f"{message} of a batch; take an encoder without it")
 

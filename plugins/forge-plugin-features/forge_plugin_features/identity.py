@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.contexts import BuildContext
+from forge_kit import torch_internals
 from forge_plugin_vision import Grid, VisionEncoderComponent
 
 
@@ -43,7 +44,7 @@ def _version(distribution: str) -> str:
 
 def is_compiled(encoder: nn.Module) -> bool:
     """Whether blocks of the tower run compiled, which rounds in another way."""
-    return any(module._compiled_call_impl is not None for module in encoder.modules())
+    return torch_internals.is_compiled(encoder)
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torchao.float8 import (
     CastConfig,
     Float8LinearConfig,
@@ -24,6 +23,8 @@ from torchao.float8 import (
 from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
 from torchao.float8.float8_training_tensor import ScaledMMConfig, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
+
+from forge_plugin_float8.torch_internals import all_reduce, wait_tensor
 
 if TYPE_CHECKING:
     from forge_kit.modules import MatrixShard

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forge_core.contracts.model import ChangesWithUpdates
+from forge_kit.torch_internals import is_compiled
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, float]]:
@@ -30,7 +31,7 @@ def switch(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Collecti
     _hold_updates(model, {name for name, _, _ in parameters_of(optimizer)}, trained)
     # On every rank alike, also on those of a pipeline whose own parameters go on as before: both cost little.
     _gather_anew(model)
-    if changed and any(module._compiled_call_impl is not None for module in model.modules()):
+    if changed and is_compiled(model):
         # Graphs contain the backward pass of what trained when they were traced, and torch takes parameters of modules
         # to stay as they are (`skip_fsdp_guards`, `skip_tensor_guards_with_matching_dict_tags`): without this,
         # what is unfrozen would never have a gradient.

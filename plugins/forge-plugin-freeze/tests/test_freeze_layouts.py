@@ -18,6 +18,7 @@ from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_freeze import Stage
 from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_vision import FusionComponent, Joint, VisionLanguage
 from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
@@ -79,11 +80,6 @@ ROWS = {
     "tp2": Row(stages={"tp": TP}, run="attention"),
     "fsdp2, vision": Row(stages={"fsdp": FSDP()}, micro_batch_size=2, run="vision"),
     "pp2": Row(stages={"pp": PipelineParallel(degree=2)}, micro_batch_size=2, run="both ends"),
-    "pp2, zero-bubble": Row(
-        stages={"pp": PipelineParallel(degree=2, schedule="interleaved_zero_bubble")},
-        micro_batch_size=2,
-        run="both ends",
-    ),
     "pp2, idle-rank": Row(stages={"pp": PipelineParallel(degree=2)}, micro_batch_size=2),
     "pp2, vision": Row(stages={"pp": PipelineParallel(degree=2)}, micro_batch_size=2, run="vision"),
     "fsdp2, cross-attention": Row(stages={"fsdp": FSDP()}, micro_batch_size=2, run="cross-attention"),
@@ -92,6 +88,9 @@ ROWS = {
     "tp2, mot": Row(stages={"tp": TP}, run="mot"),
     "cp2": Row(stages={"cp": ContextParallel(degree=2)}, run="attention"),
 }
+if splits_backward(torch.__version__):
+    ZERO_BUBBLE = PipelineParallel(degree=2, schedule="interleaved_zero_bubble")
+    ROWS["pp2, zero-bubble"] = Row(stages={"pp": ZERO_BUBBLE}, micro_batch_size=2, run="both ends")
 
 
 @cache

@@ -14,6 +14,7 @@ from forge_kit.generation import joint_generation
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE
+from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, LongRope, NoRope, Transformer
 from forge_plugin_transformer.modules.rotary import rotate
 from forge_testing.layouts import LayoutCase
@@ -31,12 +32,13 @@ LAYOUTS = {
     "tp, whole": {"tp": {"degree": 2, "sequence_parallel": False, "loss_parallel": False}},
     "pp": {"pp": {"degree": 2}},
     "pp, interleaved": {"pp": {"degree": 2, "schedule": "interleaved_1f1b"}},
-    "pp, in a V": {"pp": {"degree": 2, "schedule": "zbv"}},
     "cp, ring": {"cp": {"degree": 2}},
     "cp, ulysses": {"cp": {"degree": 2, "method": "ulysses"}},
     "compiled fsdp": {"fsdp": {}, "compile": {"backend": "eager"}},
     "compiled pp": {"pp": {"degree": 2}, "compile": {"backend": "eager"}},
 }
+if splits_backward(torch.__version__):
+    LAYOUTS["pp, in a V"] = {"pp": {"degree": 2, "schedule": "zbv"}}
 TWO_BY_TWO = {
     "fsdp x tp": {"fsdp": {}, "tp": {"degree": 2}},
     "fsdp x pp": {"fsdp": {}, "pp": {"degree": 2}},

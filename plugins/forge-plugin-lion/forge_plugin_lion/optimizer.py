@@ -23,6 +23,16 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from forge_core.parallel.mesh import local_part
+from forge_kit.torch_internals import (
+    foreach_add,
+    foreach_add_,
+    foreach_clamp_min_,
+    foreach_copy_,
+    foreach_lerp_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_sign_,
+)
 
 CPU_BLOCK = 1 << 18
 """Elements of a block for each thread: a MiB of each float32 tensor. Twice as many are as fast."""
@@ -84,27 +94,27 @@ class LionOptimizer(torch.optim.Optimizer):
         parameters, gradients, momenta, scales = (list(column) for column in zip(*parts, strict=True))
         updates = self._directions(gradients, momenta, betas[0])
         if scales[0] is not None:
-            torch._foreach_mul_(updates, self._agreement(updates, gradients))
-            torch._foreach_mul_(updates, scales)
+            foreach_mul_(updates, self._agreement(updates, gradients))
+            foreach_mul_(updates, scales)
         if weight_decay:
             # Decoupled: the decay is of the weight before the update.
-            torch._foreach_mul_(parameters, 1 - lr * weight_decay)
-        torch._foreach_add_(parameters, updates, alpha=-lr)
-        torch._foreach_lerp_(momenta, gradients, 1 - betas[1])
+            foreach_mul_(parameters, 1 - lr * weight_decay)
+        foreach_add_(parameters, updates, alpha=-lr)
+        foreach_lerp_(momenta, gradients, 1 - betas[1])
 
     def _directions(self, gradients: Sequence[Tensor], momenta: Sequence[Tensor], beta: float) -> list[Tensor]:
         """Returns sign(β m + (1 - β) g)."""
         # The sign does not change when both terms are divided by 1 - β, which makes it one pass over memory.
         updates = self._scratch.each("add", gradients, momenta, alpha=beta / (1 - beta))
-        torch._foreach_sign_(updates)
+        foreach_sign_(updates)
         return updates
 
     def _agreement(self, updates: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Returns 1 where an update and its gradient have the same sign, else 0."""
         # The sign of the product, as comparisons take several times as long.
         agreement = self._scratch.each("mul", updates, gradients)
-        torch._foreach_sign_(agreement)
-        torch._foreach_clamp_min_(agreement, 0)
+        foreach_sign_(agreement)
+        foreach_clamp_min_(agreement, 0)
         return agreement
 
     def _scales(self, parameters: Sequence[nn.Parameter], parts: Sequence[_Part], beta: float) -> list[Tensor]:
@@ -133,6 +143,9 @@ class _Part(NamedTuple):
     """() factor on the rate of the elements that move; None: all move, by the rate."""
 
 
+FOREACH: dict[str, Callable[..., Any]] = {"add": foreach_add, "mul": foreach_mul}
+
+
 class _Scratch:
     """Memory for tensors that do not outlive a batch.
 
@@ -146,7 +159,7 @@ class _Scratch:
     def each(self, operation: str, first: Sequence[Tensor], second: Sequence[Tensor], **keys: Any) -> list[Tensor]:
         """Returns `torch.<operation>` of each pair, valid until the next call with the same operation."""
         if first[0].device.type != "cpu":
-            return list(getattr(torch, f"_foreach_{operation}")(first, second, **keys))
+            return list(FOREACH[operation](first, second, **keys))
         results = self._like(operation, first)
         for one, other, result in zip(first, second, results, strict=True):
             getattr(torch, operation)(one, other, out=result, **keys)
@@ -175,7 +188,7 @@ def _add_over_ranks(parameters: Sequence[nn.Parameter], counts: Sequence[Tensor]
         total = torch.stack(own)
         for group in groups:
             dist.all_reduce(total, group=group)
-        torch._foreach_copy_(own, list(total.unbind()))
+        foreach_copy_(own, list(total.unbind()))
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.losses import loss_output
 from forge_core.vocab_parallel import accumulation_dtype
+from forge_kit.torch_internals import FakeTensor
 from forge_plugin_losses.objectives import CrossEntropyObjective, Objective
 from forge_plugin_losses.projections import Projection, projection_of
 from forge_plugin_losses.workspace import Workspace

@@ -10,8 +10,6 @@ from typing import Any
 import attrs
 import torch
 from attrs import frozen
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.resume import locate
@@ -25,6 +23,7 @@ from forge_core.job import JobSection
 from forge_core.parallel.initialise import allocate, materialise
 from forge_core.plugins.manager import Plugins, RunContext
 from forge_kit.checkpoints import load_model
+from forge_kit.torch_internals import detect_fake_mode, unset_fake_temporarily
 
 COMPUTED_IN: frozenset[Role] = frozenset(("embedding", "head", "matrix", "stack", "fused"))
 """Roles of parameters that are cast to the compute dtype wherever they are used."""

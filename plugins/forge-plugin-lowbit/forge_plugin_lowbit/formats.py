@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from forge_kit.torch_internals import FakeTensor, unset_fake_temporarily
 from forge_plugin_lowbit.arithmetic import quant_utils, subclass_4bit, subclass_8bit, subclass_fp8
 
 Values = Callable[[], tuple[float, ...]]

@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from forge_core.contracts.errors import CheckpointError
 from forge_core.parallel.mesh import local_part
 from forge_kit.groups import Groups, as_groups, names_in
+from forge_kit.torch_internals import FakeTensor
 from forge_plugin_lowbit.rounding import Rounding, random_bits, round_with
+from forge_plugin_lowbit.torch_internals import mark_dynamic
 
 STEP = "step"
 
@@ -158,4 +159,4 @@ def _for_any_length(weights: Tensor, *inputs: Any) -> None:
     rows = weights.shape[0]
     for tensor in (weights, *inputs):
         if rows > 1 and isinstance(tensor, Tensor) and tensor.shape[:1] == (rows,):
-            torch._dynamo.mark_dynamic(tensor, 0)
+            mark_dynamic(tensor, 0)

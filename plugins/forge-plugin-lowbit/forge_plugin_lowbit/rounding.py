@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from forge_kit.torch_internals import FakeTensor
 from forge_kit.whole_matrices import own_box
 
 if TYPE_CHECKING:

@@ -61,5 +61,6 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        native = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        able = torch.cpu.get_capabilities()
+        native = device.type != "cpu" or bool(able.get("avx512_bf16") or able.get("amx_tile"))
     return torch.bfloat16 if native else torch.float32

@@ -12,6 +12,7 @@ from torch import Tensor
 from forge_core.parallel.mesh import local_part
 from forge_kit.groups import Groups, as_groups
 from forge_kit.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, matrices_in
+from forge_kit.torch_internals import foreach_lerp_, foreach_mul_
 from forge_kit.whole_matrices import Matrix, WholeMatrices
 from forge_plugin_muon import newton_schulz
 from forge_plugin_muon.newton_schulz import JORDAN, fast_dtype, orthogonalise
@@ -108,9 +109,9 @@ class MuonOptimizer(MatrixOptimizer):
         gradients = {parameter: local_part(parameter.grad) for parameter in trained}
         averages = {parameter: local_part(self._average(parameter)) for parameter in trained}
         weights = {parameter: local_part(parameter) for parameter in trained}
-        torch._foreach_lerp_(list(averages.values()), list(gradients.values()), 1 - group["momentum"])
+        foreach_lerp_(list(averages.values()), list(gradients.values()), 1 - group["momentum"])
         # Decoupled: the decay is of the weight before the update, as in AdamW.
-        torch._foreach_mul_(list(weights.values()), 1 - group["lr"] * group["weight_decay"])
+        foreach_mul_(list(weights.values()), 1 - group["lr"] * group["weight_decay"])
         # Nesterov's direction is the average with the present gradient once more; without it, the average alone.
         share = group["momentum"] if group["nesterov"] else 1.0
         dtype = self._dtype_for(weights[trained[0]])

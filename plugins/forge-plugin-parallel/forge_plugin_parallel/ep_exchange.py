@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from forge_core.contracts.deprecation import deprecated
 from forge_kit.dispatch import Dispatch, ExpertStack
+from forge_kit.torch_internals import FakeTensor
 from forge_plugin_parallel.collectives import exchange_rows, send_rows
 from forge_plugin_parallel.tp_ways import local_parameters
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import further_blocks
 from forge_kit.generation import Generates, join
-from forge_kit.torch_internals import defer_reduction, reduce_gradients
+from forge_kit.torch_internals import defer_reduction, flattened, reduce_gradients
 from forge_plugin_parallel.generation import ShardedGeneration
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def data_mesh(context: BuildContext) -> DeviceMesh:
     names = [name for name in names if name != "replicate"] or ["shard"]
     # FSDP shards over one dimension; ranks with different tokens are all of shard x cp.
     name = "_".join(names)
-    flat = mesh[name] if len(names) == 1 else mesh[tuple(names)]._flatten(name)
+    flat = mesh[name] if len(names) == 1 else flattened(mesh, names, name)
     return mesh["replicate", name] if layout.replicate > 1 else flat
 
 

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from forge_core.contracts.optimizer import NamedParameter, NamedParameters
 from forge_core.parallel.mesh import local_part
+from forge_kit.torch_internals import FakeTensorMode, TorchDispatchMode, buffers_of, parameters_of, tree_leaves
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -93,7 +91,7 @@ def stand_ins(model: Model, device: torch.device, dtype: torch.dtype | None = No
         device: the device that the shapes are computed for; nothing is allocated on it.
         dtype: dtype of parameters; None: their own. With the compute dtype, as gathered by fsdp, no casts are saved.
     """
-    originals = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    originals = [(module, dict(parameters_of(module)), dict(buffers_of(module))) for module in model.modules()]
     fakes: dict[int, Any] = {}  # by the original's id, so that tied parameters stay one
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
@@ -101,15 +99,15 @@ def stand_ins(model: Model, device: torch.device, dtype: torch.dtype | None = No
                 for key, parameter in parameters.items():
                     if parameter is not None and id(parameter) not in fakes:
                         fakes[id(parameter)] = _fake(parameter, device, dtype)
-                    module._parameters[key] = fakes.get(id(parameter))
+                    parameters_of(module)[key] = fakes.get(id(parameter))
                 for key, buffer in buffers.items():
                     if buffer is not None:
-                        module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+                        buffers_of(module)[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             yield
         finally:
             for module, parameters, buffers in originals:
-                module._parameters.update(parameters)
-                module._buffers.update(buffers)
+                parameters_of(module).update(parameters)
+                buffers_of(module).update(buffers)
 
 
 def optimizer_bytes(model: Model, context: BuildContext) -> Bytes:

@@ -6,8 +6,7 @@ Shapes: B sequences of a micro-batch, S positions. A carry is the activations be
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from forge_core.parallel.stages import around
 from forge_kit.recomputing import Recomputing
 from forge_plugin_parallel.cuts import Section
 from forge_plugin_parallel.pp import ONE_STAGE
+from forge_plugin_parallel.torch_internals import Stage, is_view
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -103,12 +103,12 @@ class PipelineExecutor:
             self._schedules[count, shapes] = build(stages, count, loss_fn=self._loss_of, scale_grads=False)
         return self._schedules[count, shapes]
 
-    def _torch_stage(self, number: int, shapes: Shapes) -> _Stage:
+    def _torch_stage(self, number: int, shapes: Shapes) -> Stage:
         """One pipeline stage for torch's schedules, with shapes given so that torch does not infer them by a run."""
         sections = self._pipeline.sections
         carry = tuple(torch.empty(size, dtype=dtype, device="meta", requires_grad=True) for size, dtype in shapes)
         module = _StageModule(self._model, sections[number], partial(self._next_batch, number), shapes)
-        return _Stage(
+        return Stage(
             module,
             number,
             len(sections),
@@ -213,80 +213,6 @@ class _Step:
         return self.batches[expected]
 
 
-class _Stage(pipelining.PipelineStage):
-    """A stage whose receive buffers exist only from the receive operation to the end of the computation on them.
-
-    torch's own allocates buffers for activations and gradients of all micro-batches in the first step and never frees
-    them: 28 GB for DeepSeek-V3 with 240 micro-batches of 4,096 positions. Here tensors on the device `meta` stand in
-    for buffers that are not in use.
-    """
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_meta():
-            return super()._prepare_forward_infra(*args, **kwargs)
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_meta():
-            return super()._prepare_backward_infra(*args, **kwargs)
-
-    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        # Only torch 2.11 and older call it, also on the last stage, whose outputs are no carry as `output_args` has it.
-        if not self.is_last:
-            super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
-
-    @contextmanager
-    def _on_meta(self) -> Iterator[None]:
-        device, self.device = self.device, torch.device("meta")
-        try:
-            yield
-        finally:
-            self.device = device
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        _move(self.args_recv_info[fwd_chunk_id], self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        _move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        # torch 2.11 refuses to send a gradient that is None, where 2.13 sends zeros.
-        if not hasattr(self, "_get_grad_send_meta") and bwd_chunk_id in self.bwd_cache:
-            pairs = zip(self.bwd_cache[bwd_chunk_id], self.args_recv_info[bwd_chunk_id], strict=False)
-            self.bwd_cache[bwd_chunk_id] = tuple(self._sent(grad, info) for grad, info in pairs)
-        return super().get_bwd_send_ops(bwd_chunk_id)
-
-    def _sent(self, grad: Tensor | None, received: Any) -> Tensor | None:
-        buffer = getattr(received, "buffer", None)
-        if grad is not None or buffer is None:
-            return grad
-        return torch.zeros_like(buffer, device=self.device, requires_grad=False)
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        _move(self.grad_recv_info[mb_index], self.device)  # a gradient that is None becomes zeros there
-        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        _move(self.args_recv_info[fwd_chunk_id], torch.device("meta"))
-        return output
-
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
-        if loss is not None:
-            # torch's schedules hold all losses of a step, and the graph of a loss holds the stage's received tensors.
-            loss.detach_()
-        _move(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
-
-
-def _move(received: Iterable[Any], device: torch.device) -> None:
-    """Replace receive buffers by new tensors of the same shape on `device`."""
-    for info in received:
-        if (old := getattr(info, "buffer", None)) is not None:
-            info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
-
-
 class _StageModule(nn.Module):
     """A section as torch's pipeline calls it.
 
@@ -320,4 +246,4 @@ class _StageModule(nn.Module):
                 f"parallel.pp: the carry must have the same shapes and dtypes between all layers: {places}"
             )
         # torch detaches outputs in place, which autograd refuses for views.
-        return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
+        return tuple(tensor.clone() if is_view(tensor) else tensor for tensor in out)

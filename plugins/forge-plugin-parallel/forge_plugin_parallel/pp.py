@@ -35,6 +35,11 @@ SPLITS_SINCE = (2, 13)
 `autograd.Function`, which embeddings and norms are here."""
 
 
+def splits_backward(release: str) -> bool:
+    """Returns whether a release of torch runs the schedules of `SPLIT_BACKWARD`."""
+    return tuple(int(part) for part in release.split(".")[:2]) >= SPLITS_SINCE
+
+
 @frozen(kw_only=True)
 class PipelineParallel(ParallelComponent):
     """Pipeline parallel (torch.distributed.pipelining): ranks hold different layers and pass micro-batches on.
@@ -103,7 +108,7 @@ class PipelineParallel(ParallelComponent):
             message = f"{self.stages_per_rank}, but {self.schedule} has {wanted} a rank"
             yield Problem("stages_per_rank", f"{message}; leave it out, or take another schedule")
         release = version("torch")
-        if self.splits_backward and tuple(int(part) for part in release.split(".")[:2]) < SPLITS_SINCE:
+        if self.splits_backward and not splits_backward(release):
             message = f"{self.schedule} divides the backward pass, which torch {release} cannot do with this model"
             yield Problem("schedule", f"{message}; install torch 2.13 or newer, or take another schedule")
         if self.splits_backward and job.optimizer.parameter_dtype == "bf16":

@@ -13,23 +13,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from forge_kit.recomputing import Recomputing
+from forge_plugin_parallel.torch_internals import SLOW_OPERATORS
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
 
-_aten = torch.ops.aten
 SAVED = frozenset(
     {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten._scaled_mm.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        *SLOW_OPERATORS,
     }
 )
 """Operations whose results `selective` saves: slow ones, and collectives whose results are small."""

@@ -21,6 +21,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from forge_kit.torch_internals import parameters_of
 from forge_plugin_parallel.collectives import all_gather, all_reduce, fan_out, gather_equal, reduce_scatter
 
 SEQUENCE = 1
@@ -49,16 +50,16 @@ class Ranks:
 @contextmanager
 def local_parameters(*modules: nn.Module) -> Iterator[None]:
     """A context in which this rank's local tensors replace the modules' parameters, connected to them for autograd."""
-    originals = [(module, dict(module._parameters)) for module in modules]
+    originals = [(module, dict(parameters_of(module))) for module in modules]
     for module, parameters in originals:
         for key, parameter in parameters.items():
             if isinstance(parameter, DTensor):  # otherwise an outer context has replaced it already
-                module._parameters[key] = _connected(parameter)  # type: ignore[assignment]
+                parameters_of(module)[key] = _connected(parameter)
     try:
         yield
     finally:
         for module, parameters in originals:
-            module._parameters.update(parameters)
+            parameters_of(module).update(parameters)
 
 
 def _connected(parameter: Any) -> Tensor:
@@ -81,10 +82,10 @@ class RowModule(SplitModule):
 
     def forward(self, x: Tensor) -> Tensor:
         with local_parameters(self):
-            bias = self._parameters.get("bias")
+            bias = parameters_of(self).get("bias")
             if bias is None:
                 return self.tp_ranks.leave_partial(super(SplitModule, self).forward(x))
-            self._parameters["bias"] = None  # each rank would add it to its part of the sum
+            parameters_of(self)["bias"] = None  # each rank would add it to its part of the sum
             return self.tp_ranks.leave_partial(super(SplitModule, self).forward(x)) + bias.to(x.dtype)
 
 
@@ -93,9 +94,9 @@ class PartialRowModule(SplitModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with local_parameters(self):
-            bias = self._parameters.get("bias")
+            bias = parameters_of(self).get("bias")
             if bias is not None and self.tp_ranks.rank:
-                self._parameters["bias"] = bias * 0  # type: ignore[assignment]  # every rank has a gradient, to be summed
+                parameters_of(self)["bias"] = bias * 0  # every rank has a gradient, to be summed
             return super(SplitModule, self).forward(*args, **kwargs)
 
 

@@ -20,6 +20,7 @@ from forge_kit.modules import LayerNorm
 from forge_plugin_adamw import AdamW
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_parallel.memory_budget import MODES, Budget, _activations
+from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_parallel.recomputation import Checkpointed
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 from forge_testing import Numbers, PatchModel, TinyModel, tiny_job
@@ -218,7 +219,8 @@ def test_a_pipeline_keeps_several_micro_batches_of_some_layers():
     sizes = {"global_batch_size": 16, "micro_batch_size": 4}
 
     def estimate(rank):
-        stages = {name: {"pp": PipelineParallel(degree=2, schedule=name)} for name in ("gpipe", "1f1b", "zbv")}
+        names = ("gpipe", "1f1b", "zbv") if splits_backward(torch.__version__) else ("gpipe", "1f1b")
+        stages = {name: {"pp": PipelineParallel(degree=2, schedule=name)} for name in names}
         return {name: budget_before_sharding(pp, **sizes) for name, pp in stages.items()}
 
     one, other = run_on_ranks(2, estimate)
@@ -226,7 +228,7 @@ def test_a_pipeline_keeps_several_micro_batches_of_some_layers():
     alone = Budget.of(run.model, AUTO, run.context)
     assert one == other, "all ranks choose alike"
     assert alone.activations["none"] < one["1f1b"].activations["none"] < 1.4 * alone.activations["none"]
-    assert one["zbv"].activations == pytest.approx(one["1f1b"].activations, rel=0.1)
+    assert one.get("zbv", one["1f1b"]).activations == pytest.approx(one["1f1b"].activations, rel=0.1)
     assert one["gpipe"].activations["none"] > 1.8 * one["1f1b"].activations["none"]
     assert one["1f1b"].state["weights"] < 0.7 * alone.state["weights"]
 

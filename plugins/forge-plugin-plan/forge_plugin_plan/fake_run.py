@@ -5,7 +5,6 @@ from __future__ import annotations
 import attrs
 import torch
 from attrs import frozen
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_core.auxiliary import Auxiliary
 from forge_core.config.keys import walk_components
@@ -25,6 +24,7 @@ from forge_core.parallel.initialise import allocate
 from forge_core.parallel.stages import apply_stages
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import RunContext
+from forge_kit.torch_internals import FakeTensorMode
 from forge_plugin_plan.meter import MeteredLoss
 
 CPU = torch.device("cpu")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from attrs import define, field, frozen
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.contracts.errors import ForgeError
 from forge_kit.mesh import place_of
+from forge_plugin_plan.torch_internals import FakeStore, forget_sharding, without_vote
 
 NODE = 8
 """GPUs of a node; ranks are numbered node by node."""
@@ -54,45 +53,12 @@ def fake_world(size: int, rank: int, log: BroadcastLog, pipelined: bool) -> Iter
         with (
             patch.object(dist, "broadcast_object_list", broadcast),
             patch.object(dist, "all_gather_object", gather),
-            _without_vote() if pipelined else nullcontext(),
+            without_vote() if pipelined else nullcontext(),
         ):
             yield
     finally:
         dist.destroy_process_group()
-        _forget_sharding()
-
-
-def _forget_sharding() -> None:
-    """Clear DTensor's caches of shardings: they hold on to meshes, which another world's equal."""
-    from torch.distributed.tensor import DTensor
-
-    dispatcher: Any = DTensor._op_dispatcher
-    native: Any = torch._C
-    try:
-        dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        native._clear_DTensor_sharding_propagator_cache()
-    except AttributeError:  # in another version of torch; the import of its own function takes a second
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
-
-
-def _without_vote() -> AbstractContextManager:
-    # Since 2.13, torch's pipelines vote before their first step on whether all stages know the shapes that they receive
-    # and send. Nobody answers here. The stages of a job must know them, or the step fails.
-    from torch.distributed.pipelining import schedules
-
-    here: Any = schedules
-    base: Any = here._PipelineSchedule
-    if not hasattr(base, "_warmup_p2p"):
-        return nullcontext()
-
-    def agree(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
-        del schedule, has_backward, p2p_done
-        for stage in stages:
-            stage._inference_mode = here.InferenceMode.STATIC
-
-    return patch.object(base, "_warmup_p2p", agree)
+        forget_sharding()
 
 
 @frozen

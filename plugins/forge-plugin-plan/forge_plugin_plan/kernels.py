@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-_aten = torch.ops.aten
-_flash = _aten._scaled_dot_product_flash_attention_for_cpu
+from forge_kit.torch_internals import flash_on_cpu, flash_on_cpu_backward, grouped_mm
 
 
 class FusedAttention(TorchFunctionMode):
@@ -47,15 +46,15 @@ def _attend(
     del dropout_p, enable_gqa  # dropout takes no memory in such a kernel, and grouped heads are known by the shapes
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.to(q.dtype)
-    return _flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return flash_on_cpu(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def count_kernels() -> None:
     """Register the FLOPs of the kernel above, half of them if causal, and of grouped products."""
     for kernel, formula in (
-        (_flash, _forward_flops),
-        (_aten._scaled_dot_product_flash_attention_for_cpu_backward, _backward_flops),
-        (_aten._grouped_mm, _grouped_flops),
+        (flash_on_cpu, _forward_flops),
+        (flash_on_cpu_backward, _backward_flops),
+        (grouped_mm, _grouped_flops),
     ):
         if kernel not in flop_registry:
             register_flop_formula(kernel)(formula)

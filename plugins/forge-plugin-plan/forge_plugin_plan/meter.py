@@ -7,22 +7,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from attrs import define, frozen
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.mesh import local_part
+from forge_kit.torch_internals import TorchDispatchMode, tree_leaves
 from forge_plugin_plan.storages import Piece, Purpose, Storages
+from forge_plugin_plan.torch_internals import around_questions_of_dtensors, group_named, schema_of
 
 Sent = Callable[[int, int], float]
 """(bytes of the whole tensor, ranks) -> bytes that each rank sends."""
@@ -126,16 +123,14 @@ class Meter(TorchDispatchMode):
 
     def _without_questions_of_dtensors(self) -> AbstractContextManager:
         # DTensors find out shapes by operations on fake tensors of their own, which a real step does not compute.
-        ask: Any = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def asked(propagator: Any, schema: Any) -> Any:
+        def paused(ask: Callable[[], Any]) -> Any:
             held, self._pausing = self._pausing, True
             try:
-                return ask(propagator, schema)
+                return ask()
             finally:
                 self._pausing = held
 
-        return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked)
+        return around_questions_of_dtensors(paused)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self.storages.keep(self.storages.piece(local_part(tensor))[0])
@@ -156,7 +151,7 @@ class Meter(TorchDispatchMode):
         if func.namespace in COLLECTIVES:
             self._communicate(func, args, result, (*read, *made))
         self._allocate(read, made, overwritten)
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         return result
 
@@ -189,7 +184,7 @@ class Meter(TorchDispatchMode):
         Raises:
             ForgeError: it is not known what a rank sends in this operation.
         """
-        name = func._overloadpacket._qualified_op_name.rpartition("::")[2]
+        name = func.overloadpacket.__name__
         for tensor in tensors:
             self.storages.piece(tensor)[0].sent = True
         if name in SILENT:
@@ -211,18 +206,18 @@ def _places_overwritten(func: Any) -> tuple[tuple[int, str], ...]:
     """Returns the arguments that an operation overwrites, each with its number and its name."""
     written = [
         (number, argument)
-        for number, argument in enumerate(func._schema.arguments)
+        for number, argument in enumerate(schema_of(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    copies = "copy" in func._schema.name
-    if func._schema.name == "fsdp::all_gather_copy_in":  # it does not say so
+    copies = "copy" in schema_of(func).name
+    if schema_of(func).name == "fsdp::all_gather_copy_in":  # it does not say so
         return ((1, "all_gather_output"),)
     return tuple((number, argument.name) for number, argument in written if copies or argument.kwarg_only)
 
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     if func.namespace in COLLECTIVES:
-        yield args[0] if "gather" in func._schema.name else ()
+        yield args[0] if "gather" in schema_of(func).name else ()
         return
     for number, name in _places_overwritten(func):
         yield args[number] if number < len(args) else kwargs.get(name)
@@ -246,8 +241,7 @@ def _group_of(args: Any) -> dist.ProcessGroup:
             except RuntimeError:  # the reduction, which is an object too
                 continue
     names = [arg for arg in args if isinstance(arg, str)]
-    resolve: Any = distributed_c10d
-    return resolve._resolve_process_group(names[-1])
+    return group_named(names[-1])
 
 
 @define

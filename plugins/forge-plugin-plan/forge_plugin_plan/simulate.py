@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import attrs
 import torch
 from attrs import frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.data import Batch
@@ -21,6 +21,7 @@ from forge_core.job import Job
 from forge_core.parallel.layout import micro_batches, plan_layout
 from forge_core.plugins.catalog import Catalog
 from forge_kit.batches import zero_batch
+from forge_kit.torch_internals import is_compiled
 from forge_plugin_plan.fake_run import FakeRun, fake_run
 from forge_plugin_plan.fake_world import BroadcastLog, Line, fake_world, line_of
 from forge_plugin_plan.kernels import FusedAttention, count_kernels
@@ -100,7 +101,7 @@ class _Rank:
         self._run, self._loss, self._rank = built.run, built.loss, rank
         self._layout = built.run.context.layout
         self._on_gpu = device.type == "cuda"
-        self._compiled = _is_compiled(built.run.model)
+        self._compiled = is_compiled(built.run.model)
         self._gradients = 0
         count_kernels()
 
@@ -260,7 +261,3 @@ def _step_context(run: Run, norm: Tensor) -> StepContext:
         step=1,
         grad_norm=norm,
     )
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(module._compiled_call_impl is not None for module in model.modules())

@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from forge_core.parallel.mesh import local_part
+from forge_plugin_plan.torch_internals import backward_pass, identity_of
 
 
 class Purpose(StrEnum):
@@ -101,16 +102,16 @@ class Storages:
     """Bytes that forward passes kept for the backward, each storage once."""
 
     def find(self, tensor: Tensor) -> Piece | None:
-        return self._pieces.get(tensor.untyped_storage()._cdata)
+        return self._pieces.get(identity_of(tensor.untyped_storage()))
 
     def piece(self, tensor: Tensor) -> tuple[Piece, bool]:
         """Returns the storage of a tensor, and whether it was unknown until now."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = identity_of(storage)
         if key in self._pieces:
             return self._pieces[key], False
         size = 0 if tensor.device.type == "meta" else storage.nbytes()
-        piece = Piece(size, made_in_backward=torch._C._current_graph_task_id())
+        piece = Piece(size, made_in_backward=backward_pass())
         self._pieces[key] = piece
         self._guards[key] = weakref.ref(storage, lambda _: self._end(key))
         self._log.append((piece, piece.bytes))
@@ -133,7 +134,7 @@ class Storages:
         piece = self._pieces.pop(key)
         del self._guards[key]
         self._log.append((piece, -piece.bytes))
-        now = torch._C._current_graph_task_id()
+        now = backward_pass()
         # An input of recomputation is no saved tensor: it is known by the backward pass that frees it.
         if piece.made_in_backward == -1 and now != -1:
             self.keep(piece)
@@ -145,7 +146,7 @@ class Storages:
         resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
         def followed(storage: torch.UntypedStorage, size: int) -> Any:
-            piece = self._pieces.get(storage._cdata)
+            piece = self._pieces.get(identity_of(storage))
             result = resize(storage, size)
             if piece is not None:
                 self._log.append((piece, storage.nbytes() - piece.bytes))

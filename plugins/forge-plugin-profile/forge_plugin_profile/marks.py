@@ -10,6 +10,7 @@ from torch.profiler import record_function
 
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_kit.blocks import blocks_of
+from forge_plugin_profile.torch_internals import compiled_call, plain_call, set_compiled_call
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,24 +64,24 @@ class BlockMarks:
         blocks = {id(block) for block in blocks_of(model)}
         for name, module in [*model.named_modules()]:
             if id(module) in blocks:
-                is_compiled = module._compiled_call_impl is not None
+                is_compiled = compiled_call(module) is not None
                 self._mark(module, BLOCK + name)
                 for child, part in module.named_children() if not is_compiled else ():
                     self._mark(part, f"{PART}{name}.{child}")
 
     def _mark(self, module: nn.Module, name: str) -> None:
-        original = module._compiled_call_impl
-        call = original or module._call_impl
+        original = compiled_call(module)
+        call = original or plain_call(module)
 
         def marked(*args: Any, **kwargs: Any) -> Any:
             with record_function(name):
                 return call(*args, **kwargs)
 
         self._calls.append((module, original))
-        module._compiled_call_impl = marked  # type: ignore[assignment]
+        set_compiled_call(module, marked)
 
     def close(self) -> None:
         """Take the ranges away."""
         for module, original in reversed(self._calls):
-            module._compiled_call_impl = original  # type: ignore[assignment]
+            set_compiled_call(module, original)
         self._calls.clear()

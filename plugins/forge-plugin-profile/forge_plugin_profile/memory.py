@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forge_plugin_profile.torch_internals import begin_memory_history, dump_memory_history, end_memory_history
+
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import TrainContext
 
@@ -19,13 +21,13 @@ class MemoryHistory:
     """A history of this rank's allocations on its GPU, from when it is made."""
 
     def __init__(self, entries: int) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=entries)
+        begin_memory_history(entries)
 
     def write(self, path: Path) -> None:
         """Write the allocations that there are and the history that led to them. A disk that fails is a warning."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
+            dump_memory_history(str(path))
         except OSError as error:
             warnings.warn(f"hooks.profile: no memory snapshot: {error}", stacklevel=2)
 
@@ -37,7 +39,7 @@ class MemoryHistory:
             self.write(context.folder / OUT_OF_MEMORY / f"rank-{global_rank()}.memory.pickle")
 
     def close(self) -> None:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        end_memory_history()
 
 
 def peak_gb(device: torch.device) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from forge_kit.torch_internals import FakeTensor
 
 
 def first_columns(matrix: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from forge_core.contracts.contexts import TrainContext
 from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_core.parallel.mesh import gather_objects, global_rank, local_part
 from forge_core.plugins.catalog import Catalog
+from forge_kit.torch_internals import part_offsets
 from forge_plugin_weights.card import write_card
 from forge_plugin_weights.exporting import (
     PROVENANCE,
@@ -67,10 +68,7 @@ class OwnTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> OwnTensor:
-        from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-
-        [chunk] = _create_chunk_list(tensor)
-        return cls(tensor, tuple(chunk.offsets))
+        return cls(tensor, part_offsets(tensor))
 
 
 def export_training(

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from forge_core.contracts.model import Fill
 from forge_kit.dispatch import Dispatch
 from forge_kit.products import size_multiple
+from forge_kit.torch_internals import FakeTensor
 from forge_plugin_transformer import InitStd
 
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)

@@ -29,6 +29,7 @@ from torch import Tensor
 from forge_plugin_transformer.modules.operator_flops import count_operator
 from forge_plugin_transformer.modules.sinks import empty_normalisers, sinks_gradient
 from forge_plugin_transformer.scoring import PLAIN, Scoring
+from forge_plugin_transformer.torch_internals import softmax_backward_data
 
 BLOCK = 128
 """Positions of a block: of 64 to 512 the fastest at every length measured (128 to 2048)."""
@@ -146,7 +147,7 @@ def attend_backward(
         grad_v[:, keys] += p.mT @ grad[:, rows]
         grad_p = grad[:, rows] @ v[:, keys].mT
         # Of the softmax with a sink as well: a sink's value is zero, and so is its share of the sum over keys.
-        grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype, grad_input=grad_p)
+        grad_scores = softmax_backward_data(grad_p, p, -1, p.dtype, grad_input=grad_p)
         if scoring.soft_cap:
             grad_scores *= _slope(q[:, rows], k[:, keys], scoring)
         torch.mul(_by_position(grad_scores @ k[:, keys], grad_q), scale, out=grad_q[:, block.positions])

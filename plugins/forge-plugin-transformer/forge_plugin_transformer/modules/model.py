@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from forge_core.contracts.model import Model, Role
+from forge_core.contracts.model import Role
 from forge_kit.modules import Embedding, LinearHead
 from forge_kit.taps import TapPoint, tap_points
 from forge_plugin_transformer.modules import parts
@@ -17,6 +17,7 @@ from forge_plugin_transformer.modules.block import PARTS, Block
 from forge_plugin_transformer.modules.cache import LayerCaches
 from forge_plugin_transformer.modules.ends import PositionCount, PositionTable
 from forge_plugin_transformer.modules.multi_token import IDS, LABELS, PredictionBlock, Predictions
+from forge_plugin_transformer.torch_internals import KeepsTies
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -26,7 +27,7 @@ POSITIONS = "positions"
 """Name of the table of learned positions, and of their count in a cache."""
 
 
-class TransformerModel(Model):
+class TransformerModel(KeepsTies):
     """Embedding, blocks, final norm and head; see `forge_core.contracts.model.Model`.
 
     `forward(batch)` returns hidden states (B, S, D) in the dtype of the embedding's output. Implements generation and
@@ -54,7 +55,7 @@ class TransformerModel(Model):
         self.head = head
         self.mtp = mtp
         self.tied = tied
-        self._tie()
+        self.tie()
 
     def prepare_sequences(self, batch: Batch) -> Batch:
         if not isinstance(self.mtp, Predictions) or "labels" not in batch:  # another pipeline rank has the predictions
@@ -193,12 +194,7 @@ class TransformerModel(Model):
 
     # --- the tie -------------------------------------------------------------------------------------------------
 
-    def _tie(self) -> None:
+    def tie(self) -> None:
+        """Let the head have the embedding's table, if the model is tied."""
         if self.tied and next(self.embedding.parameters(), None) is not None:  # else another pipeline rank has it
             self.head.weight = self.embedding.weight
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransformerModel:
-        """Restores the tie: `to_empty` and similar create a new parameter for each module that holds one."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._tie()
-        return self

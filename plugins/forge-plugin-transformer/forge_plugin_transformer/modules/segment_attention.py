@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forge_kit.torch_internals import flash_on_cpu, flash_on_cpu_backward
 from forge_plugin_transformer.modules import gemm_attention
 from forge_plugin_transformer.modules.documents import document_starts, mask_of
 from forge_plugin_transformer.modules.narrow_values import narrowed, padded
@@ -183,7 +184,7 @@ class Flash:
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, sums = flash_on_cpu(
             q, k, v, is_causal=mask is None, attn_mask=_additive(mask, q), scale=scoring.given_scale
         )
         out, normalisers = out.transpose(1, 2), sums.transpose(1, 2)
@@ -207,7 +208,7 @@ class Flash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
         normalisers, causal, additive = kept.view(q.shape[:3]), mask is None, _additive(mask, q)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = flash_on_cpu_backward(
             grad, q, k, v, out, normalisers, 0.0, causal, attn_mask=additive, scale=scoring.given_scale
         )
         grad_q, grad_k, grad_v = (tensor.transpose(1, 2) for tensor in grads)

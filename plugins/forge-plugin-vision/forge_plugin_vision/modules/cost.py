@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forge_kit.torch_internals import parameters_of
 from forge_plugin_vision.kinds import GRIDS, PATCHES, Grid
 
 if TYPE_CHECKING:
@@ -100,9 +101,9 @@ class StepCost:
             # By the modules' dictionaries, in which FSDP exchanges the parameters.
             modules = model.named_modules(remove_duplicate=False)
             self._own = [
-                (module._parameters, key, self._parts[name])
+                (parameters_of(module), key, self._parts[name])
                 for path, module in modules
-                for key in module._parameters
+                for key in parameters_of(module)
                 if (name := f"{path}.{key}" if path else key) in self._parts
             ]
         trained = tuple(
