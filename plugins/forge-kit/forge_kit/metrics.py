@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 NOT_FINITE = ("nan", "inf", "-inf")
 CODES = {bool: "b", int: "q", float: "d"}
 """How arrays keep the numbers of each type."""
+FAULTY_RANK = "faulty_rank"
+"""Metric of a step in which a hook or a plugin names a rank that computes wrong, or is slower than the others."""
 
 
 @define

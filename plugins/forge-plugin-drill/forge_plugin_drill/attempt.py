@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,11 +19,10 @@ MARK = "FORGE_DRILL"
 POLL_S = 0.02
 GONE_S = 10.0
 """Seconds in which the processes of a run that has ended must be gone."""
-STYLED = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Attempt:
-    """A run of `forge-run` with its output, whose lines have times. As a context: no process outlives it."""
+    """A run of `forge-run`, whose output goes to a file. As a context: no process outlives it."""
 
     def __init__(self, files: Sequence[Path], ranks: int, log: Path) -> None:
         """Start it.
@@ -34,14 +32,12 @@ class Attempt:
             ranks: ranks; several are started by `--nproc`.
             log: where its output goes.
         """
-        self.lines: list[tuple[float, str]] = []
         self.log = log
         self.code: int | None = None
         """Exit code, negative after a signal; None while it runs, or if it did not end in time."""
         self.left: list[int] = []
         """Processes that were still there after its end, and were killed."""
         self._identity = uuid.uuid4().hex
-        self._read = 0
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         environment |= {MARK: self._identity, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "forge_core", *map(str, files)]
@@ -73,7 +69,6 @@ class Attempt:
         """Wait for its end, or until the time that `deadline` returns; `show` is called a few times a second."""
         shown = 0.0
         while (code := self._process.poll()) is None and time.time() < deadline():
-            self._take_lines()
             if time.time() - shown > 0.25:
                 shown = time.time()
                 show()
@@ -85,7 +80,6 @@ class Attempt:
                 time.sleep(POLL_S)
             self.left = left
         self.kill()
-        self._take_lines()
 
     def kill(self) -> None:
         """Kill all its processes, stopped ones too."""
@@ -100,27 +94,10 @@ class Attempt:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def text(self) -> str:
-        """Returns its whole output."""
-        return "\n".join(line for _, line in self.lines)
-
-    def find(self, patterns: Sequence[str]) -> tuple[float, str]:
-        """Returns the first line that matches the first pattern that any line matches, with its time; else 0 and ''."""
-        for pattern in patterns:
-            for moment, line in self.lines:
-                if re.search(pattern, line):
-                    return moment, line.strip()
-        return 0.0, ""
-
-    def _take_lines(self) -> None:
-        with self.log.open("rb") as file:
-            file.seek(self._read)
-            new = file.read()
-        if self._process.returncode is None:  # else the last line may have no end
-            new = new[: new.rfind(b"\n") + 1]
-        self._read += len(new)
-        now = time.time()
-        self.lines += [(now, STYLED.sub("", line)) for line in new.decode(errors="replace").splitlines()]
+    def last_lines(self, count: int) -> str:
+        """The end of its output, for people."""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return "\n".join(lines[-count:])
 
     def _processes(self) -> list[int]:
         """Its processes: ranks are in sessions of their own, and lose their parent when the launcher dies."""

@@ -16,13 +16,15 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_core.contracts.run_end import End
 from forge_kit.data_files import mark_output
 from forge_kit.metrics import read_metrics
 from forge_kit.outputs import free_folder
 from forge_plugin_drill.attempt import Attempt
 from forge_plugin_drill.faults import FAULTS, Fault
-from forge_plugin_drill.injection import INJECTED, STEPS, read_records
+from forge_plugin_drill.records import INJECTED, STEPS, Event, Evidence, Record, read_records
 from forge_plugin_drill.results import Curve, Result, deviation, first_difference
 from forge_plugin_drill.subject import MARKER, Subject
 
@@ -136,10 +138,10 @@ class Course:
         files = subject.write(key, {"steps": subject.steps}, {})
         attempt = self._run(files, key, 1, math.inf)
         if attempt.code != ExitCode.FINISHED:
-            last = "\n".join(line for _, line in attempt.lines[-8:])
+            last = attempt.last_lines(8)
             raise ForgeError(f"the job fails without any fault, with exit code {attempt.code}:\n{last}\n{attempt.log}")
         records = self._records(key)
-        times = [record["time"] for record in records]
+        times = [record.time for record in records if record.event in (Event.BEGIN, Event.STEP)]
         gaps = [after - before for before, after in pairwise(times)]
         made = Baseline(
             curve=self._curve(key),
@@ -195,7 +197,7 @@ class Course:
         def deadline() -> float:
             marks = read_records(injected) if number == 1 else []
             if marks:
-                return float(marks[0]["time"]) + limit_s
+                return marks[0].time + limit_s
             expected = self._baseline.seconds if self._baseline else math.inf
             return attempt.began + 5 * expected + self.patience_s
 
@@ -214,56 +216,73 @@ class Course:
         moment, records = time.time(), len(self._records(case.key))
         attempt = self._run(files, case.key, 2, math.inf)
         own = self._records(case.key)[records:]
-        begun = [record for record in own if record["event"] == "begin"]
-        steps = [record for record in own if record["event"] == "step"]
+        begun = [record for record in own if record.event == Event.BEGIN]
+        steps = [record for record in own if record.event == Event.STEP]
         if case.fault.name == "damaged":
-            found, result.said = attempt.find(case.fault.says)
-            result.found_after_s = found - moment if found else None
-            if not found:
-                result.fail("the damage was not found", case.fault.hint)
+            self._judge_damaged(case, begun, moment, reached, result)
         if begun:
-            result.steps_lost = reached - begun[-1]["step"]
+            result.steps_lost = reached - begun[-1].step
             if case.fault.saves_all and result.steps_lost:
                 result.fail(f"{result.steps_lost} steps were lost, though the run had time to save")
-            elif begun[-1]["step"] == 0:
+            elif begun[-1].step == 0:
                 result.fail("the run began anew", "set checkpoint.interval, and see why no checkpoint was made")
         if steps:
-            result.back_after_s = steps[0]["time"] - attempt.began
+            result.back_after_s = steps[0].time - attempt.began
         if attempt.code != ExitCode.FINISHED:
-            last = next((line for _, line in reversed(attempt.lines) if line.strip()), "")
+            end = self._end(case.key)
+            last = end.reason if end is not None else attempt.last_lines(1)
             ended = "did not end" if attempt.code is None else f"ended with exit code {attempt.code}"
             result.fail(f"the same command {ended} when it was given again: {last}", case.fault.hint)
         self._judge_left(attempt, result)
         return attempt
 
+    def _judge_damaged(self, case: Case, begun: Sequence[Record], moment: float, reached: int, result: Result) -> None:
+        """Whether the restart passes over the damaged checkpoint, which is of step `reached`, or refuses to begin."""
+        if begun and begun[-1].step >= reached:
+            result.fail("the damage was not found", case.fault.hint)
+            return
+        result.found_after_s = (begun[-1].time if begun else time.time()) - moment
+        result.said = f"the damaged checkpoint of step {reached} was not used"
+
     # --- judgement -----------------------------------------------------------------------------------------------
 
     def _judge_first(self, case: Case, attempt: Attempt, result: Result) -> None:
         """The end of the run that was hit."""
-        fault, injected = case.fault, self._injected(case)
-        moment, said = attempt.find([pattern.format(rank=case.rank) for pattern in fault.says])
+        fault, evidence = case.fault, self._evidence(case)
+        injected, finding = evidence.injected, fault.finding(evidence, case.rank)
         if attempt.code is None:
-            waited = attempt.ended - injected["time"]
+            waited = attempt.ended - injected.time
             result.fail(f"nothing happened for {waited:.0f} s, and all processes were killed then", fault.hint)
         elif attempt.code not in fault.ends:
             allowed = " or ".join(_code(code) for code in fault.ends)
             result.fail(f"the run ended with {_code(attempt.code)} instead of {allowed}", fault.hint)
         elif attempt.code == ExitCode.FINISHED:
-            result.found_after_s = moment - injected["time"] if moment else None
+            result.found_after_s = finding.time - injected.time if finding and finding.time else None
         else:
-            result.found_after_s = attempt.ended - injected["time"]
-        result.said = said
-        if not said and attempt.code is not None and self._must_say(fault, attempt) and fault.name != "damaged":
-            result.fail("the run did not say what had happened", fault.hint)
-        if said and (objection := fault.objection(attempt.code or 0, said)):
+            result.found_after_s = attempt.ended - injected.time
+        if finding is not None:
+            result.said = finding.text
+        elif attempt.code is not None and fault.missing and not self._is_alone_and_killed(attempt):
+            result.fail(fault.missing, fault.hint)
+        if objection := fault.objection(evidence):
             result.fail(objection, fault.hint)
         if not result.said and attempt.code not in (None, 0):
             result.said = _code(attempt.code or 0)
         self._judge_left(attempt, result)
 
-    def _must_say(self, fault: Fault, attempt: Attempt) -> bool:
-        # A process alone that is killed has nobody to speak for it
-        return fault.must_say and not (self.subject.ranks == 1 and attempt.code == -signal.SIGKILL)
+    def _evidence(self, case: Case) -> Evidence:
+        try:
+            rows: Sequence[Mapping[str, Any]] = read_metrics(self.subject.run_folder(case.key))
+        except ForgeError:  # it was hit before its first line
+            rows = ()
+        injected, records = self._injected(case), self._records(case.key)
+        assert injected is not None
+        end, ranks = self._end(case.key), self.subject.ranks
+        return Evidence(injected=injected, end=end, records=records, rows=rows, ranks=ranks)
+
+    def _is_alone_and_killed(self, attempt: Attempt) -> bool:
+        """Whether nobody is left who could record the end."""
+        return self.subject.ranks == 1 and attempt.code == -signal.SIGKILL
 
     def _judge_left(self, attempt: Attempt, result: Result) -> None:
         if attempt.left:
@@ -344,14 +363,18 @@ class Course:
         rest = 0.0 if ExitCode.FINISHED not in fault.ends else 5 * self._known.seconds + self._limit_s(fault)
         return self._limit_s(fault) + rest + self.patience_s
 
-    def _injected(self, case: Case) -> dict[str, Any]:
-        return next(iter(read_records(self.subject.folder / case.key / INJECTED)), {})
+    def _injected(self, case: Case) -> Record | None:
+        return next(iter(read_records(self.subject.folder / case.key / INJECTED)), None)
 
-    def _records(self, key: str) -> Sequence[dict[str, Any]]:
+    def _records(self, key: str) -> Sequence[Record]:
         return read_records(self.subject.folder / key / STEPS)
 
+    def _end(self, key: str) -> End | None:
+        return RunFolder(self.subject.run_folder(key)).end()
+
     def _last_step(self, key: str) -> int:
-        return next((int(record["step"]) for record in reversed(self._records(key))), 0)
+        steps = (record.step for record in reversed(self._records(key)) if record.event in (Event.BEGIN, Event.STEP))
+        return next(steps, 0)
 
     def _curve(self, key: str) -> Curve:
         rows = read_metrics(self.subject.run_folder(key))

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge_core.contracts.errors import ExitCode, ForgeError
+from forge_core.contracts.run_end import Cause
+from forge_plugin_drill.records import Event, Evidence, Finding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,10 +52,8 @@ class Fault:
     title: ClassVar[str]
     ends: ClassVar[Sequence[int]] = (ExitCode.FAILED,)
     """Exit codes with which the run may end; 0: it goes on."""
-    says: ClassVar[Sequence[str]] = ()
-    """Patterns of the line to show, the best first; `{rank}` is the one that was hit."""
-    must_say: ClassVar[bool] = True
-    """Whether such a line has to be there."""
+    missing: ClassVar[str] = "the run did not record what had happened"
+    """What is wrong if there is no finding; empty if there need not be one."""
     in_save: ClassVar[bool] = False
     """Whether it happens in the step after which the run saves, and not in the middle between two saves."""
     same_curve: ClassVar[bool] = True
@@ -88,8 +88,12 @@ class Fault:
     def between(self, subject: Subject, folder: str) -> None:
         """Called between the end of the run and its restart; `folder` is that of the run."""
 
-    def objection(self, code: int, said: str) -> str:
-        """Returns why a run that ended with an allowed exit code, and said something, did not hold; else nothing."""
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns what shows that the run has found the fault that hit `rank`."""
+        return None
+
+    def objection(self, evidence: Evidence) -> str:
+        """Returns why a run that ended with an allowed exit code did not hold all the same; else nothing."""
         return ""
 
     def prepare(self, injection: Injection, context: TrainContext) -> None:
@@ -137,7 +141,9 @@ class Killed(OfSeveralRanks):
 
     name, title = "killed", "rank killed"
     ends = (ExitCode.FAILED, -signal.SIGKILL)
-    says = (r"rank {rank} was killed by SIGKILL",)
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        return evidence.ended(Cause.KILLED, rank=rank)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
         if injection.is_victim:
@@ -149,11 +155,13 @@ class Frozen(OfSeveralRanks):
     """A process stands still (SIGSTOP): a machine that swaps, or that has gone without a word."""
 
     name, title, waits, is_silent = "frozen", "process frozen", True, True
-    says = (r"rank {rank}\b.*does not respond", r"rank {rank} .*is late")
     hint = "set launch.hang_timeout_s to a number of seconds: with 0 nobody watches whether ranks still move"
 
     def refusal(self, subject: Subject) -> str:
         return "one process: there is no other rank to notice it" if subject.ranks == 1 else ""
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        return evidence.ended(Cause.SILENT, Cause.HANG, rank=rank)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
         if injection.is_victim:
@@ -182,7 +190,7 @@ class LongExport(Fault):
     """
 
     name, title, waits, after_training = "long-export", "long work at the end", True, True
-    ends, says = (ExitCode.FINISHED,), (r"finished the work at the end",)
+    ends = (ExitCode.FINISHED,)
     hint = "a hook or a launcher of your own ends ranks that wait: see launch.hang_timeout_s"
 
     def refusal(self, subject: Subject) -> str:
@@ -197,25 +205,34 @@ class LongExport(Fault):
         if not injection.is_victim:
             return
         injection.mark()
-        parent, ranks = os.getppid(), int(os.environ["WORLD_SIZE"])
+        parent = os.getppid()
         end = time.monotonic() + self._duration_s
         while (left_s := end - time.monotonic()) > 0:
             report_progress("exporting, for a drill", self._duration_s - left_s, self._duration_s)
             time.sleep(min(0.5, left_s))
         there = len(Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
-        words = "with every rank still there" if there >= ranks else f"when only {there} of {ranks} ranks were left"
-        print(f"finished the work at the end, {words}", flush=True)
+        injection.note(Event.WORKED, context.step, ranks=there)
 
-    def objection(self, code: int, said: str) -> str:
-        return "other ranks left meanwhile: SLURM kills rank 0 then" if "when only" in said else ""
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        done = evidence.last(Event.WORKED)
+        if done is None:
+            return None
+        return Finding(text=f"finished the work at the end, with {done.ranks} ranks there", time=done.time)
+
+    def objection(self, evidence: Evidence) -> str:
+        done = evidence.last(Event.WORKED)
+        left = done is not None and evidence.ranks > done.ranks
+        return "other ranks left meanwhile: SLURM kills rank 0 then" if left else ""
 
 
 class Deadlock(Fault):
     """The last rank leaves out a collective, in which the others wait for it."""
 
     name, title, waits = "deadlock", "collective left out", True
-    says = (r"is late\b", r"wait for each other", r"the run hangs")
     hint = Frozen.hint
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        return evidence.ended(Cause.HANG)
 
     def ranks(self, subject: Subject) -> Sequence[int]:
         return (subject.ranks - 1,)
@@ -247,7 +264,9 @@ class Raises(OfSeveralRanks):
     """A rank raises an exception, as by a mistake in a hook."""
 
     name, title = "raises", "rank raises"
-    says = (r"rank {rank} failed", r"an error on purpose")
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        return evidence.ended(Cause.FAILED, rank=rank)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
         if injection.is_victim:
@@ -273,8 +292,10 @@ class Stop(Fault):
 
     name, title, ends = "stop", "stop request", (ExitCode.STOPPED,)
     hits_all, saves_all = True, True
-    says: ClassVar[Sequence[str]] = (r"stopped at step",)
     hint = "let the component that keeps the run from stopping return from its work sooner"
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        return evidence.ended(Cause.SIGNAL)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
         if injection.is_victim:
@@ -286,7 +307,10 @@ class SecondSignal(Fault):
     """A second SIGTERM while the run is about to stop: it must end at once, without a save."""
 
     name, title, ends = "second-signal", "second signal", (ExitCode.SECOND_SIGNAL,)
-    hits_all, must_say = True, False
+    hits_all, missing = True, ""
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        return evidence.ended(Cause.SIGNAL)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
         if injection.is_victim:
@@ -302,7 +326,9 @@ class InSave(Fault):
 
     name, title, in_save, changes_storage = "save", "death in a save", True, True
     ends = (ExitCode.FAILED, -signal.SIGKILL)
-    says = (r"rank {rank} was killed by SIGKILL",)
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        return evidence.ended(Cause.KILLED, rank=rank)
 
     def before_commit(self, injection: Injection) -> None:
         injection.mark()
@@ -318,8 +344,15 @@ class DiskFull(Fault):
 
     name, title, in_save, hits_all = "disk-full", "disk full at a save", True, True
     ends = (ExitCode.FAILED, ExitCode.FINISHED)
-    says = (r"could not save step", r"File too large")
     hint = 'checkpoint.on_failure = "continue" would train on and try again at the next save'
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        saved = {record.step for record in evidence.records if record.event == Event.SAVED}
+        later = (record for record in evidence.records if record.time >= evidence.injected.time)
+        lost = next((record for record in later if record.event == Event.SAVE and record.step not in saved), None)
+        if (end := evidence.ended(Cause.FAILED)) or lost is None:
+            return end
+        return Finding(text=f"step {lost.step} was not saved, and training went on", time=lost.time)
 
     def at_end(self, injection: Injection, context: StepContext) -> None:
         self._soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -338,7 +371,6 @@ class Damaged(Stop):
     """One bit of the newest checkpoint is flipped after the run has stopped: the run must go on from an older one."""
 
     name, title, saves_all = "damaged", "damaged newest checkpoint", False
-    says = (r"passing over a damaged checkpoint", r"is damaged", r"no checkpoint is intact")
     hint = 'set checkpoint.verify = "full", which finds flipped bits, and checkpoint.keep to 2 or more (0 keeps all)'
 
     def refusal(self, subject: Subject) -> str:
@@ -353,12 +385,16 @@ class Damaged(Stop):
 class Infinite(Fault):
     """A gradient becomes infinite on one rank: its update must be skipped on all."""
 
-    name, title, ends, must_say = "infinite", "infinite gradient", (ExitCode.FINISHED,), True
-    says, same_curve, changes_loss = (r"update skipped",), False, True
+    name, title, ends = "infinite", "infinite gradient", (ExitCode.FINISHED,)
+    same_curve, changes_loss = False, True
     hint, mark = 'set train.non_finite = "skip"', "then without one update"
 
     def ranks(self, subject: Subject) -> Sequence[int]:
         return (subject.ranks - 1,)  # of a pipeline, the last one has the loss
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        row = next((row for row in evidence.rows if row.get("skipped")), None)
+        return None if row is None else Finding(text=f"step {row['step']}: update skipped", time=row["time"])
 
     def at_begin(self, injection: Injection, context: StepContext) -> None:
         injection.due_in_loss = injection.is_victim
@@ -373,8 +409,10 @@ class GradientBit(Infinite):
     """One bit of a gradient is flipped on one rank, before the ranks sum it up: silent data corruption."""
 
     name, title, same_curve = "gradient-bit", "flipped bit in a gradient", True
-    says = (r"rank {rank} on",)
     hint = "set `every` of [plugins.sdc]; 1 checks each step"
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        return evidence.named(rank)
 
     def refusal(self, subject: Subject) -> str:
         return "" if subject.find("plugin", "sdc") else "no [plugins.sdc] computes steps again"
@@ -392,8 +430,11 @@ class WeightBit(Fault):
     """One bit of a weight is flipped in the copy of one rank, after an update."""
 
     name, title, ends = "weight-bit", "flipped bit in one copy's weights", (CORRUPTION, ExitCode.FINISHED)
-    says = (r"rank {rank} on",)
     hint = "set `every` of the hook `replicas`"
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        is_corrupt = evidence.end is not None and evidence.end.code == CORRUPTION
+        return evidence.named(rank) or (evidence.ended(Cause.FAILED) if is_corrupt else None)
 
     def ranks(self, subject: Subject) -> Sequence[int]:
         return (subject.ranks - 1,)
@@ -419,7 +460,7 @@ class Spike(Fault):
 
     name, title, ends = "spike", "noise on weights", (ExitCode.FINISHED, ExitCode.NON_FINITE)
     hits_all, same_curve, twice_as_long, mark = True, False, True, "then from an earlier state"
-    says = (r"went back to the state of step", r"spike of")
+    missing = "the run went on without going back to a checkpoint"
     hint = 'set action = "skip" or "roll_back" in the table of the hook `spikes`'
 
     def refusal(self, subject: Subject) -> str:
@@ -432,8 +473,10 @@ class Spike(Fault):
             else ""
         )
 
-    def objection(self, code: int, said: str) -> str:
-        return "the run went on without going back to a checkpoint" if code == 0 and "went back" not in said else ""
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        if back := evidence.last(Event.ROLL_BACK):
+            return Finding(text=f"step {back.step}: went back to the state of step {back.to}", time=back.time)
+        return evidence.ended(Cause.NON_FINITE)
 
     def keys(self, subject: Subject) -> Mapping[str, Any]:
         # Its window and its warm-up are longer than the drill; data are left out only to keep spikes from coming back
@@ -462,8 +505,10 @@ class Slow(Fault):
     """One rank is slower than the others from some step on."""
 
     name, title, ends, changes_loss = "slow", "slow rank", (ExitCode.FINISHED, ExitCode.STOPPED), True
-    says = (r"rank {rank} on .* since step",)
     hint = "see the keys of the hook `stragglers`"
+
+    def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        return evidence.named(rank)
 
     def ranks(self, subject: Subject) -> Sequence[int]:
         return (subject.ranks - 1,)

@@ -1,17 +1,15 @@
-"""The state of an injection in one rank, and the record that the drill reads from outside."""
+"""The state of an injection in one rank."""
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
 from forge_plugin_drill.faults import FAULTS
+from forge_plugin_drill.records import INJECTED, STEPS, Event, Record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,11 +18,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Head
     from forge_core.contracts.runtime import LossFunction, LossOutput, Storage
-
-STEPS = "steps.jsonl"
-"""Progress of rank 0: a line when training begins, and one for each completed step."""
-INJECTED = "injected.json"
-"""Line of the rank that was hit, written before it was."""
 
 
 class Injection:
@@ -50,8 +43,7 @@ class Injection:
     def mark(self) -> None:
         """Note that the fault happens now: it never does again in this folder."""
         self.disarm()
-        record = {"time": time.time(), "rank": self._own_rank, "step": self.step}
-        _append(self._folder / INJECTED, record)
+        self._record(Event.INJECTED, self.step).append(self._folder / INJECTED)
 
     def disarm(self) -> None:
         """Do nothing any more in this process."""
@@ -69,7 +61,7 @@ class Injection:
         from forge_core.parallel.mesh import global_rank, local_part
 
         self._own_rank = global_rank()
-        self._note("begin", context.step)
+        self.note(Event.BEGIN, context.step)
         # The same on every rank: the file is there, or not, from before their start
         self._armed = self._fault is not None and not (self._folder / INJECTED).exists()
         self._weights = sum(local_part(each).nbytes for each in context.model.parameters())
@@ -86,7 +78,7 @@ class Injection:
 
     def step_ends(self, context: StepContext) -> None:
         """Note the step, and end the run after the last one of the drill."""
-        self._note("step", context.step)
+        self.note(Event.STEP, context.step)
         if self._fault is not None:
             self._fault.after_step(self, context)
         if self._is_due(context.step):
@@ -127,9 +119,13 @@ class Injection:
     def _is_due(self, step: int) -> bool:
         return self._armed and step == self.step
 
-    def _note(self, event: str, step: int) -> None:
+    def note(self, event: Event, step: int, to: int = 0, ranks: int = 0) -> None:
+        """Record what this run does, on rank 0."""
         if self._own_rank == 0:
-            _append(self._folder / STEPS, {"event": event, "step": step, "time": time.time(), "process": os.getpid()})
+            self._record(event, step, to, ranks).append(self._folder / STEPS)
+
+    def _record(self, event: Event, step: int, to: int = 0, ranks: int = 0) -> Record:
+        return Record(event=event, step=step, rank=self._own_rank, time=time.time(), to=to, ranks=ranks)
 
 
 @frozen
@@ -149,20 +145,3 @@ class _Disturbed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)  # what else a loss may have, such as parameters of its own
-
-
-def _append(path: Path, record: dict[str, Any]) -> None:
-    """Append a line in one call to the kernel: a kill leaves all of it or nothing."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, f"{json.dumps(record)}\n".encode())
-    finally:
-        os.close(descriptor)
-
-
-def read_records(path: Path) -> Sequence[dict[str, Any]]:
-    """The lines of a record; none if there is no file yet."""
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except FileNotFoundError:
-        return []

@@ -12,9 +12,10 @@ from forge_core.contracts.components import FilePath, Plugin, TrainingHook, When
 from forge_core.contracts.hookspecs import hookimpl
 from forge_plugin_drill.faults import FAULTS
 from forge_plugin_drill.injection import Injection
+from forge_plugin_drill.records import Event
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.contexts import CheckpointContext, StepContext, TrainContext
     from forge_core.contracts.runtime import LossFunction, Storage
     from forge_core.job import Job
 
@@ -76,6 +77,15 @@ class DrillSteps(TrainingHook):
 
     def on_step_end(self, context: StepContext) -> None:
         self._injection.step_ends(context)
+
+    def on_checkpoint_begin(self, context: TrainContext) -> None:
+        self._injection.note(Event.SAVE, context.step)
+
+    def on_checkpoint_save(self, context: CheckpointContext) -> None:
+        self._injection.note(Event.SAVED, context.step)
+
+    def on_rollback(self, context: TrainContext, step: int, reason: str) -> None:
+        self._injection.note(Event.ROLL_BACK, context.step, to=step)
 
     def on_train_end(self, context: TrainContext) -> None:
         self._injection.training_ends(context)

@@ -24,7 +24,7 @@ class Result:
     found_after_s: float | None = None
     """Seconds from the injection to the end of the run, or to its message where it goes on."""
     said: str = ""
-    """The line of the run about it."""
+    """What the run has recorded about it, in words."""
     steps_lost: int | None = None
     """Steps that were made again, or given up."""
     back_after_s: float | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -70,7 +69,7 @@ class Screen:
         for name in ("fault", "found after", "steps lost", "back after", "curve"):
             table.add_column(name, justify="right" if name.endswith(("after", "lost")) else "left")
         if wide:
-            table.add_column("what the run said", overflow="fold")
+            table.add_column("what the run recorded", overflow="fold")
         for each in results:
             style = "" if each.held else "bold red"
             lost = "–" if each.steps_lost is None else str(each.steps_lost)
@@ -79,7 +78,7 @@ class Screen:
             table.add_row(Text(each.title, style=style), *figures, each.curve or "–", *said)
         self._console.print(table)
         for each in () if wide else results:
-            self.say(f"{each.title}: {_short(each.said) or 'nothing was said'}")
+            self.say(f"{each.title}: {_short(each.said) or 'nothing was recorded'}")
         for name, reason in refused.items():
             self.say(f"not drilled: {name}: {reason}")
         for each in results:
@@ -94,7 +93,6 @@ class Screen:
 
 
 def _short(text: str) -> str:
-    text = re.sub(r"^(forge-run: |\S+:\d+: \w*Warning: )", "", text)
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import evolve
 
 from forge_core.cli import main
 from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.run_end import Cause, End
+from forge_kit.metrics import FAULTY_RANK
 from forge_plugin_drill.course import Course, cases_of
 from forge_plugin_drill.faults import FAULTS, flip_bit
+from forge_plugin_drill.records import Event, Evidence, Record
 from forge_plugin_drill.results import deviation, first_difference
 from forge_plugin_drill.subject import prepare
 from forge_testing import TINY_JOB
@@ -107,6 +111,62 @@ def test_the_folder_of_an_earlier_drill_is_replaced_but_not_that_of_one_under_wa
     (first.subject.folder / "drill.json").write_text(json.dumps({"process": 1}))
     with pytest.raises(ForgeError, match="in use by the drill of process 1"):
         first.open()
+
+
+STEP, RANK = 6, 1
+
+
+def evidence(cause=None, rank=RANK, code=1, ranks=2, rows=(), records=()):
+    """What a run leaves behind whose rank 1 was hit in step 6 at second 100."""
+    injected = Record(event=Event.INJECTED, step=STEP, rank=RANK, time=100.0)
+    end = None if cause is None else End(code=code, cause=cause, rank=rank, reason="it ended")
+    return Evidence(injected=injected, end=end, records=records, rows=rows, ranks=ranks)
+
+
+def record(event, step=STEP, **facts):
+    return Record(event=event, step=step, rank=0, time=101.0, **facts)
+
+
+BY_ROW = [{"step": 5, "time": 99.0}, {"step": 6, "time": 101.0, FAULTY_RANK: 1, "skipped": 1.0}]
+FOUND = {
+    "killed": evidence(Cause.KILLED),
+    "frozen": evidence(Cause.SILENT),
+    "frozen-at-end": evidence(Cause.HANG),
+    "long-export": evidence(records=[record(Event.WORKED, ranks=2)]),
+    "deadlock": evidence(Cause.HANG, rank=0),
+    "raises": evidence(Cause.FAILED),
+    "stop": evidence(Cause.SIGNAL, rank=0, code=75),
+    "second-signal": evidence(Cause.SIGNAL, code=130),
+    "save": evidence(Cause.KILLED),
+    "disk-full": evidence(records=[record(Event.SAVE, 4), record(Event.SAVED, 4), record(Event.SAVE, 8)]),
+    "damaged": evidence(Cause.SIGNAL, rank=0, code=75),
+    "infinite": evidence(rows=BY_ROW),
+    "spike": evidence(records=[record(Event.ROLL_BACK, to=4)]),
+    "gradient-bit": evidence(rows=BY_ROW),
+    "weight-bit": evidence(Cause.FAILED, rank=0, code=77),
+    "slow": evidence(rows=BY_ROW),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_found_by_what_the_run_records_and_by_nothing_else(name):
+    fault = FAULTS[name]()
+    found = fault.finding(FOUND[name], RANK)
+    assert found is not None
+    assert found.text
+    assert fault.objection(FOUND[name]) == ""
+    nothing = evidence(Cause.FINISHED, code=0, rows=BY_ROW[:1], records=[record(Event.STEP), record(Event.SAVED)])
+    assert fault.finding(nothing, RANK) is None
+
+
+@pytest.mark.parametrize("name", ["killed", "frozen", "raises", "save"])
+def test_an_end_that_names_another_rank_is_no_finding(name):
+    end = evolve(FOUND[name].end, rank=0)
+    assert FAULTS[name]().finding(evolve(FOUND[name], end=end), RANK) is None
+
+
+def test_ranks_that_leave_during_the_work_at_the_end_are_objected_to():
+    assert FAULTS["long-export"]().objection(evidence(records=[record(Event.WORKED, ranks=1)]))
 
 
 def test_curves_are_compared_to_the_bit():

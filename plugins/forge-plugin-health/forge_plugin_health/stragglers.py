@@ -99,6 +99,7 @@ class Stragglers(TrainingHook):
 
     def _look(self, context: StepContext, steps: int, passed: float, waited: float) -> None:
         from forge_core.parallel.mesh import gather_objects, global_rank
+        from forge_kit.metrics import FAULTY_RANK
 
         mine = Look(
             host=socket.gethostname(),
@@ -115,8 +116,10 @@ class Stragglers(TrainingHook):
             self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1 if rank in slow else 0
             if self._in_a_row[rank] == 1:
                 self._since[rank] = context.step - steps
-            if self._in_a_row[rank] == self.steps and global_rank() == 0:
-                warnings.warn(describe(rank, looks, slow[rank], self._since[rank]), stacklevel=2)
+            if self._in_a_row[rank] == self.steps:
+                context.log(FAULTY_RANK, rank)
+                if global_rank() == 0:
+                    warnings.warn(describe(rank, looks, slow[rank], self._since[rank]), stacklevel=2)
 
 
 class WaitMeter:

@@ -54,6 +54,7 @@ class Replicas(TrainingHook):
 
     def _compare(self, context: StepContext) -> None:
         from forge_core.parallel.mesh import gather_objects, global_rank
+        from forge_kit.metrics import FAULTY_RANK
         from forge_plugin_sdc.digests import bit_sums, digest
 
         sums = bit_sums(_tensors(context))
@@ -75,6 +76,7 @@ class Replicas(TrainingHook):
         if self.on_fault == "stop":
             hint = "leave the machine out, and run the same command to continue from the last checkpoint"
             raise CorruptionError(f"{text}\n{hint}")
+        context.log(FAULTY_RANK, faults[0].rank)
         if global_rank() == 0:
             warnings.warn(text, stacklevel=2)
 

@@ -85,9 +85,13 @@ class Watch(TrainingHook):
         checked.step, checked.due, checked.digests = context.step, context.step % self.plugin.every == 0, []
 
     def on_step_end(self, context: StepContext) -> None:
+        from forge_kit.metrics import FAULTY_RANK
+
         checked = self.plugin.checked
         if checked.due:
             context.log("sdc/faults", len(checked.faults_of_step))
+            for fault in checked.faults_of_step:
+                context.log(FAULTY_RANK, fault.rank)
             if record := _record(context):
                 record.add(checked)
         checked.step, checked.due = 0, False
