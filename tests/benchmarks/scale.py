@@ -23,10 +23,9 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from forge_core import read_metrics
 from forge_core.data.order import SampleOrder, whole_shares
+from forge_kit.token_file import TokenFileWriter
 from forge_plugin_memmap import Memmap
 from forge_plugin_text import Text
 from forge_plugin_text.bytes import ByteTokenizer
@@ -83,8 +82,9 @@ def shards() -> None:
         with TemporaryDirectory() as folder:
             run = context(Path(folder))
             for number in range(count):
-                np.save(Path(folder) / f"{number}.npy", np.uint16([1, 2, 256]))
-            component = Memmap(path=folder, end_of_text=256)
+                with TokenFileWriter(Path(folder) / str(number), 257, 256) as writer:
+                    writer.add("document", [1, 2])
+            component = Memmap(path=folder)
             start = partial(started, component, run)
             first, second = cpu_ms(start, 1), cpu_ms(start)
             print(f"{count} shards: {first:.1f} ms at the first start, {second:.1f} at others")

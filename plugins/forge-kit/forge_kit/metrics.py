@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -22,13 +23,16 @@ CODES = {bool: "b", int: "q", float: "d"}
 """How arrays keep the numbers of each type."""
 FAULTY_RANK = "faulty_rank"
 """Metric of a step in which a hook or a plugin names a rank that computes wrong, or is slower than the others."""
+BATCH = 256
+"""Lines that are parsed before their numbers are added."""
+_ABSENT = object()
 
 
 @define
 class _Column:
     """The numbers of one name. Lines that follow each other without a gap need no numbers of their own."""
 
-    type: type
+    kind: type[bool] | type[int] | type[float]
     first: int
     """The first line that has it."""
     values: array[Any]
@@ -36,8 +40,8 @@ class _Column:
     """The line of each value; None: each has the next line."""
 
     def add(self, line: int, value: float) -> None:
-        if type(value) is not self.type and self.type is not float:
-            self.type = float  # of mixed numbers
+        if type(value) is not self.kind and self.kind is not float:
+            self.kind = float  # of mixed numbers
             self.values = array("d", self.values)
         if self.lines is None and line != self.first + len(self.values):
             self.lines = array("q", range(self.first, self.first + len(self.values)))
@@ -45,11 +49,15 @@ class _Column:
             self.lines.append(line)
         self.values.append(value)
 
+    def goes_on(self, line: int, kind: type) -> bool:
+        """Whether a number of this type in this line follows without a gap."""
+        return self.kind is kind and self.lines is None and line == self.first + len(self.values)
+
     def at(self, line: int) -> Any:
         """The value of a line; None if it has none."""
         place = line - self.first if self.lines is None else bisect_left(self.lines, line)
         is_there = 0 <= place < len(self.values) and (self.lines is None or self.lines[place] == line)
-        return self.type(self.values[place]) if is_there else None
+        return self.kind(self.values[place]) if is_there else None
 
     def places(self) -> np.ndarray:
         """The lines of all values."""
@@ -87,7 +95,7 @@ class Metrics(Sequence[dict[str, Any]]):
 
     def numbers(self) -> list[str]:
         """Returns the names of all numbers but those that are true or false, in the order of their first lines."""
-        return [name for name, column in self._columns.items() if column.type is not bool]
+        return [name for name, column in self._columns.items() if column.kind is not bool]
 
     def last_with(self, name: str, count: int) -> list[dict[str, Any]]:
         """Returns the last rows, `count` at most, with something of this name that is no number, such as `counts`."""
@@ -154,20 +162,38 @@ class Metrics(Sequence[dict[str, Any]]):
             row |= _others(whole) if whole.get("step") == row["step"] else {}
         return row
 
-    def _add(self, record: Mapping[str, Any], offset: int) -> None:
-        line = self._count
-        self._count += 1
-        for name, value in record.items():
-            number = float(value) if value in NOT_FINITE else value
-            if not _is_number(number):
-                continue
-            if name in self._columns:
-                self._columns[name].add(line, number)
+    def _add(self, records: Sequence[Mapping[str, Any]], offsets: Sequence[int]) -> None:
+        """Append lines: a column at a time where all have a number of its type, as they mostly do."""
+        first = self._count
+        self._count += len(records)
+        others = set[int]()
+        for name in dict.fromkeys(name for record in records for name in record):
+            values = [record.get(name, _ABSENT) for record in records]
+            types = set(map(type, values))
+            kind = types.pop()
+            if types or kind not in CODES or not all(map(_is_number, values if kind is int else ())):
+                others.update(self._put(name, first, values))
+            elif name not in self._columns:
+                self._columns[name] = _Column(kind, first, array(CODES[kind], values))
+            elif self._columns[name].goes_on(first, kind):
+                self._columns[name].values.extend(values)
             else:
-                self._columns[name] = _Column(type(number), line, array(CODES[type(number)], [number]))
-        if _others(record):
-            self._others.append(line)
-            self._offsets.append(offset)
+                self._put(name, first, values)
+        self._others.extend(sorted(others))
+        self._offsets.extend(offsets[line - first] for line in sorted(others))
+
+    def _put(self, name: str, first: int, values: Sequence[Any]) -> list[int]:
+        """Add values one by one; returns the lines in which they are no numbers."""
+        others = []
+        for line, value in enumerate(values, first):
+            number = float(value) if value in NOT_FINITE else value
+            if _is_number(number):
+                if name not in self._columns:
+                    self._columns[name] = _Column(type(number), line, array(CODES[type(number)]))
+                self._columns[name].add(line, number)
+            elif value is not _ABSENT:
+                others.append(line)
+        return others
 
     def _sort(self) -> None:
         """Arrange the lines by step, if a step has several or they are not in this order."""
@@ -197,16 +223,25 @@ def read_metrics(path: Path | str) -> Metrics:
     if not file.is_file():
         raise ForgeError(f"{file} does not exist; give a run folder, or the file that the run writes")
     metrics, evaluations = Metrics(file), Metrics(file)
-    offset = 0
     with file.open("rb") as lines:
-        for line in lines:
-            if record := _parse(line):
-                (metrics if "loss" in record else evaluations)._add(record, offset)
-            offset += len(line)
+        located = _located(lines)
+        while batch := list(islice(located, BATCH)):
+            for table, is_step in ((metrics, True), (evaluations, False)):
+                part = [(record, offset) for record, offset in batch if ("loss" in record) == is_step]
+                table._add([record for record, _ in part], [offset for _, offset in part])
     metrics._sort()
     evaluations._sort()
     metrics._evaluations = evaluations
     return metrics
+
+
+def _located(lines: Iterable[bytes]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields the records of whole lines, and where they are in the file."""
+    offset = 0
+    for line in lines:
+        if record := _parse(line):
+            yield record, offset
+        offset += len(line)
 
 
 def _is_number(value: Any) -> bool:

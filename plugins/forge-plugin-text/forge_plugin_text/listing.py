@@ -103,6 +103,6 @@ def _distinct(paths: Iterable[str]) -> list[TextFile]:
     """Sort by name, with the first of several names of one file (links, overlapping patterns)."""
     files: dict[str, TextFile] = {}
     listing = Listing()  # a system call for a folder, not for each file
-    for name in sorted({Path(os.path.normpath(path)).as_posix() for path in paths}):
+    for name in sorted(set(map(os.path.normpath, paths))):
         files.setdefault(listing.real(name), TextFile(name, os.path.abspath(name)))
     return list(files.values())
