@@ -241,11 +241,8 @@ def _matches(optimizer: torch.optim.Optimizer) -> list[str]:
 
 def _fill_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Give each group the counters of the group that matched the same parameters."""
-    matches, counters = _matches(optimizer), {}
-    for number, values in enumerate(saved):
-        # A checkpoint of version 0.1 does not say what a group matches: there the order decides
-        by_order = matches[number] if number < len(matches) else str(number)
-        counters[values.get("match", by_order)] = {key: value for key, value in values.items() if key != "match"}
+    matches = _matches(optimizer)
+    counters = {group["match"]: {key: value for key, value in group.items() if key != "match"} for group in saved}
     if any(counters.values()) and counters.keys() != set(matches):
         theirs, ours = (", ".join(map(repr, names)) for names in (counters, matches))
         hint = f"this job has {ours}; give [[optimizer.groups]] the patterns that it had, in any order"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 
 from forge_core.contracts.errors import LEFT_OUT, Problem, did_you_mean
 from forge_core.job import Job, Phase
@@ -13,12 +14,16 @@ def source_names(job: Job) -> list[str]:
     return [source.name or str(number) for number, source in enumerate(job.data.sources)]
 
 
+def weights_over_time(weights: Mapping[str, float], phases: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Weights of the sources before any phase begins, and in each phase, of which `phases` has the `weights`."""
+    # A source that a phase does not name keeps the weight it had
+    return [*accumulate(map(dict, phases), lambda before, phase: before | phase, initial=dict(weights))]
+
+
 def phase_weights(job: Job) -> list[list[float]]:
     """Weights of the sources before any phase begins, and in each phase."""
-    weights = [dict(zip(source_names(job), (source.weight for source in job.data.sources), strict=True))]
-    for phase in job.data.phases:  # a source that a phase does not name keeps the weight it had
-        weights.append(weights[-1] | dict(phase.weights))
-    return [list(now.values()) for now in weights]
+    weights = dict(zip(source_names(job), (source.weight for source in job.data.sources), strict=True))
+    return [[*now.values()] for now in weights_over_time(weights, (phase.weights for phase in job.data.phases))]
 
 
 def is_drawn(job: Job, number: int) -> bool:

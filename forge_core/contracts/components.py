@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts import contexts
-    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.contexts import BuildContext, Evaluation
     from forge_core.contracts.data import (
         BatchField,
         Dataset,
@@ -410,11 +410,18 @@ class Command(Component):
 
 
 @frozen(kw_only=True)
-class EvaluationComponent(Component):
+class EvaluationComponent(Component["Evaluation"]):
     """Measures the model during training; an entry of `[evaluations.NAME]`."""
 
     kind = "evaluation"
     resumes_as = "safe"
+
+    def build(self, context: BuildContext) -> Evaluation:
+        """What measures: `evaluate`, unless the evaluation keeps something between its calls. Called once a run.
+
+        The model comes later. Files of its own are read here: mistakes in them then show before training.
+        """
+        return self.evaluate
 
     def evaluate(self, context: contexts.EvaluationContext) -> Mapping[str, float]:
         """Metrics, keyed as they are logged (`eval/loss`). Called on every rank, with the model in evaluation mode."""

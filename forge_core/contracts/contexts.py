@@ -275,3 +275,7 @@ class EvaluationContext:
     Rows left over have only ignored labels. Each is progress for the watchdog."""
     all_reduce: Callable[[Tensor], Tensor]
     """Sums a tensor over the token dimensions, in place."""
+
+
+Evaluation = Callable[[EvaluationContext], Mapping[str, float]]
+"""Returns metrics, keyed as they are logged. Called on every rank, with the model in evaluation mode."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.run_folder import TOKENIZER
 from forge_core.checkpoint.state import model_tensors
 from forge_core.config.mixture import is_drawn
-from forge_core.contracts.components import DatasetComponent, TrainingHook
-from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.components import Component, DatasetComponent, TrainingHook
+from forge_core.contracts.contexts import BuildContext, Evaluation
 from forge_core.contracts.data import Dataset, Documents, DocumentStream, Stream, Tokenizer
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Model, Outline
@@ -64,6 +64,7 @@ class Run(BuiltModel):
     rates: Rates
     executor: Executor
     hooks: HookRunner
+    evaluations: Mapping[str, Evaluation] = attrs.field(factory=dict)
 
     @property
     def references(self) -> dict[str, Any]:
@@ -105,9 +106,11 @@ def build_run(
     # The tokenizer first: data and model need it. Data before the model: what is wrong shows before memory is taken.
     context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
+    evaluations = {name: _build(each, context, f"evaluations.{name}") for name, each in job.evaluations.items()}
     runner = HookRunner(collect_hooks(job, context.plugins, hooks), beacon)
     runner.beacon.enter(Phase.BUILDING)  # each part may take minutes, and the watchdogs of all ranks look
-    return assemble(job, context, build_model(job, context), context.build(job.loss), datasets, runner)
+    run = assemble(job, context, build_model(job, context), context.build(job.loss), datasets, runner)
+    return attrs.evolve(run, evaluations=evaluations)
 
 
 def assemble(
@@ -175,8 +178,7 @@ def build_datasets(job: Job, context: BuildContext) -> list[Dataset | Stream]:
 
 def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -> Dataset | Stream:
     packing = context.job.data.packing
-    with _table(path):
-        built = context.build(source)
+    built = _build(source, context, path)
     if isinstance(built, DocumentStream) and not isinstance(built, Stream):
         if not isinstance(packing, WindowPacking):
             hint = "take another packing, or read the data as a whole"
@@ -204,6 +206,11 @@ def _table(path: str) -> Iterator[None]:
         yield
     except JobError as error:
         raise JobError(problem.below(path) for problem in error.problems) from error
+
+
+def _build(component: Component, context: BuildContext, path: str) -> Any:
+    with _table(path):
+        return context.build(component)
 
 
 def build_model(job: Job, context: RunContext) -> BuiltModel:

@@ -69,9 +69,9 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     """The metrics of all of `[evaluations]`, by the names under which they are logged. Collective."""
     context, metrics = _context(run, step), dict[str, float]()
     with evaluation_mode(run.model, run.optimizer):
-        for name, evaluation in run.job.evaluations.items():
-            with named(f"evaluations.{name} ({run.context.type_of(evaluation)})"):
-                metrics |= _numbers(evaluation.evaluate(context))
+        for name, measure in run.evaluations.items():
+            with named(f"evaluations.{name} ({run.context.type_of(run.job.evaluations[name])})"):
+                metrics |= _numbers(measure(context))
     return metrics
 
 

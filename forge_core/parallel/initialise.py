@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from forge_core.auxiliary import Auxiliary
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Tokenizer
-from forge_core.contracts.deprecation import deprecated
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Initialises, Model, misspelt, with_defaults
@@ -36,20 +34,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 def bare_model(job: Job, context: BuildContext) -> Model:
     """The whole model on the meta device, in the dtypes of training and before any stage.
 
-    A `JobError` says which method of the model is a misspelt one of `Model`.
+    A `JobError` says that the model does not derive from `Model`, or which of its methods is a misspelt one of that.
     """
     with torch.device("meta"):
-        built = context.build(job.model)
-    cls = f"{type(built).__module__}.{type(built).__qualname__}"
-    if not isinstance(built, Model):
-        hint = "derive it from forge_core.contracts.model.Model"
-        warnings.warn(deprecated(f"deriving {cls} from torch.nn.Module alone", "0.3", hint), stacklevel=2)
-    elif names := next(misspelt(built), None):
+        model = context.build(job.model)
+    cls, base = f"{type(model).__module__}.{type(model).__qualname__}", "forge_core.contracts.model.Model"
+    if not isinstance(model, Model):
+        raise JobError([Problem("model", f"builds a {cls}, which does not derive from {base}; derive it from that")])
+    if names := next(misspelt(model), None):
         # It would never be called, and the default would be used in silence.
         hint = f"did you mean {names[1]!r}? A name of its own that is so similar starts with an underscore"
-        message = f"{cls} has {names[0]!r}, which forge_core.contracts.model.Model has not; {hint}"
-        raise JobError([Problem("model", message)])
-    model = with_defaults(built)
+        raise JobError([Problem("model", f"{cls} has {names[0]!r}, which {base} has not; {hint}")])
     model.batch_fields = job.model.batch_fields(job)
     if context.dtype == torch.float64:
         model.double()

@@ -1,4 +1,4 @@
-"""Models override methods of a base class with defaults: none is missed in silence, and older models keep working."""
+"""Models override methods of a base class with defaults: none is missed in silence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from attrs import frozen
 from torch import nn
 
 from forge_core.contracts.components import OptimizerComponent, ParallelComponent
-from forge_core.contracts.deprecation import ForgeDeprecation
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model, with_defaults
 from forge_core.contracts.optimizer import NamedParameters, roles_of
@@ -42,22 +41,11 @@ class Looking(ParallelComponent):
         return ParallelStage()
 
 
-class OlderNetwork(nn.Module):
-    """As models were before there was a base class: it has the methods, and derives from `nn.Module` alone."""
+class Plain(nn.Linear):
+    """A module that is no model."""
 
     def __init__(self, *args):
-        super().__init__()
-        for name, module in TinyNetwork(*args).named_children():
-            setattr(self, name, module)
-
-    embed, finish, ends, flops = TinyNetwork.embed, TinyNetwork.finish, TinyNetwork.ends, TinyNetwork.flops
-    parameter_roles = TinyNetwork.parameter_roles
-
-    def forward(self, batch):
-        carry = self.embed(batch)
-        for layer in self.layers.values():
-            carry = layer(carry, batch)
-        return self.finish(carry, batch)
+        super().__init__(2, 2)
 
 
 class Misspelt(TinyNetwork):
@@ -109,18 +97,10 @@ def test_a_method_beside_the_one_that_it_resembles_is_not_refused(tmp_path):
     assert problems(tmp_path, Beside) == []
 
 
-def test_a_model_without_the_base_class_trains_the_same_and_is_told(make_job, train, lines):
-    losses = []
-    for name, cls in (("new", TinyNetwork), ("old", OlderNetwork)):
-        job = make_job(steps=2, job={"name": name}, model=Of(cls=cls.__name__))
-        if cls is OlderNetwork:
-            with pytest.warns(ForgeDeprecation, match=r"OlderNetwork from torch.nn.Module alone is deprecated.*Model"):
-                summary = train(job)
-        else:
-            summary = train(job)
-        losses.append([line["loss"] for line in lines(summary)])
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 2
+def test_a_model_without_the_base_class_is_refused(tmp_path):
+    [problem] = problems(tmp_path, Plain)
+    assert problem.startswith("model: builds a ")
+    assert "Plain, which does not derive from forge_core.contracts.model.Model" in problem
 
 
 def test_defaults_stand_behind_all_that_a_module_has_or_passes_on():

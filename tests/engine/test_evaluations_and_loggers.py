@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from attrs import define, field, frozen
 
 from forge_core.contracts.components import EvaluationComponent, LoggerComponent, TrainingHook
-from forge_core.contracts.errors import ExitCode, ForgeError, NonFiniteError
+from forge_core.contracts.errors import ExitCode, ForgeError, JobError, NonFiniteError, Problem
 from forge_core.metrics.console import Console
 
 VALUES = {
@@ -46,6 +47,32 @@ def test_a_metric_that_is_no_number_is_refused_by_name(make_job, train, value, k
     with pytest.raises(ForgeError, match=f"the metric 'mine/score' is {kind}") as caught:
         train(make_job(steps=1, evaluations={"mine": Returns(value=value)}))
     assert any(note.startswith("in evaluations.mine (") for note in caught.value.__notes__)
+
+
+@frozen(kw_only=True)
+class Counts(EvaluationComponent):
+    """An evaluation that builds what it keeps between its calls."""
+
+    refuses: bool = False
+
+    def build(self, context):
+        if self.refuses:
+            raise JobError([Problem("source", "has no rows")])
+        calls = itertools.count(1)
+        return lambda given: {"mine/calls": next(calls), "mine/step": given.step}
+
+
+def test_an_evaluation_is_built_once_a_run_and_keeps_what_it_built(make_job, train):
+    evaluation = Counts()
+    for name in ("one", "two"):  # the same component in both
+        summary = train(make_job(steps=2, job={"name": name}, eval={"interval": 1}, evaluations={"mine": evaluation}))
+        assert [row["mine/calls"] for row in summary.metrics().evaluations] == [1, 2]
+
+
+def test_what_an_evaluation_cannot_build_ends_the_run_before_the_model_is_built(make_job, train):
+    with pytest.raises(JobError) as caught:
+        train(make_job(steps=1, evaluations={"mine": Counts(refuses=True)}))
+    assert [problem.path for problem in caught.value.problems] == ["evaluations.mine.source"]
 
 
 @frozen(kw_only=True)

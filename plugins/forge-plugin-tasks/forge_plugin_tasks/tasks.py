@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Literal
-from weakref import WeakKeyDictionary
 
-from attrs import define, field, frozen
+from attrs import field, frozen
 from attrs.validators import matches_re, min_len
 
-from forge_core.contracts.components import EvaluationComponent, TrainingHook
+from forge_core.contracts.components import EvaluationComponent
 from forge_core.contracts.errors import DataError, ForgeError, JobError, Problem
 from forge_plugin_tasks.kinds import TaskComponent
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import EvaluationContext, TrainContext
+    from forge_core.contracts.contexts import BuildContext, Evaluation, EvaluationContext
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
@@ -55,15 +55,24 @@ class Tasks(EvaluationComponent):
                 message = f"{count} tasks are called {label!r} in the metrics"
                 yield Problem("tasks", f"{message}; give all but one another `name`")
 
-    def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
-        return [Prepare(evaluation=self)]
+    def build(self, context: BuildContext) -> Evaluation:
+        from forge_core.parallel.mesh import gather_objects
 
-    def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+        if context.tokenizer is None:  # an evaluation given from Python has not been checked
+            raise JobError(list(self.problems(context.job, context.layout)))
+        encoded = encoded_tasks(self, context.job, context.tokenizer, context.layout)
+        # Ranks sum what they know of each row, so they must mean the same one. Files and libraries may differ.
+        if len(set(gather_objects(encoded.digest()))) > 1:
+            raise ForgeError(
+                "ranks have different items in their tasks; give all of them the same files and versions of Python"
+            )
+        return partial(self.measure, encoded)
+
+    def measure(self, encoded: EncodedTasks, context: EvaluationContext) -> Mapping[str, float]:
+        """Returns the metrics of all tasks."""
         from forge_plugin_tasks.measuring import log_probabilities
         from forge_plugin_tasks.scores import metrics_of
 
-        assert context.build.tokenizer is not None
-        encoded = encoded_tasks(self, context.job, context.build.tokenizer, context.build.layout)
         values = log_probabilities(context, encoded.rows)
         prefix, metrics, start = self.prefix or self._own_name(context.job), dict[str, float](), 0
         for task in encoded.tasks:
@@ -79,43 +88,8 @@ class Tasks(EvaluationComponent):
         return next((name for name, evaluation in job.evaluations.items() if evaluation is self), "tasks")
 
 
-@define(kw_only=True, slots=False)
-class Prepare(TrainingHook):
-    """Reads and encodes the tasks before the first step, so that no mistake in them ends a run at an evaluation."""
-
-    evaluation: Tasks
-    """The evaluation whose tasks these are."""
-
-    def on_train_begin(self, context: TrainContext) -> None:
-        from forge_core.parallel.layout import plan_layout
-        from forge_core.parallel.mesh import gather_objects, world_size
-
-        layout, _ = plan_layout(context.job, world_size())
-        if context.tokenizer is None:  # an evaluation given from Python has not been checked
-            raise JobError(list(self.evaluation.problems(context.job, layout)))
-        encoded = encoded_tasks(self.evaluation, context.job, context.tokenizer, layout, again=True)
-        # Ranks sum what they know of each row, so they must mean the same one. Files and libraries may differ.
-        if len(set(gather_objects(encoded.digest()))) > 1:
-            raise ForgeError(
-                "ranks have different items in their tasks; give all of them the same files and versions of Python"
-            )
-
-
-_ENCODED: WeakKeyDictionary[Tasks, tuple[object, EncodedTasks]] = WeakKeyDictionary()
-"""Tasks of this process by evaluation, encoded once, with what they were encoded for."""
-
-
-def encoded_tasks(
-    evaluation: Tasks, job: Job, tokenizer: Tokenizer, layout: Layout, *, again: bool = False
-) -> EncodedTasks:
+def encoded_tasks(evaluation: Tasks, job: Job, tokenizer: Tokenizer, layout: Layout) -> EncodedTasks:
     """Load and encode the tasks of an evaluation.
-
-    Args:
-        evaluation: the evaluation.
-        job: the run's.
-        tokenizer: the run's.
-        layout: the run's.
-        again: whether to do so even if they were encoded before for such a run.
 
     Raises:
         JobError: a task cannot be read, or an item is too long or has no tokens of its own.
@@ -123,14 +97,10 @@ def encoded_tasks(
     from forge_plugin_tasks.rows import ChoiceRows, EncodedTasks, encode, row_length
 
     longest, leave_out = job.train.seq_len, evaluation.too_long == "leave_out"
-    purpose = (tokenizer.fingerprint(), longest, layout)
-    if again or _ENCODED.get(evaluation, (None,))[0] != purpose:
-        try:
-            tasks = [encode(tokenizer, t.label, t.load(), longest, leave_out=leave_out) for t in evaluation.tasks]
-        except DataError as error:
-            raise JobError(str(error)) from error
-        choices = [row for task in tasks for row in task.choices]
-        length = row_length(max(row.positions for row in choices), longest, layout)
-        rows = ChoiceRows(choices, length, tokenizer.end_of_text)
-        _ENCODED[evaluation] = purpose, EncodedTasks(tuple(tasks), rows)
-    return _ENCODED[evaluation][1]
+    try:
+        tasks = [encode(tokenizer, t.label, t.load(), longest, leave_out=leave_out) for t in evaluation.tasks]
+    except DataError as error:
+        raise JobError(str(error)) from error
+    choices = [row for task in tasks for row in task.choices]
+    length = row_length(max(row.positions for row in choices), longest, layout)
+    return EncodedTasks(tuple(tasks), ChoiceRows(choices, length, tokenizer.end_of_text))

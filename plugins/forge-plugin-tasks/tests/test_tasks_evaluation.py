@@ -128,12 +128,17 @@ def test_ranks_with_different_items_are_refused(make_job, train):
     run_on_ranks(2, rank)
 
 
-def test_tasks_are_encoded_once_a_run_and_anew_for_another(make_job, build):
-    evaluation = Tasks(tasks=(Recall(items=2, lengths=(4,)),))
-    run = build(make_job(**CHANGES | {"evaluations": {"x": evaluation}}))
-    given = (evaluation, run.job, run.context.tokenizer, run.context.layout)
-    first = module.encoded_tasks(*given)
-    assert module.encoded_tasks(*given) is first
-    assert module.encoded_tasks(*given, again=True) is not first
-    other = make_job(**CHANGES | {"evaluations": {"x": evaluation}, "seq_len": 40})
-    assert module.encoded_tasks(evaluation, other, *given[2:]).rows.length == 40
+def test_tasks_are_encoded_once_a_run_and_anew_for_another(make_job, train, monkeypatch):
+    evaluation, lengths, encode = Tasks(tasks=(Recall(items=2, lengths=(4,)),)), [], module.encoded_tasks
+
+    def noted(*given):
+        encoded = encode(*given)
+        lengths.append(encoded.rows.length)
+        return encoded
+
+    monkeypatch.setattr(module, "encoded_tasks", noted)
+    for seq_len in (64, 40):
+        changes = {"evaluations": {"x": evaluation}, "seq_len": seq_len, "eval": {"interval": 1}}
+        train(make_job(**CHANGES | changes | {"job": {"name": f"of-{seq_len}"}}))
+    assert len(lengths) == 2
+    assert lengths[1] == 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -15,7 +14,7 @@ from forge_core.contracts.errors import DataError, JobError, Problem
 from forge_plugin_vision import BROKEN, HasImageInput, image_input
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import BuildContext, TrainContext
+    from forge_core.contracts.contexts import BuildContext, Evaluation, EvaluationContext, TrainContext
     from forge_core.contracts.data import Dataset, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
@@ -108,7 +107,18 @@ class ImageQuestions(EvaluationComponent):
                 yield Problem(setting, f"{message}; add [evaluations.NAME.source] with its own files")
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
-        return [Prepare(evaluation=self)]
+        return [CheckModel(evaluation=self)]
+
+    def build(self, context: BuildContext) -> Evaluation:
+        if context.tokenizer is None:  # an evaluation given from Python has not been checked
+            raise JobError(list(self.problems(context.job, context.layout)))
+        if self.source is None:
+            return Asking(self, None)
+        return Asking(self, questions_for(self, context, _rows_of(self.source, context)))
+
+    def measure(self, questions: Questions, context: EvaluationContext) -> Mapping[str, float]:
+        """Returns the metrics; `questions` has at least one."""
+        raise NotImplementedError
 
     def check_model(self, model: Model, layout: Layout) -> None:
         """Raise `ForgeError` if the model, or the layout that it was built for, cannot be asked."""
@@ -123,54 +133,45 @@ class ImageQuestions(EvaluationComponent):
 
 
 @define(kw_only=True, slots=False)
-class Prepare(TrainingHook):
-    """Reads the evaluation's own files before the first step, so that no mistake in them ends a run later.
-
-    What it needs of the model is checked there, too.
-    """
+class CheckModel(TrainingHook):
+    """Checks before the first step what an evaluation needs of the model, lest it end a run later."""
 
     evaluation: ImageQuestions
-    """The evaluation whose questions these are."""
 
     def on_train_begin(self, context: TrainContext) -> None:
         if context.build is None:  # a hook that is tried without a run
             return
         self.evaluation.check_model(context.model, context.build.layout)
-        if self.evaluation.source is not None:
-            questions_for(self.evaluation, context.build, None)
 
 
-_QUESTIONS: dict[int, tuple[weakref.ref[ImageQuestions], object, Questions]] = {}
-"""Of evaluations of this process, by their identity: a component may have keys that cannot be hashed."""
+@define
+class Asking:
+    """Measures by the questions of a run, which are found once."""
+
+    evaluation: ImageQuestions
+    questions: Questions | None
+    """None until the first call, which has the held-out rows of the run, if those are asked about."""
+
+    def __call__(self, context: EvaluationContext) -> Mapping[str, float]:
+        if self.questions is None:
+            self.questions = questions_for(self.evaluation, context.build, context.held_out)
+        return self.evaluation.measure(self.questions, context) if self.questions.asked else {}
 
 
-def questions_for(evaluation: ImageQuestions, context: BuildContext, held_out: Dataset | None) -> Questions:
-    """Returns what an evaluation asks; found once a run.
-
-    Args:
-        evaluation: the evaluation.
-        context: the run's.
-        held_out: the held-out rows of the run, for evaluations without a source of their own.
+def questions_for(evaluation: ImageQuestions, context: BuildContext, dataset: Dataset | None) -> Questions:
+    """Returns what an evaluation asks about rows.
 
     Raises:
-        JobError: the source has no rows, or no question, or a record lacks something.
+        JobError: its own source has no question, or a record lacks something.
     """
-    known = _QUESTIONS.get(id(evaluation))
-    purpose = (context.job, held_out)
-    if known and known[0]() is evaluation and all(one is two for one, two in zip(known[1], purpose, strict=True)):  # type: ignore[call-overload]
-        return known[2]
-    if context.tokenizer is None:  # an evaluation given from Python has not been checked
-        raise JobError(list(evaluation.problems(context.job, context.layout)))
-    dataset = held_out if evaluation.source is None else _rows_of(evaluation.source, context)
+    assert context.tokenizer is not None
     try:
         asked = [] if dataset is None else list(_asked(evaluation, dataset, context, context.tokenizer))
     except DataError as error:
         raise JobError(str(error)) from error
     if evaluation.source is not None and not asked:
         raise JobError("the source has no learned text behind an image; see its keys, or leave the evaluation out")
-    questions = Questions(dataset, asked)
-    _QUESTIONS[id(evaluation)] = weakref.ref(evaluation), purpose, questions
-    return questions
+    return Questions(dataset, asked)
 
 
 def _rows_of(source: DatasetComponent, context: BuildContext) -> Dataset:

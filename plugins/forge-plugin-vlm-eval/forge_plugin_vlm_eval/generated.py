@@ -10,12 +10,13 @@ from attrs import field, frozen
 from attrs.validators import gt
 
 from forge_core.contracts.errors import DataError
-from forge_plugin_vlm_eval.asked import Asked, ImageQuestions, questions_for
+from forge_plugin_vlm_eval.asked import Asked, ImageQuestions
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
+    from forge_plugin_vlm_eval.asked import Questions
 
 
 @frozen(kw_only=True)
@@ -50,12 +51,9 @@ class GeneratedAnswers(ImageQuestions):
             raise DataError(f"{asked.place}: {self.references!r} holds {str(value)[:60]!r}, which is no list of texts")
         return list(texts)
 
-    def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+    def measure(self, questions: Questions, context: EvaluationContext) -> Mapping[str, float]:
         from forge_plugin_vlm_eval.answers import generated
 
-        questions = questions_for(self, context.build, context.held_out)
-        if not questions.asked:
-            return {}
         said = generated(context, questions, self.max_tokens)
         prefix = self.label(context.job)
         metrics = self.scores(said, [self.right(asked) for asked in questions.asked])

@@ -10,7 +10,7 @@ from attrs.validators import min_len
 
 from forge_core.contracts.errors import DataError, JobError, Problem
 from forge_plugin_tasks import Item
-from forge_plugin_vlm_eval.asked import Asked, ImageQuestions, questions_for
+from forge_plugin_vlm_eval.asked import Asked, ImageQuestions
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
@@ -72,16 +72,14 @@ class MultipleChoice(ImageQuestions):
             raise DataError(f"{asked.place}: {self.answer!r} is {answer!r}, not a number from 0 to {len(choices) - 1}")
         return Item("", tuple(choices), answer)
 
-    def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+    def measure(self, questions: Questions, context: EvaluationContext) -> Mapping[str, float]:
         from forge_plugin_tasks.measuring import log_probabilities
         from forge_plugin_tasks.rows import row_length
         from forge_plugin_tasks.scores import metrics_of
         from forge_plugin_vlm_eval.choice_rows import ChoiceRows
 
-        questions, tokenizer = questions_for(self, context.build, context.held_out), context.build.tokenizer
+        tokenizer = context.build.tokenizer
         assert tokenizer is not None
-        if not questions.asked:
-            return {}
         items = [self.item(asked) for asked in questions.asked]
         choices = _choices(questions, items, tokenizer, longest := context.job.train.seq_len)
         length = row_length(max(choice.positions for choice in choices), longest, context.build.layout)

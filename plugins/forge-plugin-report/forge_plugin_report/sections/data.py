@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
+from forge_core.config.mixture import weights_over_time
 from forge_core.data.order import whole_shares
 from forge_kit.report_sections import Bars, Block, Cell, ReportRun, ReportSection, Table
 
@@ -50,13 +51,17 @@ def phase_shares(job: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
     """Returns the share of each source, from the beginning and from the start of each phase on, with a label."""
     data = job.get("data", {})
     sources = {str(s.get("name") or n): s for n, s in enumerate(data.get("sources", []))}
-    weights = {name: float(source.get("weight", 1.0)) for name, source in sources.items()}
-    phases = [("from step 0", weights)]
-    for phase in data.get("phases", []):
-        weights = weights | {name: float(weight) for name, weight in phase.get("weights", {}).items()}
-        step, tokens = phase.get("start_step"), phase.get("start_tokens", 0)
-        phases.append((f"from step {step:,}" if step is not None else f"from token {tokens:,}", weights))
-    return [(label, _shares(weights, float(data.get("temperature", 1.0)))) for label, weights in phases]
+    first, phases = {name: float(source.get("weight", 1.0)) for name, source in sources.items()}, data.get("phases", [])
+    weights = weights_over_time(first, (phase.get("weights", {}) for phase in phases))
+    labels = ["from step 0", *map(_begin, phases)]
+    return [
+        (label, _shares(now, float(data.get("temperature", 1.0)))) for label, now in zip(labels, weights, strict=True)
+    ]
+
+
+def _begin(phase: Mapping[str, Any]) -> str:
+    step = phase.get("start_step")
+    return f"from token {phase.get('start_tokens', 0):,}" if step is None else f"from step {step:,}"
 
 
 def _shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
