@@ -14,15 +14,18 @@ BLOCK = 1 << 18
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file aside and rename it, so that `path` is the old file or the new one, and never a part of one.
 
-    Its folder must exist. Several processes may write the same file: the last rename counts.
+    Its folder must exist. Several processes may write the same file: the last rename counts. What a killed process
+    leaves beside it is named `.{name}.{process}.unfinished`.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        with unfinished.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash of the machine may leave the new name with no content
         os.replace(unfinished, path)
-    except BaseException:
+    finally:
         unfinished.unlink(missing_ok=True)
-        raise
 
 
 def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import attrs
 from attrs import frozen
 
-from forge_core.checkpoint.storage import MALFORMED, LocalStorage
+from forge_core.checkpoint.storage import MALFORMED, Local, LocalStorage
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.run_end import End
 from forge_core.files import write_atomically
@@ -151,6 +151,14 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise JobError(f"{self.path / JOB} cannot be read: {error}; the next start writes it again") from error
 
+    def provenance(self) -> dict[str, Any]:
+        """Versions, digests of local files, and where the run was started; empty before its first start."""
+        return json.loads(path.read_text()) if (path := self.path / PROVENANCE).exists() else {}
+
+    def plan(self) -> str:
+        """The summary that its last start printed; empty before the first."""
+        return path.read_text() if (path := self.path / "plan.txt").exists() else ""
+
     def metrics_file(self) -> Path:
         """The lines of metrics, where the job's logger `jsonl` writes them; they need not exist yet."""
         loggers = self.job().get("loggers", {}).items()
@@ -227,7 +235,7 @@ def storage_of(folder: Path) -> Storage:
     table = RunFolder(folder).job().get("checkpoint", {}).get("storage", {})
     # The core's own is opened without the job, whose plugins need not be installed to look at its checkpoints
     if table.get("type", LOCAL_STORAGE) == LOCAL_STORAGE and not _plugins_build_storage(folder):
-        return LocalStorage(folder / table.get("folder", "checkpoints"))
+        return LocalStorage(folder / table.get("folder", Local().folder))
     import torch
 
     from forge_core.config.load import parse_job

@@ -45,8 +45,7 @@ class Cause(StrEnum):
     @classmethod
     def of(cls, code: int) -> Cause:
         """The cause of an error that `forge-run` exits with `code` for."""
-        causes: Mapping[int, Cause] = {ExitCode.BAD_JOB: cls.BAD_JOB, ExitCode.NON_FINITE: cls.NON_FINITE}
-        return causes.get(code, cls.FAILED)
+        return {int(ExitCode.BAD_JOB): cls.BAD_JOB, int(ExitCode.NON_FINITE): cls.NON_FINITE}.get(code, cls.FAILED)
 
 
 def one_line(text: str) -> str:

@@ -137,8 +137,13 @@ class Trainer:
             recorder, end = loop.recorder, loop.context().end()
             recorder.ending = ExitCode(end.code), end.reason
             ends.append(end)
-        loss, evaluation = recorder.last_loss, recorder.last_evaluation
-        return Summary(step=loop.progress.step, loss=loss, evaluation=evaluation, folder=folder, end=end)
+        return Summary(
+            step=loop.progress.step,
+            loss=recorder.last_loss,
+            evaluation=recorder.last_evaluation,
+            folder=folder,
+            end=end,
+        )
 
     def _check(self) -> None:
         # Not once more what `load_job` has checked: each check builds the model on the meta device, on every rank.

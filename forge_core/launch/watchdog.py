@@ -135,8 +135,13 @@ class Watchdog:
             self._idle_s, self._still_s = self._idle_s + passed_s, self._still_s + passed_s
         self._last_move, self._phase = move, position.name
         self._number += 1
-        where = {"count": position.count, "step": position.step, "phase": str(position)}
-        beat = {"number": self._number, "host": self._host, **where}
+        beat = {
+            "number": self._number,
+            "host": self._host,
+            "count": position.count,
+            "step": position.step,
+            "phase": str(position),
+        }
         # Only of a rank that stands still: stack and flight recorder cost more than the rest, every second
         if self._idle_s >= min(SILENCE_S, self._limit_s / 2):
             beat |= self._standing()

@@ -27,6 +27,7 @@ from attrs import frozen
 from forge_core import report_progress
 from forge_core.checkpoint.storage import publish, sync
 from forge_core.contracts.errors import ForgeError
+from forge_core.files import write_atomically
 from forge_kit.block_sums import SUFFIX, write_sums
 
 logger = logging.getLogger(__name__)
@@ -173,18 +174,6 @@ def locked(path: Path) -> Iterator[bool]:
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("ab") as file:
         yield _acquire(file, path)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
-    try:
-        temporary.write_bytes(data)
-        sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(path: Path) -> None:

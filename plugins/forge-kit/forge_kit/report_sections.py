@@ -40,8 +40,6 @@ from forge_kit.metrics import Metrics, read_metrics
 if TYPE_CHECKING:
     import numpy as np
 
-JOB = "job.toml"
-
 
 @frozen(kw_only=True, slots=False)
 class ReportRun:
@@ -83,6 +81,17 @@ class ReportRun:
         except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
+
+    def plan(self) -> str:
+        """Returns the summary that the last start of the run printed; empty if there is none."""
+        return RunFolder(self.folder).plan()
+
+    def provenance(self) -> Mapping[str, Any]:
+        """Returns versions and digests of the run; empty if there are none, or they cannot be read."""
+        try:
+            return RunFolder(self.folder).provenance()
+        except ValueError:
+            return {}
 
     def lines(self, name: str) -> Iterator[Mapping[str, Any]]:
         """Yields the objects in a file of JSON lines, without one that was truncated when a run was killed."""

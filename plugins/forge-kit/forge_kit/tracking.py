@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import tomllib
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -14,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field, frozen
 from attrs.validators import gt, min_len
 
+from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.components import LoggerComponent
+from forge_core.files import write_atomically
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -97,8 +97,7 @@ class TrackedRun:
 
     def config(self) -> dict[str, Any]:
         """The resolved job, which the run writes into its folder before its loggers start."""
-        path = self.folder / "job.toml"
-        return tomllib.loads(path.read_text()) if path.exists() else {}
+        return dict(RunFolder(self.folder).job())
 
 
 def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
@@ -109,9 +108,7 @@ def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _record(folder: Path, runs: Mapping[str, Any]) -> None:
-    unfinished = folder / f".{RECORD}.unfinished"
-    unfinished.write_text(json.dumps(runs, indent=1) + "\n")
-    os.replace(unfinished, folder / RECORD)
+    write_atomically(folder / RECORD, json.dumps(runs, indent=1) + "\n")
 
 
 def is_sent(record: Mapping[str, Any], interval: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from forge_core.checkpoint.manager import Checkpoints
-from forge_core.checkpoint.storage import LocalStorage
+from forge_core.checkpoint.storage import Local, LocalStorage
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.runtime import State
 from forge_core.job import Retention
@@ -40,4 +40,4 @@ def import_weights(weights: Mapping[str, Tensor], folder: Path | str) -> Path:
     # No run has it: nothing but weights can be taken from it, and no tokenizer is known that belongs to them.
     values = {"tokens": 0, "job": "", "provenance": {}, "evaluation": None, "extras": {}}
     state = State({f"model.{name}": tensor for name, tensor in weights.items()}, values)
-    return Checkpoints(LocalStorage(folder / "checkpoints"), Retention(), "full").save(0, state)
+    return Checkpoints(LocalStorage(folder / Local().folder), Retention(), "full").save(0, state)

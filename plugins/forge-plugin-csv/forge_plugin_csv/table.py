@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.components import LoggerComponent
+from forge_core.files import write_atomically
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -107,13 +108,8 @@ class CsvLogger:
         yield from csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
 
     def _rewrite(self, rows: Iterable[list[str]]) -> None:
-        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
-        with unfinished.open("w", encoding="utf-8", newline="") as file:
-            file.write(_text(self._columns))
-            file.writelines(map(_text, rows))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, self._path)  # atomic: a process that is killed here loses no row
+        # A process that is killed here loses no row
+        write_atomically(self._path, "".join(map(_text, [self._columns, *rows])))
         if self._file is not None:
             self._file.close()
         self._file = self._path.open("ab", buffering=0)

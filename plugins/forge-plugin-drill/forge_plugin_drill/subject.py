@@ -12,6 +12,8 @@ import tomli_w
 from attrs import field, frozen
 
 from forge_core import dump_job, load_job
+from forge_core.checkpoint.run_folder import JOB, storage_of
+from forge_core.checkpoint.storage import Local
 from forge_core.config.keys import walk_components
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import Job
@@ -113,7 +115,7 @@ class Subject:
             keys: further keys, by path.
         """
         (self.folder / key).mkdir(parents=True)
-        base, layer = self.folder / "job.toml", self.folder / key / "layer.toml"
+        base, layer = self.folder / JOB, self.folder / key / "layer.toml"
         if not base.exists():
             base.write_text(tomli_w.dumps(self.tables))
         top: dict[str, Any] = {
@@ -132,8 +134,8 @@ class Subject:
 
     def flip_bit(self, run: str) -> None:
         """Flip a bit in the middle of the largest file of the newest checkpoint of a run."""
-        folders = [path for path in Path(run).glob("checkpoints/step-*") if path.name[5:].isdigit()]
-        newest = max(folders, key=lambda path: int(path.name[5:]))
+        storage = storage_of(Path(run))
+        newest = storage.path(storage.steps()[-1])
         largest = max(
             (path for path in newest.iterdir() if path.suffix != ".json"), key=lambda path: path.stat().st_size
         )
@@ -181,7 +183,7 @@ def _moved_storage(job: Job, storage: str, catalog: Catalog) -> str:
     """Why checkpoints are kept in the run folder; empty if the job's own storage keeps runs apart by their names."""
     if storage == LOCAL_STORAGE:
         folder = getattr(job.checkpoint.storage, "folder", "")
-        return f"checkpoints in the run folder, and not in {folder}" if folder != "checkpoints" else ""
+        return f"checkpoints in the run folder, and not in {folder}" if folder != Local().folder else ""
     texts = _texts(catalog, job)
     if any("{job}" in text for text in texts):
         return ""

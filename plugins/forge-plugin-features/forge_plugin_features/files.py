@@ -18,7 +18,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from forge_core import ForgeError
-from forge_kit.cache import digest_of, write_atomically
+from forge_core.files import write_atomically
+from forge_kit.cache import digest_of
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,10 @@ from datetime import datetime
 from statistics import mean, median
 from typing import Any
 
+from forge_core.job import METRICS
 from forge_kit.tables import columns
 from forge_plugin_goodput.accounting import CLASSES, Account, Attempt
+from forge_plugin_goodput.events import EVENTS
 from forge_plugin_goodput.failure_rate import best_interval, effective_time, expected_mtbf, mtbf_interval
 from forge_plugin_goodput.run_account import RunAccount, StepLines
 from forge_plugin_goodput.words import count, duration, share, size
@@ -26,10 +28,10 @@ def facts_of(run: RunAccount) -> dict[str, Any]:
     facts: dict[str, Any] = {"run": str(run.folder), "running": run.running, "steps": run.steps}
     if run.account is None:
         assert run.lines is not None
-        return facts | {"source": "metrics.jsonl", **_line_facts(run.lines), "starts_in_slurm": len(run.attempts)}
+        return facts | {"source": METRICS, **_line_facts(run.lines), "starts_in_slurm": len(run.attempts)}
     account = run.account
     return facts | {
-        "source": "events.jsonl",
+        "source": EVENTS,
         "began": account.began,
         "ended": account.ended,
         "lifetime_s": account.lifetime,
@@ -135,7 +137,7 @@ def _interval_facts(account: Account, run: RunAccount) -> dict[str, Any] | None:
 
 def describe(facts: Mapping[str, Any]) -> str:
     """Returns the facts as paragraphs and tables."""
-    if facts["source"] == "metrics.jsonl":
+    if facts["source"] == METRICS:
         return "\n".join(_of_lines(facts))
     blocks = [headline(facts), columns([*_class_rows(facts)]), columns([*attempt_rows(facts)])]
     return "\n\n".join([*blocks, "\n".join(sentences(facts))])

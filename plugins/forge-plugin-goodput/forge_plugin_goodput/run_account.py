@@ -9,8 +9,9 @@ from typing import Any
 
 from attrs import frozen
 
-from forge_core.checkpoint.run_folder import JOB, METRICS, RunFolder, refuse_file
+from forge_core.checkpoint.run_folder import JOB, RunFolder, refuse_file
 from forge_core.contracts.errors import JobError
+from forge_core.job import METRICS
 from forge_kit.run_owner import owner
 from forge_plugin_goodput.accounting import Account, account_of
 from forge_plugin_goodput.events import EVENTS, read_events, whole_lines

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import JobError
 from forge_plugin_init.sizes import Machine, Sizes, flops_per_token
 
@@ -91,7 +92,7 @@ def _step_seconds(job: Path, folder: Path) -> float:
         command = [sys.executable, "-m", "forge_core", "run", str(job)]
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
         try:
-            seconds = _wait_for_steps(process, folder / "trial" / "metrics.jsonl")
+            seconds = _wait_for_steps(process, RunFolder(folder / "trial").metrics_file())
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

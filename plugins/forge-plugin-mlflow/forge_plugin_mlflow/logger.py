@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
+from forge_core.checkpoint.run_folder import JOB
 from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_kit.data_files import mark_output
 from forge_kit.tracking import TrackedRun, is_sent, numbers
@@ -129,7 +130,7 @@ class MLflowLogger:
             pairs = [Param(FORBIDDEN.sub("_", key), value[:LONGEST_PARAMETER]) for key, value in _flat(run.config())]
             for first in range(0, len(pairs), MOST_PARAMETERS):
                 self._client.log_batch(self._run_id, params=pairs[first : first + MOST_PARAMETERS])
-        if (job := run.folder / "job.toml").exists():
+        if (job := run.folder / JOB).exists():
             self._client.log_artifact(self._run_id, str(job))
 
     def _waiting_file(self, name: str) -> Path:

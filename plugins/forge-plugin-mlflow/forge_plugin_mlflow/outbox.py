@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 import warnings
@@ -11,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from forge_core.files import write_atomically
 
 LONGEST_PAUSE_S = 60.0
 Item = Mapping[str, Any]
@@ -57,12 +58,7 @@ class Outbox:
         if not text:
             self._path.unlink(missing_ok=True)
             return
-        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
-        with unfinished.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, self._path)
+        write_atomically(self._path, text)
 
     def close(self, patience_s: float) -> int:
         """Deliver the rest within `patience_s` seconds and save what is left. Returns how many items that are."""

@@ -10,6 +10,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
 from forge_core import Problem, StorageComponent
+from forge_core.checkpoint.storage import Local
 from forge_core.contracts.components import FilePath
 
 if TYPE_CHECKING:
@@ -96,5 +97,5 @@ class Objects(StorageComponent):
             backoff_s=self.backoff_s,
             timeout_s=self.timeout_s,
         )
-        cache = Path(self.cache.replace("{job}", name)) if self.cache else context.folder / "checkpoints"
+        cache = Path(self.cache.replace("{job}", name)) if self.cache else context.folder / Local().folder
         return ObjectStorage(bucket, cache)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_core.checkpoint.run_folder import refuse_file
+from forge_core.checkpoint.run_folder import JOB, refuse_file
 from forge_core.contracts.errors import JobError, listed
 from forge_plugin_profile.breakdown import breakdown
 from forge_plugin_profile.trace import read_trace
@@ -57,4 +57,4 @@ def breakdowns(traces: Sequence[Path]) -> list[dict[str, Any]]:
 def run_folder(trace: Path) -> Path | None:
     """Returns the run folder that a trace is in; None for one that was moved."""
     folder = trace.resolve().parent.parent.parent
-    return folder if (folder / "job.toml").is_file() else None
+    return folder if (folder / JOB).is_file() else None

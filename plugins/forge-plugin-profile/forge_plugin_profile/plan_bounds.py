@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from forge_core.checkpoint.run_folder import JOB
 from forge_core.contracts.errors import JobError
 from forge_plugin_profile.found import run_folder
 from forge_plugin_profile.report import Facts, ms, table
@@ -38,7 +39,7 @@ def plan_bounds(trace: Path, world_size: int, rank: int, gpu: str) -> Mapping[st
     if folder is None:
         raise JobError(f"--gpu needs the job: {trace} is not in a run folder, whose job.toml has it")
     # By the command and its JSON, both documented: a process of its own, as a plan lives in a world of fake ranks.
-    argv = [sys.executable, "-m", "forge_core", "plan", str(folder / "job.toml"), "--json"]
+    argv = [sys.executable, "-m", "forge_core", "plan", str(folder / JOB), "--json"]
     done = subprocess.run(
         [*argv, f"--world-size={world_size}", f"--gpu={gpu}"], capture_output=True, text=True, check=False
     )

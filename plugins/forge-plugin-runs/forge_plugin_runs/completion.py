@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from forge_core.checkpoint.run_folder import JOB
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_core.plugins.catalog import Catalog
@@ -195,7 +196,7 @@ class _JobKeys:
     def __init__(self, rest: Sequence[str], catalog: Catalog) -> None:
         self._catalog, self._job = catalog, dict[str, Any]()
         for path in (Path(word) for word in rest if not word.startswith("-")):
-            file = path / "job.toml" if path.is_dir() else path
+            file = path / JOB if path.is_dir() else path
             with suppress(OSError, ValueError):
                 _lay(self._job, tomllib.loads(file.read_text(encoding="utf-8")))
         for word in rest:

@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 from attrs import asdict, frozen
 
-from forge_core.checkpoint.run_folder import JOB, LOCK, METRICS, PROVENANCE, RunFolder, refuse_file, storage_of
+from forge_core.checkpoint.run_folder import JOB, LOCK, PROVENANCE, RunFolder, refuse_file, storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.contracts.errors import CheckpointError, ExitCode, ForgeError, JobError
 from forge_core.contracts.run_end import End
 from forge_core.files import lines_from_end
+from forge_core.job import METRICS
 from forge_kit.run_owner import owner
 from forge_plugin_runs.life import LINES, START_S, Pulse, pulse_of
 

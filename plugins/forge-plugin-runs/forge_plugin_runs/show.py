@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 
 from forge_core.checkpoint.run_diff import text_changes
-from forge_core.checkpoint.run_folder import JOB, PROVENANCE
+from forge_core.checkpoint.run_folder import JOB, LOCK, PROVENANCE
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
@@ -23,7 +23,7 @@ from forge_plugin_runs.facts import Run, demand_run, finite, manifest_of, read_r
 from forge_plugin_runs.life import LIVES, Pulse
 from forge_plugin_runs.words import age_text, count_text, size_text
 
-INTERNAL = (".lock",)
+INTERNAL = (LOCK,)
 
 
 def command(argv: list[str]) -> int:

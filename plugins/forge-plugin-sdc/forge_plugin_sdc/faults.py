@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from attrs import asdict, define, field, frozen
 
 from forge_core import ForgeError
+from forge_core.files import write_atomically
 
 RECORD = "sdc.jsonl"
 """Name of the file in the run folder: a line for each checked step."""
@@ -74,9 +74,7 @@ class Record:
     def start(self, step: int) -> None:
         """Drop lines after `step`, which a run that continues computes again."""
         lines = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step]
-        unfinished = self._path.with_name(f".{RECORD}.unfinished")
-        unfinished.write_text("".join(lines))
-        os.replace(unfinished, self._path)  # atomic: a process that is killed here loses no line
+        write_atomically(self._path, "".join(lines))  # a process that is killed here loses no line
 
     def add(self, checked: CheckedStep) -> None:
         """Append the line of a checked step."""

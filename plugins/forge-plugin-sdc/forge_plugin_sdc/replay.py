@@ -17,8 +17,8 @@ from typing import Any
 import tomli_w
 
 from forge_core import ForgeError, JobError
-from forge_core.checkpoint.run_folder import JOB, TOKENIZER, refuse_file, storage_of
-from forge_core.checkpoint.storage import read_manifest
+from forge_core.checkpoint.run_folder import JOB, TOKENIZER, RunFolder, refuse_file, storage_of
+from forge_core.checkpoint.storage import Local, read_manifest
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.runtime import SpreadStorage
 from forge_core.launch.world import join_world
@@ -100,7 +100,7 @@ def _compute(options: argparse.Namespace, run: Path, scratch: Path, rank: int) -
     arguments = [str(scratch / JOB), "--quiet"]
     if before:
         # In a bucket, or in memory of machines, a checkpoint has no folder until it is fetched: then by its name
-        named = run / "checkpoints" / f"step-{before[-1]}"
+        named = run / Local().folder / f"step-{before[-1]}"
         start = named if isinstance(storage, SpreadStorage) else storage.path(before[-1])
         arguments += ["--resume", str(start)]
     arguments += [f"--nproc={options.nproc}"] if options.nproc else []
@@ -135,7 +135,7 @@ def replay_job(job: dict[str, Any], options: argparse.Namespace, result: Path) -
 
 def _started_in(run: Path) -> Path | None:
     try:
-        folder = json.loads((run / "provenance.json").read_text())["started_in"]
+        folder = RunFolder(run).provenance()["started_in"]
     except (OSError, ValueError, KeyError):
         return None
     return Path(folder) if os.path.isdir(folder) else None

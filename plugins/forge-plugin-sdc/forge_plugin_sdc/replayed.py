@@ -15,6 +15,7 @@ from attrs import define
 from forge_core import TrainingHook
 from forge_core.config.mixture import source_names
 from forge_core.contracts.components import WhenResumed
+from forge_core.files import write_atomically
 from forge_core.parallel.layout import plan_layout
 from forge_core.parallel.mesh import gather_objects, global_rank
 from forge_plugin_sdc.sdc import SDC
@@ -80,9 +81,7 @@ class Replayed(TrainingHook):
             sequences = [{"loss": loss, **texts[rank][number]} for loss, rank, number in worst]
             result = {"rows": self.rows, "gradients": digests, "losses": [mean for mean, _, _ in means]}
             text = json.dumps({**result, "worst": sequences})
-            unfinished = Path(f"{self.file}.unfinished")
-            unfinished.write_text(text)
-            unfinished.rename(self.file)
+            write_atomically(Path(self.file), text)
         gather_objects(None)  # rank 0 has written
         # Here and not by the end of the run: it would save a checkpoint, and tell hooks of the job that it has ended.
         os._exit(0)

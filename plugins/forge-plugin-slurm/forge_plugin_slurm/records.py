@@ -12,6 +12,7 @@ from attrs import asdict, fields, frozen
 
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import JobError
+from forge_core.files import write_atomically
 
 FOLDER = "slurm"
 """Folder below the run folder for all of these but the attempts."""
@@ -75,9 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
     """Write a file that is whole at every moment: it is read after kills."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(table) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_atomically(path, json.dumps(table) + "\n")
 
 
 def attempt_of(table: Mapping[str, Any]) -> Attempt:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from forge_core.checkpoint.run_folder import refuse_file
+from forge_core.checkpoint.run_folder import refuse_file, storage_of
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.outputs import free_folder
@@ -64,10 +64,10 @@ def _checkpoint(path: Path, step: int | None) -> Path:
         raise JobError(f"{path}: no such run folder or checkpoint")
     if step is None:
         return path
-    checkpoint = path / "checkpoints" / f"step-{step}"
-    if not checkpoint.exists():
-        there = sorted(int(each.name[5:]) for each in path.glob("checkpoints/step-*") if each.name[5:].isdigit())
-        raise JobError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, there)) or 'none'}")
+    storage = storage_of(path)
+    steps, checkpoint = storage.steps(), storage.path(step)
+    if step not in steps:
+        raise JobError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}")
     return checkpoint
 
 

@@ -13,7 +13,8 @@ from attrs import field, frozen
 
 from forge_core import report_progress
 from forge_core.contracts.errors import JobError
-from forge_kit.cache import cache_root, digest_of, file_digest, locked, writable_cache, write_atomically
+from forge_core.files import write_atomically
+from forge_kit.cache import cache_root, digest_of, file_digest, locked, writable_cache
 from forge_plugin_text.listing import TextFile
 from forge_plugin_text.reading import Document, Reading
 from forge_plugin_text.split import Split
@@ -121,6 +122,7 @@ def _update(path: Path, files: Sequence[TextFile]) -> dict[str, Entry]:
         entries[file.path] = _read_entry(file)
         report_progress("reading files", number, len(unread))  # other ranks wait for this one
     settled = {name: entry for name, entry in entries.items() if _is_settled(entry, started)}
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(index | settled).encode())
     return entries
 

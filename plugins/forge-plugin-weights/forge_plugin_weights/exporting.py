@@ -14,7 +14,8 @@ import torch
 from attrs import frozen
 
 from forge_core.checkpoint.resume import locate
-from forge_core.checkpoint.run_folder import TOKENIZER
+from forge_core.checkpoint.run_folder import JOB, TOKENIZER
+from forge_core.checkpoint.run_folder import PROVENANCE as PROVENANCE_FILE
 from forge_core.checkpoint.storage import fetch, threads
 from forge_core.checkpoint.tensors import Index, shared_index
 from forge_core.config.load import MODEL_TABLES, parse_job, to_toml
@@ -509,7 +510,7 @@ def write_provenance(folder: Path, checkpoint: Path, manifest: Mapping[str, Any]
     """Write the job and where the weights come from; returns the folder of these records."""
     own = folder / PROVENANCE
     own.mkdir()
-    (own / "job.toml").write_text(manifest["job"])
+    (own / JOB).write_text(manifest["job"])
     record = {
         "checkpoint": checkpoint.name,
         "step": manifest["step"],
@@ -518,7 +519,7 @@ def write_provenance(folder: Path, checkpoint: Path, manifest: Mapping[str, Any]
         "provenance": manifest["provenance"],
         "files": {name: entry["sha256"] for name, entry in manifest["files"].items()},
     }
-    (own / "provenance.json").write_text(json.dumps(record, indent=1) + "\n")
+    (own / PROVENANCE_FILE).write_text(json.dumps(record, indent=1) + "\n")
     if origin := origin_of(run):
         (own / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
     return own

@@ -26,7 +26,7 @@ from attrs import frozen
 from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.run_folder import JOB, TOKENIZER, save_tokenizer, write_record
 from forge_core.checkpoint.state import model_tensors
-from forge_core.checkpoint.storage import FORMAT, LocalStorage, sync, write_file, write_manifest
+from forge_core.checkpoint.storage import FORMAT, Local, LocalStorage, sync, write_file, write_manifest
 from forge_core.checkpoint.tensors import INDEX
 from forge_core.config.load import MODEL_TABLES, dump_job, parse_job, to_toml
 from forge_core.contracts.errors import JobError
@@ -347,7 +347,7 @@ class ImportedRun:
             digests: of the files, as far as they are being computed; those of the others come of copying them.
         """
         tokenizer = _tokenizer(self.job, self.catalog, self.folder)
-        storage = LocalStorage(self.folder / "checkpoints")
+        storage = LocalStorage(self.folder / Local().folder)
         checkpoint = storage.begin(0)
         index, computed = checkpoint_index(self.source, self.match)
         used = _files_of(index)

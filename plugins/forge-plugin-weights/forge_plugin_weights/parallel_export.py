@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.run_diff import collect_provenance
+from forge_core.checkpoint.run_folder import JOB
+from forge_core.checkpoint.run_folder import PROVENANCE as PROVENANCE_FILE
 from forge_core.checkpoint.state import model_tensors
 from forge_core.checkpoint.storage import publish
 from forge_core.config.load import dump_job
@@ -156,9 +158,9 @@ def _write_records(
     )
     own = folder / PROVENANCE
     own.mkdir()
-    (own / "job.toml").write_text(dump_job(context.job, catalog))
+    (own / JOB).write_text(dump_job(context.job, catalog))
     record = {"step": context.step, "provenance": collect_provenance(context.job, catalog)}
-    (own / "provenance.json").write_text(json.dumps(record, indent=1) + "\n")
+    (own / PROVENANCE_FILE).write_text(json.dumps(record, indent=1) + "\n")
     if origin:
         (own / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
 

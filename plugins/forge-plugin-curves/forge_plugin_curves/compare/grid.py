@@ -13,6 +13,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from forge_core.checkpoint.run_diff import text_changes
+from forge_core.checkpoint.run_folder import JOB
 from forge_core.config.load import dump_job, load_job
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import Job
@@ -167,7 +168,7 @@ def existing(folders: Sequence[Path]) -> list[Trial]:
 
 def _differences(folders: Sequence[Path]) -> list[dict[str, str]]:
     """The keys in which the jobs of runs differ, with the value that each has: what a person would call them by."""
-    texts = [(folder / "job.toml").read_text() if (folder / "job.toml").is_file() else "" for folder in folders]
+    texts = [(folder / JOB).read_text() if (folder / JOB).is_file() else "" for folder in folders]
     known = [text for text in texts if text]
     if len(known) < len(texts) or len(texts) < 2:
         return [{} for _ in folders]

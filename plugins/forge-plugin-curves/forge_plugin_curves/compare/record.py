@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from attrs import asdict, define, field
 
 from forge_core.contracts.errors import ForgeError
+from forge_core.files import write_atomically
 from forge_plugin_curves.compare.grid import Cell, Trial
 
 FILE = "comparison.json"
@@ -74,7 +74,5 @@ class Record:
 
     def write(self) -> None:
         """Write the file; a reader never sees half of it."""
-        unfinished = self._path.with_name(f".{FILE}.unfinished")
         runs = {name: asdict(entry) for name, entry in self.entries.items()}
-        unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
-        os.replace(unfinished, self._path)
+        write_atomically(self._path, json.dumps({"runs": runs}, indent=1) + "\n")

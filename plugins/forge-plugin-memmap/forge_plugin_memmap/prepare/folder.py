@@ -16,8 +16,9 @@ from attrs import define, field
 from forge_core.config.load import to_toml
 from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.files import write_atomically
 from forge_core.plugins.catalog import Catalog
-from forge_kit.cache import remove_leftovers, write_atomically
+from forge_kit.cache import remove_leftovers
 from forge_kit.commands import parse_component
 from forge_plugin_memmap.prepare.documents import Dropped
 from forge_plugin_memmap.prepare.inputs import InputPosition

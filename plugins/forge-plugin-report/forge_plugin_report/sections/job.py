@@ -40,7 +40,7 @@ class JobSection(ReportSection):
 
 def _of_one(run: ReportRun) -> Iterator[Block]:
     keys = changed_keys(run.folder, Catalog.installed())
-    components = run.json("provenance.json").get("components", {})
+    components = run.provenance().get("components", {})
     rows: list[list[Cell]] = [[f"{path}.type", type_] for path, type_ in components.items()]
     rows += [[path, text_of(value)] for path, value in keys.items()]
     if rows:
@@ -84,7 +84,7 @@ def text_of(value: Any) -> str:
 
 
 def _versions(run: ReportRun) -> Iterator[tuple[str, str]]:
-    provenance = run.json("provenance.json")
+    provenance = run.provenance()
     for name, about in provenance.get("distributions", {}).items():
         commit = about.get("commit")
         yield name, about["version"] + (f" at {commit}" if commit else "")

@@ -47,8 +47,8 @@ def facts_of(run: ReportRun, state: Run) -> dict[str, Cell]:
     facts |= dict(_losses(run))
     facts |= dict(_speed(run))
     facts |= dict(_parts(run.job))
-    facts |= dict(_plan_rows(run.text("plan.txt")))
-    versions = run.json("provenance.json")
+    facts |= dict(_plan_rows(run.plan()))
+    versions = run.provenance()
     if "torch" in versions:
         facts["software"] = f"torch {versions['torch']}, Python {versions['python']}"
     facts["folder"] = f"{run.folder} ({size_text(state.size)})"

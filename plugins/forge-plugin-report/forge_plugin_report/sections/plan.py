@@ -19,5 +19,5 @@ class Plan(ReportSection):
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
         for run in runs:
-            if text := run.text("plan.txt").rstrip():
+            if text := run.plan().rstrip():
                 yield Preformatted(title=f"Plan of {run.name}", text=text, folded=True)

@@ -13,7 +13,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from forge_core.checkpoint.run_folder import RunFolder
+from forge_core.checkpoint.run_folder import RunFolder, storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.contexts import StepContext
@@ -99,7 +99,7 @@ def losses_of(summary: Summary) -> list[float]:
 
 def saved_state(summary: Summary) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
     """Return tensors and plain values of a run's last checkpoint, without those that describe the run."""
-    folder = summary.folder / "checkpoints" / f"step-{summary.step}"
+    folder = storage_of(summary.folder).path(summary.step)
     stored = stored_tensors(folder)
     values = read_manifest(folder)
     return read_whole(folder, stored, stored), {key: values[key] for key in ("progress", "optimizer", "extras")}
