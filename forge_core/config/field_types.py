@@ -229,7 +229,7 @@ def _corrected(value: Any, type_: Any) -> str | None:
         return f"[{toml_text(value)}]"
     if is_component(type_) and isinstance(value, str):
         return f"{{type = {toml_text(value)}}}"
-    if type_ is str and isinstance(value, bool | int | float):
+    if type_ in (str, FilePath) and isinstance(value, bool | int | float):
         return toml_text(toml_text(value))
     if type_ is bool:
         return BOOLS.get(str(value).lower())
