@@ -43,7 +43,7 @@ NO_PATHS = {
     "held_out_split", "host", "image", "image_token", "images", "include", "labels", "layers", "lighthouse", "match",
     "messages", "name", "names", "options", "overview", "placeholders", "point", "points", "prefix", "project",
     "prompt", "prompts", "references", "revision", "row_end", "segment_format", "segments", "server_url", "shapes",
-    "single", "sink", "space_id", "special_tokens", "split", "start", "stop", "tags", "target", "text", "tile",
+    "single", "sink", "sound", "space_id", "special_tokens", "split", "start", "stop", "tags", "target", "text", "tile",
     "timestamp_format", "tools", "train", "url", "video_token", "videos",
 }  # fmt: skip
 """Names of keys that are strings, and no paths."""

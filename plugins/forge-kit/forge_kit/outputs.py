@@ -32,10 +32,15 @@ def free_folder(path: Path, option: str, records: Collection[str] = ()) -> Path:
         JobError: there is something else, or it cannot be written.
     """
     path = path.expanduser()
-    if path.is_dir() and any(path.iterdir()) and not any((path / name).is_file() for name in records):
+    if path.is_dir() and any(path.iterdir()) and not any(_has_begun(path, name) for name in records):
         raise JobError(f"{option} {path} is not empty; name a new folder")
     _demand_writable(path, option)
     return path
+
+
+def _has_begun(folder: Path, name: str) -> bool:
+    """Whether there is such a file, or what a killed process left of it: see `write_atomically`."""
+    return (folder / name).is_file() or any(folder.glob(f".{name}.*"))
 
 
 def new_folder(path: Path, option: str, records: Collection[str] = ()) -> Path:

@@ -291,9 +291,12 @@ def test_a_folder_without_a_single_token_yet_may_begin_otherwise(prepare: Prepar
 def test_a_folder_of_something_else_is_left_alone(forge_run: Callable[..., Any]) -> None:
     Path("data").mkdir()
     Path("data/thesis.txt").write_text("years of work")
+    assert refused(forge_run, *ARGUMENTS) == "--output data is not empty; name a new folder\n"
+    Path("data/inputs.json").write_text("{}")  # as prepare-data begins a folder
     assert refused(forge_run, *ARGUMENTS) == (
         "data holds 'thesis.txt', which is not of an unfinished prepare-data; give an empty or new folder as --output\n"
     )
+    assert Path("data/thesis.txt").read_text() == "years of work"
 
 
 def test_what_was_finished_strictly_is_what_skip_would_have_made(prepare: Prepare) -> None:

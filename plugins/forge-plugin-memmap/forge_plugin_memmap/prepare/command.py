@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from forge_core.cli.command_line import with_examples
 from forge_kit.outputs import free_folder
-from forge_plugin_memmap.prepared import MANIFEST, UNFINISHED
+from forge_plugin_memmap.prepared import INPUTS, MANIFEST, UNFINISHED
 
 if TYPE_CHECKING:
     from forge_plugin_memmap.prepare.run import Settings
@@ -53,7 +53,7 @@ def read_settings(argv: list[str]) -> Settings:
     options = parser.parse_args([argument for argument in argv if not argument.startswith(KEYS)])
     if keys and options.job:
         parser.error(f"--{keys[0]} goes with --tokenizer; with --job, the key stands in the job file")
-    output = free_folder(Path(options.output), "--output", [MANIFEST, UNFINISHED])
+    output = free_folder(Path(options.output), "--output", [INPUTS, MANIFEST, UNFINISHED])
     from forge_plugin_memmap.prepare.inputs import find_inputs
     from forge_plugin_memmap.prepare.run import Settings
     from forge_plugin_memmap.prepare.tokenizer import choose_tokenizer
