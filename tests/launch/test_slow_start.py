@@ -30,12 +30,15 @@ class SlowTokenizer(ByteTokenizer):
         time.sleep(5)
         return super().encode_batch(texts)
 
+    def fingerprint(self):  # asked for after rank 0 has looked at the files for both
+        while os.environ["RANK"] == "0" and not Path("begun").exists():
+            time.sleep(0.05)
+        return super().fingerprint()
+
 
 @frozen(kw_only=True)
 class SlowBytes(Bytes):
     def build(self, context, documents):
-        while os.environ["RANK"] == "0" and not Path("begun").exists():
-            time.sleep(0.05)
         return SlowTokenizer()
 """
 

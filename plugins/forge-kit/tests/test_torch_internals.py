@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_kit import torch_internals
+from forge_testing.processes import run_on_ranks
 
 PUBLIC = hasattr(FSDPModule, "finalize_backward")
 
@@ -114,14 +114,13 @@ def test_a_compiled_module_is_known_by_what_calls_it():
 
 
 def test_dimensions_of_a_mesh_become_one_and_parts_have_a_place():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    def work(rank):
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
         assert torch_internals.flattened(mesh, ["a", "b"], "both").get_group().size() == 1
         split = distribute_tensor(torch.zeros(4, 3), mesh["a"], [Shard(0)])
         assert torch_internals.part_offsets(split) == (0, 0)
-    finally:
-        dist.destroy_process_group()
+
+    run_on_ranks(1, work)
 
 
 def test_strided_placements_are_told_from_others():
