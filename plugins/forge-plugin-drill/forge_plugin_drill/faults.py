@@ -30,8 +30,8 @@ NOTICED_S = 30.0
 """Seconds in which a rank has to note a signal."""
 ENDED_S = 30.0
 """Seconds in which a second signal has to end a rank."""
-SLOWER_S = 0.3
-"""Seconds by which a slow rank is late in each forward pass."""
+SLOWER_S = 1.0
+"""Seconds by which a slow rank is late in each forward pass: far above the noise of a busy machine."""
 LEAST_S = 10.0
 """Seconds of work at the end where there is no limit on hangs."""
 LONGER = 1.5

@@ -85,7 +85,7 @@ def test_a_rank_with_more_work_is_named_after_three_looks_with_its_host(folder):
 
 
 @pytest.mark.slow
-def test_a_rank_that_runs_half_of_the_time_is_named(folder):
+def test_a_rank_that_runs_a_quarter_of_the_time_is_named(folder):
     process = start(folder, "--train.steps=100")
     over = threading.Event()
 
@@ -97,7 +97,7 @@ def test_a_rank_that_runs_half_of_the_time_is_named(folder):
             with suppress(ProcessLookupError, ValueError):  # it has ended, or is just writing its file
                 rank = int(path.read_text())  # once: a rank that is stopped while it writes its file leaves it empty
                 os.kill(rank, signal.SIGSTOP)
-                time.sleep(0.06)
+                time.sleep(0.18)  # half of the time would be lost in the noise of a busy machine
                 os.kill(rank, signal.SIGCONT)
 
     thread = threading.Thread(target=brake)
