@@ -68,6 +68,8 @@ def test_a_whole_copy_computes_with_parameters_and_buffers_of_its_own():
 
 @pytest.fixture
 def alone():
+    if dist.is_initialized():  # by an earlier test in this process
+        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
