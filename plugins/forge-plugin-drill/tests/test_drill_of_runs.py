@@ -92,8 +92,8 @@ def marked() -> list[str]:
 
 
 def test_a_frozen_rank_is_found_named_and_survived(folder):
-    code, told = drill("--nproc=2", "--only=frozen-1", "--launch.hang_timeout_s=15")
-    assert code == 0, told
+    code, told = drill("--nproc=2", "--only=frozen-1", "--launch.hang_timeout_s=4")
+    assert code == 0, told["faults"]
     [fault] = told["faults"]
     assert fault["held"]
     assert fault["said"]
@@ -118,7 +118,7 @@ def test_damage_that_nobody_looks_for_is_missed_by_name(folder):
 
 @pytest.mark.thorough
 def test_every_fault_on_two_ranks():
-    code, told = drill("--nproc=2", "--launch.hang_timeout_s=15")
+    code, told = drill("--nproc=2", "--launch.hang_timeout_s=5")
     faults = {(fault["fault"], fault["rank"]): fault for fault in told["faults"]}
     assert code == 0, {key: fault["reason"] for key, fault in faults.items() if fault["reason"]}
     both = {(name, rank) for name in ("killed", "frozen", "frozen-at-end", "raises") for rank in (0, 1)}
