@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from forge_core import ModelComponent, Problem
+from forge_core.contracts.model import Model
 from forge_kit.modules import Embedding, Linear, LinearHead
 
 
@@ -48,8 +49,8 @@ class Mixed(ModelComponent):
         return Network(blocks, self.dim, self.vocab_size, context.dtype)
 
 
-class Network(nn.Module):
-    """See `forge_core.contracts.model`: Model, HasEnds, HasFlops."""
+class Network(Model):
+    """Beside what every model has: its ends and its flops."""
 
     def __init__(self, blocks: list[Block], dim: int, vocab_size: int, dtype: torch.dtype) -> None:
         super().__init__()

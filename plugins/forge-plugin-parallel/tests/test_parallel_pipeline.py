@@ -16,6 +16,7 @@ from torch import nn
 from forge_core.contracts.components import LossComponent
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.contracts.layout import Layout
+from forge_core.contracts.model import Model
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.step import Stepper, metrics
@@ -77,11 +78,10 @@ class EncodingModel(TinyModel):
 class EndlessModel(TinyModel):
     def build(self, context):
         model = TinyNetwork(self.dim, self.layers, 0.0, 32, context.dtype)
-        model.ends = None
         return Endless(model)
 
 
-class Endless(nn.Module):
+class Endless(Model):
     def __init__(self, model):
         super().__init__()
         self.layers, self.head = model.layers, model.head

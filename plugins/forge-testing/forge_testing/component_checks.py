@@ -77,11 +77,16 @@ def field_problems(cls: type[Component], fields: Mapping[str, Attribute]) -> Ite
 
 def method_problems(cls: type[Component], base: type[Component]) -> Iterator[str]:
     """Yield the problems of its methods."""
-    for name, asked in inspect.getmembers(base, inspect.isfunction):
+    asked_for = dict(inspect.getmembers(base, inspect.isfunction))
+    for name, asked in asked_for.items():
         own = getattr(cls, name)
         if name.startswith("_"):
             continue
         if own is asked and "NotImplementedError" in asked.__code__.co_names:  # the base leaves it to others
+            # Or what calls it is replaced instead: an evaluation that has its own `build` needs no `evaluate`.
+            callers = [other for other, function in asked_for.items() if name in function.__code__.co_names]
+            if any(getattr(cls, other) is not asked_for[other] for other in callers):
+                continue
             parameters = ", ".join(inspect.signature(asked).parameters)
             yield f"it does not implement {name}({parameters}), as {base.__name__} asks"
         elif inspect.isfunction(own) and own is not asked and (refusal := call_refusal(own, asked)):
