@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -70,6 +71,16 @@ def _spread_slow_files(items: list[pytest.Item]) -> None:
     others = iter([file for file in ordered if file not in slow])
     spread = [file for one in slow for file in (one, *islice(others, 3))]
     items[:] = [item for file in (*spread, *others) for item in file]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_groups_left() -> Iterator[None]:
+    """End the process groups that a file's tests leave: each has three threads that wake a hundred times per second."""
+    yield
+    if "torch.distributed" in sys.modules:
+        from forge_core.parallel.mesh import leave_group
+
+        leave_group()
 
 
 @pytest.fixture(scope="module", autouse=True)
