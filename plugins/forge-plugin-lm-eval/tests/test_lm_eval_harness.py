@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import shutil
-from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ from forge_core.cli import main
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_generate.command import load_trained
 from forge_plugin_generate.generate import Sampling, generate
-from forge_plugin_lm_eval import model
+from forge_plugin_lm_eval import command, model
 from forge_plugin_lm_eval.model import ForgeLM
 from forge_plugin_transformer.huggingface_names import to_huggingface
 
@@ -341,10 +340,19 @@ def test_an_answer_that_has_begun_is_continued(runs, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def own_tasks_alone(request, monkeypatch):
-    """Listing the harness' own tasks takes five seconds each time: one test has them."""
-    if request.node.name != "test_the_command_prints_a_table_and_writes_a_file":
-        monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+def without_list_of_packages(monkeypatch):
+    """The harness runs `pip list` at the end of each evaluation, which takes longer than the rest."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
+@pytest.fixture(autouse=True)
+def harness_tasks(tmp_path, monkeypatch):
+    """The harness' own tasks are one, `theirs`: reading the thousands that it has takes ten seconds each time."""
+    folder = tmp_path / "harness"
+    folder.mkdir()
+    (folder / "theirs.yaml").write_text("task: theirs\ndataset_path: json\noutput_type: loglikelihood\n")
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(folder / "manager.py"))
+    return folder / "theirs.yaml"
 
 
 def evaluate(*options):
@@ -377,6 +385,19 @@ def test_what_trained_the_model_need_not_be_installed(lm, runs, tmp_path, capsys
         shown.append(capsys.readouterr().out)
     assert "|choice|" in shown[0]
     assert shown[1] == shown[0]
+
+
+def test_the_harness_tasks_are_read_only_where_they_may_be_meant(lm, runs, harness_tasks):
+    def names(tasks):
+        manager, matching = command._tasks(tasks, [runs / "tasks"])
+        return matching, "theirs" in manager.all_tasks
+
+    assert names("choice, rolling") == (["choice", "rolling"], False)
+    assert names("choice,theirs") == (["choice", "theirs"], True)
+    assert names("roll*,the*") == (["rolling", "theirs"], True)
+    (runs / "tasks/both.yaml").write_text("group: both\ntask: [choice, theirs]\n")
+    assert names("both") == (["both"], True)
+    (runs / "tasks/both.yaml").unlink()
 
 
 def test_wrong_tasks_are_named(lm, capsys):
