@@ -14,13 +14,14 @@ import io
 import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,9 @@ RUN_ALL = (
 )
 """Pages of which every command is run."""
 
-TRAINS = re.compile(r"forge-run \S+\.toml$")
-"""Such a command is run in this process: a new one would spend most of its time on importing torch."""
+TRAINS = re.compile(r"forge-run( \S+\.toml)+$")
+SCRIPT = re.compile(r"python (\w+\.py)$")
+"""Such commands are run in this process: a new one would spend most of its time on importing torch."""
 
 LOOKS = re.compile(
     r"forge-run (check|explain|plan|new-plugin|plugins|schema|submit(?=.* --dry-run)|--help|--version)\b"
@@ -161,8 +163,13 @@ def install_example(target: Path) -> Path:
 
 def printed(command: str, folder: Path, installed: Path | None = None) -> str:
     """What a command prints in `folder`, errors included. `installed`: further packages (see `install_example`)."""
+    first, *rest = re.split(r"; (?=forge-run )", command)
+    if rest:
+        return "\n".join(filter(None, (printed(part, folder, installed) for part in (first, *rest))))
     if TRAINS.match(command):
-        return _trained(command, folder)
+        return _here(folder, lambda: main(shlex.split(command)[1:]))
+    if script := SCRIPT.match(command):
+        return _here(folder, lambda: runpy.run_path(script[1], run_name="__main__"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "COLUMNS": "100"} | ({"PYTHONPATH": str(installed)} if installed else {})
     forge_run: list[str] = []
@@ -180,10 +187,15 @@ def printed(command: str, folder: Path, installed: Path | None = None) -> str:
     return done.stdout.rstrip("\n")
 
 
-def _trained(command: str, folder: Path) -> str:
+def _here(folder: Path, run: Callable[[], Any]) -> str:
+    """What a function prints in this process, with `folder` as the working directory and first on the path."""
     output = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        main(shlex.split(command)[1:])
+        sys.path.insert(0, str(folder))
+        try:
+            run()
+        finally:
+            sys.path.remove(str(folder))
     return output.getvalue().rstrip("\n")
 
 
