@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, product
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,9 @@ from forge_kit.torch_internals import NormBase, TorchDispatchMode, buffers_of, g
 LENGTHS = (17, 16, 128)
 """S. The first is odd and prime, so that no other dimension is taken for positions; then, for models that refuse it,
 what windows and chunks divide."""
+ROWS = (128, 2**62)
+"""Up to how many rows of an entry of a batch are shown: few, or, to models that refuse it, all. A batch of images may
+have thousands of patches, which would take seconds."""
 IDS = 16
 """Token ids are below this: every vocabulary has them."""
 DIGITS = 64
@@ -99,10 +102,10 @@ def _probed(model: Model, question: Callable[[_Probe], Answer], *, mixing: bool 
     failures = []
     large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
     products = _StandInProducts() if large else nullcontext()  # importing what it needs takes a second
-    for length in LENGTHS:
+    for length, rows in product(LENGTHS, ROWS if model.batch_fields else ROWS[:1]):
         try:
             with _stand_ins(model, mixing), products, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return question(_Probe(model, length))
+                return question(_Probe(model, length, rows))
         except Exception as error:  # the model is code of anybody
             failures.append(f"{type(error).__name__}: {error}")
     raise ProbeFailed(failures[0].partition("\n")[0])
@@ -232,6 +235,7 @@ class _Probe:
 
     model: Model
     length: int
+    rows: int
     names: Mapping[nn.Module, str] = field(init=False)
 
     @names.default
@@ -273,7 +277,11 @@ class _Probe:
         # Ids may stand for images, of which a batch of zeros has none.
         ids = torch.zeros(self.length, dtype=torch.int64) if fields else torch.arange(self.length) * 7 % IDS
         batch = {
-            name: torch.zeros((1, *entry.shape), dtype=getattr(torch, entry.dtype)) for name, entry in fields.items()
+            name: torch.zeros(
+                (1, *(min(size, self.rows) for size in entry.shape[:1]), *entry.shape[1:]),
+                dtype=getattr(torch, entry.dtype),
+            )
+            for name, entry in fields.items()
         }
         labels = torch.arange(self.length)[None] % IDS
         return {**batch, "input_ids": ids[None], "labels": labels, "draw": torch.zeros(1, dtype=torch.int64)}

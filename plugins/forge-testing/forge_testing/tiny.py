@@ -120,7 +120,7 @@ class TinyAdamW(OptimizerComponent):
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         import torch
 
-        return torch.optim.AdamW(parameters.groups(self.weight_decay), lr=self.lr, eps=self.eps)
+        return torch.optim.AdamW(parameters.groups(self.weight_decay), lr=self.lr, eps=self.eps, fused=True)
 
 
 @frozen(kw_only=True)
