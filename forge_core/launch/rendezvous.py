@@ -39,6 +39,7 @@ RANKS_A_SECOND = 500
 """With more ranks than this the watchdogs wake less often, so that the store has time for all."""
 LOOPBACK = ("127.0.0.1", "localhost")
 HEARTBEAT = "heartbeat"
+"""Topic under which each rank publishes its heartbeat: a table with `step` (0 before the first one), among others."""
 END = "end"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
-from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
+from forge_core.contracts.errors import ExitCode, JobError, did_you_mean, listed
 from forge_core.launch.world import join_world
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def command(argv: list[str]) -> int:
         raise JobError("forge-run drill starts the ranks itself; start it once, without torchrun or srun")
     only = _names(options.only)
     from forge_plugin_drill.course import Course, cases_of
+    from forge_plugin_drill.folder import DrillFolder
     from forge_plugin_drill.screen import Screen
     from forge_plugin_drill.subject import prepare
 
@@ -46,7 +47,8 @@ def command(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     with Screen(quiet=options.json) as screen:
         course = Course(subject=subject, patience_s=options.patience, show=screen.update)
-        course.open()
+        folder = DrillFolder(subject.folder)
+        folder.open()
         results: list[Result] = []
         finished = False
         try:
@@ -58,7 +60,8 @@ def command(argv: list[str]) -> int:
             finished = True
         finally:
             failed = finished and not all(result.held for result in results)
-            course.close(keep=options.keep or failed)
+            if others := folder.close(keep=options.keep or failed):
+                screen.say(f"files in {subject.folder} that the drill did not make were kept: {listed(others, 5)}")
     if options.json:
         import json
 

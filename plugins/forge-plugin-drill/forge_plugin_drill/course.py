@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shutil
 import signal
 import statistics
 import time
@@ -19,14 +16,13 @@ from attrs import define, field, frozen
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.contracts.run_end import End
-from forge_kit.data_files import mark_output
 from forge_kit.metrics import read_metrics
-from forge_kit.outputs import free_folder
 from forge_plugin_drill.attempt import Attempt
 from forge_plugin_drill.faults import FAULTS, Fault
+from forge_plugin_drill.folder import LOG
 from forge_plugin_drill.records import INJECTED, STEPS, Event, Evidence, Record, read_records
 from forge_plugin_drill.results import Curve, Result, deviation, first_difference
-from forge_plugin_drill.subject import MARKER, Subject
+from forge_plugin_drill.subject import Subject
 
 LEAST_HANG_S = 20.0
 """Shortest limit on hangs that a drill sets for faults that are found by one."""
@@ -101,30 +97,6 @@ class Course:
     _baseline: Baseline | None = field(default=None, init=False)
     _spread: float | None = field(default=None, init=False)
     """How far apart two runs without a fault are; None: only one was made."""
-
-    # --- the folder ----------------------------------------------------------------------------------------------
-
-    def open(self) -> None:
-        """Make the folder; that of an earlier drill is replaced.
-
-        Raises:
-            ForgeError: the folder is in use, or is something else.
-        """
-        folder = free_folder(self.subject.folder, "--output", [MARKER])
-        marker = folder / MARKER
-        if marker.exists():
-            process = json.loads(marker.read_text())["process"]
-            if process != os.getpid() and Path(f"/proc/{process}").exists():
-                raise ForgeError(f"{folder} is in use by the drill of process {process}; give another by --output")
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        mark_output(folder)
-        marker.write_text(json.dumps({"process": os.getpid()}))
-
-    def close(self, keep: bool) -> None:
-        """Remove the folder, unless it is to be kept."""
-        if not keep:
-            shutil.rmtree(self.subject.folder)
 
     # --- runs ----------------------------------------------------------------------------------------------------
 
@@ -207,7 +179,7 @@ class Course:
             text = f"{doing}, restarted" if number > 1 else doing
             self.show("waiting for its end" if number == 1 and injected.exists() else text)
 
-        with Attempt(files, self.subject.ranks, self.subject.folder / key / f"output-{number}.txt") as attempt:
+        with Attempt(files, self.subject.ranks, self.subject.folder / key / LOG.format(number=number)) as attempt:
             attempt.wait(deadline, show)
         return attempt
 

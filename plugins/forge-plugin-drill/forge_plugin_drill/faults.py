@@ -165,6 +165,7 @@ class Frozen(OfSeveralRanks):
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
         if injection.is_victim:
+            injection.await_heartbeat()
             injection.mark()
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -179,6 +180,7 @@ class FrozenAtEnd(Frozen):
 
     def at_train_end(self, injection: Injection, context: TrainContext) -> None:
         if injection.is_victim:
+            injection.await_heartbeat()
             injection.mark()
             os.kill(os.getpid(), signal.SIGSTOP)
 

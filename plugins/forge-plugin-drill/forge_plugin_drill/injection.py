@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from forge_core.launch.progress_beacon import report_progress
+from forge_core.launch.rank_process import this_process
 from forge_plugin_drill.faults import FAULTS
 from forge_plugin_drill.records import INJECTED, STEPS, Event, Record
 
@@ -20,6 +23,11 @@ if TYPE_CHECKING:
     from forge_core.contracts.runtime import LossFunction, LossOutput, Storage
 
 
+REPORT_S = 0.2
+"""Seconds between two reports of a rank that no limit on hangs may end yet."""
+POLL_S = 0.02
+
+
 class Injection:
     """Decides when the fault of a drill is due in this rank, and notes what it sees."""
 
@@ -30,6 +38,7 @@ class Injection:
         self._armed = False
         self._storage: Storage | None = None
         self._weights = 0
+        self._limits_bind = threading.Event()
         self.due_in_loss = False
         """Whether the next loss of this rank shall have a wrong gradient."""
         self.pause_s = 0.0
@@ -56,6 +65,29 @@ class Injection:
         files = [each for each in self._storage.path(steps[-1]).iterdir() if each.is_file()] if steps else []
         return max((each.stat().st_size for each in files), default=self._weights)
 
+    def hold_limits(self) -> None:
+        """Keep limits on hangs, which a drill may have shortened for its fault, from ending ranks before it is due."""
+        # A start takes as long as the machine is busy. A restart has no fault to find, so limits wait for its end.
+        if self._fault is not None and self._fault.waits and this_process.rendezvous is not None:
+            threading.Thread(target=self._report, name="forge-drill", daemon=True).start()
+
+    def _report(self) -> None:
+        while not self._limits_bind.wait(REPORT_S):
+            report_progress()
+
+    def await_heartbeat(self) -> None:
+        """Wait until the other ranks have a heartbeat of this rank from training.
+
+        The steps of a small job may all take place between two heartbeats. A rank that falls silent then was last seen
+        before its first step, where `launch.silence_timeout_s` is ten times as long.
+        """
+        from forge_core.launch.rendezvous import HEARTBEAT
+
+        rendezvous = this_process.rendezvous
+        assert rendezvous is not None, "faults that others notice need several ranks"
+        while rendezvous.get(HEARTBEAT, [self._own_rank]).get(self._own_rank, {}).get("step", 0) == 0:
+            time.sleep(POLL_S)
+
     def begin(self, context: TrainContext) -> None:
         """Training begins."""
         from forge_core.parallel.mesh import global_rank, local_part
@@ -70,6 +102,7 @@ class Injection:
 
     def step_begins(self, context: StepContext) -> None:
         if self._is_due(context.step):
+            self._limits_bind.set()
             self._fault.at_begin(self, context)  # type: ignore[union-attr]
 
     def gradients_are_there(self, context: StepContext) -> None:
@@ -87,6 +120,7 @@ class Injection:
             context.request_stop(f"the drill's last step, {self._steps}", final=True)
 
     def training_ends(self, context: TrainContext) -> None:
+        self._limits_bind.set()
         if self._fault is not None and self._armed:
             self._fault.at_train_end(self, context)
 

@@ -45,6 +45,7 @@ class Drill(Plugin):
 
     @hookimpl
     def forge_training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        self._injection.hold_limits()
         return [DrillSteps(self._injection)]
 
     @hookimpl(wrapper=True)

@@ -19,6 +19,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_kit.outputs import free_folder
+from forge_plugin_drill.folder import LAYER, MARKER, RUNS
 
 if TYPE_CHECKING:
     from forge_plugin_drill.faults import Fault
@@ -27,8 +28,6 @@ FEWEST_STEPS = 6
 """For two saves, a step between them, and one after them."""
 LOCAL_STORAGE = "forge-run/local"
 """The storage of a resolved job that names none."""
-MARKER = "drill.json"
-"""File by which the folder of a drill is known."""
 TABLE = "drill"
 """Name of the plugin's table in the jobs of a drill."""
 
@@ -100,7 +99,7 @@ class Subject:
 
     def run_folder(self, key: str) -> Path:
         """Where the run of a fault is."""
-        return self.folder / "runs" / self.name(key)
+        return self.folder / RUNS / self.name(key)
 
     def name(self, key: str) -> str:
         """`job.name` of the run of a fault."""
@@ -115,11 +114,11 @@ class Subject:
             keys: further keys, by path.
         """
         (self.folder / key).mkdir(parents=True)
-        base, layer = self.folder / JOB, self.folder / key / "layer.toml"
+        base, layer = self.folder / JOB, self.folder / key / LAYER
         if not base.exists():
             base.write_text(tomli_w.dumps(self.tables))
         top: dict[str, Any] = {
-            "job": {"name": self.name(key), "output": str(self.folder / "runs")},
+            "job": {"name": self.name(key), "output": str(self.folder / RUNS)},
             "checkpoint": {"interval": self.interval, "interval_minutes": 0.0},
             "plugins": {TABLE: {"type": "forge-plugin-drill/drill", "folder": str(layer.parent), **table}},
         }

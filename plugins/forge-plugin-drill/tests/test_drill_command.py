@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +18,13 @@ from attrs import evolve
 from forge_core.cli import main
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.run_end import Cause, End
+from forge_core.launch.progress_beacon import ProgressBeacon
+from forge_core.launch.rank_process import this_process
 from forge_kit.metrics import FAULTY_RANK
-from forge_plugin_drill.course import Course, cases_of
+from forge_plugin_drill.course import cases_of
 from forge_plugin_drill.faults import FAULTS, flip_bit
+from forge_plugin_drill.folder import DrillFolder
+from forge_plugin_drill.injection import Injection
 from forge_plugin_drill.records import Event, Evidence, Record
 from forge_plugin_drill.results import deviation, first_difference
 from forge_plugin_drill.subject import prepare
@@ -35,10 +44,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def subject(*overrides, ranks=2, steps=12):
     return prepare(["job.toml"], overrides, ranks, steps, None)
-
-
-def course():
-    return Course(subject=subject(), patience_s=1, show=print)
 
 
 @pytest.mark.parametrize(
@@ -93,24 +98,105 @@ def test_checkpoints_in_a_folder_of_all_runs_are_not_touched(tmp_path):
     assert f"and not in {tmp_path}/shared" in made.changes[-1]
 
 
-def test_a_folder_that_is_no_drill_is_left_alone():
-    made = course()
-    made.subject.folder.mkdir(parents=True)
-    (made.subject.folder / "thesis.tex").touch()
+@pytest.fixture
+def folder():
+    return DrillFolder(subject().folder)
+
+
+def fill(folder):
+    """The files of a drill that has trained without a fault."""
+    folder.open()
+    subject().write("baseline", {"steps": 12}, {})
+    (folder.path / "baseline" / "output-1.txt").touch()
+    run = subject().run_folder("baseline")
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").touch()
+    (run / "last").symlink_to(run)
+
+
+def test_a_folder_that_is_no_drill_is_left_alone(folder):
+    folder.path.mkdir(parents=True)
+    (folder.path / "thesis.tex").touch()
     with pytest.raises(ForgeError, match=r"--output .*is not empty"):
-        made.open()
-    assert (made.subject.folder / "thesis.tex").exists()
+        folder.open()
+    assert (folder.path / "thesis.tex").exists()
 
 
-def test_the_folder_of_an_earlier_drill_is_replaced_but_not_that_of_one_under_way():
-    first = course()
-    first.open()
-    (first.subject.folder / "old").touch()
-    first.open()
-    assert not (first.subject.folder / "old").exists()
-    (first.subject.folder / "drill.json").write_text(json.dumps({"process": 1}))
+def test_the_folder_of_an_earlier_drill_is_replaced_but_not_that_of_one_under_way(folder):
+    fill(folder)
+    folder.close(keep=True)
+    folder.open()
+    assert {path.name for path in folder.path.iterdir()} == {".forge-output", "drill.json"}
+    (folder.path / "drill.json").write_text(json.dumps({"process": 1}))
     with pytest.raises(ForgeError, match="in use by the drill of process 1"):
-        first.open()
+        folder.open()
+
+
+def test_a_drill_removes_its_folder(folder):
+    fill(folder)
+    assert folder.close(keep=False) == []
+    assert not folder.path.exists()
+
+
+def test_files_of_a_user_outlive_the_drill_whose_folder_they_are_in(folder):
+    fill(folder)
+    notes = [folder.path / "notes.txt", folder.path / "baseline" / "notes.txt"]
+    for path in notes:
+        path.touch()
+    assert folder.close(keep=False) == ["baseline/notes.txt", "notes.txt"]
+    assert [path for path in folder.path.rglob("*") if path.is_file()] == notes
+    with pytest.raises(ForgeError, match="is not empty"):
+        folder.open()
+
+
+def test_files_of_a_user_in_a_drill_that_was_kept_are_named_and_nothing_is_removed(folder):
+    fill(folder)
+    folder.close(keep=True)
+    (subject().run_folder("baseline") / "notes.txt").touch()
+    with pytest.raises(ForgeError, match=r"files that no drill made: runs/tiny-drill-baseline/notes\.txt"):
+        folder.open()
+    assert (subject().run_folder("baseline") / "metrics.jsonl").exists()
+
+
+class Beats:
+    """The ranks' store, which has a heartbeat from training at the third question."""
+
+    questions = 0
+
+    def get(self, topic, ranks):
+        self.questions += 1
+        return {0: {"step": 2}} if self.questions == 3 else {0: {"step": 0}} if self.questions == 2 else {}
+
+
+def test_a_rank_stands_still_only_once_the_others_have_heard_of_it_in_training(monkeypatch):
+    injection = Injection(str(Path.cwd()), steps=12, fault="frozen", step=7, rank=0)
+    store = Beats()
+    stopped = []
+    monkeypatch.setattr(this_process, "rendezvous", store)
+    monkeypatch.setattr(os, "kill", lambda process, number: stopped.append((store.questions, number)))
+    FAULTS["frozen"]().at_gradients(injection, None)
+    assert stopped == [(3, signal.SIGSTOP)]
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_no_limit_on_hangs_binds_before_a_fault_that_is_found_by_one(due, monkeypatch):
+    """A start of a busy machine is longer than the limit of a drill; with `due`, until the step of the fault."""
+    injection = Injection(str(Path.cwd()), steps=12, fault="deadlock", step=7, rank=1)
+    monkeypatch.setattr(this_process, "rendezvous", Beats())
+    injection.hold_limits()
+    [thread] = [each for each in threading.enumerate() if each.name == "forge-drill"]
+    reports = ProgressBeacon.reports
+    while ProgressBeacon.reports < reports + 2:
+        time.sleep(0.01)
+    if due:
+        injection._armed = True
+        injection.step_begins(SimpleNamespace(step=6))
+        assert thread.is_alive()
+        injection.step_begins(SimpleNamespace(step=7))
+    else:
+        injection.training_ends(None)
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 STEP, RANK = 6, 1

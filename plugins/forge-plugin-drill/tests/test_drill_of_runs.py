@@ -92,12 +92,12 @@ def marked() -> list[str]:
 
 
 def test_a_frozen_rank_is_found_named_and_survived(folder):
-    code, told = drill("--nproc=2", "--only=frozen-1", "--launch.hang_timeout_s=4")
+    code, told = drill("--nproc=2", "--only=frozen-1", "--launch.silence_timeout_s=6")
     assert code == 0, told["faults"]
     [fault] = told["faults"]
     assert fault["held"]
     assert fault["said"]
-    assert 2 < fault["found_after_s"] < 60
+    assert fault["found_after_s"] > 2
     assert fault["curve"] == "equal to the bit"
     assert fault["steps_lost"] >= 2
     assert fault["back_after_s"] > 0
@@ -118,7 +118,7 @@ def test_damage_that_nobody_looks_for_is_missed_by_name(folder):
 
 @pytest.mark.thorough
 def test_every_fault_on_two_ranks():
-    code, told = drill("--nproc=2", "--launch.hang_timeout_s=5")
+    code, told = drill("--nproc=2")
     faults = {(fault["fault"], fault["rank"]): fault for fault in told["faults"]}
     assert code == 0, {key: fault["reason"] for key, fault in faults.items() if fault["reason"]}
     both = {(name, rank) for name in ("killed", "frozen", "frozen-at-end", "raises") for rank in (0, 1)}
