@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from forge_core.cli import main
+from forge_plugin_images.testing import VISION_LANGUAGE_MODEL
 
 JOB = """
 [train]
@@ -30,24 +31,6 @@ type = "transformer"
 dim = 16
 layers = 1
 attention = { heads = 2 }
-"""
-VISION = """
-[model]
-type = "vision_language"
-[model.language]
-dim = 16
-layers = 1
-attention = { heads = 2 }
-[model.vision]
-patches_per_sequence = 4
-[model.vision.encoder]
-type = "vit"
-dim = 16
-layers = 1
-heads = 2
-patch = 8
-size = [16, 16]
-position_interpolation = "bilinear"
 """
 
 
@@ -86,9 +69,9 @@ SOURCES = {
     "text of lines": (lines, 'type = "text"', LANGUAGE),
     "huggingface": (lines, 'type = "huggingface"', LANGUAGE),
     "memmap": (ids, 'type = "memmap"\nformat = "raw"\ndtype = "uint16"\nend_of_text = 256', LANGUAGE),
-    "images": (pictures, 'type = "image_text"', VISION),
-    "shards of images": (shards, 'type = "image_text"', VISION),
-    "records of images": (records, 'type = "image_text"', VISION),
+    "images": (pictures, 'type = "image_text"', VISION_LANGUAGE_MODEL),
+    "shards of images": (shards, 'type = "image_text"', VISION_LANGUAGE_MODEL),
+    "records of images": (records, 'type = "image_text"', VISION_LANGUAGE_MODEL),
 }
 """Of each: what writes one document's files, the source's table, and the job's model."""
 TEMPTING = ("metrics.jsonl", "plan.txt", "curves.png", "store.bin", "store.npy", "logs.tar", "job.toml")

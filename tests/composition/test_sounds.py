@@ -10,42 +10,14 @@ import numpy as np
 import pytest
 
 from forge_core import Trainer, load_job
+from forge_plugin_images.testing import VISION_LANGUAGE_JOB
 from forge_testing.processes import run_on_ranks
 
-JOB = """
-[job]
-name = "{name}"
-output = "{folder}/runs"
-[train]
-steps = 4
-global_batch_size = 4
-seq_len = 40
-precision = "fp64"
-[data.tokenizer]
-type = "bytes"
-[[data.sources]]
-type = "sound_text"
-path = "{folder}/sounds"
-[optimizer]
-type = "adamw"
-lr = 1e-2
-[model]
-type = "vision_language"
-[model.language]
-dim = 16
-layers = 2
-attention = {{ heads = 2 }}
-ffn = {{ type = "moe", experts = 4, hidden = 16, router = {{ type = "moma", experts = {{ text = 2, sound = 2 }} }} }}
-[model.vision]
-images_per_sequence = 2
-[model.vision.encoder]
-type = "vit"
-dim = 16
-layers = 1
-heads = 2
-patch = 8
-size = [32, 16]
-"""
+EXPERTS = '{type = "moe", experts = 4, hidden = 16, router = {type = "moma", experts = {text = 2, sound = 2}}}'
+KEYS = (
+    *("train.steps=4", "train.global_batch_size=4", "train.precision=fp64", "optimizer.lr=1e-2"),
+    *("model.language.layers=2", f"model.language.ffn={EXPERTS}", "model.vision.encoder.size=[32, 16]"),
+)
 
 
 @pytest.fixture
@@ -61,8 +33,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def lines(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
-    (folder / f"{name}.toml").write_text(JOB.format(folder=folder, name=name))
-    job = load_job(folder / f"{name}.toml", overrides=overrides)
+    (folder / "job.toml").write_text(
+        f'{VISION_LANGUAGE_JOB}[[data.sources]]\ntype = "sound_text"\npath = "{folder}/sounds"\n'
+    )
+    place = (f"job.name={name}", f"job.output={folder}/runs")
+    job = load_job(folder / "job.toml", overrides=(*KEYS, *place, *overrides))
     run = Trainer(job, echo=lambda line: None).run().folder
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [record for record in records if "grad_norm" in record]

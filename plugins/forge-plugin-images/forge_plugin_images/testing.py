@@ -1,4 +1,4 @@
-"""A tiny vision-language model, to try a dataset of images with; needs `forge-plugin-transformer`."""
+"""A tiny vision-language model and its job, to try a dataset of images with; needs `forge-plugin-transformer`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,35 @@ from typing import Any
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_vision import MLPAdapter, VisionLanguage, VisionPart, ViT
 
+VISION_LANGUAGE_MODEL = """
+[model]
+type = "vision_language"
+[model.language]
+dim = 16
+layers = 1
+attention = { heads = 2 }
+[model.vision]
+images_per_sequence = 2
+[model.vision.encoder]
+type = "vit"
+dim = 16
+layers = 1
+heads = 2
+patch = 8
+size = [16, 16]
+"""
+"""The model of a job file."""
+VISION_LANGUAGE_JOB = f"""
+[train]
+steps = 2
+global_batch_size = 2
+seq_len = 40
+[data.tokenizer]
+type = "bytes"
+[optimizer]
+type = "adamw"
+{VISION_LANGUAGE_MODEL}"""
+"""A job file that needs `[[data.sources]]` alone."""
 LANGUAGE = Transformer(vocab_size=257, dim=16, layers=1, attention=GroupedQueryAttention(heads=4, kv_heads=2))
 
 

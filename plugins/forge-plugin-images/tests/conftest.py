@@ -14,39 +14,9 @@ from forge_core.engine.build import build_context, build_datasets, build_tokeniz
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_huggingface import Auto
-from forge_plugin_images.testing import tiny_model
+from forge_plugin_images.testing import VISION_LANGUAGE_JOB, tiny_model
 from forge_plugin_text import Bytes
 from forge_testing import tiny_job
-
-CHECKED = """
-[train]
-steps = 2
-global_batch_size = 1
-seq_len = 30
-[data.tokenizer]
-type = "bytes"
-[[data.sources]]
-type = "image_text"
-path = "pairs.jsonl"
-[optimizer]
-type = "adamw"
-[model]
-type = "vision_language"
-[model.language]
-dim = 16
-layers = 1
-attention = { heads = 2 }
-[model.vision]
-images_per_sequence = 2
-[model.vision.encoder]
-type = "vit"
-dim = 16
-layers = 1
-heads = 2
-patch = 8
-size = [16, 16]
-"""
-"""A job with pairs of images and texts, for `forge-run check`."""
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +87,9 @@ def run_check(
     """(options) -> exit code, output and errors of `forge-run check job.toml …`, in `tmp_path`, with `pairs.jsonl`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["forge-run"])
-    (tmp_path / "job.toml").write_text(CHECKED)
+    (tmp_path / "job.toml").write_text(
+        f'{VISION_LANGUAGE_JOB}[[data.sources]]\ntype = "image_text"\npath = "pairs.jsonl"\n'
+    )
 
     def run(*argv: str) -> tuple[int, str, str]:
         capsys.readouterr()
