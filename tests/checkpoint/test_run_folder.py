@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -49,6 +50,15 @@ def test_a_folder_has_one_owner_who_is_named(tmp_path):
         ):
             pass
     assert owner(tmp_path) == ""
+
+
+def test_where_locks_cannot_be_asked_for_a_run_counts_as_owned_and_the_reason_is_named(tmp_path, monkeypatch):
+    def refuse(lock, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    (tmp_path / LOCK).touch()
+    monkeypatch.setattr("forge_kit.run_owner.fcntl.flock", refuse)
+    assert os.strerror(errno.ENOLCK) in owner(tmp_path)
 
 
 def test_asking_who_owns_a_folder_never_keeps_a_run_from_it(tmp_path):

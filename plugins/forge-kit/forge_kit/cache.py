@@ -129,7 +129,7 @@ def cached_folder(
     try:
         return _open(folder, verify)
     except _Unusable:
-        pass
+        pass  # below, under the lock, it is opened again: made if there is none, and if it is damaged, with a warning
     with writable_cache(), locked(folder) as is_alone:
         try:
             return _open(folder, verify)  # another process may have made it meanwhile

@@ -41,6 +41,8 @@ class MemoryGroup:
                     file = (mounted / controllers / path.lstrip("/") / name).resolve()
                     if file.is_file():
                         return file.read_text()
-        except (OSError, ValueError):  # no Linux, or a container that hides them
-            pass
+        except (OSError, ValueError):
+            # No Linux, a container that hides the group's files, or lines of another form: callers then have no limit
+            # to compare with and no count of kills, and treat both as not known.
+            return ""
         return ""

@@ -16,10 +16,12 @@ def owner(folder: Path) -> str:
         with (folder / LOCK).open() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as all who only ask may have at once
-            except OSError:
+            except BlockingIOError:
                 return lock.read().strip() or "another process"
-    except FileNotFoundError:
-        pass
+            except OSError as error:  # no locks on this file system: callers write where nobody owns a run, so not that
+                return f"an unknown process (its lock cannot be asked for: {error.strerror})"
+    except FileNotFoundError:  # an owner makes the lock before anything else: without one, nobody owns the run
+        return ""
     return ""
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
 
 from attrs import Attribute, field, frozen
 from attrs.validators import ge, optional
@@ -53,6 +52,9 @@ class Memmap(DatasetComponent):
     files are searched for `end_of_text` once."""
     verify: Literal["sizes", "full"] = field(default="sizes", metadata=when_resumed("safe"))
     """How files of `prepare-data` are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
+    _checked: ShardedCorpus | None = field(default=None, init=False, eq=False, repr=False)
+    """Result of `problems`, until `build` takes it, so that no file is looked at twice: of 10,000 shards on 512 ranks
+    each look is five million messages to the file system's server. Not a key of the table."""
 
     def corpus(self) -> ShardedCorpus:
         """The files, by their headers.
@@ -69,17 +71,18 @@ class Memmap(DatasetComponent):
 
     def left_out(self) -> Mapping[str, int]:
         """See `forge_kit.data_files.ListsFiles`."""
-        return (_CHECKED.get(self) or self.corpus()).left_out
+        return (self._checked or self.corpus()).left_out
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if is_checked_elsewhere():
             yield from self._key_problems()
             return
         try:
-            corpus = _CHECKED[self] = self.corpus()
+            corpus = self.corpus()
         except JobError as error:
             yield from error.problems
             return
+        self._keep(corpus)
         limit = _model_vocabulary(job)
         if limit and corpus.vocab_size is not None and corpus.vocab_size > limit:
             message = f"the files are of a tokenizer with {corpus.vocab_size} ids, but model.vocab_size = {limit}"
@@ -104,12 +107,16 @@ class Memmap(DatasetComponent):
         """Returns the files; raises `JobError` if they do not fit the tokenizer or the model, or are damaged."""
         from forge_plugin_memmap.ids import id_problems
 
-        corpus = _CHECKED.pop(self, None) or self.corpus()
+        corpus = self._checked or self.corpus()
+        self._keep(None)  # a later build looks again
         problems = [] if tokenizer is None else list(_tokenizer_problems(corpus, tokenizer))
         problems += [*self._damage(corpus), *id_problems(corpus.shards, limit)]
         if problems:
             raise JobError(problems)
         return corpus
+
+    def _keep(self, corpus: ShardedCorpus | None) -> None:
+        object.__setattr__(self, "_checked", corpus)  # the component is frozen, as its keys must not change
 
     def _split(self, corpus: ShardedCorpus, documents: Documents) -> Documents:
         if not self.held_out_every:
@@ -146,11 +153,6 @@ class Memmap(DatasetComponent):
             yield Problem("held_out_every", f"prepare-data held out {count} files already; leave this key out")
         if self.verify == "full" and not corpus.prepared:
             yield Problem("verify", '"full", but only what prepare-data wrote has a SHA-256 to compare with')
-
-
-_CHECKED: MutableMapping[Memmap, ShardedCorpus] = WeakKeyDictionary()
-"""What the check of a job found, until its build takes it, so that no file is looked at twice: of 10,000 shards on 512
-ranks each look is five million messages to the file system's server."""
 
 
 def _listed(path: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
 
 import attrs
 from attrs import evolve, frozen
@@ -43,6 +42,8 @@ class CorpusDataset(DatasetComponent):
     corpus does not have are ignored if it has at least one."""
     verify: Literal["sizes", "full"] = attrs.field(default="sizes", metadata=when_resumed("safe"))
     """How cached token files are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
+    _facts: CorpusFacts | None = attrs.field(default=None, init=False, eq=False, repr=False)
+    """Result of the last `build`, for `facts`: each file is looked at once per start. Not a key of the table."""
 
     def files(self) -> tuple[TextFile, ...]:
         """Returns the files of the corpus, sorted by name; at least one.
@@ -69,7 +70,7 @@ class CorpusDataset(DatasetComponent):
         files = self.files()
         if problems := list(self._split_problems(files)):
             raise JobError(problems)
-        names = read_names(Path(self.held_out_list)) if self.held_out_list else frozenset[str]()
+        names = read_names(self._list_path) if self.held_out_list else frozenset[str]()
         return TextCorpus(files, self.reading(), Split(self.held_out_every, names))
 
     def documents(self) -> Iterator[str]:
@@ -88,13 +89,13 @@ class CorpusDataset(DatasetComponent):
 
         find_corpus = functools.cache(self.corpus)
         facts = from_rank0(context, lambda: evolve(find_corpus().describe(), left_out=self.left_out()))
-        _FACTS[self] = facts
+        object.__setattr__(self, "_facts", facts)  # the component is frozen, as its keys must not change
         stored = cached_tokens(facts, find_corpus, context.tokenizer, self.verify)
         return open_documents(stored, facts)
 
     def facts(self) -> CorpusFacts:
-        """Returns what `build` has found out, or else looks at all files."""
-        return _FACTS.get(self) or evolve(self.corpus().describe(), left_out=self.left_out())
+        """Returns the facts of the last `build`; looks at all files if there was none."""
+        return self._facts or evolve(self.corpus().describe(), left_out=self.left_out())
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.data.tokenizer is None:
@@ -107,6 +108,10 @@ class CorpusDataset(DatasetComponent):
             yield from error.problems
             files = ()
         yield from self._split_problems(files)
+
+    @property
+    def _list_path(self) -> Path:
+        return Path(self.held_out_list)
 
     def _split_problems(self, files: Collection[TextFile]) -> Iterator[Problem]:
         if self.held_out_list and self.held_out_every:
@@ -129,7 +134,7 @@ class CorpusDataset(DatasetComponent):
             return False
 
     def _list_problems(self, files: Collection[TextFile]) -> Iterator[Problem]:
-        path = Path(self.held_out_list)
+        path = self._list_path
         try:
             names = read_names(path)
         except (OSError, UnicodeDecodeError) as error:
@@ -148,6 +153,4 @@ class CorpusDataset(DatasetComponent):
             yield Problem("held_out_list", message + f"names look like {example!r} there")
 
 
-_FACTS: MutableMapping[CorpusDataset, CorpusFacts] = WeakKeyDictionary()
-"""What builds have found out, so that no file is looked at twice in a start."""
 _NO_TOKENIZER = 'text needs a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'
