@@ -228,8 +228,7 @@ def _read(file: BinaryIO, read: Read) -> None:
     if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
         raise CheckpointError(f"{file.name} ends before {read.name} does")
     if sizes != target.shape:
-        ends = map(operator.add, read.offsets, target.shape)
-        data = data[tuple(map(slice, read.offsets, ends))]
+        data = data[tuple(map(slice, read.offsets, map(operator.add, read.offsets, target.shape)))]
     if not fits:
         target.copy_(data)
 
@@ -320,8 +319,7 @@ class TensorWriter:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         ranks.on_rank0(lambda: merged.append(planner.create_global_plan(plans)))
         # Not DCP's own driver, which sends the metadata of all chunks to all ranks: a rank needs its items only
-        mine = ranks.scatter([plan.items for plan in merged[0][0]] if merged else [])
-        self._shares = _divide(mine, ranks.rank)
+        self._shares = _divide(ranks.scatter([plan.items for plan in merged[0][0]] if merged else []), ranks.rank)
         extents = ranks.on_all(lambda: _extents(self._shares))
         if merged:
             self._index = _index_json(merged[0][1], {place: at for part in extents for place, at in part.items()})

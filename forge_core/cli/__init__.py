@@ -98,9 +98,9 @@ def find_command(catalog: Catalog, name: str) -> Offer:
             raise JobError(f"forge-run: the command {name!r} is not installed: pip install {distribution}")
         names = catalog.types("command")
         if os.path.isdir(name):
-            is_run, hint = os.path.isfile(os.path.join(name, "job.toml")), "is a folder, and no job file"
-            hint = f"is a run folder; to continue it: forge-run resume {name}" if is_run else hint
-            raise JobError(f"forge-run: {name!r} {hint}")
+            is_run = os.path.isfile(os.path.join(name, "job.toml"))
+            hint = f"a run folder; to continue it: forge-run resume {name}" if is_run else "a folder, and no job file"
+            raise JobError(f"forge-run: {name!r} is {hint}")
         likely = closest(name, [*names, *first_party_commands, *hints("commands")]) or ""
         meant = {"": f"commands: {', '.join(names)}", **hints("commands")}.get(likely, f"did you mean {likely!r}?")
         raise JobError(f"forge-run: {name!r} is no command and no job file; {meant}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -59,7 +60,7 @@ def load_job(
             warnings.warn(line, stacklevel=1)
     if problems := broken:
         # In the order in which a reader meets them
-        problems.sort(key=lambda problem: ((origin := root.origin_of(problem.path)).layer, origin.line))
+        problems.sort(key=lambda problem: ((origin := root.innermost(problem.path).origin).layer, origin.line))
         raise JobError([*problems, *install_line(findings.missing)])
     for warning in findings.deprecated:
         warnings.warn(warning, stacklevel=1)  # its place is in the text, and not in the code
@@ -122,7 +123,16 @@ def _broken_rules(
     doubtful = {problem.path.rpartition(".")[0] for problem in known}
     for problem in check_rules(job, catalog, world_size, with_data):
         if not any(_related(problem.path, table) for table in doubtful):
-            yield attrs.evolve(problem, origin=problem.origin or str(root.origin_of(problem.path)))
+            node = root.innermost(problem.path)
+            origin = problem.origin or str(node.origin)
+            yield attrs.evolve(problem, message=problem.message + _beside_job(node), origin=origin)
+
+
+def _beside_job(node: Node) -> str:
+    """The end of a message about a path that is not there: where it exists, if that is beside the job file."""
+    path = os.path.join(os.path.dirname(node.origin.source), str(node.value))
+    is_beside = os.path.exists(path) and not os.path.exists(str(node.value))
+    return f"; {path} exists beside the job file: write that path, or start forge-run in that folder" * is_beside
 
 
 def _related(path: str, table: str) -> bool:

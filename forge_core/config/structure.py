@@ -113,7 +113,7 @@ class _Structurer:
         return ".".join(self._path)
 
     def _note(self, error: Mismatch | PluginError) -> None:
-        message, origin = str(error), self._root.origin_of(self._here)
+        message, origin = str(error), self._root.innermost(self._here).origin
         if isinstance(error, Mismatch) and error.correction is not None:
             message += f"; write {flag(self._here, error.correction) if origin.is_flag else error.correction}"
         self.findings.problems.append(Problem(self._here, message, str(origin)))
@@ -130,7 +130,7 @@ class _Structurer:
         return self._fields({key: item for key, item in value.items() if key != "type"}, cls)
 
     def _if_available(self, table: Mapping[str, Any], base: type[Component]) -> Any:
-        component, findings = structure(list(self._root.along(self._here))[-1], base, self._catalog)
+        component, findings = structure(self._root.innermost(self._here), base, self._catalog)
         if not findings.problems:
             return component
         error = JobError([*findings.problems, *install_line(findings.missing)])
@@ -165,7 +165,7 @@ class _Structurer:
 
     def _header(self, form: str) -> str | None:
         """The header of a table in a file; None on the command line, which has no headers."""
-        return None if self._root.origin_of(self._here).is_flag else form.format(self._here)
+        return None if self._root.innermost(self._here).origin.is_flag else form.format(self._here)
 
     def _named_class(self, table: Mapping[str, Any], base: type[Component]) -> type[Component]:
         if "type" not in table:
@@ -224,7 +224,7 @@ class _Structurer:
             # A resolved job has every key, and would warn of all that are at their defaults.
             if warning is not None and value != default_of(fields[key]):
                 path = ".".join([*self._path, key])
-                notice = Problem(path, str(warning), str(self._root.origin_of(path)))
+                notice = Problem(path, str(warning), str(self._root.innermost(path).origin))
                 self.findings.deprecated.append(ForgeDeprecation(str(notice), warning.removed_in))
 
     # --- defaults ------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def _collection(type_: Any) -> Callable[[list[Any]], Any]:
 def _unknown_key(root: Node, table: str, key: str, tables: Mapping[str, type], catalog: Catalog) -> Problem:
     """The problem that an unknown key is: misspelt, misplaced, or left over from another type."""
     path = f"{table}.{key}" if table else key
-    node, cls = list(root.along(path))[-1], tables[table]
+    node, cls = root.innermost(path), tables[table]
     message = "unknown section" if not table and isinstance(node.value, dict) else "unknown key"
     hint = (
         _left_over(root, table, node, cls)
@@ -324,7 +324,7 @@ def _unknown_key(root: Node, table: str, key: str, tables: Mapping[str, type], c
             [
                 each
                 for each, f in key_fields(cls).items()
-                if f.default is attrs.NOTHING and list(root.along(table))[-1].child(each) is None
+                if f.default is attrs.NOTHING and root.innermost(table).child(each) is None
             ],
         )
         or renamed(key, lambda path: _has(path, tables))
@@ -342,7 +342,7 @@ def _has(path: str, tables: Mapping[str, type]) -> bool:
 
 def _left_over(root: Node, table: str, key: Node, cls: type) -> str:
     """A later layer changed the table's type, and this key is of the old one."""
-    type_ = list(root.along(table))[-1].child("type")
+    type_ = root.innermost(table).child("type")
     if type_ is None or key.origin.layer >= type_.origin.layer:
         return ""
     old = type_.replaced

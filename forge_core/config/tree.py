@@ -78,9 +78,9 @@ class Node:
                 yield from child.along(".".join(parts[end:]))
                 return
 
-    def origin_of(self, path: str) -> Origin:
-        """Where the key at `path` was written, or else the innermost table above it."""
-        return list(self.along(path))[-1].origin
+    def innermost(self, path: str) -> Node:
+        """The node at `path`, or else the innermost table above it."""
+        return list(self.along(path))[-1]
 
 
 def annotate(value: Any, lines: dict[KeyPath, int], origin: Origin, path: KeyPath = ()) -> Node:
@@ -268,8 +268,8 @@ def _put(root: Node, path: list[str], node: Node) -> None:
         else:
             parent = parent.value[_index(parent, key, path[: depth - 1])]
         if not isinstance(parent.value, dict | list):
-            where = ".".join(path[:depth])
-            raise _fault(f"{where} is {parent.value!r} ({parent.origin}), not a table", ".".join(path))
+            message = f"{'.'.join(path[:depth])} is {parent.value!r} ({parent.origin}), not a table"
+            raise _fault(message, ".".join(path))
     node.replaced = parent.child(path[-1])
     parent.value[path[-1] if isinstance(parent.value, dict) else _index(parent, path[-1], path[:-1])] = node
 
@@ -289,7 +289,7 @@ def clip(root: Node, problems: Iterable[Problem]) -> Iterator[str]:
 
     Only keys of layers below the one that sets `train.steps`: a layer that contradicts itself is a mistake.
     """
-    steps = list(root.along("train.steps"))[-1]
+    steps = root.innermost("train.steps")
     # All paths first: an entry that is left out changes the number of those after it
     for problem, nodes in [(problem, [*root.along(problem.path)]) for problem in problems]:
         origin, (table, _, key) = nodes[-1].origin, problem.path.rpartition(".")
@@ -299,5 +299,5 @@ def clip(root: Node, problems: Iterable[Problem]) -> Iterator[str]:
             array.value[:] = [node for node in array.value if node is not entry]
             yield f"{origin}: {problem.path}: left out: {problem.message}"
         elif is_below and problem.fits is not None:
-            list(root.along(table))[-1].value[key] = annotate(problem.fits, {}, origin)
+            root.innermost(table).value[key] = annotate(problem.fits, {}, origin)
             yield f"{origin}: {problem.path}: clipped to {problem.fits} ({steps.origin}): {problem.message}"

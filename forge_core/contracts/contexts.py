@@ -144,8 +144,7 @@ class TrainContext:
         requests = self.requests
         if self.step >= self.job.train.steps:
             return End(code=ExitCode.FINISHED, cause=Cause.FINISHED, step=self.step)
-        complete = requests.final or requests.cause is Cause.PLANNED
-        code = ExitCode.FINISHED if complete else ExitCode.STOPPED
+        code = ExitCode.FINISHED if requests.final or requests.cause is Cause.PLANNED else ExitCode.STOPPED
         return End(
             code=code,
             cause=requests.cause,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -107,8 +108,12 @@ def disk_words(error: BaseException) -> str:
     """The fix when a disk is full or a quota is used up; empty for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
-    where = f", writing {error.filename or 'a file or standard output'}"
-    return f"{error.strerror}{where}: free space or inodes (df -i), or name another disk in job.output"
+    try:
+        sys.stdout.flush()  # fails again, if that was it: what could not be written is still in the buffer
+    except OSError:
+        return f"{error.strerror}, writing standard output: free space, or send it elsewhere"
+    where = error.filename or "a file"
+    return f"{error.strerror}, writing {where}: free space or inodes (df -i), or name another disk in job.output"
 
 
 def in_words(error: BaseException, speaker: str = "forge-run") -> str:

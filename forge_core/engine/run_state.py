@@ -50,8 +50,7 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
     check_tokenizer(start.manifest["provenance"], provenance)
     own = holders(run.hooks.hooks, run.context.plugins.active)
     notes = [*_check_extras(start, own), *_check_sources(start, run)]
-    manifest = {**start.manifest, "extras": start.extras}
-    source = in_folder(start.checkpoint, manifest)
+    source = in_folder(start.checkpoint, {**start.manifest, "extras": start.extras})
     progress = restore_state(source, run.model, run.optimizer, own, run.outline.sizes)
     run.hooks("on_checkpoint_load", CheckpointContext(**run.references, step=progress.step, path=start.checkpoint))
     lines = [f"continuing from {start.checkpoint}, step {progress.step}"]
@@ -129,8 +128,7 @@ def _take_weights(start: Start, run: Run) -> Iterator[str]:
     """Load what the tables of `[checkpoint.load]` name, and yield lines about it."""
     tables: dict[str, str] = {}
     for table, found in start.weights.items():
-        component = run.job.checkpoint.loads[table]
-        names, lines = component.load(found, table, run.context, run.model, run.outline)
+        names, lines = run.job.checkpoint.loads[table].load(found, table, run.context, run.model, run.outline)
         # Which of two values stays would be a matter of the order of tables
         if both := [name for name in names if name in tables]:
             pair = f"[{tables[both[0]]}] and [{table}]"

@@ -184,8 +184,8 @@ class Watchdog:
         heartbeats = self._rendezvous.get(HEARTBEAT, range(size) if suspicious else [following])
         for each, beat in heartbeats.items():
             number, age_s = self._ages.get(each, (0, 0.0))
-            is_same = beat["number"] == number != 0  # 0: its watch is over
-            self._ages[each] = (beat["number"], age_s + passed_s if is_same else 0.0)
+            # Number 0: its watch is over
+            self._ages[each] = (beat["number"], age_s + passed_s if beat["number"] == number != 0 else 0.0)
         is_starting = heartbeats.get(following, {}).get("step") == 0
         if self._ages.get(following, (0, 0.0))[1] <= limit_s * (START_FACTOR if is_starting else 1):
             return None

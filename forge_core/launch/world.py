@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from attrs import frozen
 
@@ -84,7 +84,7 @@ def tasks_of_shell(variables: Mapping[str, str]) -> int:
 
 
 def _rank_of_step(variables: Mapping[str, str]) -> dict[str, str]:
-    tasks = list(_tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"]))
+    tasks = _tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
     # srun puts task 0 on the first host by default. On one host loopback needs no name to be resolved
     address = first_host(variables["SLURM_STEP_NODELIST"]) if len(tasks) > 1 else "127.0.0.1"
     # The tasks cannot talk yet, so the port follows from numbers that all of them know, and that two steps do not share
@@ -105,7 +105,6 @@ def first_host(short: str) -> str:
     return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first)
 
 
-def _tasks_per_node(text: str) -> Iterator[int]:
+def _tasks_per_node(text: str) -> list[int]:
     """`2(x3),1` is 2, 2, 2, 1."""
-    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        yield from [int(tasks)] * int(nodes or 1)
+    return [int(tasks) for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(nodes or 1))]

@@ -54,7 +54,11 @@ class JsonLinesLogger:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a line. One that cannot be written (the disk is full, say) is written with a later one."""
-        self._unwritten += (json.dumps({name: _finite(value) for name, value in record.items()}) + "\n").encode()
+        # json would write NaN and Infinity, which are no JSON, and which other languages refuse.
+        odd = {
+            name: str(value) for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)
+        }
+        self._unwritten += f"{json.dumps({**record, **odd})}\n".encode()
         self._write()
 
     def flush(self) -> None:
@@ -84,8 +88,3 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, LookupError, TypeError):
         return math.inf
-
-
-def _finite(value: Any) -> Any:
-    # json would write NaN and Infinity, which are no JSON, and which other languages refuse.
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

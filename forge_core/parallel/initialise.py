@@ -156,8 +156,8 @@ class SeededFill:
     @torch.no_grad()
     def _draw(self, fill: Callable[[Tensor, torch.Generator], Any]) -> None:
         self.used = True
-        rows = _rows_per_block(self._parameter)
         whole_shape = self._parameter.shape
+        rows = 1 if len(whole_shape) > 2 else max(1, BLOCK // max(1, whole_shape[1:].numel()))
         for local, start, stop, rest in _local_rows(self._parameter):
             for block in range(start // rows, -(-stop // rows)):
                 first, last = block * rows, min((block + 1) * rows, whole_shape[0])
@@ -172,10 +172,6 @@ class SeededFill:
 def seed_of(key: str) -> int:
     """A seed made of a text; 63 bits, which every generator takes."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _rows_per_block(parameter: Tensor) -> int:
-    return 1 if parameter.ndim > 2 else max(1, BLOCK // max(1, parameter.numel() // max(1, parameter.shape[0])))
 
 
 def _local_rows(parameter: Tensor) -> list[tuple[Tensor, int, int, Any]]:

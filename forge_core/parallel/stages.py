@@ -76,8 +76,7 @@ def with_owner(job: Job, layout: Layout, catalog: Catalog) -> Mapping[str, Paral
     """The job's stages, and `replicate` where there are token dimensions and no stage owns the reduction over them."""
     if layout.token_ranks == 1 or any(stage.owns_reduction for stage in job.parallel.values()):
         return job.parallel
-    replicate = catalog.load("parallel", "forge-run/replicate")
-    stage: Any = replicate(replicate=layout.replicate)  # type: ignore[call-arg]
+    stage: Any = catalog.load("parallel", "forge-run/replicate")(replicate=layout.replicate)  # type: ignore[call-arg]
     return {**job.parallel, "replicate": stage}
 
 

@@ -38,7 +38,7 @@ hidden = 192
 
 [[data.sources]]
 type = "python_stdlib"
-held_out_list = "configs/quickstart.heldout.txt"
+held_out_list = "standard"
 [data.tokenizer]
 type = "bpe"
 vocab_size = 1024

@@ -3,8 +3,8 @@
     python tests/benchmarks/quickstart.py
 
 The plain loop (plain_loop.py): 5.9M parameters (dim 256, 6 layers, tied table), BPE of 4096, sequences of 256, batch
-16, AdamW at 2e-3 with a short warm-up and a cosine, bf16, 400 steps. Both train on the training part of the split in
-configs/quickstart.heldout.txt and are measured on all of its held-out part. The plain loop reads Forge's token files,
+16, AdamW at 2e-3 with a short warm-up and a cosine, bf16, 400 steps. Both train on the training part of the split by
+the standard held-out list and are measured on all of its held-out part. The plain loop reads Forge's token files,
 but draws its batches itself.
 """
 

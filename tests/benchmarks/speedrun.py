@@ -4,7 +4,7 @@
     python tests/benchmarks/speedrun.py --job my.toml --seeds 1 2 3
 
 Each run has an empty cache, so tokenizer and token files are made in its time, which counts from the command to its
-last line. Bits per byte are of all files of configs/quickstart.heldout.txt. The plain loop (quickstart.py) is timed
+last line. Bits per byte are of all files of the standard held-out list. The plain loop (quickstart.py) is timed
 over some of its steps, on the same machine, without its start; it ends at 1.794. A short run of the job, with its
 schedule scaled, shows in what share of that time 1.794 is reached, from the command to the evaluation's line.
 

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python tests/benchmarks/speedrun_search.py --out runs/speedrun-search
     python tests/benchmarks/speedrun_search.py --out runs/speedrun-search --only width
 
-Files of configs/quickstart.heldout.txt take no part: they are left out of the corpus, and every 20th of the other
+Files of the standard held-out list take no part: they are left out of the corpus, and every 20th of the other
 files is held out in their place. A trial has about a quarter of the speedrun's time, 105 s of one core, and its
 schedule is scaled to it. Time is not measured but counted, so that other work on the machine changes nothing:
 `milliseconds` are CPU time of a step of each shape on one thread, taken in turns on an AMD EPYC with AVX512-BF16 (Zen
@@ -129,7 +129,7 @@ def corpus(folder: Path) -> Path:
     """Copy the training files of the committed split."""
     from forge_plugin_text.python_stdlib import PythonStdlib
 
-    listed = (ROOT / "configs/quickstart.heldout.txt").read_text().splitlines()
+    listed = (ROOT / "plugins/forge-plugin-text/forge_plugin_text/python_stdlib.heldout.txt").read_text().splitlines()
     held_out = {line.strip() for line in listed if not line.startswith("#")}
     for file in PythonStdlib().files():
         if file.name not in held_out:

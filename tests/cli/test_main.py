@@ -148,12 +148,13 @@ class TestErrors:
             main(["fail"])
 
 
-def test_a_full_standard_output_is_named_beside_the_disk_of_the_job() -> None:
+def test_a_full_standard_output_is_named_and_not_the_disk_of_the_job() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "forge_core", "plugins"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == ExitCode.FAILED
-    assert "No space left on device, writing a file or standard output: free space" in done.stderr
+    assert "No space left on device, writing standard output" in done.stderr
+    assert "job.output" not in done.stderr
 
 
 class TestHelpAndVersion:

@@ -59,7 +59,9 @@ class TestOrigins:
     def test_every_value_knows_its_file_and_line_or_flag(self, write: Callable[..., Path]) -> None:
         files = [write("[t]\na = 1\nb = 1", "1.toml"), write("\n[t]\nb = 2\n[[s]]\nx = 0", "2.toml")]
         root, _ = read_job(files, ["--t.c=3", "--s.0.x=1"])
-        origins = {path: str(root.origin_of(path)) for path in ("t.a", "t.b", "t.c", "s.0", "s.0.x", "", "nowhere")}
+        origins = {
+            path: str(root.innermost(path).origin) for path in ("t.a", "t.b", "t.c", "s.0", "s.0.x", "", "nowhere")
+        }
         assert origins == {
             "t.a": "1.toml:2",
             "t.b": "2.toml:3",
@@ -72,11 +74,11 @@ class TestOrigins:
 
     def test_a_key_that_is_not_there_takes_the_origin_of_its_table(self) -> None:
         root = annotate({"t": {"a": 1}}, {("t",): 4}, Origin("job.toml"))
-        assert str(root.origin_of("t.missing.key")) == "job.toml:4"
+        assert str(root.innermost("t.missing.key").origin) == "job.toml:4"
 
     def test_keys_with_dots_are_found(self) -> None:
         root = annotate({"t": {"a.b": {"c": 1}}}, {("t", "a.b", "c"): 7}, Origin("job.toml"))
-        assert str(root.origin_of("t.a.b.c")) == "job.toml:7"
+        assert str(root.innermost("t.a.b.c").origin) == "job.toml:7"
 
 
 class TestOverrides:
@@ -136,7 +138,7 @@ class TestFiles:
         Path("job.toml").write_bytes(b"\xef\xbb\xbf[a]\r\nb = '''\r\nx'''\r\nc = 1\r\n")
         root, _ = read_job(["job.toml"])
         assert root.plain() == {"a": {"b": "x", "c": 1}}
-        assert str(root.origin_of("a.c")) == "job.toml:4"
+        assert str(root.innermost("a.c").origin) == "job.toml:4"
 
     def test_bytes_that_are_not_utf8_are_named(self, write: Callable[..., Path]) -> None:
         Path("job.toml").write_bytes(b"a = '\xff'")

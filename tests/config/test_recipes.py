@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch, overrides: Mapping[str, Any
 @pytest.mark.parametrize("name", NAMES)
 def test_it_passes_the_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(name, monkeypatch).train.steps > 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_it_names_no_file_of_the_repository_so_that_it_starts_in_any_folder(path: Path) -> None:
+    values = [tomllib.loads(path.read_text())]
+    for value in values:  # which grows
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    assert [value for value in values if isinstance(value, str) and value and (ROOT / value).exists()] == []
 
 
 @pytest.mark.filterwarnings("ignore:.*(clipped|left out)")

@@ -34,5 +34,5 @@ def test_a_full_disk_at_the_start_is_told_in_words(job, full_disk, ranks, free):
     else:
         assert code == 1
         speaker = "forge-run: rank 0:" if ranks else "forge-run:"
-        where = "writing a file or standard output: free space or inodes (df -i), or name another disk in job.output"
+        where = "writing a file: free space or inodes (df -i), or name another disk in job.output"
         assert err == f"{speaker} No space left on device, {where}\n"

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
+from forge_core import load_job
 from forge_core.contracts.errors import JobError
 from forge_plugin_text import CorpusDataset, Text, TextFile, find_files
 from forge_plugin_text.listing import format_of, left_out
+from forge_testing import TINY_JOB
 
 KNOWN = ".txt, .py, .md, .jsonl, each also with .gz or .zst"
 
@@ -136,3 +138,23 @@ def test_files_of_other_formats_are_counted_by_suffix(tmp_path, monkeypatch):
         (tmp_path / name).touch()
     assert left_out(["."]) == {"files of other formats (.pdf 2, no suffix 1)": 3}
     assert left_out(["a.txt"]) == {}
+
+
+JOB = TINY_JOB.replace('type = "forge_testing:Numbers"', 'type = "text"\npath = "data"')
+
+
+def test_a_path_that_is_beside_the_job_file_and_not_here_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs" / "data").mkdir(parents=True)
+    (tmp_path / "jobs" / "data" / "a.txt").write_text("some text")
+    (tmp_path / "jobs" / "job.toml").write_text(f'{JOB}[data.tokenizer]\ntype = "bytes"\n')
+    with pytest.raises(JobError) as caught:
+        load_job("jobs/job.toml")
+    [problem] = caught.value.problems
+    assert problem.path == "data.sources.0.path"
+    assert "jobs/data exists beside the job file" in problem.message
+    with pytest.raises(JobError) as caught:  # a flag belongs to the folder in which it is written
+        load_job("jobs/job.toml", overrides=["data.sources.0.path=data"])
+    assert "beside the job file" not in str(caught.value)
+    monkeypatch.chdir(tmp_path / "jobs")
+    assert load_job("job.toml").data.sources[0].path == "data"

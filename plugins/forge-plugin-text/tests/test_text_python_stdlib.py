@@ -13,8 +13,6 @@ import pytest
 
 from forge_plugin_text import PythonStdlib
 
-HELD_OUT_LIST = Path(__file__).parents[3] / "configs" / "quickstart.heldout.txt"
-
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
@@ -77,13 +75,22 @@ def test_a_python_without_sources_is_a_problem(install, problems) -> None:
     ]
 
 
-@pytest.mark.skipif(not HELD_OUT_LIST.exists(), reason="outside the repository")
-def test_the_held_out_list_of_the_quickstart_holds_for_this_python(problems) -> None:
-    component = PythonStdlib(held_out_list=str(HELD_OUT_LIST))
+def test_the_standard_list_holds_for_this_python_in_any_folder(problems, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    component = PythonStdlib(held_out_list="standard")
     assert problems(component) == []
-    listed = [line for line in HELD_OUT_LIST.read_text().splitlines() if not line.startswith("#")]
+    held_out = [document.name for document, is_held_out in component.corpus().documents() if is_held_out]
+    assert len(held_out) > 20
     if platform.python_version() == "3.11.7":
-        assert listed == names(component)[::20]
+        assert held_out == names(component)[::20]
+
+
+def test_a_file_named_like_the_standard_list_is_given_as_a_path(install, tmp_path, monkeypatch) -> None:
+    install("lib", "a.py", "b.py")
+    monkeypatch.chdir(tmp_path)
+    Path("standard").write_text("b.py")
+    documents = PythonStdlib(held_out_list="./standard").corpus().documents()
+    assert [document.name for document, is_held_out in documents if is_held_out] == ["b.py"]
 
 
 def test_importing_the_plugin_imports_nothing_heavy() -> None:
