@@ -22,6 +22,7 @@ from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.outputs import MARK
 from forge_kit.report_sections import Block, HeatMap, Paragraph, ReportRun, ReportSection
+from forge_kit.sampled_texts import SampledText, SampledTexts
 from forge_plugin_report import write_report
 from forge_plugin_report.collect import runs_of, sections_of
 from forge_plugin_report.heat_map_png import image_of
@@ -41,7 +42,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         write_run(folder / "a", first),
         write_run(folder / EVIL, json.loads(json.dumps(second).replace("NaN", '"nan"')), JOB.format(lr=0.006)),
     ]
-    (made[1] / "samples.txt").write_text(f"=== step 100 ===\n{EVIL} ``` | text\n\n=== step 120 ===\nlater\n\n")
+    for step, prompt in ((100, f"{EVIL} ``` |"), (120, "later: === step 3 ===\n")):
+        SampledTexts(step=step, texts=(SampledText(prompt=prompt, text=" text\x1b\ud800"),)).append(made[1])
     (made[1] / "plan.txt").write_text(f"run            {EVIL}\ndevice         cpu {EVIL}\n")
     return made
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Samples(TrainingHook):
     """Lets the model continue some texts, prints them, and appends them to `samples.txt` in the run folder.
 
-    Loggers that take files get `samples.txt` each time.
+    `samples.jsonl` has the same as records, for programs. Loggers that take files get `samples.txt` each time.
 
     Training is the same with and without it; a run that stops to be continued samples later. Where a layout splits the
     model, its ranks generate together; otherwise rank 0 samples alone.
@@ -107,6 +107,7 @@ class Samples(TrainingHook):
         from forge_core.engine.evaluation import evaluation_mode
         from forge_core.parallel.mesh import global_rank
         from forge_kit.generation import generates_jointly
+        from forge_kit.sampled_texts import SampledText, SampledTexts
         from forge_plugin_samples.output import keep, show
         from forge_plugin_samples.sampling import continuations
 
@@ -114,10 +115,12 @@ class Samples(TrainingHook):
         with evaluation_mode(context.model, context.optimizer):  # on every rank: swapping weights may be collective
             if global_rank() != 0 and not generates_jointly(context.model):
                 return
-            samples = list(zip(self.prompts, continuations(self, context), strict=True))
+            pairs = zip(self.prompts, continuations(self, context), strict=True)
+            texts = tuple(SampledText(prompt=prompt, text=text) for prompt, text in pairs)
         if global_rank() != 0:
             return
-        show(context.step, samples)
+        sampled = SampledTexts(step=context.step, texts=texts)
+        show(sampled)
         if context.folder is not None:
-            keep(context.folder / "samples.txt", context.step, samples)
-            context.log_artifact(context.folder / "samples.txt")
+            sampled.append(context.folder)
+            context.log_artifact(keep(context.folder, sampled))

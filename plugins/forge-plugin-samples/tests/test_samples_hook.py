@@ -17,9 +17,10 @@ from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.engine.evaluation import evaluation_mode
+from forge_kit.sampled_texts import SampledText, SampledTexts, last_samples, visible
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_samples import Samples
-from forge_plugin_samples.output import show, visible
+from forge_plugin_samples.output import show
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, TinyModel
@@ -125,6 +126,8 @@ def test_it_shows_and_keeps_what_the_trained_model_generates(make_writer_job, tr
     folder = train(make_writer_job(Samples(prompts=("c", ""), **settings)), expects).folder
     first, second = expects.texts
     assert kept(folder) == [(4, f"c{visible(first)}\n{'-' * 40}\n{visible(second)}".rstrip("\n"))]
+    texts = (SampledText(prompt="c", text=first), SampledText(prompt="", text=second))
+    assert last_samples(folder, 2) == [SampledTexts(step=4, texts=texts)]
     shown = capsys.readouterr().out
     assert " samples after step 4 " in shown
     assert "c" + visible(first).expandtabs() in shown
@@ -252,20 +255,24 @@ def test_a_hook_given_from_python_is_checked_too(make_job, train):
 # --- text is text --------------------------------------------------------------------------------------------------
 
 
+def one(prompt, text):
+    return SampledTexts(step=1, texts=(SampledText(prompt=prompt, text=text),))
+
+
 def test_nothing_in_a_text_is_interpreted(capsys):
-    show(1, [("[bold]", "[red]a[/] :smile: \x1b[31m\r\b\ud800 end")])
+    show(one("[bold]", "[red]a[/] :smile: \x1b[31m\r\b\ud800 end"))
     assert "[bold][red]a[/] :smile: \\x1b[31m\\r\\x08\\ud800 end\n" in capsys.readouterr().out
 
 
 def test_long_lines_stay_whole(capsys):
-    show(1, [("", "word " * 100 + "end")])
+    show(one("", "word " * 100 + "end"))
     assert "word " * 100 + "end\n" in capsys.readouterr().out
 
 
 def test_a_terminal_that_lacks_a_character_gets_an_escape(monkeypatch):
     buffer = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
-    show(1, [("", "a→b")])
+    show(one("", "a→b"))
     assert b"a\\u2192b\n" in buffer.getvalue()
 
 
@@ -278,7 +285,7 @@ class Proxy(io.StringIO):
 def test_what_is_shown_goes_past_a_live_progress_line(monkeypatch):
     proxy = Proxy()
     monkeypatch.setattr(sys, "stdout", proxy)
-    show(1, [("", "text")])
+    show(one("", "text"))
     assert "text\n" in proxy.getvalue()
     assert proxy.rich_proxied_file.getvalue() == ""
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from attrs import frozen
 
 from forge_kit.report_sections import Block, Preformatted, ReportRun, ReportSection
+from forge_kit.sampled_texts import last_samples
 
-FILE = "samples.txt"
-STEP = re.compile(r"^=== step (\d+) ===\n", re.MULTILINE)
 SHOWN = 3
 """Steps of a run whose samples are shown: the last ones."""
 LONGEST = 20_000
@@ -27,8 +25,7 @@ class SamplesSection(ReportSection):
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
         for run in runs:
-            _, *parts = STEP.split(run.text(FILE))
-            steps = list(zip(parts[::2], parts[1::2], strict=True))[-SHOWN:]
-            for age, (step, text) in enumerate(reversed(steps)):
+            for age, sampled in enumerate(last_samples(run.folder, SHOWN)):
+                text = sampled.for_people()
                 cut = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
-                yield Preformatted(title=f"{run.name}, step {int(step):,}", text=cut.strip("\n"), folded=age > 0)
+                yield Preformatted(title=f"{run.name}, step {sampled.step:,}", text=cut.strip("\n"), folded=age > 0)
