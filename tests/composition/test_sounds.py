@@ -15,7 +15,7 @@ from forge_testing.processes import run_on_ranks
 
 EXPERTS = '{type = "moe", experts = 4, hidden = 16, router = {type = "moma", experts = {text = 2, sound = 2}}}'
 KEYS = (
-    *("train.steps=4", "train.global_batch_size=4", "train.precision=fp64", "optimizer.lr=1e-2"),
+    *("train.steps=4", "train.global_batch_size=4", "train.seq_len=40", "train.precision=fp64", "optimizer.lr=1e-2"),
     *("model.language.layers=2", f"model.language.ffn={EXPERTS}", "model.vision.encoder.size=[32, 16]"),
 )
 

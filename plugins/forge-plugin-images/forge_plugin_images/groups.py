@@ -14,12 +14,12 @@ import numpy as np
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.cache import cached_folder, digest_of
+from forge_kit.cache import cached_folder
 from forge_plugin_images.decoding import FileImage, SectionImage
 from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.json_lines import LINE, json_object, lines_of
-from forge_plugin_images.listing import IMAGES, SOUNDS, VIDEOS
-from forge_plugin_images.records import Record, embedded_image, stamps
+from forge_plugin_images.listing import IMAGES, SOUNDS, VIDEOS, Found, files_of
+from forge_plugin_images.records import Record, embedded_image
 
 FORMAT = 1
 """Part of the key: increase it when the same files are grouped differently."""
@@ -41,19 +41,26 @@ class GroupedFiles:
     unless its JSON has keys of these names.
     """
 
-    files: Sequence[str]
     index: Path
-    """Folder of the cache with the groups, one a line, and the start of each line."""
+    """Folder of the cache with the groups, one per line, and the start of each line."""
+    files_identity: str
 
     @classmethod
-    def of_archives(cls, files: Sequence[str]) -> GroupedFiles:
-        """Index the members of tar files, or take the index from the cache."""
-        return cls(files, _stored(files, (group for file in files for group in _of_archive(file))))
+    def open(cls, found: Found, patterns: Sequence[str]) -> GroupedFiles:
+        """Index the members of tar files, or group images and videos with the files beside them; both are cached.
 
-    @classmethod
-    def of_files(cls, files: Sequence[str]) -> GroupedFiles:
-        """Group images and videos with the files beside them."""
-        return cls(files, _stored(files, _of_files(files)))
+        Args:
+            found: the files.
+            patterns: where loose files are, which are listed again unless the cache has their groups.
+        """
+
+        def groups() -> Iterator[Group]:
+            if found.ending:
+                return (group for file in found.files for group in _of_archive(file))
+            return _of_files(files_of(patterns)[1])
+
+        stored = cached_folder("image-groups", found.key, lambda folder: _write_groups(folder, groups()))
+        return cls(stored.path, found.identity)
 
     def __len__(self) -> int:
         return len(lines_of(self.index))
@@ -84,7 +91,7 @@ class GroupedFiles:
 
     def identity(self) -> str:
         """See `Records`: by sizes and times of the files."""
-        return digest_of(FORMAT, stamps(self.files))
+        return self.files_identity
 
 
 MEMBERS = ""
@@ -120,22 +127,16 @@ def _decoded(place: str, ending: str, data: bytes) -> str:
         raise JobError(f"{place}.{ending}: byte {error.start} is not UTF-8 ({error.reason}); convert it") from error
 
 
-def _stored(files: Sequence[str], groups: Iterable[Group]) -> Path:
-    """Write groups into the cache, unless they are there, and return their folder."""
-
-    def make(folder: Path) -> Mapping[str, Any]:
-        lines, start = [], 0
-        with open(folder / GROUPS, "wb") as stream:
-            for number, group in enumerate(groups, 1):
-                data = json.dumps(group).encode() + b"\n"
-                stream.write(data)
-                lines.append((0, start, len(data), number))
-                start += len(data)
-        np.save(folder / "lines.npy", np.array(lines, LINE))
-        return {"groups": len(lines)}
-
-    # Paths are in the key as they are in the groups: relative ones hold for any folder with these files.
-    return cached_folder("image-groups", digest_of(FORMAT, list(files), stamps(files)), make).path
+def _write_groups(folder: Path, groups: Iterable[Group]) -> Mapping[str, Any]:
+    lines, start = [], 0
+    with open(folder / GROUPS, "wb") as stream:
+        for number, group in enumerate(groups, 1):
+            data = json.dumps(group).encode() + b"\n"
+            stream.write(data)
+            lines.append((0, start, len(data), number))
+            start += len(data)
+    np.save(folder / "lines.npy", np.array(lines, LINE))
+    return {"groups": len(lines)}
 
 
 def _of_archive(path: str) -> Iterator[Group]:

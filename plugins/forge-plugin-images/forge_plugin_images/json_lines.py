@@ -12,10 +12,11 @@ import numpy as np
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_kit.cache import cached_folder, digest_of
+from forge_kit.cache import cached_folder
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.image_file import ImageFile
-from forge_plugin_images.records import Record, embedded_image, stamps
+from forge_plugin_images.listing import Found
+from forge_plugin_images.records import Record, embedded_image
 
 FORMAT = 1
 """Part of the key: increase it when the same files are indexed differently."""
@@ -28,14 +29,15 @@ class JsonLines:
     files: Sequence[str]
     index: Path
     """Folder of the cache with the start of each line."""
+    files_identity: str
     folder: str = ""
     """Where relative paths of images start; empty: beside the file."""
 
     @classmethod
-    def open(cls, files: Sequence[str], folder: str = "") -> JsonLines:
+    def open(cls, found: Found, folder: str = "") -> JsonLines:
         """Index the lines of files, or take the index from the cache."""
-        stored = cached_folder("image-lines", digest_of(FORMAT, stamps(files)), lambda path: _index_lines(path, files))
-        return cls(files, stored.path, folder)
+        stored = cached_folder("image-lines", found.key, lambda path: _index_lines(path, found.files))
+        return cls(found.files, stored.path, found.identity, folder)
 
     def __len__(self) -> int:
         return len(lines_of(self.index))
@@ -57,7 +59,7 @@ class JsonLines:
 
     def identity(self) -> str:
         """See `Records`: by sizes and times of the files of lines; images are not looked at."""
-        return digest_of(stamps(self.files), self.folder)
+        return self.files_identity
 
 
 LINE = np.dtype([("file", "i4"), ("start", "i8"), ("length", "i4"), ("line", "i8")])

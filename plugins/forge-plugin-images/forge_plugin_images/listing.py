@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attrs import frozen
+
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.data_files import FileFinder, missing
 
@@ -21,6 +23,8 @@ BESIDE = (".json", ".txt", ".text", ".caption")
 """Endings of files that belong to an image, video or sound of the same name."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files that identify a folder of `save_to_disk`."""
+SAVED_TABLE = "saved"
+"""Stands for such a folder where formats are named by endings."""
 
 
 def files_of(patterns: Sequence[str], finder: FileFinder | None = None) -> tuple[str, list[str]]:
@@ -49,24 +53,55 @@ def files_of(patterns: Sequence[str], finder: FileFinder | None = None) -> tuple
     raise JobError([Problem("path", f"{message}; correct the path")])
 
 
-def open_records(patterns: Sequence[str], folder: str, split: str) -> Records:
-    """Open the records of a source; raises `JobError` if there are none."""
-    if is_saved(patterns):
-        from forge_plugin_images.tables import Table
+@frozen(kw_only=True)
+class Found:
+    """The files of a source, as one rank finds them for all."""
 
-        return Table.open(patterns[0], (), split, folder)
+    ending: str
+    """Their format: one of `LISTS`; empty: loose files; `SAVED_TABLE`."""
+    files: Sequence[str] = ()
+    """Files with many records. Loose ones may be millions: they are listed again where they must be grouped."""
+    key: str = ""
+    """Of their index in the cache, where the format has one."""
+    identity: str = ""
+    """See `Records.identity`: a digest of names, sizes and times of all files, where the format has an index."""
+
+
+def find_source(patterns: Sequence[str], folder: str) -> Found:
+    """Returns what `open_records` needs to know of the files; each is looked at once, here. See `files_of`."""
+    if is_saved(patterns):
+        return Found(ending=SAVED_TABLE)
+    from forge_kit.cache import digest_of
+    from forge_plugin_images import groups, json_lines
+    from forge_plugin_images.records import stamps
+
     ending, files = files_of(patterns)
     if ending == ".parquet":
+        return Found(ending=ending, files=files)
+    described = stamps(files)
+    if ending == ".jsonl":
+        key = digest_of(json_lines.FORMAT, described)
+        return Found(ending=ending, files=files, key=key, identity=digest_of(described, folder))
+    # Paths are in the key as they are in the groups: relative ones hold for any folder with these files
+    key = digest_of(groups.FORMAT, list(files), described)
+    identity = digest_of(groups.FORMAT, described)
+    return Found(ending=ending, files=files if ending else (), key=key, identity=identity)
+
+
+def open_records(found: Found, patterns: Sequence[str], folder: str, split: str) -> Records:
+    """Open the records of a source; raises `JobError` if there are none."""
+    if found.ending in (SAVED_TABLE, ".parquet"):
         from forge_plugin_images.tables import Table
 
-        return Table.open("parquet", tuple(files), split, folder)
-    if ending == ".jsonl":
+        path = "parquet" if found.files else patterns[0]
+        return Table.open(path, tuple(found.files), split, folder)
+    if found.ending == ".jsonl":
         from forge_plugin_images.json_lines import JsonLines
 
-        return JsonLines.open(files, folder)
+        return JsonLines.open(found, folder)
     from forge_plugin_images.groups import GroupedFiles
 
-    return GroupedFiles.of_archives(files) if ending == ".tar" else GroupedFiles.of_files(files)
+    return GroupedFiles.open(found, patterns)
 
 
 def is_saved(patterns: Sequence[str]) -> bool:

@@ -14,8 +14,9 @@ from attrs.validators import and_, ge, gt, le, lt, optional
 from forge_core import deprecated_key
 from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_images.image_file import MAX_PIXELS, GreyRange
-from forge_plugin_images.listing import files_of, is_saved, open_records
+from forge_plugin_images.listing import files_of, find_source, is_saved, open_records
 from forge_plugin_images.size_problems import size_problems
 from forge_plugin_images.split_problems import longest_side
 from forge_plugin_images.splitting import LARGEST
@@ -194,7 +195,9 @@ class ImageDataset(DatasetComponent):
             from forge_plugin_images.streaming import image_stream
 
             return image_stream(self, context, context.tokenizer)
-        return image_rows(self, context, self.documents_of(context, context.tokenizer, self.records()))
+        found = from_rank0(context, lambda: find_source(self._patterns, self.folder))
+        records = open_records(found, self._patterns, self.folder, self.split)
+        return image_rows(self, context, self.documents_of(context, context.tokenizer, records))
 
     def budgets(self, context: BuildContext) -> Budgets | None:
         """See `forge_kit.budgets.HasBudgets`."""
@@ -263,7 +266,7 @@ class ImageDataset(DatasetComponent):
 
     def records(self) -> Records:
         """Open the records; raises `JobError` if there are none."""
-        return open_records(self._patterns, self.folder, self.split)
+        return open_records(find_source(self._patterns, self.folder), self._patterns, self.folder, self.split)
 
     def split_of_documents(self) -> Split:
         """Returns which documents are held out."""
@@ -318,7 +321,7 @@ class ImageDataset(DatasetComponent):
         except JobError as error:
             yield Problem("", error.problems[0].message)
         yield from stream_problems(self, job)
-        if not self.streaming:
+        if not self.streaming and not is_checked_elsewhere():
             yield from self._path_problems()
         if self.held_out_list and self.held_out_every:
             yield Problem(

@@ -29,7 +29,7 @@ VISION_LANGUAGE_JOB = f"""
 [train]
 steps = 2
 global_batch_size = 2
-seq_len = 40
+seq_len = 30
 [data.tokenizer]
 type = "bytes"
 [optimizer]

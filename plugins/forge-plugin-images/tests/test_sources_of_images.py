@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -184,3 +185,27 @@ def test_a_compressed_shard_is_refused(build, tmp_path):
         add(archive, "0.png", image(0))
     with pytest.raises(JobError, match=r"cannot be read as tar .* without gzip"):
         build(ImageText(path=str(tmp_path / "shard.tar")), model=MODEL)
+
+
+@pytest.mark.parametrize("write", [write_lines, write_files, write_shards])
+def test_ranks_other_than_the_first_look_at_no_file_unless_their_cache_is_empty(
+    write, build, cache, tmp_path, monkeypatch
+) -> None:
+    """On a file system of a network each look at a file is a message to one server."""
+    dataset = ImageText(path=write(tmp_path))
+    sent = []
+
+    def on_rank0(context, describe):
+        sent.append(describe())
+        return sent[0]
+
+    monkeypatch.setattr("forge_plugin_images.source.from_rank0", on_rank0)
+    identity = build(dataset, model=MODEL).identity()
+    [found] = sent
+    monkeypatch.setattr("forge_plugin_images.source.from_rank0", lambda context, describe: found)
+    with monkeypatch.context() as patched:
+        for name in ("listing.files_of", "groups.files_of", "records.stamps"):
+            patched.setattr(f"forge_plugin_images.{name}", lambda *arguments: pytest.fail("it looks at files"))
+        assert build(dataset, model=MODEL).identity() == identity
+    shutil.rmtree(cache)  # as on another machine
+    assert build(dataset, model=MODEL).identity() == identity

@@ -1,31 +1,35 @@
 """Check that every id is in the vocabulary.
 
 A token file of Forge was checked when it was written, and says with which vocabulary. Every id of any other file is
-read once; the result is cached for as long as the file does not change.
+read once; the result is cached for as long as these files do not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from forge_core.contracts.errors import Problem
-from forge_kit.cache import cached_folder, digest_of
+from forge_kit.cache import Progress, cached_folder, digest_of
 from forge_plugin_memmap.index import FORMAT, GROUP, blocks
 from forge_plugin_memmap.shards import Shard
 
 
 def id_problems(shards: Iterable[Shard], limit: int | None) -> Iterator[Problem]:
     """Yields the first id of each shard that is negative or not below `limit` (None: there is no limit)."""
-    for shard in shards:
-        least, greatest = _possible(shard)
-        if least >= 0 and (limit is None or greatest < limit):
-            continue
-        least, greatest = _range(shard)
-        if least < 0 or (limit is not None and greatest >= limit):
+    unknown = [shard for shard in shards if not _fit(_possible(shard), limit)]
+    for shard, ids in zip(unknown, _ranges(unknown), strict=True):
+        if not _fit(ids, limit):
             yield Problem("", _describe(shard, limit))
+
+
+def _fit(ids: Sequence[int], limit: int | None) -> bool:
+    """Whether all ids from the least to the greatest are in the vocabulary."""
+    least, greatest = ids
+    return least >= 0 and (limit is None or greatest < limit)
 
 
 def _possible(shard: Shard) -> tuple[int, int]:
@@ -34,15 +38,28 @@ def _possible(shard: Shard) -> tuple[int, int]:
     return (0, shard.vocab_size - 1) if shard.vocab_size is not None else (int(kind.min), int(kind.max))
 
 
-def _range(shard: Shard) -> tuple[int, int]:
-    """Returns the least and the greatest id of a shard."""
+def _ranges(shards: Sequence[Shard]) -> Sequence[Sequence[int]]:
+    """Returns the least and the greatest id of each shard.
 
-    def make(_folder: Path) -> Mapping[str, int]:
-        ranges = [(int(ids.min()), int(ids.max())) for _, ids in blocks(shard)]
-        return {"least": min(least for least, _ in ranges), "greatest": max(greatest for _, greatest in ranges)}
+    All are in one folder of the cache: one for each of 10,000 shards would cost more than reading the list. A process
+    that dies while it reads them leaves what it has found to the next one.
+    """
+    if not shards:
+        return []
 
-    info = cached_folder(GROUP, digest_of("range", FORMAT, shard.cache_key()), make).info
-    return info["least"], info["greatest"]
+    def make(folder: Path) -> Mapping[str, Any]:
+        progress = Progress(folder)
+        ranges: list[tuple[int, int]] = [*progress.state.get("ranges", ())]
+        for shard in shards[len(ranges) :]:
+            found = [(int(ids.min()), int(ids.max())) for _, ids in blocks(shard)]
+            ranges.append((min(least for least, _ in found), max(greatest for _, greatest in found)))
+            if progress.is_due:
+                progress.save({"ranges": ranges})
+        progress.finish()
+        return {"ranges": ranges}
+
+    key = digest_of("ranges", FORMAT, [shard.cache_key() for shard in shards])
+    return cached_folder(GROUP, key, make, resumable=True).info["ranges"]
 
 
 def _describe(shard: Shard, limit: int | None) -> str:

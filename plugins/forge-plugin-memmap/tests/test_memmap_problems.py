@@ -200,6 +200,38 @@ def test_ids_are_looked_through_once_until_the_file_changes(
         open_documents(**keys)
 
 
+def test_files_share_one_folder_of_the_cache_and_a_killed_check_continues(
+    open_documents: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forge_plugin_memmap import ids
+
+    for number in range(4):
+        np.save(f"{number}.npy", np.array([2 + number, 1], np.uint16))
+    keys = {"path": "*.npy", "end_of_text": 1, "vocab_size": 50}
+    monkeypatch.setattr("forge_kit.cache.SAVE_INTERVAL_S", 0.0)
+    blocks, opened, read = ids.blocks, ids.cached_folder, []
+
+    def note(shard: Any) -> Any:
+        read.append(Path(shard.path).name)
+        return blocks(shard)
+
+    process = os.fork()
+    if not process:
+        monkeypatch.setattr(ids, "blocks", lambda shard: os._exit(7) if shard.path.endswith("2.npy") else note(shard))
+        open_documents(**keys)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
+    monkeypatch.setattr(ids, "blocks", note)
+    folders = []
+    monkeypatch.setattr(ids, "cached_folder", lambda *given, **more: folders.append(given[1]) or opened(*given, **more))
+    open_documents(**keys)
+    assert read == ["2.npy", "3.npy"]
+    assert len(folders) == 1
+    np.save("3.npy", np.array([51, 1], np.uint16))
+    with pytest.raises(JobError, match=r"3\.npy: token 0 is 51"):
+        open_documents(**keys)
+
+
 def test_ids_that_cannot_be_beyond_are_not_looked_through(
     open_documents: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
