@@ -15,7 +15,6 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
 
 from attrs import field, frozen
@@ -23,20 +22,13 @@ from attrs import field, frozen
 from forge_core.checkpoint.run_folder import JOB, PROVENANCE
 from forge_core.checkpoint.storage import MANIFEST
 from forge_kit.cache import cache_root
-
-MARKER = ".forge-output"
-"""A file by which a folder is known as one that a plugin writes beside runs; see `mark_output`."""
+from forge_kit.outputs import FOLDER_MARK
 
 RUNS, CHECKPOINTS, OUTPUTS = "run folders", "checkpoints", "folders that Forge wrote"
 SPECIAL, BROKEN, UNREADABLE = "pipes, sockets or devices", "broken links", "folders that cannot be read"
 
 
 _STEP = re.compile(r"step-\d+")
-
-
-def mark_output(folder: Path) -> None:
-    """Mark a folder in which nothing is data: one that a plugin makes outside of run folders."""
-    (folder / MARKER).touch()
 
 
 @runtime_checkable
@@ -202,7 +194,7 @@ def _output(folder: str, names: Collection[str]) -> str:
         return RUNS
     if MANIFEST in names and _STEP.fullmatch(os.path.basename(folder)):
         return CHECKPOINTS
-    return OUTPUTS if MARKER in names else ""
+    return OUTPUTS if FOLDER_MARK in names else ""
 
 
 def _names(folder: str) -> list[str]:

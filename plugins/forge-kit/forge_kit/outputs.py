@@ -16,6 +16,8 @@ from forge_core.files import write_atomically
 MARK = "forge-run-output"
 """What each single file that a command writes has near its start or its end, as its format has room for it: a tag, a
 comment, a key or metadata. The next command may replace a file that has it, and no other file."""
+FOLDER_MARK = ".forge-output"
+"""File by which a folder outside of run folders is known as one that a plugin has made; see `mark_output`."""
 ENDS = 1 << 16
 """Bytes from the start and from the end of a file that are searched for the mark."""
 
@@ -68,6 +70,11 @@ def free_path(path: Path, option: str) -> Path:
         raise JobError(f"{option} {path} exists already; name another, or remove it")
     _demand_writable(path.parent, option)
     return path
+
+
+def mark_output(folder: Path) -> None:
+    """Mark a folder in which nothing is data: one that a plugin makes outside of run folders."""
+    (folder / FOLDER_MARK).touch()
 
 
 @contextmanager

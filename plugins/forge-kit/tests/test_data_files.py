@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_kit.data_files import FileFinder, mark_output, missing, open_regular
+from forge_kit.data_files import FileFinder, missing, open_regular
+from forge_kit.outputs import mark_output
 
 
 @pytest.fixture

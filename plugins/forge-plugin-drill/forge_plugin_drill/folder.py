@@ -12,9 +12,7 @@ from attrs import field, frozen
 
 from forge_core.checkpoint.run_folder import JOB
 from forge_core.contracts.errors import ForgeError, listed
-from forge_kit.data_files import MARKER as OUTPUT
-from forge_kit.data_files import mark_output
-from forge_kit.outputs import free_folder
+from forge_kit.outputs import FOLDER_MARK, free_folder, mark_output
 from forge_plugin_drill.records import INJECTED, STEPS
 
 MARKER = "drill.json"
@@ -23,7 +21,13 @@ RUNS = "runs"
 """Folder of the runs, `job.output` of their jobs: all in it is theirs while the drill lasts."""
 LAYER = "layer.toml"
 LOG = "output-{number}.txt"
-MADE = (JOB, MARKER, OUTPUT, *(f"*/{name}" for name in (LAYER, STEPS, INJECTED, LOG.format(number="*"))), f"{RUNS}/*")
+MADE = (
+    JOB,
+    MARKER,
+    FOLDER_MARK,
+    *(f"*/{name}" for name in (LAYER, STEPS, INJECTED, LOG.format(number="*"))),
+    f"{RUNS}/*",
+)
 """What a drill makes, as patterns; `*` stands for any characters."""
 
 

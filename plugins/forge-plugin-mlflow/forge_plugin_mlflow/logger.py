@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from forge_core.checkpoint.run_folder import JOB
 from forge_core.contracts.errors import ExitCode, ForgeError
-from forge_kit.data_files import mark_output
+from forge_kit.outputs import mark_output
 from forge_kit.tracking import TrackedRun, is_sent, numbers
 from forge_plugin_mlflow.outbox import Item, Outbox
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
-from forge_kit.data_files import MARKER
-from forge_kit.outputs import MARK, free_folder, output_file, write_output
+from forge_kit.outputs import FOLDER_MARK, MARK, free_folder, output_file, write_output
 
 if TYPE_CHECKING:
     from forge_plugin_curves.compare.comparison import Comparison
@@ -117,10 +116,10 @@ def _check(options: argparse.Namespace, jobs: Sequence[Path]) -> None:
 
 
 def _folder(path: Path) -> Path:
-    """Returns the folder of the comparison: a new one, or that of an earlier comparison."""
+    """Returns the folder of the comparison: a new one, or the folder of an earlier comparison."""
     from forge_plugin_curves.compare.record import FILE
 
-    path = free_folder(path, OUT, [MARKER, FILE, TABLE])
+    path = free_folder(path, OUT, [FOLDER_MARK, FILE, TABLE])
     for name in (TABLE, PICTURE):
         output_file(path / name, OUT)
     return path
