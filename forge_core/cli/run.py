@@ -123,5 +123,5 @@ def describe_summary(summary: Summary) -> str:
         ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved"
         command = f"the same command{' with --train.stop_after=0' if summary.end.cause is Cause.PLANNED else ''}"
         return f"{ending}{figures}\nrun {command} to continue\n{summary.folder}"
-    left = f"nothing left: train.steps is {summary.step}, and that step is saved; raise it to go on"
+    left = f"nothing left: train.steps is {summary.step}, and that step is saved; raise it to continue"
     return f"{left if summary.loss is None else f'finished at step {summary.step}{figures}'}\n{summary.folder}"

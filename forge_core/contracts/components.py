@@ -75,7 +75,7 @@ else:
     class FilePath(str):
         """Type of a key that is a path, or may be one: a string in which a leading `~` is the home folder.
 
-        Relative paths start in the working directory. A key of type `pathlib.Path` is read likewise.
+        Relative paths start in the working directory. A key of type `pathlib.Path` is read in the same way.
         """
 
 
@@ -419,7 +419,7 @@ class EvaluationComponent(Component["Evaluation"]):
     def build(self, context: BuildContext) -> Evaluation:
         """What measures: `evaluate`, unless the evaluation keeps something between its calls. Called once a run.
 
-        The model comes later. Files of its own are read here: mistakes in them then show before training.
+        The model comes later. Read files here: mistakes in them then show before training.
         """
         return self.evaluate
 
@@ -491,7 +491,7 @@ class LoggerComponent(Component["Logger"]):
     """Path of the file that it writes, relative to the run folder, usually a key; empty: none."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        """The file must be in the run folder, as others are the user's, and that of no other logger."""
+        """The file must be in the run folder, as others are the user's, and no other logger may have it."""
         is_shared = bool(self.file) and sum(logger.file == self.file for logger in job.loggers.values()) > 1
         if is_shared or self.file.startswith(("/", "~")) or ".." in self.file.split("/"):
             yield Problem("file", f"{self.file!r}: must be in the run folder, and the file of no other logger")

@@ -30,7 +30,7 @@ _ABSENT = object()
 
 @define
 class _Column:
-    """The numbers of one name. Lines that follow each other without a gap need no numbers of their own."""
+    """The numbers of one name. Lines that follow each other without a gap need no line numbers."""
 
     kind: type[bool] | type[int] | type[float]
     first: int

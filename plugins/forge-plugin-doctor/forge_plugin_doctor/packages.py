@@ -85,7 +85,7 @@ def _unmet(distribution: Distribution) -> Iterator[tuple[str, str]]:
             yield f"{needs}, which is not installed", install
             continue
         if requirement.name == "torch" and requirement.specifier == tested_torch():
-            continue  # one line for all, which is that of torch itself
+            continue  # one line for all: the line of torch itself
         if not requirement.specifier.contains(version, prereleases=True):
             yield f"{needs}, installed is {version}", install
 

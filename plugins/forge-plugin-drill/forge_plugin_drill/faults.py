@@ -354,7 +354,7 @@ class DiskFull(Fault):
         lost = next((record for record in later if record.event == Event.SAVE and record.step not in saved), None)
         if (end := evidence.ended(Cause.FAILED)) or lost is None:
             return end
-        return Finding(text=f"step {lost.step} was not saved, and training went on", time=lost.time)
+        return Finding(text=f"step {lost.step} was not saved, and training continued", time=lost.time)
 
     def at_end(self, injection: Injection, context: StepContext) -> None:
         self._soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -462,7 +462,7 @@ class Spike(Fault):
 
     name, title, ends = "spike", "noise on weights", (ExitCode.FINISHED, ExitCode.NON_FINITE)
     hits_all, same_curve, twice_as_long, mark = True, False, True, "then from an earlier state"
-    missing = "the run went on without going back to a checkpoint"
+    missing = "the run continued without going back to a checkpoint"
     hint = 'set action = "skip" or "roll_back" in the table of the hook `spikes`'
 
     def refusal(self, subject: Subject) -> str:

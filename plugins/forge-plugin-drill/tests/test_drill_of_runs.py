@@ -171,7 +171,7 @@ def test_a_hook_that_only_warns_of_spikes_does_not_hold():
     code, told = drill("--only=spike", "--hooks.spikes.action=warn")
     [fault] = told["faults"]
     assert code == 1
-    assert "the run went on without going back to a checkpoint" in fault["reason"]
+    assert "the run continued without going back to a checkpoint" in fault["reason"]
 
 
 @pytest.mark.thorough

@@ -198,7 +198,7 @@ class RunningRows:
         rows, length = batch["input_ids"].shape
         piece = max(LEAST_PIECE, MASK_BYTES // (rows * length))
         # Further entries may join positions of the whole prompt; a void cache holds for no piece; and ranks that share
-        # a model must call it equally often, whatever the lengths of their own rows
+        # a model must call it equally often, whatever the lengths of their rows
         is_plain = batch.keys() == {"input_ids", "positions"} and not self._limits
         if not is_plain or (dist.is_initialized() and dist.get_world_size() > 1):
             piece = length

@@ -165,7 +165,7 @@ class DataFilesSource:
 
 
 def _data_of(path: str, builder: datasets.DatasetBuilder) -> tuple[dict[str, list[str]], Mapping[str, int]]:
-    """Returns the files of each split, but for those of Forge's runs in a folder, and what was left out."""
+    """Returns the files of each split, without files of Forge's runs in a folder, and what was left out."""
     finder = FileFinder()
     splits = (builder.config.data_files or {}) if os.path.isdir(path) else {}
     data = {str(split): finder.outside_outputs(paths, path) for split, paths in splits.items()}

@@ -70,7 +70,7 @@ def forget_sharding() -> None:
     try:
         dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         native._clear_DTensor_sharding_propagator_cache()
-    except AttributeError:  # in another version of torch; the import of its own function takes a second
+    except AttributeError:  # in another version of torch; importing its function takes a second
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()

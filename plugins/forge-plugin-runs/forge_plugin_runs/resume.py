@@ -110,7 +110,7 @@ def _anything_left(run: Path, shown: Path, arguments: Sequence[str], ranks: int 
     steps = storage_of(run).steps()
     if steps and steps[-1] >= job.train.steps and _newest_intact(run) >= job.train.steps:
         hint = f"--train.steps={2 * job.train.steps}"
-        print(f"nothing left: train.steps is {job.train.steps}, and that step is saved; raise it to go on: {hint}")
+        print(f"nothing left: train.steps is {job.train.steps}, and that step is saved; raise it to continue: {hint}")
         return False
     if not steps:
         print(f"{shown} has no checkpoint: it starts from step 0 again", file=sys.stderr, flush=True)

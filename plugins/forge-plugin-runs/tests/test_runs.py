@@ -262,7 +262,7 @@ class TestResume:
         before = (trained / "metrics.jsonl").read_text()
         assert forge("resume", "runs/tiny") == (
             0,
-            "nothing left: train.steps is 4, and that step is saved; raise it to go on: --train.steps=8\n",
+            "nothing left: train.steps is 4, and that step is saved; raise it to continue: --train.steps=8\n",
             "",
         )
         assert (trained / "metrics.jsonl").read_text() == before
