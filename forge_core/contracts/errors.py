@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -109,11 +109,14 @@ def disk_words(error: BaseException) -> str:
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     try:
-        sys.stdout.flush()  # fails again, if that was it: what could not be written is still in the buffer
-    except OSError:
-        return f"{error.strerror}, writing standard output: free space, or send it elsewhere"
-    where = error.filename or "a file"
-    return f"{error.strerror}, writing {where}: free space or inodes (df -i), or name another disk in job.output"
+        os.write(1, b" ")  # fails again if it was standard output: errors of open files have no name
+    except OSError as failure:
+        if failure.errno == error.errno:
+            return f"{error.strerror}, writing standard output: free space, or send it elsewhere"
+    return (
+        f"{error.strerror}, writing {error.filename or 'a file'}: "
+        "free space or inodes (df -i), or name another disk in job.output"
+    )
 
 
 def in_words(error: BaseException, speaker: str = "forge-run") -> str:
