@@ -30,6 +30,8 @@ APPLY = FSDPStage.apply
 FLOAT64 = 1e-9
 WEIGHTS = 1e-7
 FLOAT32 = 1e-4
+SABOTAGED = [row for row in ROWS if "compile" not in row.stages]
+"""Compiled rows make the sums of others, and would be compiled a second time."""
 STEPS = 3
 """In float64; the table makes five."""
 
@@ -87,7 +89,7 @@ def curves(request, tmp_path_factory) -> Callable[[Row], list[tuple[Curve, Curve
 
     def both(row: Row) -> tuple[Curve, Curve | None]:
         curve = train(row.job(folder, steps=STEPS))
-        if not wanted:
+        if not wanted or row not in SABOTAGED:
             return curve, None
         with without(row.reduction):  # here, where torch has seen all of the row's operations
             return curve, train(row.job(folder, steps=1))
@@ -141,7 +143,7 @@ def test_a_layout_trains_like_one_process(curves, alone, row):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in SABOTAGED])
 def test_each_row_fails_without_one_of_its_reductions(curves, alone, row):
     expected, (_, wrong) = alone(row), curves(row)[0]
     errors = [(wrong.gradients[name] - gradient).abs().max().item() for name, gradient in expected.gradients.items()]
