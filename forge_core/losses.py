@@ -8,17 +8,15 @@ from attrs import field, frozen
 from attrs.validators import and_, ge, lt
 
 from forge_core.contracts.components import LossComponent
-from forge_core.contracts.data import IGNORED_LABEL
-from forge_core.contracts.runtime import LossOutput
+from forge_core.contracts.data import IGNORED_LABEL, Batch
+from forge_core.contracts.runtime import LossFunction, LossOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forge_core.auxiliary import Auxiliary
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Head
-    from forge_core.contracts.runtime import LossFunction
 
 
 @frozen(kw_only=True)

@@ -9,15 +9,14 @@ wider; `vocab_cross_entropy` and `vocab_mean` widen by themselves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from forge_core.contracts.model import VocabShard
+from forge_core.contracts.model import VocabShard
 
 
 def vocab_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor]:

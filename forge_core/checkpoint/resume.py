@@ -14,7 +14,6 @@ from forge_core.checkpoint.manager import Checkpoints, verify
 from forge_core.checkpoint.run_diff import Change, collect_provenance, compare_provenance, describe_changes, job_changes
 from forge_core.checkpoint.run_folder import JOB, run_folder, storage_of
 from forge_core.checkpoint.storage import MANIFEST, How
-from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import ForgeError, ResumeError, did_you_mean
 from forge_core.contracts.runtime import SpreadStorage
 from forge_core.job import Job, Retention
@@ -52,11 +51,6 @@ class Start:
         saved = self.manifest["extras"].items()
         paths = {owner: owner.removeprefix("hook:").replace("plugin:", "plugins.", 1) for owner, _ in saved}
         return {owner: state for owner, state in saved if paths[owner] not in replaced}
-
-
-def open_checkpoints(job: Job, context: BuildContext) -> Checkpoints:
-    """The checkpoints of the run of `job`."""
-    return Checkpoints(context.build(job.checkpoint.storage), job.checkpoint, job.checkpoint.verify)
 
 
 def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str, with_changes: bool) -> Start:

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import NOTHING, Attribute, frozen
 
@@ -21,12 +21,10 @@ from forge_core.config import field_types
 from forge_core.config.keys import default_of, resolved_fields, walk_components
 from forge_core.config.load import dump_job, to_toml
 from forge_core.contracts.components import Component, DefaultType, WhenResumed
+from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import PluginError, ResumeError
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, Distribution, core_version
-
-if TYPE_CHECKING:
-    from forge_core.contracts.data import Tokenizer
 
 TITLES: Mapping[WhenResumed, str] = {"safe": "safe", "flag": "need --resume-with-changes", "impossible": "impossible"}
 """Title of each meaning in messages, the most serious meaning last."""
@@ -86,6 +84,9 @@ class _Leaf:
     is_default: bool = False
 
 
+_NamedLeaves = Iterator[tuple[str, _Leaf]]
+
+
 class _Leaves:
     """Goes through a resolved job along the types of its fields."""
 
@@ -93,7 +94,7 @@ class _Leaves:
         self._classes = {_without_folder(catalog.type_of(cls)): cls for cls in classes}
         self._catalog = catalog
 
-    def table(self, path: str, cls: type, table: Mapping[str, Any], means: WhenResumed) -> Iterator[tuple[str, _Leaf]]:
+    def table(self, path: str, cls: type, table: Mapping[str, Any], means: WhenResumed) -> _NamedLeaves:
         """Every leaf of a table that `cls` reads, with its path."""
         fields = resolved_fields(cls)
         for key, value in table.items():
@@ -105,9 +106,7 @@ class _Leaves:
             else:
                 yield from self._value(here, f.type, value, f.metadata.get("when_resumed", means), f)
 
-    def _value(
-        self, path: str, type_: Any, value: Any, means: WhenResumed, f: Attribute | None = None
-    ) -> Iterator[tuple[str, _Leaf]]:
+    def _value(self, path: str, type_: Any, value: Any, means: WhenResumed, f: Attribute | None = None) -> _NamedLeaves:
         """`f` is the field that holds the value itself, if there is one."""
         kinds = field_types.members(type_)
         arrays = (kind for kind in kinds if field_types.is_array(kind) or field_types.is_mapping(kind))
@@ -127,7 +126,7 @@ class _Leaves:
 
     def _component(
         self, path: str, base: type[Component], table: Mapping[str, Any], means: WhenResumed, f: Attribute | None
-    ) -> Iterator[tuple[str, _Leaf]]:
+    ) -> _NamedLeaves:
         cls = self._class(base, table.get("type", ""))
         if f is None or "when_resumed" not in f.metadata:  # the field is closer to the key than the component's class
             means = cls.resumes_as or means

@@ -12,23 +12,19 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-import attrs
-from attrs import frozen
+from attrs import asdict, evolve, frozen
 
 from forge_core.checkpoint.storage import MALFORMED, Local, LocalStorage
+from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.run_end import End
+from forge_core.contracts.runtime import Storage
 from forge_core.files import write_atomically
-from forge_core.job import LOCAL_STORAGE, RUN_FILES, JobSection
+from forge_core.job import LOCAL_STORAGE, RUN_FILES, Job, JobSection
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.plugins.catalog import Catalog
-
-if TYPE_CHECKING:
-    from forge_core.contracts.data import Tokenizer
-    from forge_core.contracts.runtime import Storage
-    from forge_core.job import Job
 
 PROVENANCE, JOB, METRICS = RUN_FILES
 END = "end.json"
@@ -175,7 +171,7 @@ class RunFolder:
     def write_end(self, end: End, supersede: bool = False) -> None:
         """Keep how a start ended. Without `supersede` its first record stays, as later ends follow from that."""
         if not displaced(self.path) and (supersede or not (self.path / END).exists()):
-            write_atomically(self.path / END, json.dumps(attrs.asdict(end)) + "\n")
+            write_atomically(self.path / END, json.dumps(asdict(end)) + "\n")
 
     def remove_end(self) -> None:
         """Forget how an earlier start ended, as the next one begins."""
@@ -244,5 +240,5 @@ def storage_of(folder: Path) -> Storage:
 
     catalog = Catalog.installed()
     job = parse_job((folder / JOB).read_text(), str(folder / JOB), catalog, ("checkpoint", "plugins"))
-    context = attrs.evolve(bare_context(job, Layout(), catalog, torch.device("cpu")), folder=folder)
+    context = evolve(bare_context(job, Layout(), catalog, torch.device("cpu")), folder=folder)
     return context.build(job.checkpoint.storage)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from forge_core.checkpoint.tensors import Shapes, load_tensors, shared_index
+from forge_core.checkpoint.tensors import Shapes, Tensors, load_tensors, shared_index
 from forge_core.contracts.components import Plugin, TrainingHook
 from forge_core.contracts.errors import ResumeError
 from forge_core.contracts.model import Model
@@ -100,7 +100,7 @@ class Source:
 
     values: Mapping[str, Any]
     stored: Shapes
-    fill: Callable[[Mapping[str, Tensor]], None]
+    fill: Callable[[Tensors], None]
     """Fills tensors by name, in place. Collective."""
 
 
@@ -113,7 +113,7 @@ def in_folder(folder: Path, manifest: Mapping[str, Any]) -> Source:
 def in_memory(state: State) -> Source:
     """The state of which `state` has this rank's part."""
 
-    def fill(tensors: Mapping[str, Tensor]) -> None:
+    def fill(tensors: Tensors) -> None:
         for name, tensor in tensors.items():
             saved: Any = state.tensors[name]
             # A hook gets whole tensors back, as from a file, even if it gave parts of them
@@ -212,9 +212,7 @@ def empty_slot(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tenso
     return torch.empty(size, dtype=dtype, device=parameter.device if size else "cpu")
 
 
-def _fill_optimizer(
-    optimizer: torch.optim.Optimizer, slots: Mapping[str, Mapping[str, Tensor]], saved: Mapping[str, Any]
-) -> None:
+def _fill_optimizer(optimizer: torch.optim.Optimizer, slots: Mapping[str, Tensors], saved: Mapping[str, Any]) -> None:
     on_device = bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
     for name, parameter in _named(optimizer):
         own: dict[str, Any] = dict(slots.get(name, {}))

@@ -13,17 +13,16 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from attrs import frozen
 
 from forge_core.contracts.components import FilePath, StorageComponent
+from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.runtime import SpreadStorage
+from forge_core.files import write_atomically
 from forge_core.launch.progress_beacon import report_progress
-
-if TYPE_CHECKING:
-    from forge_core.contracts.contexts import BuildContext
 
 UNFINISHED = ".tmp"
 MANIFEST = "manifest.json"
@@ -149,8 +148,7 @@ def sync(path: Path) -> None:
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write and flush the manifest."""
-    (folder / MANIFEST).write_text(to_json(manifest))
-    sync(folder / MANIFEST)
+    write_atomically(folder / MANIFEST, to_json(manifest))
 
 
 def to_json(values: Mapping[str, Any]) -> str:

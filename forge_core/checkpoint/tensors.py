@@ -18,12 +18,16 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 from forge_core.checkpoint.ranks import Ranks
@@ -31,10 +35,6 @@ from forge_core.checkpoint.storage import MALFORMED, describe_fault, fetch, own_
 from forge_core.contracts.errors import CheckpointError
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.parallel.mesh import local_part
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import WriteItem
 
 INDEX = "index.json"
 SMALLEST_SHARE = 1 << 25
@@ -45,6 +45,10 @@ Extents = dict[tuple[str, tuple[int, ...]], dict[str, Any]]
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Name -> (shape, dtype)."""
+Tensors = Mapping[str, Tensor]
+"""Name -> tensor."""
+Plan = Sequence[WriteItem]
+"""Chunks to write, as DCP plans them."""
 
 
 @frozen(eq=False)
@@ -89,7 +93,7 @@ class Index:
     tensors: Mapping[str, StoredTensor]
 
     @property
-    def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def shapes(self) -> Shapes:
         """Name -> (shape, dtype)."""
         return {name: (stored.size, stored.dtype) for name, stored in self.tensors.items()}
 
@@ -149,13 +153,16 @@ def _parse_tensor(name: str, entry: Mapping[str, Any], numbers: dict[str, int]) 
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"not a dtype: {entry['dtype']!r}")
     files = [numbers.setdefault(own_file(chunk["file"]), len(numbers)) for chunk in chunks]
+    keys = "offsets", "sizes", "start"
+    offsets, sizes, starts = (np.array([chunk[key] for chunk in chunks], dtype=np.int64) for key in keys)
+    shape = len(chunks), len(size)
     stored = StoredTensor(
         dtype=dtype,
         size=size,
-        offsets=np.array([chunk["offsets"] for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(size)),
-        sizes=np.array([chunk["sizes"] for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(size)),
+        offsets=offsets.reshape(shape),
+        sizes=sizes.reshape(shape),
         files=np.array(files, dtype=np.int64),
-        starts=np.array([chunk["start"] for chunk in chunks], dtype=np.int64),
+        starts=starts,
     )
     # Chunks as they are written never overlap, so a gap shows in the sum; it would leave memory unfilled in silence
     if int(stored.sizes.prod(axis=1).sum()) != math.prod(size):
@@ -166,7 +173,7 @@ def _parse_tensor(name: str, entry: Mapping[str, Any], numbers: dict[str, int]) 
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | None = None) -> None:
+def load_tensors(folder: Path, tensors: Tensors, index: Index | None = None) -> None:
     """Fill `tensors`, in place, from a checkpoint; they may be sharded in any way. Collective.
 
     The checkpoint's `shared_index` is read unless it is given.
@@ -182,7 +189,7 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | Non
         raise CheckpointError(f"cannot read {folder}: {error}") from error
 
 
-def _check_fit(folder: Path, tensors: Mapping[str, Tensor], stored: Shapes) -> None:
+def _check_fit(folder: Path, tensors: Tensors, stored: Shapes) -> None:
     problems = []
     for name, tensor in tensors.items():
         if name not in stored:
@@ -194,10 +201,8 @@ def _check_fit(folder: Path, tensors: Mapping[str, Tensor], stored: Shapes) -> N
         raise CheckpointError(f"{folder} does not fit the job: {'; '.join(problems[:5])}{more}")
 
 
-def _reads(tensors: Mapping[str, Tensor], index: Index) -> Iterator[Read]:
+def _reads(tensors: Tensors, index: Index) -> Iterator[Read]:
     """The parts of chunks that this rank needs, whichever rank wrote them."""
-    from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
             continue  # belongs to other ranks
@@ -251,7 +256,7 @@ class Staging:
         self._arrived: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> Staging:
+    def copy(self, tensors: Tensors) -> Staging:
         """Copy this rank's part of every tensor; the copy before is overwritten.
 
         Copies from a device are queued behind the work that it has, and before all that is queued later: neither this
@@ -286,13 +291,11 @@ class TensorWriter:
     # plans belongs to the process, and would be shared by runs
 
     def __init__(self) -> None:
-        self._local: Sequence[WriteItem] | None = None
-        self._shares: Mapping[str, Sequence[WriteItem]] = {}
+        self._local: Plan | None = None
+        self._shares: Mapping[str, Plan] = {}
         self._index = ""
 
-    def write(
-        self, folder: Path, tensors: Mapping[str, Tensor], staged: Staging | None, ranks: Ranks
-    ) -> dict[str, Any]:
+    def write(self, folder: Path, tensors: Tensors, staged: Staging | None, ranks: Ranks) -> dict[str, Any]:
         """Write and flush tensors, sharded in any way, and their index; returns the manifest's `files` on rank 0.
 
         Collective. With `staged`, a copy of `tensors`, its values are written. Raises on all ranks if one cannot write.
@@ -309,11 +312,8 @@ class TensorWriter:
         written = ranks.on_all(lambda: self._write(folder, parts, ranks.rank == 0))
         return {name: entry for files in written for name, entry in files.items()}
 
-    def _plan(self, local: Sequence[WriteItem], ranks: Ranks) -> None:
+    def _plan(self, local: Plan, ranks: Ranks) -> None:
         """Divide the chunks of all ranks among them: each once, replicated ones on any rank. Collective."""
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from torch.distributed.checkpoint.planner import SavePlan
-
         plans = ranks.on_all(lambda: SavePlan(list(local)))
         merged: list[Any] = []
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -325,7 +325,7 @@ class TensorWriter:
             self._index = _index_json(merged[0][1], {place: at for part in extents for place, at in part.items()})
         self._local = local  # last: a plan that failed halfway is made again
 
-    def _write(self, folder: Path, parts: Mapping[str, Tensor], with_index: bool) -> dict[str, Any]:
+    def _write(self, folder: Path, parts: Tensors, with_index: bool) -> dict[str, Any]:
         """Write and flush the files of this rank, several at a time, since hashing keeps a core busy."""
 
         def write(name: str) -> dict[str, Any]:
@@ -342,16 +342,14 @@ class TensorWriter:
 # --- dividing the tensors among the ranks ---------------------------------------------------------------------------
 
 
-def _chunks_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> Sequence[WriteItem]:
-    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-
+def _chunks_of(tensors: Tensors, ranks: Ranks) -> Plan:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{name} is not a tensor")
     return create_default_local_save_plan(dict(tensors), ranks.rank == 0).items
 
 
-def _divide(items: Sequence[WriteItem], rank: int) -> dict[str, Sequence[WriteItem]]:
+def _divide(items: Plan, rank: int) -> dict[str, Plan]:
     """The chunks that a rank writes, by the files that it writes them to, which are of about the same size."""
     count = max(1, min(threads(), sum(map(_size, items)) // SMALLEST_SHARE))
     shares: list[list[WriteItem]] = [[] for _ in range(count)]
@@ -363,7 +361,7 @@ def _divide(items: Sequence[WriteItem], rank: int) -> dict[str, Sequence[WriteIt
     return {f"__{rank}_{number}.distcp": share for number, share in enumerate(shares)}
 
 
-def _extents(shares: Mapping[str, Sequence[WriteItem]]) -> Extents:
+def _extents(shares: Mapping[str, Plan]) -> Extents:
     extents = {}
     for name, share in shares.items():
         start = 0

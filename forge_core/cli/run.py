@@ -9,13 +9,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.config.load import dump_job, load_job
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.run_end import Cause
+from forge_core.launch.rank_process import LOGS, RankLog, this_process
+from forge_core.launch.world import World, join_world, tasks_of_shell
 
 if TYPE_CHECKING:
     from forge_core.engine.trainer import Summary
-    from forge_core.launch.rank_process import RankLog
-    from forge_core.launch.world import World
 
 
 def command(argv: list[str]) -> int:
@@ -23,25 +24,31 @@ def command(argv: list[str]) -> int:
     from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 
     parser = argparse.ArgumentParser(prog="forge-run run", description=command.__doc__)
-    resume = (
-        "auto (the default): continue from the run folder's newest checkpoint; never: refuse a folder that has any; "
-        "PATH: start from this checkpoint or run folder, where the job's own folder has none yet"
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="auto (the default): continue from the run folder's newest checkpoint; never: refuse a folder that has "
+        "any; PATH: start from this checkpoint or run folder, where the job's own folder has none yet",
     )
-    changes = "continue even if the job has changed in ways that make another run of it: objective, data, rates"
-    ranks = "start N ranks on this machine, which make one run (default: 1, unless torchrun or srun has started this "
-    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help=resume)
-    parser.add_argument("--resume-with-changes", action="store_true", help=changes)
-    parser.add_argument("--nproc", type=positive, metavar="N", help=f"{ranks}process as one of several)")
+    parser.add_argument(
+        "--resume-with-changes",
+        action="store_true",
+        help="continue even if the job has changed in ways that make another run of it: objective, data, rates",
+    )
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="start N ranks on this machine, which make one run (default: 1, unless torchrun or srun has started this "
+        "process as one of several)",
+    )
     talk = parser.add_mutually_exclusive_group()
     quiet, verbose = "print warnings, errors and the last lines only", "also print the resolved job and every step"
     talk.add_argument("-q", "--quiet", action="store_const", const=-1, default=0, dest="verbosity", help=quiet)
     talk.add_argument("-v", "--verbose", action="store_const", const=1, default=0, dest="verbosity", help=verbose)
     with_examples(parser, "forge-run job.toml", "forge-run base.toml layer.toml --train.steps=200 --nproc 2")
     options, _, overrides = parse_job_arguments(parser, argv)
-    # Imports below stand where they are needed: --help answers at once, and no error of a job waits for torch.
-    from forge_core.launch.rank_process import this_process
-    from forge_core.launch.world import join_world
-
     with this_process.stoppable():
         world = join_world()
         if options.nproc is not None and options.nproc != 1:
@@ -57,9 +64,6 @@ def _train(
 ) -> int:
     """Train in this process, alone or as a rank of `world`."""
     # Every rank reads the job itself: it is a small file, and all then fail in the same way if it is wrong.
-    from forge_core.config.load import dump_job, load_job
-    from forge_core.launch.rank_process import this_process
-
     job = load_job(*options.files, overrides=overrides, world_size=world.size if world else 1)
     this_process.verbosity, is_first = options.verbosity, world is None or world.rank == 0
     if options.verbosity > 0 and is_first:
@@ -68,7 +72,7 @@ def _train(
     from forge_core.metrics.console import showing_progress
 
     with showing_progress(job.loggers if is_first else {}):
-        from forge_core.engine.trainer import Trainer
+        from forge_core.engine.trainer import Trainer  # late, as torch: no error of a job waits for its import
         from forge_core.parallel.mesh import leave_group
 
         summary = Trainer(
@@ -86,9 +90,7 @@ def _train(
 
 def _supervise(options: argparse.Namespace, world: World, argv: list[str], overrides: list[str]) -> int:
     """Start the ranks, once the job is known to be right: each of them would report the same error."""
-    from forge_core.config.load import load_job
     from forge_core.contracts.components import LauncherComponent
-    from forge_core.launch.rank_process import LOGS
     from forge_core.plugins.catalog import Catalog
 
     if not world.alone:
@@ -105,8 +107,6 @@ def _supervise(options: argparse.Namespace, world: World, argv: list[str], overr
 
 def _warn_of_idle_tasks() -> None:
     """Warn of a batch script without srun: it trains on one of its tasks and pays for all."""
-    from forge_core.launch.world import tasks_of_shell
-
     if (tasks := tasks_of_shell(os.environ)) > 1:
         allotted = f"SLURM has allotted {tasks} tasks, and this is the shell of the job, which is one process"
         warnings.warn(f"{allotted}; `srun forge-run …` makes each task a rank", stacklevel=2)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import math
 import types
-import typing
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from enum import Enum
 from os.path import expanduser
 from pathlib import Path, PurePath
 from reprlib import Repr
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import attrs
 
@@ -39,12 +38,12 @@ class Mismatch(Exception):
 
 def is_union(type_: Any) -> bool:
     """`A | B`, in either spelling."""
-    return typing.get_origin(type_) in (typing.Union, types.UnionType)
+    return get_origin(type_) in (Union, types.UnionType)
 
 
 def is_literal(type_: Any) -> bool:
     """`Literal[…]`."""
-    return typing.get_origin(type_) is Literal
+    return get_origin(type_) is Literal
 
 
 def is_enum(type_: Any) -> bool:
@@ -69,18 +68,18 @@ def is_section(type_: Any) -> TypeGuard[type]:
 
 def is_array(type_: Any) -> bool:
     """A sequence or set; texts are none."""
-    origin = typing.get_origin(type_) or type_
+    origin = get_origin(type_) or type_
     return isinstance(origin, type) and issubclass(origin, Sequence | Set) and not issubclass(origin, str | bytes)
 
 
 def is_fixed(type_: Any) -> bool:
     """A tuple of known length."""
-    return typing.get_origin(type_) is tuple and Ellipsis not in typing.get_args(type_)
+    return get_origin(type_) is tuple and Ellipsis not in get_args(type_)
 
 
 def is_mapping(type_: Any) -> bool:
     """A table with names of the user's own."""
-    origin = typing.get_origin(type_) or type_
+    origin = get_origin(type_) or type_
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
@@ -91,7 +90,7 @@ def is_table(type_: Any) -> bool:
 
 def members(type_: Any) -> tuple[Any, ...]:
     """The members of a union without None, or the type itself."""
-    options = typing.get_args(type_) if is_union(type_) else (type_,)
+    options = get_args(type_) if is_union(type_) else (type_,)
     return tuple(member for member in options if member is not type(None))
 
 
@@ -99,14 +98,14 @@ def choices(type_: Any) -> list[Any]:
     """The values that a `Literal` or an enumeration lists; none for any other type."""
     if is_enum(type_):
         return [member.value for member in type_]
-    return list(typing.get_args(type_)) if is_literal(type_) else []
+    return list(get_args(type_)) if is_literal(type_) else []
 
 
 def item_type(type_: Any) -> Any:
     """Type of the entries of an array or mapping, or of the member of a union that is one."""
     if is_union(type_):
         return next((item_type(member) for member in members(type_) if is_array(member) or is_mapping(member)), Any)
-    arguments = [argument for argument in typing.get_args(type_) if argument is not Ellipsis]
+    arguments = [argument for argument in get_args(type_) if argument is not Ellipsis]
     return arguments[-1] if arguments else Any
 
 
@@ -141,7 +140,7 @@ def type_name(type_: Any) -> str:
 
 
 def _array_name(type_: Any) -> str:
-    arguments = typing.get_args(type_)
+    arguments = get_args(type_)
     if is_fixed(type_):
         return f"array of {len(arguments)} values ({', '.join(map(type_name, arguments))})"
     if not arguments:

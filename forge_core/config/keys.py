@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import attrs
-from attrs import Attribute, frozen
+from attrs import NOTHING, Attribute, Factory, fields, frozen, has, resolve_types
 
 from forge_core.config.field_types import Mismatch
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import PluginError
 
-_FACTORY: Any = attrs.Factory
-
 
 def key_fields(cls: type) -> dict[str, Attribute]:
     """The fields of an attrs class that are keys of a table, by key, with those of its bases last."""
-    own_first = sorted(attrs.fields(cls), key=lambda f: f.inherited)
+    own_first = sorted(fields(cls), key=lambda f: f.inherited)
     return {f.alias or f.name: f for f in own_first if f.init}  # without `init`, it is the state of a hook or plugin
 
 
@@ -28,7 +25,7 @@ def resolved_fields(cls: type) -> dict[str, Attribute]:
         PluginError: a type does not exist at run time.
     """
     try:
-        return key_fields(attrs.resolve_types(cls))
+        return key_fields(resolve_types(cls))
     except NameError as error:
         hint = "import the types of fields outside TYPE_CHECKING"
         raise PluginError(f"the fields of {cls.__qualname__} cannot be read: {error}; {hint}") from error
@@ -37,14 +34,14 @@ def resolved_fields(cls: type) -> dict[str, Attribute]:
 def default_of(f: Attribute) -> Any:
     """Default of a field, or `NOTHING` if there is none or it depends on the other fields."""
     default: Any = f.default
-    if isinstance(default, _FACTORY):
-        return attrs.NOTHING if default.takes_self else default.factory()
+    if isinstance(default, Factory):  # type: ignore[arg-type]  # a class, which the stubs declare as functions
+        return NOTHING if default.takes_self else default.factory()
     return default
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
     """The keys below a value of the job, with their values."""
-    if attrs.has(type(value)):
+    if has(type(value)):
         yield from ((key, getattr(value, f.name)) for key, f in key_fields(type(value)).items())
     elif isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items())
@@ -73,29 +70,29 @@ def demands(validator: Any) -> Iterator[Demand]:
     """The conditions of a field's validator, one by one."""
     # attrs has no public view of its validators, so attributes distinguish them. Any other validator is a plain
     # function, and nothing is known of it but the message that it raises.
-    if validator is None:
-        return
-    if hasattr(validator, "_validators"):  # and_(…), and several in a list
-        for part in validator._validators:
-            yield from demands(part)
-    elif hasattr(validator, "compare_op"):  # lt, le, ge, gt
-        yield Demand(f"be {validator.compare_op} {validator.bound}", validator)
-    elif hasattr(validator, "options"):  # in_
-        yield Demand(f"be one of {', '.join(map(repr, validator.options))}", validator)
-    elif hasattr(validator, "pattern"):  # matches_re, a full match by default
-        yield Demand(f"match {validator.pattern.pattern!r}", validator)
-    elif hasattr(validator, "min_length"):
-        least = validator.min_length
-        yield Demand("not be empty" if least == 1 else f"be of length {least} or more", validator)
-    elif hasattr(validator, "max_length"):
-        yield Demand(f"be of length {validator.max_length} or less", validator)
-    elif hasattr(validator, "member_validator"):  # deep_iterable
-        for part in demands(validator.member_validator):
-            yield Demand(f"have every entry {part.text}" if part.text else "", validator)
-    elif hasattr(validator, "validator") and type(validator).__name__ == "_OptionalValidator":
-        yield from demands(validator.validator)
-    else:
-        yield Demand("", validator)
+    match validator:
+        case None:
+            return
+        case object(_validators=parts):  # and_(…), and several in a list
+            for part in parts:
+                yield from demands(part)
+        case object(compare_op=operator, bound=bound):  # lt, le, ge, gt
+            yield Demand(f"be {operator} {bound}", validator)
+        case object(options=options):  # in_
+            yield Demand(f"be one of {', '.join(map(repr, options))}", validator)
+        case object(pattern=pattern):  # matches_re, a full match by default
+            yield Demand(f"match {pattern.pattern!r}", validator)
+        case object(min_length=least):
+            yield Demand("not be empty" if least == 1 else f"be of length {least} or more", validator)
+        case object(max_length=most):
+            yield Demand(f"be of length {most} or less", validator)
+        case object(member_validator=member):  # deep_iterable
+            for part in demands(member):
+                yield Demand(f"have every entry {part.text}" if part.text else "", validator)
+        case object(validator=inner) if type(validator).__name__ == "_OptionalValidator":
+            yield from demands(inner)
+        case _:
+            yield Demand("", validator)
 
 
 def validate(f: Attribute, value: Any, instance: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from bisect import bisect_right
 from contextlib import suppress
 from typing import Any
 
@@ -21,9 +20,10 @@ _STRING = (
     r'|"(?:\\.|[^"\\\n])*"'
     r"|'[^'\n]*'"
 )
-_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
-_KEY = re.compile(rf"(?:{_STRING}|[A-Za-z0-9_. \t-])+")
-_SCALAR = re.compile(rf"{_STRING}|[^,\]}}#\n]+")
+_BLANK = r"(?>[ \t\r\n]|#[^\n]*)*+"  # possessive: a blank that is not followed by what is wanted is not read twice
+_KEY = rf"(?:{_STRING}|[A-Za-z0-9_. \t-])+"
+_SCALAR = rf"{_STRING}|[^,\]}}#\n\0]+"
+_END = "\0"  # which no TOML has
 
 
 def find_lines(text: str) -> dict[KeyPath, int]:
@@ -50,63 +50,57 @@ def split_key(text: str) -> list[str]:
 class _Scanner:
     def __init__(self, text: str) -> None:
         self.lines: dict[KeyPath, int] = {}
-        self._text = text
-        self._at = 0
-        self._newlines = [match.start() for match in re.finditer("\n", text)]
+        self._text = text + _END
+        self._start, self._at = 0, 0  # where the newest token starts, and where it ends
+        self._line = 1  # of its start
         self._last_entry: dict[KeyPath, int] = {}  # index of the newest `[[header]]` of each array of tables
 
     def document(self) -> None:
         table: KeyPath = ()
-        while self._skip_blank() < len(self._text):
-            start = self._at
-            if self._accept("[["):
-                table = self._header("]]", start)
-            elif self._accept("["):
-                table = self._header("]", start)
+        while not self._accept(_END):
+            if opening := self._accept(r"\[\[?"):
+                table = self._header(opening)
             else:
                 self._pair(table)
 
-    def _header(self, closing: str, start: int) -> KeyPath:
+    def _header(self, opening: str) -> KeyPath:
         path: KeyPath = ()
         *parents, last = self._key()
         for key in parents:  # an array of tables on the way stands for its newest entry
             path = (*path, key)
             path = (*path, self._last_entry[path]) if path in self._last_entry else path
-        self._expect(closing)
+        self._take(r"\]\]?")
         path = (*path, last)
-        if closing == "]]":
+        if opening == "[[":
             self._last_entry[path] = self._last_entry.get(path, -1) + 1
             path = (*path, self._last_entry[path])
-        self._mark(path, start)
+        self._mark(path)
         return path
 
     def _pair(self, table: KeyPath) -> None:
-        start = self._at
         path = (*table, *self._key())
-        self._mark(path, start)
-        self._expect("=")
+        self._mark(path)
+        self._take("=")
         self._value(path)
 
     def _value(self, path: KeyPath) -> None:
-        if self._accept("["):
+        opening = self._take(rf"[\[{{]|{_SCALAR}")
+        self._mark(path)
+        if opening == "[":
             index = 0
-            while not self._accept("]"):
-                self._mark((*path, index), self._at)
+            while not self._accept(r"\]"):
                 self._value((*path, index))
                 self._accept(",")
                 index += 1
-        elif self._accept("{"):
+        elif opening == "{":
             while not self._accept("}"):
                 self._pair(path)
                 self._accept(",")
-        else:
-            self._take(_SCALAR)
 
-    def _mark(self, path: KeyPath, at: int) -> None:
+    def _mark(self, path: KeyPath) -> None:
         """Note the line of `path`, and of the tables above it where this is their first mention."""
-        line = bisect_right(self._newlines, at - 1) + 1
         for length in range(1, len(path) + 1):
-            self.lines.setdefault(path[:length], line)
+            self.lines.setdefault(path[:length], self._line)
 
     def _key(self) -> list[str]:
         key = self._take(_KEY)
@@ -114,25 +108,16 @@ class _Scanner:
             return split_key(key)
         return [part.strip() for part in key.split(".")]  # tomllib for every key would triple the time
 
-    def _skip_blank(self) -> int:
-        match = _BLANK.match(self._text, self._at)
-        assert match is not None, "blanks may be empty"
-        self._at = match.end()
-        return self._at
-
-    def _accept(self, token: str) -> bool:
-        """Skip blanks, and the token where it comes next."""
-        is_next = self._text.startswith(token, self._skip_blank())
-        self._at += len(token) if is_next else 0
-        return is_next
-
-    def _expect(self, token: str) -> None:
-        if not self._accept(token):
-            raise ValueError(f"expected {token}")
-
-    def _take(self, pattern: re.Pattern[str]) -> str:
-        match = pattern.match(self._text, self._at)
+    def _accept(self, pattern: str) -> str:
+        """Skip blanks, and what comes next if it fits; returns that, or nothing."""
+        match = re.compile(f"{_BLANK}({pattern})").match(self._text, self._at)
         if match is None:
-            raise ValueError(f"expected {pattern.pattern}")
-        self._at = match.end()
-        return match.group()
+            return ""
+        self._line += self._text.count("\n", self._start, match.start(1))
+        self._start, self._at = match.span(1)
+        return match[1]
+
+    def _take(self, pattern: str) -> str:
+        if not (token := self._accept(pattern)):
+            raise ValueError(f"expected {pattern}")
+        return token

@@ -122,7 +122,8 @@ def _broken_rules(
     # Not those about a table where something is wrong already: a default may stand in there for what the user meant.
     doubtful = {problem.path.rpartition(".")[0] for problem in known}
     for problem in check_rules(job, catalog, world_size, with_data):
-        if not any(_related(problem.path, table) for table in doubtful):
+        at = f"{problem.path}."
+        if not any(not table or at.startswith(f"{table}.") or f"{table}.".startswith(at) for table in doubtful):
             node = root.innermost(problem.path)
             origin = problem.origin or str(node.origin)
             yield attrs.evolve(problem, message=problem.message + _beside_job(node), origin=origin)
@@ -133,10 +134,6 @@ def _beside_job(node: Node) -> str:
     path = os.path.join(os.path.dirname(node.origin.source), str(node.value))
     is_beside = os.path.exists(path) and not os.path.exists(str(node.value))
     return f"; {path} exists beside the job file: write that path, or start forge-run in that folder" * is_beside
-
-
-def _related(path: str, table: str) -> bool:
-    return not table or f"{path}.".startswith(f"{table}.") or f"{table}.".startswith(f"{path}.")
 
 
 def dump_job(job: Job, catalog: Catalog | None = None) -> str:

@@ -60,14 +60,14 @@ def _source_problems(job: Job) -> Iterator[Problem]:
     names = source_names(job)
     for number, name in enumerate(names):
         if name in names[:number]:
-            message = f"{name!r} is the name of data.sources.{names.index(name)} too"
-            hint = "names must differ, and a source without one is called by its number"
-            yield Problem(f"data.sources.{number}.name", f"{message}; {hint}")
+            yield Problem(
+                f"data.sources.{number}.name",
+                f"{name!r} is the name of data.sources.{names.index(name)} too; names must differ, and a source "
+                "without one is called by its number",
+            )
 
 
 def _weight_problems(job: Job) -> Iterator[Problem]:
-    for number, source in enumerate(job.data.sources):
-        yield from _weight_problem(f"data.sources.{number}.weight", source.weight)
     names = source_names(job)
     for number, phase in enumerate(job.data.phases):
         for name, weight in phase.weights.items():
@@ -75,12 +75,8 @@ def _weight_problems(job: Job) -> Iterator[Problem]:
             if name not in names:
                 hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
                 yield Problem(path, f"no source has this name{hint}")
-            yield from _weight_problem(path, weight)
-
-
-def _weight_problem(path: str, weight: float) -> Iterator[Problem]:
-    if weight < 0:
-        yield Problem(path, f"must be >= 0, got {weight}")
+            if weight < 0:
+                yield Problem(path, f"must be >= 0, got {weight}")
 
 
 def _phase_problems(job: Job) -> Iterator[Problem]:
@@ -95,11 +91,17 @@ def _phase_problems(job: Job) -> Iterator[Problem]:
         first = first_step(phase, job)
         key = f"{path}.{'start_step' if phase.start_step is not None else 'start_tokens'}"
         if first >= steps:
-            message = f"the phase would begin after {first:,} steps and never act: train.steps is {steps:,}"
-            yield Problem(key, message, fits=LEFT_OUT)
+            yield Problem(
+                key,
+                f"the phase would begin after {first:,} steps and never act: train.steps is {steps:,}",
+                fits=LEFT_OUT,
+            )
         if first <= before:
-            message = f"the phase would begin after {first:,} steps, but {before_path} begins after {before:,}"
-            yield Problem(key, f"{message}; phases stand in the order in which they begin, each at a step of its own")
+            yield Problem(
+                key,
+                f"the phase would begin after {first:,} steps, but {before_path} begins after {before:,}; phases stand "
+                "in the order in which they begin, each at a step of its own",
+            )
         before, before_path = first, path
 
 
@@ -108,5 +110,6 @@ def _nothing_drawn(job: Job) -> Iterator[Problem]:
     for path, weights in zip(paths, phase_weights(job), strict=True):
         if not any(weights):
             extent = "" if path == "data.sources" else " from here on"
-            hint = "give one source a positive weight"
-            yield Problem(path, f"every weight is 0{extent}, so nothing would be drawn; {hint}")
+            yield Problem(
+                path, f"every weight is 0{extent}, so nothing would be drawn; give one source a positive weight"
+            )

@@ -58,13 +58,17 @@ def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
     for name in owners[1:]:
         yield Problem(f"parallel.{name}", f"both this and parallel.{owners[0]} reduce the gradients; keep one of them")
     if job.checkpoint.keep_best and not job.eval.interval:
-        message = "the best checkpoints are known by evaluations during the run, and there are none; set eval.interval"
-        yield Problem("checkpoint.keep_best", message)
+        yield Problem(
+            "checkpoint.keep_best",
+            "the best checkpoints are known by evaluations during the run, and there are none; set eval.interval",
+        )
     executor = catalog.type_of(type(job.executor))
     if executor != attrs.fields(type(job)).executor.default.type:
         for name in (name for name, stage in job.parallel.items() if stage.brings_executor):
-            message = f"{executor!r} would not be used: parallel.{name} brings an executor of its own"
-            yield Problem("executor", f"{message}; leave one of them out")
+            yield Problem(
+                "executor",
+                f"{executor!r} would not be used: parallel.{name} brings an executor of its own; leave one of them out",
+            )
     try:
         order_stages(job.parallel, catalog)
     except JobError as error:

@@ -7,16 +7,34 @@ silently: `"3"` is no int, and 1 is no bool.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence, Set
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_origin
 
-import attrs
-from attrs import Attribute, define, field
+from attrs import NOTHING, Attribute, define, evolve, field, has
 
-from forge_core.config import field_types as types
-from forge_core.config.field_types import Mismatch, read_scalar, unexpected
+from forge_core.config.field_types import (
+    Mismatch,
+    choices,
+    component_in,
+    fits,
+    header,
+    is_array,
+    is_component,
+    is_fixed,
+    is_mapping,
+    is_scalar,
+    is_section,
+    is_table,
+    is_union,
+    item_type,
+    members,
+    read_scalar,
+    settled,
+    type_name,
+    unexpected,
+    value_name,
+)
 from forge_core.config.keys import children, default_of, key_fields, plain_message, resolved_fields, validate
 from forge_core.config.tree import Node, Origin, flag, renamed
 from forge_core.contracts.components import Component, DefaultType, Unavailable
@@ -90,19 +108,19 @@ class _Structurer:
 
     def convert(self, value: Any, type_: Any, default: str | None = None) -> Any:
         """A raw value as `type_`, else a `Mismatch`; `default` is the component that a table without `type` is."""
-        if types.is_table(type_):
+        if is_table(type_):
             self._demand_table(value, type_)
-        if types.is_section(type_):
+        if is_section(type_):
             return self._fields(value, type_)
-        if types.is_component(type_):
+        if is_component(type_):
             return self._component(value, type_, default)
-        if types.is_array(type_):
+        if is_array(type_):
             return self._array(value, type_)
-        if types.is_mapping(type_):
-            return self._mapping(value, types.item_type(type_))
-        if types.is_union(type_):
+        if is_mapping(type_):
+            return self._mapping(value, item_type(type_))
+        if is_union(type_):
             return self.convert(value, _fitting(value, type_), default)
-        if types.is_scalar(type_):
+        if is_scalar(type_):
             return read_scalar(value, type_)
         if type_ is Any or type_ is None:  # None: not annotated
             return value
@@ -138,17 +156,17 @@ class _Structurer:
 
     def _mapping(self, value: Mapping[str, Any], item: Any) -> dict[str, Any]:
         """Named tables, whose names are the default for `type`; or a table of anything else."""
-        named = types.is_component(item)
+        named = is_component(item)
         entries = {name: self.read(name, self.convert, v, item, name if named else None) for name, v in value.items()}
         _demand_valid(entries.values())
         return entries
 
     def _array(self, value: Any, type_: Any) -> Any:
-        if isinstance(value, dict) and types.is_table(types.item_type(type_)):
-            raise Mismatch(f"expected {types.type_name(type_)}, got a table", self._header("[[{}]]"))
+        if isinstance(value, dict) and is_table(item_type(type_)):
+            raise Mismatch(f"expected {type_name(type_)}, got a table", self._header("[[{}]]"))
         if not isinstance(value, list):
             raise unexpected(value, type_)
-        entry_types = typing.get_args(type_) if types.is_fixed(type_) else (types.item_type(type_),) * len(value)
+        entry_types = get_args(type_) if is_fixed(type_) else (item_type(type_),) * len(value)
         if len(entry_types) != len(value):
             raise unexpected(value, type_)
         pairs = enumerate(zip(value, entry_types, strict=True))
@@ -158,8 +176,8 @@ class _Structurer:
 
     def _demand_table(self, value: Any, type_: Any) -> None:
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            one, form = ("", "[{}.NAME]") if types.is_mapping(type_) else ("one ", "[{}]")
-            raise Mismatch(f"expected {one}{types.type_name(type_)}, got an array of tables", self._header(form))
+            one, form = ("", "[{}.NAME]") if is_mapping(type_) else ("one ", "[{}]")
+            raise Mismatch(f"expected {one}{type_name(type_)}, got an array of tables", self._header(form))
         if not isinstance(value, dict):
             raise unexpected(value, type_)
 
@@ -171,7 +189,7 @@ class _Structurer:
         if "type" not in table:
             raise Mismatch(f"required key is missing; {self._installed(base)}")
         if not isinstance(table["type"], str):
-            raise Mismatch(f"expected str, got {types.value_name(table['type'])}; {self._installed(base)}")
+            raise Mismatch(f"expected str, got {value_name(table['type'])}; {self._installed(base)}")
         return self._load(base, table["type"])
 
     def _load(self, base: type[Component], type_: str) -> type[Component]:
@@ -189,7 +207,11 @@ class _Structurer:
         fields = resolved_fields(cls)
         self.tables[self._here] = cls
         self.unknown += [(self._here, key) for key in table if key not in fields]
-        given = {key: self.read(key, self._given, f, table[key], cls) for key, f in fields.items() if key in table}
+        given = {
+            key: self.read(key, self.convert, table[key], f.type, self._default_type(f.default, f.type, cls))
+            for key, f in fields.items()
+            if key in table
+        }
         values = {key: given[key] if key in given else self._default(f, key, cls) for key, f in fields.items()}
         refused = self._refused(given, values, fields)
         self._note_deprecated(given, fields)
@@ -198,19 +220,16 @@ class _Structurer:
         values |= {key: aside._default(fields[key], key, cls) for key in refused}
         _demand_valid(values.values())
         try:
-            return cls(**{key: value for key, value in values.items() if value is not attrs.NOTHING})
+            return cls(**{key: value for key, value in values.items() if value is not NOTHING})
         except Exception as error:  # a check of the class as a whole
             if refused:  # it may only be due to the substitutes
                 raise Noted from None
             raise Mismatch(plain_message(error)) from error
 
-    def _given(self, f: Attribute, value: Any, cls: type) -> Any:
-        return self.convert(value, f.type, self._default_type(f.default, f.type, cls))
-
     def _refused(self, given: dict[str, Any], values: dict[str, Any], fields: dict[str, Attribute]) -> list[str]:
         """Keys whose value could not be read, or that their validator refuses."""
         # Not left to attrs, which stops at the first refusal. A validator may look at other fields and their defaults.
-        known = {fields[key].name: v for key, v in values.items() if v is not INVALID and v is not attrs.NOTHING}
+        known = {fields[key].name: v for key, v in values.items() if v is not INVALID and v is not NOTHING}
         instance = SimpleNamespace(**known)
         return [
             key
@@ -231,30 +250,30 @@ class _Structurer:
 
     def _default(self, f: Attribute, key: str, cls: type) -> Any:
         """The value of a key that the table leaves out; `NOTHING` if only attrs can compute it."""
-        if f.default is attrs.NOTHING:
+        if f.default is NOTHING:
             return self.read(key, self._missing, f.type)
         return self.read(key, self.complete, default_of(f), f.type, cls)
 
     def _missing(self, type_: Any) -> None:
-        if types.is_section(type_):
+        if is_section(type_):
             self.tables[self._here] = type_
-            required = [key for key, f in resolved_fields(type_).items() if f.default is attrs.NOTHING]
+            required = [key for key, f in resolved_fields(type_).items() if f.default is NOTHING]
             raise Mismatch(f"required table is missing; add [{self._here}] with {', '.join(required)}")
-        base = types.component_in(type_)
+        base = component_in(type_)
         if base is None:
-            raise Mismatch(f"required key is missing; expected {types.type_name(type_)}")
-        table = types.header(self._here, type_)
+            raise Mismatch(f"required key is missing; expected {type_name(type_)}")
+        table = header(self._here, type_)
         raise Mismatch(f"required table is missing; add {table} with a type; {self._installed(base)}")
 
     def complete(self, value: Any, type_: Any = Any, owner: type | None = None) -> Any:
         """A value with the components filled in that it names by type only. `owner` is the class whose field it is."""
         if isinstance(value, DefaultType):
             return self._component_by_default(value, type_, owner)
-        if attrs.has(type(value)):
+        if has(type(value)):
             return self._complete_fields(value)
         if not isinstance(value, Mapping | tuple):
-            return types.settled(value, type_)
-        entries = {key: self.read(key, self.complete, item, types.item_type(type_)) for key, item in children(value)}
+            return settled(value, type_)
+        entries = {key: self.read(key, self.complete, item, item_type(type_)) for key, item in children(value)}
         _demand_valid(entries.values())
         return tuple(entries.values()) if isinstance(value, tuple) else entries
 
@@ -265,7 +284,7 @@ class _Structurer:
         _demand_valid(news.values())
         # Objects made in Python stay as they are where nothing is filled in.
         changed = {key: new for key, new in news.items() if new is not olds[key] and new != olds[key]}
-        return attrs.evolve(value, **changed) if changed else value
+        return evolve(value, **changed) if changed else value
 
     def _component_by_default(self, default: DefaultType, type_: Any, owner: type | None) -> Any:
         if len(self._path) > DEEPEST:
@@ -277,10 +296,10 @@ class _Structurer:
 
     def _default_type(self, default: Any, type_: Any, owner: type | None) -> str | None:
         """The type of a table that names none, qualified if its own distribution has it: no other can disturb it."""
-        base = types.component_in(type_)
+        base = component_in(type_)
         if base is None or not isinstance(default, DefaultType):
             return None
-        if owner is None or not types.is_component(owner) or "/" in default.type:
+        if owner is None or not is_component(owner) or "/" in default.type:
             return default.type
         own = f"{self._catalog.type_of(owner).partition('/')[0]}/{default.type}"
         return own if self._catalog.matching(base.kind, own) else default.type
@@ -293,15 +312,15 @@ def _demand_valid(values: Iterable[Any]) -> None:
 
 def _fitting(value: Any, union: Any) -> Any:
     """The member that is a table for a table, an array for an array, and so on."""
-    fitting = [member for member in types.members(union) if types.fits(value, member)]
+    fitting = [member for member in members(union) if fits(value, member)]
     if not fitting:
         raise unexpected(value, union)
     # A type that lists the value, or its very own, comes before a wider one: 3 is an int in `float | int`.
-    return min(fitting, key=lambda member: not types.choices(member) and type(value) is not member)
+    return min(fitting, key=lambda member: not choices(member) and type(value) is not member)
 
 
 def _collection(type_: Any) -> Callable[[list[Any]], Any]:
-    origin = typing.get_origin(type_) or type_
+    origin = get_origin(type_) or type_
     if issubclass(origin, MutableSequence):
         return list
     return frozenset if issubclass(origin, Set) else tuple
@@ -324,7 +343,7 @@ def _unknown_key(root: Node, table: str, key: str, tables: Mapping[str, type], c
             [
                 each
                 for each, f in key_fields(cls).items()
-                if f.default is attrs.NOTHING and root.innermost(table).child(each) is None
+                if f.default is NOTHING and root.innermost(table).child(each) is None
             ],
         )
         or renamed(key, lambda path: _has(path, tables))

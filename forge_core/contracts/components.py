@@ -13,18 +13,23 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-import attrs
-from attrs import define, field, frozen
+from attrs import Attribute, define, field, fields, frozen, has
 from attrs.validators import ge, matches_re, min_len, optional
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_core.contracts.layout import MeshDimension
+from forge_core.contracts.layout import Layout, MeshDimension
 
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.contracts import contexts
-    from forge_core.contracts.contexts import BuildContext, Evaluation
+    from forge_core.contracts.contexts import (
+        BuildContext,
+        CheckpointContext,
+        Evaluation,
+        EvaluationContext,
+        StepContext,
+        TrainContext,
+    )
     from forge_core.contracts.data import (
         BatchField,
         Dataset,
@@ -35,7 +40,6 @@ if TYPE_CHECKING:
         SampleRow,
         Tokenizer,
     )
-    from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model, Outline
     from forge_core.contracts.optimizer import NamedParameters, Schedule
     from forge_core.contracts.runtime import Executor, Logger, LossFunction, ParallelStage, Storage
@@ -310,7 +314,7 @@ class TokenizerComponent(Component["Tokenizer"]):
         return None
 
 
-def positive_or_auto(_: object, attribute: attrs.Attribute, value: int | str) -> None:
+def positive_or_auto(_: object, attribute: Attribute, value: int | str) -> None:
     """Validator of a degree: at least 1, or `"auto"`."""
     if value != "auto" and (not isinstance(value, int) or value < 1):
         raise ValueError(f"{attribute.name!r} must be at least 1 or 'auto', got {value!r}")
@@ -423,7 +427,7 @@ class EvaluationComponent(Component["Evaluation"]):
         """
         return self.evaluate
 
-    def evaluate(self, context: contexts.EvaluationContext) -> Mapping[str, float]:
+    def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
         """Metrics, keyed as they are logged (`eval/loss`). Called on every rank, with the model in evaluation mode."""
         raise NotImplementedError
 
@@ -529,37 +533,37 @@ class TrainingHook(Component, _WithState):
     may_skip: ClassVar[bool] = False
     """Whether it may ask to skip an update, which costs one wait on the device a step."""
 
-    def on_train_begin(self, context: contexts.TrainContext) -> None:
+    def on_train_begin(self, context: TrainContext) -> None:
         """Everything is built and, if the run continues, restored; no step of this process has run."""
 
-    def on_step_begin(self, context: contexts.StepContext) -> None:
+    def on_step_begin(self, context: StepContext) -> None:
         """Before the micro-batches of a step."""
 
-    def on_gradients(self, context: contexts.StepContext) -> None:
+    def on_gradients(self, context: StepContext) -> None:
         """The gradients of the whole step are complete on every rank, their norm is known, and nothing is clipped."""
 
-    def on_step_end(self, context: contexts.StepContext) -> None:
+    def on_step_end(self, context: StepContext) -> None:
         """After the update, or after it was skipped."""
 
-    def on_eval_end(self, context: contexts.StepContext, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
         """After all evaluations of a step, with their metrics."""
 
-    def on_checkpoint_begin(self, context: contexts.TrainContext) -> None:
+    def on_checkpoint_begin(self, context: TrainContext) -> None:
         """A save of the state after `context.step` steps begins; it may fail, or be committed at a later step."""
 
-    def on_checkpoint_save(self, context: contexts.CheckpointContext) -> None:
+    def on_checkpoint_save(self, context: CheckpointContext) -> None:
         """A checkpoint of `context.step` was committed; with `checkpoint.async_save`, at the end of a later step."""
 
-    def on_checkpoint_load(self, context: contexts.CheckpointContext) -> None:
+    def on_checkpoint_load(self, context: CheckpointContext) -> None:
         """A checkpoint was restored, before anything else."""
 
-    def on_rollback(self, context: contexts.TrainContext, step: int, reason: str) -> None:
+    def on_rollback(self, context: TrainContext, step: int, reason: str) -> None:
         """The run went back from `context.step` to the state that it had after `step` steps, for a reason in words."""
 
-    def on_train_end(self, context: contexts.TrainContext) -> None:
+    def on_train_end(self, context: TrainContext) -> None:
         """The loop ended without an error, or only its last save failed."""
 
-    def on_exception(self, context: contexts.TrainContext, error: BaseException) -> None:
+    def on_exception(self, context: TrainContext, error: BaseException) -> None:
         """The loop ended with `error`, which is raised on afterwards."""
 
 
@@ -587,6 +591,6 @@ def call_refusal(own: Callable[..., Any], asked: Callable[..., Any]) -> str:
     return ""
 
 
-def state_fields(cls: type) -> list[attrs.Attribute]:
+def state_fields(cls: type) -> list[Attribute]:
     """Fields of a hook or plugin class that are state: those with `init=False`."""
-    return [f for f in attrs.fields(cls) if not f.init] if attrs.has(cls) else []
+    return [f for f in fields(cls) if not f.init] if has(cls) else []

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import attrs
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_core.contracts.run_end import Cause, End, one_line
@@ -76,7 +75,7 @@ class BuildContext:
     def at(self, name: str, layer: int | None = None) -> BuildContext:
         """This context for a part of the model called `name` below the present path."""
         path = f"{self.path}.{name}" if self.path else name
-        return attrs.evolve(self, path=path, layer=self.layer if layer is None else layer)
+        return evolve(self, path=path, layer=self.layer if layer is None else layer)
 
 
 class Engine(Protocol):

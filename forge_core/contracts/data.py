@@ -37,6 +37,12 @@ class BatchField:
     """Name of the dtype in numpy."""
 
 
+Sample = Mapping[str, "np.ndarray"]
+"""A training sequence: entries of a `Batch` without B."""
+LaneSamples = Iterator[tuple[Sample, Mapping[str, Any]]]
+"""Samples of a lane of a stream, each with the position (plain JSON) from which the next one is read."""
+
+
 class Dataset(Protocol):
     """Training sequences by number, in any order. `HasLocation`, `HasDescription` and `HasIdentity` are optional."""
 
@@ -49,7 +55,7 @@ class Dataset(Protocol):
         """Mean UTF-8 bytes a token of `held_out` stands for (None if unknown): loss in nats to bits per byte."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+    def __getitem__(self, index: int) -> Sample:
         """Entries of a `Batch` without B, equal in shape and dtype; integers of any width. A `BatchField` may lack."""
 
 
@@ -102,10 +108,8 @@ class Stream(Protocol):
     def bytes_per_token(self) -> float | None: ...
     @property
     def lanes(self) -> int: ...
-    def read(
-        self, lane: int, position: Mapping[str, Any] | None
-    ) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
-        """Samples of a lane without end, each with the position (plain JSON) from which the next one is read."""
+    def read(self, lane: int, position: Mapping[str, Any] | None) -> LaneSamples:
+        """The samples of a lane from a position on (None: from the start), without end."""
 
 
 @runtime_checkable

@@ -6,17 +6,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import isfunction
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from forge_core.contracts.data import Batch, BatchField
 from forge_core.contracts.errors import SURE, closest
-
-if TYPE_CHECKING:
-    from forge_core.contracts.data import Batch, BatchField
-
 
 Carry = tuple[Tensor, ...]
 """Activations passed from layer to layer, and from pipeline stage to pipeline stage."""

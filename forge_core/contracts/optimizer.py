@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from attrs import frozen
-from torch import nn
+from torch import Tensor, nn
 
+from forge_core.contracts.components import OptimizerComponent
 from forge_core.contracts.errors import ForgeError, Problem, did_you_mean
 from forge_core.contracts.model import ROLES, Model, Role, with_defaults
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from forge_core.contracts.components import OptimizerComponent
 
 Schedule = Callable[[int, int], float]
 """(step, total steps) -> factor; pure. Step 0 is the first update."""
@@ -40,14 +36,6 @@ class NamedParameters(tuple[NamedParameter, ...]):
         """Name the parameters of a model, whose roles are by default `roles_of(model)`."""
         known = roles_of(model) if roles is None else roles
         return cls(NamedParameter(name, parameter, known[name]) for name, parameter in model.named_parameters())
-
-    def with_roles(self, roles: Collection[Role]) -> NamedParameters:
-        """Only the parameters of these roles."""
-        return NamedParameters(p for p in self if p.role in roles)
-
-    def without_roles(self, roles: Collection[Role]) -> NamedParameters:
-        """Only the parameters of other roles."""
-        return NamedParameters(p for p in self if p.role not in roles)
 
     def groups(self, decay: float, no_decay: Collection[Role] = ("norm", "bias", "embedding")) -> list[dict[str, Any]]:
         """Two groups for a `torch.optim.Optimizer`: one with `weight_decay=decay`, one without.

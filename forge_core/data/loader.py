@@ -7,31 +7,40 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset
 
+from forge_core.checkpoint.state import Progress
 from forge_core.config.mixture import source_names
-from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL, HasCost, SampleRow, Stream, identity_of
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.data import (
+    BYTES_PER_TOKEN,
+    IGNORED_LABEL,
+    Batch,
+    Dataset,
+    HasCost,
+    LoadedRows,
+    Sample,
+    SampleRow,
+    Stream,
+    identity_of,
+)
 from forge_core.contracts.errors import DataError
 from forge_core.data.order import SampleOrder, check_supply, sample_order, sizes_of
 from forge_core.data.reading import LanePositions, Plain, RowReader, collate
-from forge_core.job import WORKER_LOADER
+from forge_core.job import WORKER_LOADER, Job
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, sample_rank
-
-if TYPE_CHECKING:
-    from forge_core.checkpoint.state import Progress
-    from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Batch, Dataset, LoadedRows
-    from forge_core.job import Job
-    from forge_core.plugins.manager import RunContext
+from forge_core.plugins.manager import RunContext
 
 
 class TrainLoader:
@@ -68,11 +77,12 @@ class TrainLoader:
         self.waited = 0.0
         """Seconds that the last `next_step` waited for data."""
         reader = RowReader(job, datasets, self._names, self._first_lanes)
-        inputs = {"reader": reader, "units": self._units(order), "units_per_step": len(self._parts)}
         loader: Any = job.data.loader or Plain()
         if job.data.workers and not job.data.loader:
             loader = context.plugins.catalog.load("loader", WORKER_LOADER)()
-        self._loaded: Generator[LoadedRows] = context.build(loader, **inputs)
+        self._loaded: Generator[LoadedRows] = context.build(
+            loader, reader=reader, units=self._units(order), units_per_step=len(self._parts)
+        )
 
     def next_step(self) -> list[Batch]:
         """Returns the micro-batches of the next step, on the device: tensors (B, …) by entry.
@@ -176,7 +186,7 @@ def _parts(share: int, workers: int, rows_per_lane: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-class Concatenated:
+class Concatenated(ConcatDataset):
     """The held-out sequences of several sources, one after the other.
 
     If every source knows its mean bytes per token, each sequence has it as entry `BYTES_PER_TOKEN`, so that an
@@ -184,21 +194,15 @@ class Concatenated:
     """
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
-        self._datasets = datasets
+        super().__init__(datasets)  # type: ignore[arg-type]  # torch's datasets are a class, ours a protocol
         lengths = [len(dataset) for dataset in datasets]
-        self._ends = np.cumsum(lengths)
         self.held_out: Dataset | None = None
         rates = [dataset.bytes_per_token for dataset in datasets]
         self._all_known = None not in rates
         self.bytes_per_token = float(np.average(rates, weights=lengths)) if self._all_known else None  # type: ignore[arg-type]
 
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        dataset = self._datasets[number]
-        sample = dataset[index - int(self._ends[number]) + len(dataset)]
+    def __getitem__(self, index: int) -> Sample:
+        sample, dataset = super().__getitem__(index), self.datasets[bisect_right(self.cumulative_sizes, index)]
         return {**sample, BYTES_PER_TOKEN: np.array(dataset.bytes_per_token)} if self._all_known else sample
 
 

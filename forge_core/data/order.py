@@ -362,11 +362,17 @@ def _source_problems(job: Job, sizes: Sequence[int | None]) -> Iterator[Problem]
         if size is None and source.max_epochs:
             yield Problem(f"{path}.max_epochs", "is a stream, which has no epochs to count; leave max_epochs out")
         elif limit == 0 and is_drawn(job, number):
-            message = f"{source.max_epochs:g} epochs of its {size:,} sequences are less than one sequence"
-            yield Problem(f"{path}.max_epochs", f"{message}; raise it, or set weight = 0")
+            yield Problem(
+                f"{path}.max_epochs",
+                f"{source.max_epochs:g} epochs of its {size:,} sequences are less than one sequence; raise it, or set "
+                "weight = 0",
+            )
         elif size is not None and size < (most if limit is None else min(most, limit)):
-            message = f"has {size:,} sequences, and a step takes {most:,} from it: it would train on some of them twice"
-            yield Problem(path, f"{message}; add data, lower train.global_batch_size, or shorten train.seq_len")
+            yield Problem(
+                path,
+                f"has {size:,} sequences, and a step takes {most:,} from it: it would train on some of them twice; add "
+                "data, lower train.global_batch_size, or shorten train.seq_len",
+            )
 
 
 def _shortage_problems(job: Job, sizes: Sequence[int | None], progress: Progress | None) -> Iterator[Problem]:

@@ -5,7 +5,6 @@ NumPy is imported late, so that a job is checked without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
@@ -13,10 +12,8 @@ from attrs import frozen
 from forge_core.contracts.components import PackingComponent
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Dataset, Documents
+    from forge_core.contracts.data import Dataset, Documents, Sample
     from forge_core.data.windows import Window
 
 
@@ -27,7 +24,7 @@ class WindowPacking(PackingComponent):
     A subclass defines `sequence`, and works on documents on disk and on streams alike.
     """
 
-    def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
+    def sequence(self, window: Window) -> Sample:
         """Returns the sample (see `forge_core.contracts.data.Dataset`) of a window: S inputs, S labels."""
         raise NotImplementedError
 
@@ -47,5 +44,5 @@ class Concatenate(WindowPacking):
     needs_boundaries: ClassVar[bool] = False
     accepts_sequences: ClassVar[bool] = True
 
-    def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
+    def sequence(self, window: Window) -> Sample:
         return {"input_ids": window.tokens[:-1], "labels": window.labels()}

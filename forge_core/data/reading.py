@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.components import LoaderComponent
-from forge_core.contracts.data import HasCost, HasLocation, LoadedRows, SampleRow, Stream
+from forge_core.contracts.data import (
+    Batch,
+    BatchField,
+    Dataset,
+    HasCost,
+    HasLocation,
+    LaneSamples,
+    LoadedRows,
+    Sample,
+    SampleReader,
+    SampleRow,
+    Stream,
+)
 from forge_core.contracts.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -22,7 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Batch, BatchField, Dataset, SampleReader
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
 
@@ -47,7 +58,7 @@ class RowReader:
         self._streams = {number: data for number, data in enumerate(datasets) if isinstance(data, Stream)}
         self.has_lanes = bool(self._streams)
         self._has_costs = any(isinstance(data, HasCost) for data in datasets)
-        self._lanes: dict[tuple[int, int], Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]] = {}
+        self._lanes: dict[tuple[int, int], LaneSamples] = {}
 
     def read(self, rows: Sequence[SampleRow]) -> LoadedRows:
         samples, positions = [], {}
@@ -81,7 +92,7 @@ class RowReader:
         # By the row of the global batch, which no layout changes: any rank and worker that reads it finds its lane.
         return row.slot * self._streams[row.source].lanes // self._rows
 
-    def _open(self, source: int, lane: int) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
+    def _open(self, source: int, lane: int) -> LaneSamples:
         if (source, lane) not in self._lanes:
             position = self._start.get(self._names[source], {}).get(str(lane))
             self._lanes[source, lane] = self._streams[source].read(lane, position)
@@ -89,7 +100,7 @@ class RowReader:
 
 
 def collate(
-    samples: Sequence[Mapping[str, np.ndarray]],
+    samples: Sequence[Sample],
     fields: Mapping[str, BatchField] | None = None,
     describe: Callable[[int], str] = "row {} of the batch".format,
 ) -> Batch:

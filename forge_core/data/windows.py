@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from forge_core.contracts.data import IGNORED_LABEL, Dataset, identity_of
-
-if TYPE_CHECKING:
-    from forge_core.contracts.data import Documents, DocumentStream, StreamedDocument
-    from forge_core.data.packing import WindowPacking
+from forge_core.contracts.data import (
+    IGNORED_LABEL,
+    Dataset,
+    Documents,
+    DocumentStream,
+    LaneSamples,
+    Sample,
+    StreamedDocument,
+    identity_of,
+)
+from forge_core.data.packing import WindowPacking
 
 
 class Window(NamedTuple):
@@ -58,7 +64,7 @@ class TrainingWindows(_Windows):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+    def __getitem__(self, index: int) -> Sample:
         start = checked(index, self._length) * self._seq_len
         stop = start + self._seq_len + 1
         starts = starts_within(self._documents.ends(), start, stop) if self._packing.needs_boundaries else None
@@ -85,7 +91,7 @@ class HeldOutWindows:
     def __len__(self) -> int:
         return (len(self._documents) + self._seq_len - 1) // self._seq_len
 
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+    def __getitem__(self, index: int) -> Sample:
         first = checked(index, len(self)) * self._seq_len
         last = min(first + self._seq_len, len(self._documents))
         tokens = np.full(self._seq_len + 1, self._documents.end_of_text, dtype=np.int64)
@@ -109,9 +115,7 @@ class StreamWindows(_Windows):
         super().__init__(stream, seq_len, packing)
         self._stream, self.lanes = stream, stream.lanes
 
-    def read(
-        self, lane: int, position: Mapping[str, Any] | None
-    ) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
+    def read(self, lane: int, position: Mapping[str, Any] | None) -> LaneSamples:
         """See `Stream.read`."""
         # A position is a document of the stream and the tokens to skip in it: windows end inside documents.
         start, skip = (None, 0) if position is None else (position["document"], position["skip"])

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
-from attrs import frozen
+from attrs import asdict, evolve, field, frozen
 
 from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.run_folder import TOKENIZER
@@ -64,14 +63,20 @@ class Run(BuiltModel):
     rates: Rates
     executor: Executor
     hooks: HookRunner
-    evaluations: Mapping[str, Evaluation] = attrs.field(factory=dict)
+    evaluations: Mapping[str, Evaluation] = field(factory=dict)
 
     @property
     def references(self) -> dict[str, Any]:
         """Fields that the contexts of all hooks have."""
-        common = {"job": self.job, "model": self.model, "optimizer": self.optimizer}
-        common |= {"build": self.context, "executor": self.executor}
-        return {**common, "tokenizer": self.context.tokenizer, "folder": self.context.folder}
+        return {
+            "job": self.job,
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "build": self.context,
+            "executor": self.executor,
+            "tokenizer": self.context.tokenizer,
+            "folder": self.context.folder,
+        }
 
 
 def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext:
@@ -92,7 +97,7 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before its first product: torch demands it
     if torch.are_deterministic_algorithms_enabled() != job.train.deterministic:  # the call imports the compiler
         torch.use_deterministic_algorithms(job.train.deterministic)
-    return attrs.evolve(context, mesh=make_mesh(context.layout, device), auxiliary=Auxiliary(device), folder=folder)
+    return evolve(context, mesh=make_mesh(context.layout, device), auxiliary=Auxiliary(device), folder=folder)
 
 
 def build_run(
@@ -104,13 +109,13 @@ def build_run(
         JobError: the job cannot run as written.
     """
     # The tokenizer first: data and model need it. Data before the model: what is wrong shows before memory is taken.
-    context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
+    context = evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
     evaluations = {name: _build(each, context, f"evaluations.{name}") for name, each in job.evaluations.items()}
     runner = HookRunner(collect_hooks(job, context.plugins, hooks), beacon)
     runner.beacon.enter(Phase.BUILDING)  # each part may take minutes, and the watchdogs of all ranks look
     run = assemble(job, context, build_model(job, context), context.build(job.loss), datasets, runner)
-    return attrs.evolve(run, evaluations=evaluations)
+    return evolve(run, evaluations=evaluations)
 
 
 def assemble(
@@ -130,7 +135,7 @@ def assemble(
     # By the engine and not by optimizers, none of which needs to know of patterns; before `Rates` reads the base rates.
     apply_settings(optimizer, job.optimizer.groups, built.outline)
     return Run(
-        **attrs.asdict(built, recurse=False),
+        **asdict(built, recurse=False),
         job=job,
         context=context,
         datasets=datasets,
@@ -181,8 +186,15 @@ def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -
     built = _build(source, context, path)
     if isinstance(built, DocumentStream) and not isinstance(built, Stream):
         if not isinstance(packing, WindowPacking):
-            hint = "take another packing, or read the data as a whole"
-            raise JobError([Problem(path, f"is a stream, and [data.packing] needs all documents at once; {hint}")])
+            raise JobError(
+                [
+                    Problem(
+                        path,
+                        "is a stream, and [data.packing] needs all documents at once; take another packing, or read "
+                        "the data as a whole",
+                    )
+                ]
+            )
         built = StreamWindows(built, context.job.train.seq_len, packing)
     elif isinstance(built, Documents):
         return context.build(packing, documents=built)

@@ -13,7 +13,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import EvaluationComponent
 from forge_core.contracts.contexts import EvaluationContext
-from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL
+from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL, Batch, Dataset
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.phase import Phase
 from forge_core.engine.hooks import named
@@ -22,7 +22,6 @@ from forge_core.parallel.layout import micro_batches
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.contracts.data import Batch, Dataset
     from forge_core.contracts.model import Model
     from forge_core.engine.build import Run
 

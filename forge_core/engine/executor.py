@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 
 from forge_core.contracts.components import ExecutorComponent
-from forge_core.contracts.runtime import StepOutput
+from forge_core.contracts.runtime import Executor, LossFunction, LossOutput, ParallelStage, StepOutput
 from forge_core.parallel.stages import around
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Model
-    from forge_core.contracts.runtime import Executor, LossFunction, LossOutput, ParallelStage
 
 
 @frozen(kw_only=True)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from forge_core.config.mixture import lr_factor
-from forge_core.contracts.components import SchedulerComponent
+from forge_core.contracts.components import ParameterGroup, SchedulerComponent
 from forge_core.contracts.errors import ForgeError, JobError, Problem, did_you_mean, listed
 
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.contracts.components import ParameterGroup
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.model import Outline
     from forge_core.contracts.optimizer import NamedParameters, Schedule
@@ -65,7 +64,8 @@ def apply_settings(optimizer: torch.optim.Optimizer, tables: Sequence[ParameterG
 def _divide(number: int, group: Group, tables: Sequence[ParameterGroup], names: Names) -> Iterator[Group]:
     """The parts of a group: that of no table first, then one of each table. Their key `match` identifies them."""
     # A rank of a pipeline may hold a tied parameter by its other name alone.
-    chosen = [_first_fitting(tables, names.get(name, (name,))) for name in group["names"]]
+    known_as = [names.get(name, (name,)) for name in group["names"]]
+    chosen = [next((n for n, table in enumerate(tables) if fits(each, [table.match])), -1) for each in known_as]
     matches = [f"{number}", *(f"{number} {table.match}" for table in tables)]
     for place, settings in enumerate([{}, *(table.values() for table in tables)]):
         # Empty parts too: ranks of a pipeline have other parameters, and must have the same groups in a checkpoint.
@@ -73,10 +73,6 @@ def _divide(number: int, group: Group, tables: Sequence[ParameterGroup], names: 
         part = {key: [group[key][index] for index in own] for key in ("params", "names")}
         known = {key: value for key, value in settings.items() if key in group}
         yield group | part | known | {"match": matches[place]}
-
-
-def _first_fitting(tables: Sequence[ParameterGroup], names: Sequence[str]) -> int:
-    return next((number for number, table in enumerate(tables) if fits(names, [table.match])), -1)
 
 
 def _problems(tables: Sequence[ParameterGroup], groups: Sequence[Group], names: Names) -> Iterator[Problem]:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge_core.config.keys import walk_components
 from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.contexts import TrainContext
 from forge_core.contracts.phase import Phase
+from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon
-
-if TYPE_CHECKING:
-    from forge_core.contracts.contexts import TrainContext
-    from forge_core.job import Job
-    from forge_core.plugins.manager import Plugins
-
+from forge_core.plugins.manager import Plugins
 
 EVENTS = tuple(name for name in vars(TrainingHook) if name.startswith("on_"))
 
@@ -24,22 +21,16 @@ EVENTS = tuple(name for name in vars(TrainingHook) if name.startswith("on_"))
 def collect_hooks(job: Job, plugins: Plugins, given: Iterable[TrainingHook]) -> dict[str, TrainingHook]:
     """Every hook of a run by name, in the order in which they run, which is the same on every rank."""
     # Hooks may communicate, hence one order: first those that belong to what is trained, then those that observe it.
+    parts = [(path, part) for path, part in walk_components(job) if not isinstance(part, TrainingHook)]
+    entries = [(f"{path}.{type(hook).__name__}", hook) for path, part in parts for hook in part.training_hooks(job)]
+    entries += [(f"plugins.{type(hook).__name__}", hook) for hook in plugins.training_hooks(job)]
+    entries += [(f"hooks.{name}", hook) for name, hook in job.hooks.items()]
+    entries += [(f"python.{type(hook).__name__}", hook) for hook in given]
     hooks: dict[str, TrainingHook] = {}
-    for path, component in walk_components(job):
-        for hook in component.training_hooks(job) if not isinstance(component, TrainingHook) else ():
-            _add(hooks, f"{path}.{type(hook).__name__}", hook)
-    for hook in plugins.training_hooks(job):
-        _add(hooks, f"plugins.{type(hook).__name__}", hook)
-    for name, hook in job.hooks.items():
-        _add(hooks, f"hooks.{name}", hook)
-    for hook in given:
-        _add(hooks, f"python.{type(hook).__name__}", hook)
+    for name, hook in entries:
+        names = chain([name], (f"{name}-{number}" for number in count(2)))
+        hooks[next(unique for unique in names if unique not in hooks)] = hook
     return hooks
-
-
-def _add(hooks: dict[str, TrainingHook], name: str, hook: TrainingHook) -> None:
-    names = chain([name], (f"{name}-{number}" for number in count(2)))
-    hooks[next(unique for unique in names if unique not in hooks)] = hook
 
 
 @contextmanager

@@ -336,13 +336,11 @@ class Clock:
         self.restart()
 
     def tick(self, tokens: int) -> tuple[float, float]:
-        """Count `tokens` more; returns (seconds since the last tick, tokens per second over the window)."""
-        now = time.perf_counter()
-        previous, total = self._marks[-1]
-        self._marks.append((now, total + tokens))
-        first_time, first_total = self._marks[0]
-        return now - previous, (total + tokens - first_total) / max(now - first_time, 1e-9)
+        """A step of `tokens` has ended; returns (its seconds, tokens per second over the window)."""
+        before, now = self._marks[-1], time.perf_counter()
+        self._marks.append(now)
+        return now - before, tokens * (len(self._marks) - 1) / max(now - self._marks[0], 1e-9)
 
     def restart(self) -> None:
         """Start the window afresh, so that a pause does not count."""
-        self._marks: deque[tuple[float, int]] = deque([(time.perf_counter(), 0)], maxlen=self.WINDOW + 1)
+        self._marks = deque([time.perf_counter()], maxlen=self.WINDOW + 1)

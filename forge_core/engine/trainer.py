@@ -12,7 +12,8 @@ from typing import Any
 
 from attrs import frozen
 
-from forge_core.checkpoint.resume import find_start, open_checkpoints
+from forge_core.checkpoint.manager import Checkpoints
+from forge_core.checkpoint.resume import find_start
 from forge_core.checkpoint.run_diff import collect_provenance, text_changes
 from forge_core.checkpoint.run_folder import LEASE_S, RunFolder, owned, run_folder
 from forge_core.config.load import complete, dump_job, load_job
@@ -108,8 +109,7 @@ class Trainer:
             NonFiniteError: the non-finite policy ended the run.
             EndedElsewhere: another rank has ended the run.
         """
-        folder = run_folder(self.job)
-        record = RunFolder(folder)
+        record = RunFolder(run_folder(self.job))
         beacon = ProgressBeacon()
         with ExitStack() as stack:
             rendezvous = stack.enter_context(_joined_run(self.job, beacon))
@@ -121,11 +121,12 @@ class Trainer:
             elif global_rank() == 0:
                 stack.enter_context(_begun(record))
             ends = stack.enter_context(this_process.recording_end(global_rank(), record.write_end))
-            self._on_folder(folder)  # only now is it certain that the run goes ahead in it
+            self._on_folder(record.path)  # only now is it certain that the run goes ahead in it
             beacon.enter(Phase.GROUPS)
-            context = build_context(self.job, self._catalog, folder)
+            context = build_context(self.job, self._catalog, record.path)
             beacon.enter(Phase.SEARCH)
-            checkpoints = open_checkpoints(self.job, context)
+            section = self.job.checkpoint
+            checkpoints = Checkpoints(context.build(section.storage), section, section.verify)
             # Before anything is built: data and model may take minutes, and the job may not be allowed to continue.
             start = find_start(self.job, self._catalog, checkpoints, self._resume, self._with_changes)
             beacon.enter(Phase.READING)
@@ -141,7 +142,7 @@ class Trainer:
             step=loop.progress.step,
             loss=recorder.last_loss,
             evaluation=recorder.last_evaluation,
-            folder=folder,
+            folder=record.path,
             end=end,
         )
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from forge_core.job import Job
+from forge_core.job import Job
 
 DENSE_BF16_TFLOPS: Mapping[str, float] = {
     "H200": 989.0,
@@ -30,8 +28,6 @@ def peak_flops(job: Job, device: torch.device) -> float | None:
     """Peak FLOP/s of one device: `metrics.peak_tflops`, else the table's figure, else None."""
     if job.metrics.peak_tflops:
         return job.metrics.peak_tflops * 1e12
-    import torch
-
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     # None for other devices: an MFU by a guessed peak would be taken for a measurement.
     return next((tflops * 1e12 for part, tflops in DENSE_BF16_TFLOPS.items() if part in name), None)

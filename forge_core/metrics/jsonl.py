@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping
+from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import frozen
 
 from forge_core.contracts.components import LoggerComponent
+from forge_core.contracts.contexts import BuildContext
 from forge_core.files import lines_from_end
 from forge_core.job import METRICS
-
-if TYPE_CHECKING:
-    from forge_core.contracts.contexts import BuildContext
 
 
 @frozen(kw_only=True)
@@ -55,9 +53,7 @@ class JsonLinesLogger:
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a line. One that cannot be written (the disk is full, say) is written with a later one."""
         # json would write NaN and Infinity, which are no JSON, and which other languages refuse.
-        odd = {
-            name: str(value) for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)
-        }
+        odd = {name: str(value) for name, value in record.items() if isinstance(value, float) and not isfinite(value)}
         self._unwritten += f"{json.dumps({**record, **odd})}\n".encode()
         self._write()
 
@@ -87,4 +83,4 @@ def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, LookupError, TypeError):
-        return math.inf
+        return inf

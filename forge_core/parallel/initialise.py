@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,11 @@ from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Initialises, Model, misspelt, with_defaults
 from forge_core.contracts.optimizer import role_problems, roles_of
+from forge_core.job import Job
 from forge_core.parallel.mesh import local_part
 from forge_core.parallel.stages import model_problems
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins, RunContext
-
-if TYPE_CHECKING:
-    from forge_core.job import Job
 
 MEMINFO = Path("/proc/meminfo")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

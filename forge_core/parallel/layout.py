@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import DIMENSIONS, Layout, MeshDimension
-
-if TYPE_CHECKING:
-    from forge_core.job import Job
+from forge_core.job import Job
 
 
 def plan_layout(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
@@ -33,8 +30,8 @@ def plan_layout(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
     elif automatic:
         fixed[automatic[0]] = world_size // product
     elif product != world_size:
-        message = f"{arithmetic} = {product}, but there are {world_size} ranks; "
-        problems.append(Problem("parallel", message + f'start {product}, or set replicate or shard to "auto"'))
+        hint = f'start {product}, or set replicate or shard to "auto"'
+        problems.append(Problem("parallel", f"{arithmetic} = {product}, but there are {world_size} ranks; {hint}"))
     run = max((stage.part_of_batch() for stage in job.parallel.values()), key=lambda part: part[1], default=(0, 1))
     return (Layout(known.values(), run=run, **fixed) if not problems else Layout()), problems
 
@@ -44,8 +41,9 @@ def _collect_dimensions(job: Job, known: dict[str, MeshDimension]) -> Iterator[P
     for name, stage in job.parallel.items():
         for dimension in stage.dimensions:
             if known.setdefault(dimension.name, dimension) != dimension:
-                message = f"declares the dimension {dimension.name}, which there is already, otherwise"
-                yield Problem(f"parallel.{name}", message)
+                yield Problem(
+                    f"parallel.{name}", f"declares the dimension {dimension.name}, which there is already, otherwise"
+                )
 
 
 def _collect_degrees(job: Job, known: Mapping[str, MeshDimension], degrees: dict[str, int | str]) -> Iterator[Problem]:
@@ -54,8 +52,11 @@ def _collect_degrees(job: Job, known: Mapping[str, MeshDimension], degrees: dict
         for dimension, degree in stage.degrees().items():
             divided = [other for other in degrees if known[other].layers and degrees[other] != 1]
             if dimension not in known:
-                hint = f"declare it in `dimensions`, or take one of {', '.join(known)}"
-                yield Problem(f"parallel.{name}", f"no stage declares the mesh dimension {dimension!r}; {hint}")
+                yield Problem(
+                    f"parallel.{name}",
+                    f"no stage declares the mesh dimension {dimension!r}; declare it in `dimensions`, or take one of "
+                    f"{', '.join(known)}",
+                )
             elif dimension in degrees:
                 yield Problem(
                     f"parallel.{name}", f"dimension {dimension} is already set by parallel.{origin[dimension]}"
@@ -87,8 +88,10 @@ def batch_problems(job: Job, layout: Layout) -> Iterator[Problem]:
     if batch % ranks:
         yield Problem("train.global_batch_size", f"{batch} is not divisible by the {ranks} data-parallel ranks")
     elif batch // ranks % (size or 1):
-        message = f"{batch // ranks} sequences per rank are not divisible by micro_batch_size {size}"
-        yield Problem("train.micro_batch_size", message)
+        yield Problem(
+            "train.micro_batch_size",
+            f"{batch // ranks} sequences per rank are not divisible by micro_batch_size {size}",
+        )
 
 
 def micro_batches(job: Job, layout: Layout) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import field, frozen
@@ -39,25 +39,19 @@ def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> l
     """
     # Relations go by type and not by name: a stage knows those of other distributions, and a job names its own freely.
     types = {name: catalog.type_of(type(component)).rpartition("/")[2] for name, component in stages.items()}
-    why: dict[tuple[str, str], str] = {}
+    pairs = list(permutations(stages, 2))
+    why = {(a, b): stages[b].after[types[a]] for a, b in pairs if types[a] in stages[b].after}
+    why |= {(a, b): stages[a].before[types[b]] for a, b in pairs if types[b] in stages[a].before}
     sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(stages, ()))
-    for name, component in stages.items():
-        for other in stages:
-            if other != name and types[other] in component.after:
-                sorter.add(name, other)
-                why[other, name] = component.after[types[other]]
-            if other != name and types[other] in component.before:
-                sorter.add(other, name)
-                why[name, other] = component.before[types[other]]
+    for first, second in why:
+        sorter.add(second, first)
     try:
         order = _stable_order(sorter, list(stages))
     except CycleError as error:
         cycle = [f"{b} after {a} ({why[a, b]})" for a, b in pairwise(error.args[1]) if (a, b) in why]
         raise JobError([Problem("parallel", f"the stages cannot be ordered: {'; '.join(cycle)}")]) from error
-    reasons: dict[str, list[str]] = {name: [] for name in order}
-    for (first, second), reason in why.items():
-        reasons[second].append(f"after {first}: {reason}")
-    return [OrderedStage(name, types[name], stages[name], tuple(reasons[name])) for name in order]
+    reasons = {name: tuple(f"after {a}: {reason}" for (a, b), reason in why.items() if b == name) for name in order}
+    return [OrderedStage(name, types[name], stages[name], reasons[name]) for name in order]
 
 
 def _stable_order(sorter: TopologicalSorter[str], names: Sequence[str]) -> list[str]:

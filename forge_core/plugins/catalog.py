@@ -115,16 +115,6 @@ class Catalog:
             offers += [Offer(e.group.removeprefix(PREFIX), e.name, e.value, owner) for e in entries]
         return cls(offers)
 
-    def with_components(self, components: Mapping[str, Mapping[str, type]], name: str = "in-memory") -> Catalog:
-        """This catalog with further components, `{kind: {type: class}}`, as if distribution `name` offered them."""
-        dist = Distribution(name, "0")
-        extra = [
-            Offer(kind, type_, f"{cls.__module__}:{cls.__qualname__}", dist, cls)
-            for kind, classes in components.items()
-            for type_, cls in classes.items()
-        ]
-        return Catalog([*self._offers, *extra])
-
     def offers(self, kind: str | None = None) -> list[Offer]:
         """Offers of one kind, or all, in the order of kind, type and distribution."""
         return [offer for offer in self._offers if kind in (None, offer.kind)]

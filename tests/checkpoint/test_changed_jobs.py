@@ -30,6 +30,7 @@ from forge_core.contracts.components import (
 from forge_core.contracts.errors import CheckpointError
 from forge_core.job import Job, Phase
 from forge_testing import TINY_JOB, Numbers, TinyAdamW, TinyModel
+from forge_testing.catalogs import with_components
 
 
 @define(kw_only=True, slots=False)
@@ -160,7 +161,7 @@ def test_a_change_means_what_its_section_kind_or_field_says(make_job, catalog, m
 
 
 def test_what_goes_means_the_same_as_what_comes(make_job, catalog):
-    known = catalog.with_components({"hook": {"watcher": Watcher, "counter": Counter}, "plugin": {"average": Average}})
+    known = with_components(catalog, {"hook": {"watcher": Watcher, "counter": Counter}, "plugin": {"average": Average}})
     for path, changes in {**SAFE, **NEED_THE_FLAG, **IMPOSSIBLE}.items():
         there = means(make_job(), make_job(**changes), known)
         assert means(make_job(**changes), make_job(), known) == there, path

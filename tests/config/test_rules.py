@@ -16,6 +16,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.hookspecs import hookimpl
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_testing.catalogs import with_components
 
 Load = Callable[..., Job]
 Problems = Callable[..., list[str]]
@@ -79,7 +80,7 @@ def test_an_executor_beside_a_stage_that_brings_one_is_refused(load: Load) -> No
 
 
 def test_a_failure_in_a_plugins_rule_names_the_plugin(load: Load) -> None:
-    catalog = make_catalog().with_components({"plugin": {"failing": Failing}}, "forge-plugin-failing")
+    catalog = with_components(make_catalog(), {"plugin": {"failing": Failing}}, "forge-plugin-failing")
     [problem] = check_rules(attrs.evolve(load(), plugins={"mine": Failing()}), catalog)
     assert problem.path == "plugins"
     assert problem.message == (

@@ -36,6 +36,7 @@ from forge_core.contracts.components import AnyFloat, OptimizerComponent, Schedu
 from forge_core.contracts.errors import JobError
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
+from forge_testing.catalogs import with_components
 
 Load = Callable[..., Job]
 Problems = Callable[..., list[str]]
@@ -228,7 +229,7 @@ class Undecorated(AdamW):
 
 
 def with_optimizers(**classes: type) -> Catalog:
-    return make_catalog().with_components({"optimizer": classes}, "forge-plugin-mine")
+    return with_components(make_catalog(), {"optimizer": classes}, "forge-plugin-mine")
 
 
 class TestComponents:
@@ -263,7 +264,7 @@ class TestComponents:
             "scheduler": {"constant": Cosine},
             "ffn": {"swiglu": MoE},
         }
-        crowded = make_catalog().with_components(rival, "forge-plugin-rival")
+        crowded = with_components(make_catalog(), rival, "forge-plugin-rival")
         alone = load()
         assert load_job("good.toml", catalog=crowded) == alone
 

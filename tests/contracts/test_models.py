@@ -132,7 +132,7 @@ def test_defaults_are_given_to_a_module_once():
 
 def test_a_model_may_have_a_role_of_its_own():
     model = Filtering(4, 1, 0.0, 8, torch.float32)
-    assert [item.name for item in NamedParameters.of(model).with_roles(["filter"])] == ["layers.0.up.weight"]
+    assert [item.name for item in NamedParameters.of(model) if item.role == "filter"] == ["layers.0.up.weight"]
     assert roles_of(model)["layers.0.down.weight"] == "matrix"
 
 

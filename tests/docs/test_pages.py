@@ -15,6 +15,7 @@ import pytest
 from fences import ALL, BROKEN, EXAMPLE, MAKE_DATA, NEED_EXAMPLE, ROOT, TEN_MINUTES, Fence
 
 from forge_core import Catalog, JobError, Problem, Trainer, load_job
+from forge_testing.catalogs import with_components
 
 REST_OF_A_JOB = """
 [train]
@@ -80,7 +81,7 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalog: Catalog) -> 
         monkeypatch.syspath_prepend(EXAMPLE)
         import forge_plugin_signsgd
 
-        return catalog.with_components({"optimizer": {"signsgd": forge_plugin_signsgd.SignSGD}}, EXAMPLE.name)
+        return with_components(catalog, {"optimizer": {"signsgd": forge_plugin_signsgd.SignSGD}}, EXAMPLE.name)
 
     return go
 

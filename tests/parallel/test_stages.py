@@ -14,6 +14,7 @@ from forge_core.engine.trainer import Trainer
 from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
 from forge_testing import tiny_job
+from forge_testing.catalogs import with_components
 from forge_testing.processes import run_on_ranks
 
 
@@ -58,7 +59,7 @@ STAGES = {"sharding": Sharding, "compiling": Compiling, "swapping": Swapping, "c
 
 @pytest.fixture
 def stages() -> Catalog:
-    return Catalog.installed().with_components({"parallel": STAGES})
+    return with_components(Catalog.installed(), {"parallel": STAGES})
 
 
 def chosen(catalog, *names):

@@ -29,6 +29,7 @@ from forge_core.plugins.catalog import (
     declared_entry_points,
 )
 from forge_kit.routers import RouterComponent
+from forge_testing.catalogs import with_components
 
 Install = Callable[..., Path]
 
@@ -311,7 +312,7 @@ class TestSpelling:
         assert Catalog([]).type_of(InMemory) == f"{__name__}:InMemory"
 
     def test_components_given_in_memory_belong_to_the_distribution_named(self) -> None:
-        catalog = Catalog.installed().with_components({"optimizer": {"mine": InMemory}}, "my-notebook")
+        catalog = with_components(Catalog.installed(), {"optimizer": {"mine": InMemory}}, "my-notebook")
         assert catalog.load("optimizer", "mine") is InMemory
         assert catalog.type_of(InMemory) == "my-notebook/mine"
 

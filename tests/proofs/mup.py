@@ -51,7 +51,7 @@ class MuP(Plugin):
         model = yield
         base = attrs.evolve(component, **self.base).build(context)
         inputs = {item.name: item.parameter.shape[-1] for item in NamedParameters.of(base)}
-        hidden = NamedParameters.of(model).with_roles(HIDDEN)
+        hidden = NamedParameters(item for item in NamedParameters.of(model) if item.role in HIDDEN)
         if missing := [item.name for item in hidden if item.name not in inputs]:
             raise JobError([Problem("plugins.mup.base", f"lacks {missing[0]}; it may be narrower, and nothing else")])
         self.ratios = {item.name: inputs[item.name] / item.parameter.shape[-1] for item in hidden}

@@ -20,6 +20,7 @@ from forge_plugin_compile import Compile
 from forge_plugin_generate.generate import generate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, PenalisedModel, TinyModel
+from forge_testing.catalogs import with_components
 from forge_testing.tiny_model import TinyNetwork
 
 TRACED = Compile(backend="aot_eager")
@@ -172,7 +173,7 @@ def test_it_stands_after_what_changes_blocks_and_before_the_sharding_of_paramete
     around = ["fsdp", "activation_checkpointing", "cp", "ep", "tp", "float8", "pp"]
     kinds = {name: type(name, (Stage,), {}) for name in around}
     stages = {name: kind() for name, kind in kinds.items()} | {"compile": Compile()}
-    order = [stage.name for stage in order_stages(stages, catalog.with_components({"parallel": kinds}))]
+    order = [stage.name for stage in order_stages(stages, with_components(catalog, {"parallel": kinds}))]
     assert order.index("compile") == order.index("fsdp") - 1 == len(around) - 1
 
 

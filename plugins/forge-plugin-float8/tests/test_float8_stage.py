@@ -33,6 +33,7 @@ from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel
 from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing import Numbers, TinyModel, job_problems, tiny_job
+from forge_testing.catalogs import with_components
 from forge_testing.processes import run_on_ranks
 from forge_testing.tiny_model import TinyNetwork
 
@@ -243,7 +244,7 @@ def test_it_stands_after_the_pipeline_split_and_before_all_else():
     names = ["fsdp", "compile", "activation_checkpointing", "cp", "ep", "tp", "pp"]
     kinds = {name: type(name, (Stage,), {}) for name in names}
     stages = {name: kind() for name, kind in kinds.items()} | {"float8": Float8()}
-    order = [stage.name for stage in order_stages(stages, Catalog.installed().with_components({"parallel": kinds}))]
+    order = [stage.name for stage in order_stages(stages, with_components(Catalog.installed(), {"parallel": kinds}))]
     assert order[:2] == ["pp", "float8"]
 
 

@@ -26,6 +26,7 @@ from forge_kit.sampled_texts import SampledText, SampledTexts
 from forge_plugin_report import write_report
 from forge_plugin_report.collect import runs_of, sections_of
 from forge_plugin_report.heat_map_png import image_of
+from forge_testing.catalogs import with_components
 
 EVIL = "<script>alert(1)&quot;'\"<b>"
 COUNTS = {"moe/load": {"0": [4.0, 4.0, 8.0, 0.0], "3": [4.0, 4.0, 4.0, 4.0]}}
@@ -184,12 +185,12 @@ class TestComparison:
 
 class TestSections:
     def test_another_distribution_adds_one(self, runs: list[Path]) -> None:
-        catalog = Catalog.installed().with_components({"report_section": {"weather": Weather}})
+        catalog = with_components(Catalog.installed(), {"report_section": {"weather": Weather}})
         [section] = sections_of(runs_of(runs), catalog, chosen=["weather"])
         assert (section.title, section.blocks) == ("Weather", [Paragraph(text="rain in a")])
 
     def test_one_that_fails_says_so_and_leaves_the_others(self, runs: list[Path]) -> None:
-        catalog = Catalog.installed().with_components({"report_section": {"broken": Broken}})
+        catalog = with_components(Catalog.installed(), {"report_section": {"broken": Broken}})
         with pytest.warns(UserWarning, match="section broken of in-memory 0 could not be made: ZeroDivisionError"):
             found = {section.name: section for section in sections_of(runs_of(runs), catalog)}
         assert "ZeroDivisionError" in found["broken"].blocks[0].text  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ from typing import Any
 
 from forge_core.contracts.components import Component, Plugin
 from forge_core.contracts.errors import PluginError
-from forge_core.plugins.catalog import CORE, Catalog, Offer
+from forge_core.plugins.catalog import CORE, Catalog, Distribution, Offer
 from forge_core.plugins.manager import Plugins
 
 Components = Mapping[str, Mapping[str, type[Component]]]
@@ -29,7 +29,18 @@ def catalog_of(components: Components | None = None, name: str = "in-memory") ->
     core = installed.distribution(CORE)
     assert core is not None, "the core is running, so it is installed"
     own = Catalog([offer for offer in installed.offers() if offer.distribution == core])
-    return own.with_components(components, name) if components else own
+    return with_components(own, components, name) if components else own
+
+
+def with_components(catalog: Catalog, components: Components, name: str = "in-memory") -> Catalog:
+    """The catalog with further components, by kind and type, as if distribution `name` offered them."""
+    dist = Distribution(name, "0")
+    extra = [
+        Offer(kind, type_, f"{cls.__module__}:{cls.__qualname__}", dist, cls)
+        for kind, classes in components.items()
+        for type_, cls in classes.items()
+    ]
+    return Catalog([*catalog.offers(), *extra])
 
 
 def plugins_with(components: Components | None = None, **plugins: Plugin) -> Plugins:

@@ -7,6 +7,7 @@ import torch
 from attrs import frozen
 
 from forge_core.contracts.components import OptimizerComponent
+from forge_core.contracts.optimizer import NamedParameters
 from forge_testing.suites import OptimizerSuite
 
 pytestmark = pytest.mark.thorough
@@ -109,7 +110,7 @@ def using(cls):
 
 
 def without_norms(parameters, lr):
-    return Descent(parameters.without_roles(["norm"]).groups(0.0), lr)
+    return Descent(NamedParameters(p for p in parameters if p.role != "norm").groups(0.0), lr)
 
 
 def nameless(parameters, lr):
