@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attrs import NOTHING, Attribute, Factory, fields, frozen, has, resolve_types
@@ -63,7 +63,8 @@ class Demand:
 
     text: str
     """Completes the sentence "it must …": `be > 0`."""
-    check: Callable[[Any, Any, Any], Any]
+    check: Any
+    """The validator, which is called with the instance, the field and the value."""
 
 
 def demands(validator: Any) -> Iterator[Demand]:

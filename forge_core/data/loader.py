@@ -202,7 +202,8 @@ class Concatenated(ConcatDataset):
         self.bytes_per_token = float(np.average(rates, weights=lengths)) if self._all_known else None  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Sample:
-        sample, dataset = super().__getitem__(index), self.datasets[bisect_right(self.cumulative_sizes, index)]
+        sample = super().__getitem__(index)
+        dataset: Any = self.datasets[bisect_right(self.cumulative_sizes, index)]
         return {**sample, BYTES_PER_TOKEN: np.array(dataset.bytes_per_token)} if self._all_known else sample
 
 

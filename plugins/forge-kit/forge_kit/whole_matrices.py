@@ -7,7 +7,6 @@ travel back: two collectives a step, and the work is divided, not repeated. Rank
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from forge_core.contracts.deprecation import deprecated
 from forge_kit.mesh import coordinate, layer_dimensions, place_of
 from forge_kit.torch_internals import flattened, is_strided
 
@@ -65,7 +63,6 @@ class WholeMatrices:
         mesh: DeviceMesh | None = None,
         cost: Callable[[Sequence[int]], float] = lambda shape: math.prod(shape) * min(shape),
     ) -> None:
-        mesh = _mesh_of(mesh)
         self._group, ranks = _sharing_ranks(mesh)
         self.rank = ranks.index(dist.get_rank()) if self._group is not None else 0
         self.matrices = list(_matrices(parameters, mesh, ranks, self.rank, cost))
@@ -210,14 +207,6 @@ class WholeMatrices:
         )
         parts = iter(received.split([length for rank in range(size) for length in lengths[rank]]))
         return {rank: deque(next(parts) for _ in lengths[rank]) for rank in range(size)}
-
-
-def _mesh_of(mesh: Any) -> DeviceMesh | None:
-    # A build context is accepted in place of its mesh, as before 0.2.
-    if mesh is None or isinstance(mesh, DeviceMesh):
-        return mesh
-    warnings.warn(deprecated("WholeMatrices(parameters, context)", "0.4", "pass context.mesh"), stacklevel=3)
-    return mesh.mesh
 
 
 def _stacks(matrices: Sequence[Matrix], elements: int) -> list[list[Matrix]]:

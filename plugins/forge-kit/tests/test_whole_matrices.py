@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from forge_core.contracts.deprecation import ForgeDeprecation
 from forge_core.parallel.mesh import local_part
 from forge_kit.whole_matrices import WholeMatrices
 from forge_testing.processes import run_on_ranks
@@ -154,11 +152,6 @@ def batches_on(ranks):
     mesh = DeviceMesh("cpu", torch.arange(ranks).view(degrees), mesh_dim_names=DIMENSIONS)
     whole = WholeMatrices([full(name) for name in SHAPES], mesh)
     return [len(batch) for batch in whole.batches(range(len(SHAPES)), elements=1)]
-
-
-def test_a_context_in_place_of_its_mesh_is_deprecated():
-    with pytest.warns(ForgeDeprecation, match=r"pass context\.mesh"):
-        assert WholeMatrices([full("square")], SimpleNamespace(mesh=None)).rank == 0
 
 
 def shapes_of(name):

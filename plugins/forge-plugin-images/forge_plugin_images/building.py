@@ -64,7 +64,7 @@ class MeasuredDocuments:
         _check_broken(keys, entries)
         if keys.too_long == "stop":
             _check_room(documents, entries, rows.room)
-        return cls(documents, index, rows, Tolerance(keys.skips_unreadable, keys.unreadable_share, len(entries)))
+        return cls(documents, index, rows, Tolerance(keys.skips_unreadable, keys.max_unreadable, len(entries)))
 
     def part(self, wanted: np.ndarray, held_out: ImageRows | None = None) -> ImageRows:
         """Returns rows of the wanted documents, (documents,) bool."""
@@ -89,10 +89,10 @@ def _fits(entries: np.ndarray, room: Needs) -> np.ndarray:
 
 
 def _check_broken(keys: ImageDataset, entries: np.ndarray) -> None:
-    if (broken := int(entries["broken"].sum())) > keys.unreadable_share * len(entries):
+    if (broken := int(entries["broken"].sum())) > keys.max_unreadable * len(entries):
         message = f"{broken} of {len(entries)} documents have images or videos that cannot be read"
         hint = "repair them (they are named in the log), or allow more"
-        raise JobError([Problem("max_unreadable", f"{keys.unreadable_share}, but {message}; {hint}")])
+        raise JobError([Problem("max_unreadable", f"{keys.max_unreadable}, but {message}; {hint}")])
 
 
 def _check_room(documents: ImageDocuments, entries: np.ndarray, room: Needs) -> None:

@@ -11,7 +11,6 @@ import attrs
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, le, lt, optional
 
-from forge_core import deprecated_key
 from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.rank_zero import from_rank0, is_checked_elsewhere
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from forge_plugin_images.visuals import VisualSource
     from forge_plugin_vision import ImageFormat, ImageInput
 
-MAX_UNREADABLE = 0.01
 NO_TOKENIZER = 'texts need a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'
 
 
@@ -150,24 +148,13 @@ class ImageDataset(DatasetComponent):
     unreadable: Literal["stop", "skip"] = "stop"
     """Documents with images or videos that cannot be read: end the run, or leave them out, named in the log and counted
     by the metric `data/unreadable`."""
-    max_unreadable: float = field(default=MAX_UNREADABLE, validator=and_(ge(0.0), lt(1.0)))
+    max_unreadable: float = field(default=0.01, validator=and_(ge(0.0), lt(1.0)))
     """With `unreadable = "skip"`: share of the documents above which the run ends all the same."""
-    broken: Literal["stop", "skip"] = field(default="stop", metadata=deprecated_key("0.4", "set unreadable"))
-    """The name of `unreadable` before."""
-    max_broken: float = field(
-        default=MAX_UNREADABLE, validator=and_(ge(0.0), lt(1.0)), metadata=deprecated_key("0.4", "set max_unreadable")
-    )
-    """The name of `max_unreadable` before."""
 
     @property
     def skips_unreadable(self) -> bool:
         """Whether documents that cannot be read are left out."""
-        return "skip" in (self.unreadable, self.broken)
-
-    @property
-    def unreadable_share(self) -> float:
-        """The share of documents that may be left out."""
-        return self.max_unreadable if self.max_unreadable != MAX_UNREADABLE else self.max_broken
+        return self.unreadable == "skip"
 
     def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterable[Part]:
         """Yields runs of tokens and visuals of a record's document, in order, without the end-of-text."""
@@ -227,7 +214,7 @@ class ImageDataset(DatasetComponent):
         if context.tokenizer is None:
             raise JobError(NO_TOKENIZER)
         documents = self.documents_of(context, context.tokenizer, self.records())
-        allowed = self.unreadable_share if self.skips_unreadable else 0.0
+        allowed = self.max_unreadable if self.skips_unreadable else 0.0
         return Decodable(documents=documents, key="max_unreadable" if allowed else "unreadable", allowed=allowed)
 
     def documents_of(

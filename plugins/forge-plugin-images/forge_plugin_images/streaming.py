@@ -227,7 +227,7 @@ def image_stream(keys: ImageDataset, context: BuildContext, tokenizer: Tokenizer
     records = StreamedRecords.open(keys, source, keys.split, lanes)
     documents = keys.documents_of(context, tokenizer, records)
     rows = row_format(context, documents)
-    tolerance = StreamTolerance(keys.skips_unreadable, keys.unreadable_share)
+    tolerance = StreamTolerance(keys.skips_unreadable, keys.max_unreadable)
     reader: LaneReader[Read | Broken] = LaneReader(
         records.rows,
         RecordReader(records, documents, rows.room, keys.too_long).encode,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
-import tomli_w
 from PIL import Image
 
-from forge_core import ForgeDeprecation, Trainer, dump_job, load_job
-from forge_core.contracts.errors import DataError
+from forge_core import Trainer
 from forge_plugin_images import ImageText
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_parallel import ContextParallel
@@ -74,17 +71,3 @@ def test_rows_of_text_beside_them_count_none(make_job, catalog, path):
     job = make_job(ImageText(path=path, unreadable="skip", max_unreadable=0.5), model=tiny_model(8, 16), steps=4)
     job = attrs.evolve(job, data=attrs.evolve(job.data, sources=(*job.data.sources, RandomDocuments(longest=20))))
     assert sum(logged(Trainer(job, catalog=catalog).run().folder)) == len(BROKEN)  # half of 16 rows are the images
-
-
-def test_the_keys_of_before_still_hold_and_say_what_replaces_them(build, make_job, catalog, path, tmp_path):
-    table = tomllib.loads(dump_job(make_job(ImageText(path=path), model=tiny_model(8, 16)), catalog))
-    table["data"]["sources"][0] |= {"broken": "skip", "max_broken": 0.5}
-    (tmp_path / "job.toml").write_text(tomli_w.dumps(table))
-    with pytest.warns(ForgeDeprecation) as told:
-        [images] = load_job(str(tmp_path / "job.toml"), catalog=catalog).data.sources
-    assert [str(warning.message).partition("; ")[2] for warning in told] == ["set unreadable", "set max_unreadable"]
-    data = build(images, model=tiny_model(8, 16))
-    assert [int(data[row]["broken_documents"]) for row in BROKEN] == [1, 1]
-    data = build(attrs.evolve(images, max_unreadable=0.2), model=tiny_model(8, 16))
-    with pytest.raises(DataError, match=r"2 of 8 documents cannot be read, more than max_unreadable = 0.2"):
-        [data[row] for row in BROKEN]

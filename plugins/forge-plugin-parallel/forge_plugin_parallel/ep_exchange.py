@@ -7,7 +7,6 @@ D model width; R ranks.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from forge_core.contracts.deprecation import deprecated
 from forge_kit.dispatch import Dispatch, ExpertStack
 from forge_kit.torch_internals import FakeTensor
 from forge_plugin_parallel.collectives import exchange_rows, send_rows
@@ -67,12 +65,7 @@ class Exchange:
         chosen: Tensor,
         rows: int | None = None,
         overlap_fn: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        if meanwhile is not None:
-            notice = deprecated("the argument meanwhile of an expert stack", "0.4", "name it overlap_fn")
-            warnings.warn(notice, stacklevel=2)
-            overlap_fn = meanwhile
         if overlap_fn is not None and not self.overlap:
             overlap_fn()
         ranks = dist.get_world_size(self.group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from unittest import mock
 
@@ -103,19 +102,6 @@ def test_ranks_that_share_a_stack_give_what_one_process_gives(per_node):
             own = stack.weight.grad[rank * EACH : (rank + 1) * EACH]
             for seen, right in zip(ranks[rank][case], (*expected[rank], own), strict=True):
                 torch.testing.assert_close(seen, right, rtol=1e-12, atol=1e-12, msg=f"{case}, rank {rank}")
-
-
-def with_old_keyword(rank):
-    _, stack = shared()
-    calls = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stack(*tokens_of(rank, "every choice"), meanwhile=lambda: calls.append(1))
-    return len(calls), [item.category.__name__ for item in caught]
-
-
-def test_the_overlap_function_may_have_its_old_name_for_now():
-    assert run_on_ranks(RANKS, with_old_keyword) == [(1, ["ForgeDeprecation"])] * RANKS
 
 
 def sent_by(rank, per_node):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, gt
 
-from forge_core import deprecated_key
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_transformer import PlainRope
 
@@ -44,22 +43,15 @@ class MultimodalRope(PlainRope):
     positions_per_second: float = field(default=2.0, validator=gt(0))
     """For `time = "seconds"`: positions of a second, rounded down for each entry of the time axis.
     `tokens_per_second` of Hugging Face configurations."""
-    frame_interval: float = field(
-        default=1.0,
-        validator=gt(0),
-        metadata=deprecated_key("0.4", 'set time = "seconds" and positions_per_second'),
-    )
-    """For `time = "frames"`: positions from one entry of a video's time axis to the next, rounded down for each."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         frames, *sides = self.sections
         if self.interleaved and max(sides) > frames:
             message = f"{list(self.sections)} has more pairs for rows or columns than for frames"
             yield Problem("sections", f"{message}, so that they cannot take turns; change it, or interleaved = false")
-        for key, default, time in (("positions_per_second", 2.0, "seconds"), ("frame_interval", 1.0, "frames")):
-            if (value := getattr(self, key)) != default and self.time != time:
-                message = f'{value} has no meaning with time = "{self.time}"'
-                yield Problem(key, f'{message}; leave it out, or set time = "{time}"')
+        if self.positions_per_second != 2.0 and self.time != "seconds":
+            message = f'{self.positions_per_second} has no meaning with time = "{self.time}"'
+            yield Problem("positions_per_second", f'{message}; leave it out, or set time = "seconds"')
         yield from self._timestamp_problems(job)
 
     def _timestamp_problems(self, job: Job) -> Iterable[Problem]:
@@ -85,7 +77,7 @@ class MultimodalRope(PlainRope):
             self.frequencies(rotated),
             axes(self.sections, self.interleaved),
             time=self.time,
-            interval=self.positions_per_second if self.time == "seconds" else self.frame_interval,
+            interval=self.positions_per_second if self.time == "seconds" else 1.0,
             amplitude=self.amplitude(),
             length=context.job.train.seq_len,
             dtype=context.dtype,

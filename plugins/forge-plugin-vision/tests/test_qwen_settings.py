@@ -51,10 +51,6 @@ def changed(**changes: Any) -> VisionLanguage:
             {"rope": MultimodalRope(sections=(2, 1, 1), positions_per_second=4.0)},
             'rope.positions_per_second: 4.0 has no meaning with time = "frames"; .* set time = "seconds"',
         ),
-        (
-            {"rope": MultimodalRope(sections=(2, 1, 1), time="apart", frame_interval=2.0)},
-            'rope.frame_interval: 2.0 has no meaning with time = "apart"',
-        ),
     ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, Any], message: str, tmp_path: Any) -> None:
