@@ -93,7 +93,7 @@ class Index:
     tensors: Mapping[str, StoredTensor]
 
     @property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Name -> (shape, dtype)."""
         return {name: (stored.size, stored.dtype) for name, stored in self.tensors.items()}
 
