@@ -186,15 +186,8 @@ def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -
     built = _build(source, context, path)
     if isinstance(built, DocumentStream) and not isinstance(built, Stream):
         if not isinstance(packing, WindowPacking):
-            raise JobError(
-                [
-                    Problem(
-                        path,
-                        "is a stream, and [data.packing] needs all documents at once; take another packing, or read "
-                        "the data as a whole",
-                    )
-                ]
-            )
+            hint = "take another packing, or read the data as a whole"
+            raise JobError([Problem(path, f"is a stream, and [data.packing] needs all documents at once; {hint}")])
         built = StreamWindows(built, context.job.train.seq_len, packing)
     elif isinstance(built, Documents):
         return context.build(packing, documents=built)

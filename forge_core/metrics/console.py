@@ -123,7 +123,12 @@ class PlainLogger:
             self._print(f"step {step}/{self._steps}  {describe_evaluation(record)}")
         # The first step shows at once that the run trains; a skipped update is never left out.
         elif due or step % self._interval == 0 or step in (self._first + 1, self._steps) or record.get("skipped"):
-            self._print(f"step {step}/{self._steps}  {describe(record)}  {self._times(step)}")
+            # From the steps of this process alone: a run that continues may be on other machines than before.
+            elapsed = time.perf_counter() - self._began
+            self._print(
+                f"step {step}/{self._steps}  {describe(record)}  {clock(elapsed)} so far, "
+                f"{clock(elapsed / (step - self._first) * (self._steps - step))} left"
+            )
 
     def close(self) -> None:
         pass
@@ -131,11 +136,6 @@ class PlainLogger:
     def _print(self, line: str) -> None:
         self._last = time.perf_counter()
         self._terminal.print(line, soft_wrap=True)  # else rich breaks lines at 80 columns where output goes to a file
-
-    def _times(self, step: int) -> str:
-        # From the steps of this process alone: a run that continues may be on other machines than before.
-        elapsed = time.perf_counter() - self._began
-        return f"{clock(elapsed)} so far, {clock(elapsed / (step - self._first) * (self._steps - step))} left"
 
 
 def describe(record: Mapping[str, Any]) -> str:

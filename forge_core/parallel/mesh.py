@@ -170,7 +170,7 @@ RING_UP_TO = 64
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
     """Whether any rank of the run has each flag set. Collective."""
-    return [bool(flag) for flag in largest(flags)]
+    return list(map(bool, largest(flags)))
 
 
 def largest(values: Sequence[float]) -> list[float]:
