@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from forge_kit.direct_calls import directly_callable
+
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill, VocabShard
 
@@ -29,6 +31,12 @@ class MatrixShard(NamedTuple):
     """0: each rank holds some of the outputs. 1: each holds some of the inputs, and results are summed over ranks."""
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the tensor in a dtype, as `Tensor.to`, whose call costs as much as a small operation for nothing."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+@directly_callable
 class Linear(nn.Module):
     """y = x Wᵀ + b in the dtype of x; `weight` is (out, in), drawn from N(0, std²), `bias` starts at zero."""
 
@@ -48,8 +56,8 @@ class Linear(nn.Module):
         """There are none."""
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        bias = None if self.bias is None else cast(self.bias, x.dtype)
+        return F.linear(x, cast(self.weight, x.dtype), bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -63,7 +71,7 @@ class LayerNorm(nn.LayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (None if part is None else part.to(x.dtype) for part in (self.weight, self.bias))
+        weight, bias = (None if part is None else cast(part, x.dtype) for part in (self.weight, self.bias))
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 

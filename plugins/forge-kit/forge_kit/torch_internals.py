@@ -20,9 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 
+# Whether hooks of all modules are registered, by a tracer or a counter of operations, say.
+from torch.nn.modules.module import _has_any_global_hook
+
 # Described in torch's "Extending PyTorch", but in a module whose name is private.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +39,7 @@ __all__ = [
     "NormBase",
     "TorchDispatchMode",
     "buffers_of",
+    "children_of",
     "defer_reduction",
     "detect_fake_mode",
     "flash_on_cpu",
@@ -49,6 +54,8 @@ __all__ = [
     "foreach_mul_",
     "foreach_sign_",
     "grouped_mm",
+    "hooks_registered",
+    "is_called_plainly",
     "is_compiled",
     "is_strided",
     "parameters_of",
@@ -87,6 +94,24 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Returns the dictionary in which a module looks its own buffers up, those that are None included."""
     return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Returns the dictionary in which a module looks its children up."""
+    return module._modules
+
+
+def is_called_plainly(module: nn.Module) -> bool:
+    """Returns whether a call of the module is nothing but a call of its class's `forward`: no hook, not compiled."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    # A stage may also have put another `forward` on the instance.
+    changed = hooks or module._compiled_call_impl is not None or "forward" in vars(module)
+    return not (changed or _has_any_global_hook())
+
+
+def hooks_registered() -> int:
+    """Returns a number that grows with each hook that is registered, on whatever module."""
+    return RemovableHandle.next_id
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, YarnRope
 from forge_plugin_transformer.modules import cache as cache_module
 from forge_plugin_transformer.modules.attention import KVCache
+from forge_plugin_transformer.modules.softmax_attention import WHOLE
 
 MakeModel = Callable[..., Any]
 
@@ -161,3 +162,113 @@ def test_a_window_beyond_the_length_keeps_everything(ids: Tensor) -> None:
     masks = [cache.extend(heads, heads, torch.arange(3)[None])[2] for cache in windows]
     assert all(torch.equal(mask, masks[0]) for mask in masks)
     assert len({cache.nbytes for cache in windows}) == 1
+
+
+class Operations(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def next_position(model: Any, cache: Any, number: int) -> Tensor:
+    batch = {"input_ids": torch.full((2, 1), 7), "positions": torch.full((2, 1), number)}
+    hidden: Tensor = model.decode(batch, cache)
+    return hidden
+
+
+def test_hooks_of_any_module_see_each_new_position(model: Any) -> None:
+    caches = [model.new_cache(2, 20) for _ in range(2)]
+    caches[1] = dict(caches[1])  # whose layers are called as modules
+    calls: list[list[str]] = [[], []]
+    for cache in caches:
+        next_position(model, cache, 0)
+    for seen, cache in zip(calls, caches, strict=True):
+        handles = [
+            module.register_forward_hook(lambda *_, name=name, seen=seen: seen.append(name))
+            for name, module in model.named_modules()
+        ]
+        next_position(model, cache, 1)
+        for handle in handles:
+            handle.remove()
+    assert calls[0] == calls[1]
+    assert {"layers.0", "layers.1.attention.q", "layers.1.middle", "norm"} <= set(calls[0])
+
+
+@torch.no_grad()
+def test_a_new_position_takes_few_operations(make_model: MakeModel) -> None:
+    model = make_model(attention=GroupedQueryAttention(heads=4)).eval()
+    cache = model.new_cache(2, 20)
+    for number in range(3):
+        with Operations() as operations:
+            next_position(model, cache, number)
+    assert len(model.layers) == 2
+    assert operations.count <= 170  # 161 with torch 2.13; a mask and the norms of training would make them about 200
+
+
+def masks_of(cache: KVCache, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask that layers share, and the one that says each pair, of positions that are then appended."""
+    batch = cache.with_mask({"positions": positions})
+    shared, full = cache.shared_mask(batch), cache.mask(positions)
+    heads = torch.zeros(*positions.shape, 2, 8)
+    cache.extend(heads, heads, positions, shared)
+    assert shared is not None
+    return shared, full
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_mask_that_hides_nothing_has_one_element(window: int) -> None:
+    cache = KVCache(2, 20, window)
+    masks_of(cache, torch.arange(4).expand(2, -1))
+    for number in range(4, 8):
+        shared, full = masks_of(cache, torch.full((2, 1), number))
+        assert shared is WHOLE
+        assert full.all()
+        assert full.shape == (2, 1, 1, window or number + 1)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [[[-1, 0, 1], [0, 1, 2]], [[2], [3]], [[3], [4]]],
+        [[[0, 1, 2], [0, 1, 2]], [[-1], [3]], [[3], [4]]],
+        [[[0, 1, 2], [0, 5, 2]], [[3], [3]], [[4], [4]]],
+        [[[0], [-1]], [[1], [0]]],
+    ],
+    ids=["padding", "padding behind", "out of order", "padding first"],
+)
+def test_positions_that_do_not_see_all_have_a_whole_mask(positions: list[list[list[int]]]) -> None:
+    cache = KVCache(2, 20)
+    for step in positions:
+        shared, full = masks_of(cache, torch.tensor(step))
+        assert shared.equal(full) or full.all()
+    assert not full.all()
+    assert shared.equal(full)
+
+
+def test_positions_that_were_asked_for_and_not_appended_are_forgotten() -> None:
+    cache, heads = KVCache(1, 20), torch.zeros(1, 1, 2, 8)
+    for number in (0, 1):
+        masks_of(cache, torch.tensor([[number]]))
+    assert cache.sees_all(torch.tensor([[2]]))
+    cache.extend(heads, heads, torch.tensor([[9]]))
+    shared, full = masks_of(cache, torch.tensor([[3]]))
+    assert shared.equal(full)
+    assert not full.all()
+
+
+def test_joined_rows_with_padding_have_a_whole_mask() -> None:
+    caches = [KVCache(1, 20), KVCache(1, 20)]
+    for cache, length in zip(caches, (2, 4), strict=True):
+        masks_of(cache, torch.arange(length)[None])
+        masks_of(cache, torch.tensor([[length]]))
+    row = torch.tensor([0])
+    joined = caches[0].joined([(caches[0], row), (caches[1], row)], 5, 20)
+    shared, full = masks_of(joined, torch.tensor([[3], [5]]))
+    assert shared.equal(full)
+    assert full.squeeze().int().tolist() == [[0, 0, 1, 1, 1, 1], [1] * 6]
+    alone = caches[0].joined([(caches[1], row)], 5, 20)
+    assert masks_of(alone, torch.tensor([[5]]))[0] is WHOLE

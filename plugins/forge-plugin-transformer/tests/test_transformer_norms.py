@@ -33,6 +33,19 @@ def test_rms_norm_and_its_gradients_equal_torch(make_part: Callable[..., Any]) -
     torch.testing.assert_close(torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 1, 12), (3, 1, 2, 12)])
+def test_rms_norm_of_a_generated_token_equals_that_of_training(
+    make_part: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    norm = randomise(make_part(RMSNorm(eps=1e-2), dim=12))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    with torch.no_grad():
+        generated = norm(x)
+    assert generated.dtype == dtype
+    torch.testing.assert_close(generated, norm(x).detach(), atol=1e-6 if dtype == torch.float32 else 1e-2, rtol=1e-5)
+
+
 def test_rms_norm_gradients_equal_numerical_ones(make_part: Callable[..., Any]) -> None:
     norm = randomise(make_part(RMSNorm(), dim=6, dtype=torch.float64))
     x = torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True)

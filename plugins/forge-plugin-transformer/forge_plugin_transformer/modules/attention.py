@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from forge_kit.direct_calls import directly_callable
 from forge_kit.modules import Linear
 from forge_kit.taps import TapPoint
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
@@ -22,6 +23,7 @@ from forge_plugin_transformer.modules.rotary import (
     with_tables,
 )
 from forge_plugin_transformer.modules.sinks import HeadSinks
+from forge_plugin_transformer.modules.softmax_attention import WHOLE
 from forge_plugin_transformer.modules.spans import attend_in_spans, see_spans, with_span_mask
 from forge_plugin_transformer.scoring import visible_pairs
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 class KVCache(Cache):
     """Keys and values of the positions so far."""
+
+    whole_mask = WHOLE
 
     def extend(
         self, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor | None = None
@@ -46,6 +50,7 @@ class KVCache(Cache):
         return keys, values, mask
 
 
+@directly_callable
 class PassThrough(nn.Module):
     """The identity on several tensors."""
 
@@ -53,6 +58,7 @@ class PassThrough(nn.Module):
         return tensors
 
 
+@directly_callable
 class GroupedAttention(nn.Module):
     """o(attention(q(x), k(x), v(x))): see `AttentionComponent` for the contract."""
 

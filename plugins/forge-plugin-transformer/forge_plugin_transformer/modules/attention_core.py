@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from forge_kit.direct_calls import directly_callable
 from forge_plugin_transformer.attention_backends import Choice, Kernel
 from forge_plugin_transformer.document_backends import DocumentChoice, Way
 from forge_plugin_transformer.modules.documents import document_bounds, document_mask, window_mask
 from forge_plugin_transformer.modules.gemm_attention import gemm_attention
 from forge_plugin_transformer.modules.narrow_values import narrowed, padded
 from forge_plugin_transformer.modules.segment_attention import segment_attention
-from forge_plugin_transformer.modules.softmax_attention import one_query_attention, softmax_attention
+from forge_plugin_transformer.modules.softmax_attention import WHOLE, one_query_attention, softmax_attention
 from forge_plugin_transformer.scoring import PLAIN, Scoring
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ PREPARED: Mapping[Way, Prepared] = {
 """Batch entry that each way needs."""
 
 
+@directly_callable
 class AttentionCore(nn.Module):
     """Causal attention, within documents where the batch has `document_ids`, by the chosen kernel.
 
@@ -154,8 +156,8 @@ def torch_attention(
     """`scaled_dot_product_attention`, by one of its kernels or (`torch`) the one it chooses.
 
     q (B, S, H, E), k (B, T, K, E), v (B, T, K, V), mask (B, 1, S, T) or None for causal with S = T -> (B, S, H, V).
-    The mask has the window. Sinks and a cap, which those kernels do not have, are computed as they are defined,
-    whatever the kernel.
+    The mask has the window; `WHOLE` hides nothing, for S = 1. Sinks and a cap, which those kernels do
+    not have, are computed as they are defined, whatever the kernel.
 
     Raises:
         ValueError: the flash kernel is set, and it cannot take a mask on this device.
@@ -174,9 +176,9 @@ def torch_attention(
         k, v = (tensor.repeat_interleave(q.shape[2] // tensor.shape[2], 2) for tensor in (k, v))
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     with _only(kernel):
-        grouped = q.shape[1] != k.shape[1]
-        how = {"is_causal": mask is None, "scale": scoring.given_scale, "enable_gqa": grouped}
-        out = F.scaled_dot_product_attention(q, k, v, mask, **how)  # type: ignore[arg-type]
+        how = {"is_causal": mask is None, "scale": scoring.given_scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        hidden = None if mask is WHOLE else mask
+        out = F.scaled_dot_product_attention(q, k, v, hidden, **how)  # type: ignore[arg-type]
     return narrowed(out.transpose(1, 2), width)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from forge_kit.direct_calls import directly_callable
 from forge_kit.taps import TapPoint, tap_points
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ PARTS = ("attention_norm", "attention", "attention_post_norm", "ffn_norm", "ffn"
 """Parts of a block, in the order of its forward pass. A norm that the block does not have is an `nn.Identity`."""
 
 
+@directly_callable
 class Block(nn.Module):
     """x + attention(x), then x + ffn(x), each with a norm before it, after it, or both. The carry is (x (B, S, D),).
 

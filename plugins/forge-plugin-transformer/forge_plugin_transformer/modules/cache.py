@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from forge_kit.direct_calls import DirectCalls
 from forge_kit.generation import JoinsRows
 
 if TYPE_CHECKING:
@@ -25,15 +26,24 @@ NO_POSITION = -1
 class LayerCaches(dict[str, Any]):
     """The caches of a model's parts, by name; see `forge_kit.generation.JoinsRows`."""
 
+    def __init__(self, *args: Any, direct_calls: DirectCalls | None = None) -> None:
+        super().__init__(*args)
+        self._direct_calls = direct_calls or DirectCalls()
+
+    def direct(self, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """Returns what computes a single position as these layers do, with fewer calls."""
+        return self._direct_calls(layers)
+
     @property
     def joinable(self) -> bool:
         return all(isinstance(cache, JoinsRows) and cache.joinable for cache in self.values())
 
     def joined(self, parts: Sequence[tuple[LayerCaches, Tensor]], columns: int, length: int) -> LayerCaches:
-        return LayerCaches(
+        joined = [
             (name, cache.joined([(caches[name], rows) for caches, rows in parts], columns, length))
             for name, cache in self.items()
-        )
+        ]
+        return LayerCaches(joined, direct_calls=self._direct_calls)
 
 
 class Cache:
@@ -42,6 +52,9 @@ class Cache:
     Memory is allocated with the first positions, in their dtype and shape and on their device: for all positions, or
     with a window for those of the window and `SPARE` more.
     """
+
+    whole_mask: Tensor | None = None
+    """What stands for a mask (B, 1, 1, T) that hides nothing, of a class whose attention knows it."""
 
     def __init__(self, batch_size: int, length: int, window: int = 0) -> None:
         """Set up an empty cache.
@@ -60,6 +73,11 @@ class Cache:
         """Positions that are stored, the last ones of those used."""
         self._stored: Sequence[Tensor] = ()
         self._positions = torch.empty(0)
+        self._mask_key = f"mask of {type(self).__name__} within {self.window}"
+        self._newest: list[int] | None = None
+        """Greatest number of each row so far, as the host has it; None: to be looked up. Empty: there is padding."""
+        self._asked: tuple[Tensor, list[int]] | None = None
+        """The positions of `sees_all`, which are appended next, and their numbers."""
 
     @property
     def nbytes(self) -> int:
@@ -75,16 +93,35 @@ class Cache:
     def with_mask(self, batch: Batch) -> Batch:
         """Returns the batch with the mask of its next positions, which layers with equal windows share."""
         # Those layers have seen the same positions: a model feeds all of them at once.
-        key = self._mask_key
-        return batch if key in batch or "positions" not in batch else {**batch, key: self.mask(batch["positions"])}
+        key, positions = self._mask_key, batch.get("positions")
+        if key in batch or positions is None:
+            return batch
+        if self.whole_mask is not None and self.sees_all(positions):
+            return {**batch, key: self.whole_mask}
+        return {**batch, key: self.mask(positions)}
 
     def shared_mask(self, batch: Batch) -> Tensor | None:
         """Returns the mask of `with_mask`, if the batch has it."""
         return batch.get(self._mask_key)
 
-    @property
-    def _mask_key(self) -> str:
-        return f"cache_mask within {self.window}"
+    def sees_all(self, positions: Tensor) -> bool:
+        """Whether the next positions (B, S) are known to see all T: one of each row, and no padding before it.
+
+        Known on CPUs only: elsewhere the host would wait for the device.
+        """
+        self._asked = None
+        if positions.shape[1] != 1 or positions.device.type != "cpu":
+            return False
+        if self._newest is None and self._past():
+            seen = self._positions[:, self._held - self._past() : self._held]
+            newest: list[int] = seen.amax(1).tolist()
+            self._newest = newest if int(seen.amin()) >= 0 else []
+        numbers: list[int] = positions.flatten().tolist()
+        earlier = [NO_POSITION] * len(numbers) if self._newest is None else self._newest
+        if len(earlier) != len(numbers) or any(new <= old for new, old in zip(numbers, earlier, strict=True)):
+            return False
+        self._asked = positions, numbers
+        return True
 
     def mask(self, positions: Tensor) -> Tensor:
         """Returns which of T positions the next ones (B, S) see: (B, 1, S, T).
@@ -126,8 +163,10 @@ class Cache:
         if not self._stored:
             self._stored = [self._room(tensor) for tensor in new]
             self._positions = self._room(positions)
-        *tensors, _ = self._extended([*new, positions])
+        tensors = self._extended([*new, positions])
         self.used = stop
+        if self._newest != []:
+            self._newest = self._asked[1] if self._asked is not None and self._asked[0] is positions else None
         return tensors, mask
 
     def _past(self) -> int:
@@ -135,20 +174,20 @@ class Cache:
         return min(self._held, self.window - 1) if self.window else self._held
 
     def _extended(self, new: Sequence[Tensor]) -> list[Tensor]:
-        """Stores S positions. Returns the tensors of those in the window of the first, and of these."""
+        """Stores S positions. Returns `new` of those in the window of the first and of these, without their numbers."""
         count, every, past = new[0].shape[1], (*self._stored, self._positions), self._past()
         if self._held + count <= self._size:
             begin, self._held = self._held - past, self._held + count
             for stored, tensor in zip(every, new, strict=True):
                 stored[:, self._held - count : self._held] = tensor
-            return [stored[:, begin : self._held] for stored in every]
+            return [stored[:, begin : self._held] for stored in self._stored]
         # No room behind the last one: the window moves to the front, once in `SPARE` steps of one position.
         first = self._held - past
         whole = [torch.cat([s[:, first : self._held], t.to(s.dtype)], 1) for s, t in zip(every, new, strict=True)]
         self._held = min(past + count, self.window - 1)
         for stored, tensor in zip(every, whole, strict=True):
             stored[:, : self._held] = tensor[:, tensor.shape[1] - self._held :]
-        return whole
+        return whole[:-1]
 
     def _room(self, like: Tensor) -> Tensor:
         if like.ndim < 4:

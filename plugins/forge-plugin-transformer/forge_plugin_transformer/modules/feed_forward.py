@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_kit.direct_calls import directly_callable
 from forge_kit.modules import Linear
 from forge_kit.taps import TapPoint
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from forge_plugin_transformer.kinds import InitStd
 
 
+@directly_callable
 class GatedFeedForward(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
@@ -39,6 +41,7 @@ class GatedFeedForward(nn.Module):
         return {"mlp_hidden": TapPoint("down", "input", axes="hidden")}
 
 
+@directly_callable
 class GELUGatedFeedForward(GatedFeedForward):
     """down(gelu(gate(x)) * up(x))."""
 
@@ -50,6 +53,7 @@ class GELUGatedFeedForward(GatedFeedForward):
         return F.gelu(gate, approximate=self.approximate)
 
 
+@directly_callable
 class PlainFeedForward(nn.Module):
     """down(gelu(up(x)))."""
 

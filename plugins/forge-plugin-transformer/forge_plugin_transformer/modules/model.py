@@ -98,11 +98,13 @@ class TransformerModel(KeepsTies):
     def decode(self, batch: Batch, cache: Mapping[str, Any]) -> Tensor:
         if POSITIONS in cache:
             batch = cache[POSITIONS].numbered(batch)
-        layers: Any = self.layers
+        layers: dict[str, Any] = dict(self.layers.items())
+        if batch["input_ids"].shape[1] == 1 and isinstance(cache, LayerCaches):
+            layers = cache.direct(layers)
         for name, layer in layers.items():
             batch = parts.prepare_decode(layer.attention, batch, cache[name])
         carry = self.embed(batch)
-        for name, layer in self.layers.items():
+        for name, layer in layers.items():
             carry = layer(carry, batch, cache[name])
         return self.finish(carry, batch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,10 +10,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from forge_kit.direct_calls import directly_callable
+from forge_kit.modules import cast
+
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
 
 
+@directly_callable
 class RootMeanSquareNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * (offset + weight), in the dtype of x; starts as the plain normalisation."""
 
@@ -30,6 +35,8 @@ class RootMeanSquareNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gain = self.gain(x.dtype)
         if x.device.type == "cpu":
+            if x.ndim > 2 and x.shape[1] == 1 and type(x) is Tensor and not torch.is_grad_enabled():
+                return _normed_position(x, gain, self.eps)
             if not torch.is_grad_enabled():  # as a function of autograd takes as long as the norm of few rows
                 return _normed(x, gain, self.eps)[0]
             return _CPUNorm.apply(x, gain, self.eps)  # type: ignore[no-untyped-call]
@@ -38,7 +45,7 @@ class RootMeanSquareNorm(nn.Module):
 
     def gain(self, dtype: torch.dtype) -> Tensor:
         """Returns the factor on each feature: for x in `dtype`, in that or wider."""
-        weight = self.weight.to(dtype)
+        weight = cast(self.weight, dtype)
         if not self.offset:
             return weight
         # 1 + weight has fewer digits of a small weight than weight itself: Gemma adds and multiplies in float32.
@@ -48,6 +55,7 @@ class RootMeanSquareNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}" + (f", offset={self.offset}" if self.offset else "")
 
 
+@directly_callable
 class SplitRootMeanSquareNorm(RootMeanSquareNorm):
     """The same for features that tensor-parallel ranks may share: each then has the weights of its own."""
 
@@ -67,6 +75,7 @@ class SplitRootMeanSquareNorm(RootMeanSquareNorm):
         return x.sum(-1, keepdim=True)
 
 
+@directly_callable
 class CentredNorm(nn.Module):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, in the dtype of x; starts as the plain normalisation."""
 
@@ -83,8 +92,8 @@ class CentredNorm(nn.Module):
         """There are none."""
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
+        bias = None if self.bias is None else cast(self.bias, x.dtype)
+        return F.layer_norm(x, self.weight.shape, cast(self.weight, x.dtype), bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
@@ -100,6 +109,22 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     # returns its own argument, in place or as a conversion without effect, loses the gradients of its inputs.
     normed = scaled * weight if torch.compiler.is_compiling() else scaled.mul_(weight)
     return (normed if normed.dtype == x.dtype else normed.to(x.dtype)), scale
+
+
+def _normed_position(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns the norm of x (B, 1, …, D), a generated token, with as few operations as there are: each costs a call."""
+    wide = cast(x, torch.promote_types(x.dtype, torch.float32))
+    dim = x.shape[-1]
+    # sqrt(sum(x²) / D + eps)
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).mul_(dim**-0.5)
+    normed = (wide / torch.hypot(length, _scalar(eps**0.5, wide.dtype))).mul_(weight)
+    return cast(normed, x.dtype)
+
+
+@lru_cache(maxsize=16)
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """Returns a number as a tensor on the CPU."""
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 class _CPUNorm(torch.autograd.Function):

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from forge_kit.modules import cast
+
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Fill
@@ -27,8 +29,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
     if width < x.shape[-1]:
         return torch.cat([rotate(x[..., :width], cos, sin), x[..., width:]], -1) if width else x
-    wide = x.to(cos.dtype)
-    return torch.addcmul(wide * cos, wide.roll(width // 2, -1), sin).to(x.dtype)
+    wide = cast(x, cos.dtype)
+    return cast(torch.addcmul(wide * cos, wide.roll(width // 2, -1), sin), x.dtype)
 
 
 def positions_of(rotary: nn.Module, batch: Batch) -> Tensor | None:
@@ -60,23 +62,21 @@ def generation_tables(rotary: nn.Module, positions: Tensor, batch: Batch) -> tup
     Negative positions are padding. An encoding whose frequencies depend on the length of a sequence (`at_lengths`)
     learns how long each row is by now.
     """
+    key = getattr(rotary, "key", None)
+    at_lengths: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(rotary, "at_lengths", None)
+    if key in batch and at_lengths is None:
+        cos, sin = batch[key].unbind()
+        return cos, sin
     own = positions_of(rotary, {**batch, "positions": positions})
     assert own is not None
-    at_lengths: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(rotary, "at_lengths", None)
-    if at_lengths is not None:
-        return at_lengths(own, positions.amax(1) + 1)
-    key = getattr(rotary, "key", None)
-    if key in batch:
-        cos, sin = batch[key]
-        return cos, sin
-    return rotary(positions.shape[1], own)
+    return rotary(positions.shape[1], own) if at_lengths is None else at_lengths(own, positions.amax(1) + 1)
 
 
 def with_generation_tables(rotary: nn.Module, batch: Batch) -> Batch:
     """Returns the batch of the next positions with their tables, shared by all layers, as `with_tables` does."""
     key = getattr(rotary, "key", None)
     # Encodings that go by the length share a key where they agree on the length of training, and no other.
-    if key is None or key in batch or "positions" not in batch or hasattr(rotary, "at_lengths"):
+    if key is None or key in batch or "positions" not in batch or getattr(rotary, "at_lengths", None) is not None:
         return batch
     return {**batch, key: torch.stack(generation_tables(rotary, batch["positions"], batch))}
 
@@ -90,6 +90,9 @@ class Rotary(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    entry = "positions"
+    at_lengths: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """See `RopeComponent`. Here, since a module searches long for an attribute that it does not have."""
 
     def __init__(self, frequencies: Sequence[float], *, amplitude: float, length: int, dtype: torch.dtype) -> None:
         """Set up the tables.

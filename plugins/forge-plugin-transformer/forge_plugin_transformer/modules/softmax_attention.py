@@ -13,6 +13,9 @@ from torch import Tensor
 
 from forge_plugin_transformer.scoring import Scoring
 
+WHOLE = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu")
+"""Stands for a mask that hides nothing from a single position. Code goes by its identity, not by its value."""
+
 
 class _ContiguousGradient(torch.autograd.Function):
     """The same tensor, whose gradient is contiguous.
@@ -54,10 +57,10 @@ def softmax_attention(
     if scoring.soft_cap:
         scores = (scores / scoring.soft_cap).tanh() * scoring.soft_cap
     if mask is None:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
-    else:
-        hidden = mask.logical_not().unsqueeze(2)
-    scores = scores.masked_fill(hidden, -torch.inf)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    elif mask is not WHOLE:
+        scores = scores.masked_fill(mask.logical_not().unsqueeze(2), -torch.inf)
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
@@ -73,7 +76,10 @@ def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: 
     rows, groups, width = len(q), k.shape[2], v.shape[-1]
     q = q.reshape(rows * groups, -1, q.shape[-1])  # the heads of a group are rows of one product: no key is repeated
     k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (k, v))
-    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask.logical_not(), -torch.inf)
-    bias = bias.expand(rows, groups, 1, -1).flatten(0, 1)
-    scores = torch.baddbmm(bias, q, k.mT, alpha=scoring.factor(q.shape[-1]))
+    factor = scoring.factor(q.shape[-1])
+    if mask is WHOLE:
+        scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.mT, beta=0, alpha=factor)
+    else:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask.logical_not(), -torch.inf)
+        scores = torch.baddbmm(bias.expand(rows, groups, 1, -1).flatten(0, 1), q, k.mT, alpha=factor)
     return torch.bmm(scores.softmax(-1), v).view(rows, 1, -1, width)

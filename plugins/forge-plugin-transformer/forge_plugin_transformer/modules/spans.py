@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from forge_plugin_transformer.modules.attention_core import torch_attention
 from forge_plugin_transformer.modules.documents import document_starts
+from forge_plugin_transformer.modules.softmax_attention import WHOLE
 from forge_plugin_transformer.scoring import PLAIN, Scoring
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def attend_in_spans(
 
 def see_spans(mask: Tensor, batch: Batch) -> Tensor:
     """Returns the mask (B, 1, S, T) of a cache with the spans of the S new positions, which are the last of T."""
-    if SPANS not in batch:
+    if SPANS not in batch or mask is WHOLE:
         return mask
     spans = batch[SPANS]
     numbers = _numbers({SPANS: spans})  # a row with a cache is one document
