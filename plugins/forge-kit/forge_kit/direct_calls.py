@@ -37,7 +37,7 @@ def direct(module: nn.Module) -> nn.Module:
     The copy shares parameters and buffers. Its children are copied likewise: one that has a hook, that a stage has
     replaced or whose class does not allow it stays as it is, and is called as ever.
     """
-    cls = type(module)
+    cls: type[Any] = type(module)
     if cls not in _classes or not is_called_plainly(module) or not _methods(cls).isdisjoint(vars(module)):
         return module
     copy: nn.Module = object.__new__(_direct_class(cls))
