@@ -7,7 +7,6 @@ can make a copy of its modules that holds parameters and children as plain attri
 
 from __future__ import annotations
 
-from functools import lru_cache
 from inspect import isfunction
 from operator import is_
 from typing import Any, TypeVar
@@ -18,7 +17,19 @@ from forge_kit.torch_internals import buffers_of, children_of, hooks_registered,
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-_classes: set[type[nn.Module]] = {nn.Identity}
+
+def _methods(cls: type[nn.Module]) -> frozenset[str]:
+    """Returns the names of the methods that the class adds to those of a module: one may be replaced on an instance."""
+    return frozenset(name for name in dir(cls) if isfunction(getattr(cls, name)) and not hasattr(nn.Module, name))
+
+
+def _copied(cls: type[nn.Module]) -> tuple[Any, frozenset[str]]:
+    """Returns the class of direct copies, of which a call is a call of `forward`, and the methods of the class."""
+    members = {"__call__": cls.forward, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), members), _methods(cls)
+
+
+_classes: dict[type[nn.Module], tuple[Any, frozenset[str]]] = {nn.Identity: _copied(nn.Identity)}
 
 
 def directly_callable(cls: type[AnyModule]) -> type[AnyModule]:
@@ -27,7 +38,7 @@ def directly_callable(cls: type[AnyModule]) -> type[AnyModule]:
     Their `forward` and what it calls read attributes of the module, and assign none: a copy would get the value, and
     not the module.
     """
-    _classes.add(cls)
+    _classes[cls] = _copied(cls)
     return cls
 
 
@@ -37,10 +48,12 @@ def direct(module: nn.Module) -> nn.Module:
     The copy shares parameters and buffers. Its children are copied likewise: one that has a hook, that a stage has
     replaced or whose class does not allow it stays as it is, and is called as ever.
     """
-    cls: type[Any] = type(module)
-    if cls not in _classes or not is_called_plainly(module) or not _methods(cls).isdisjoint(vars(module)):
+    if type(module) not in _classes or not is_called_plainly(module):
         return module
-    copy: nn.Module = object.__new__(_direct_class(cls))
+    copied, methods = _classes[type(module)]
+    if not methods.isdisjoint(vars(module)):
+        return module
+    copy: nn.Module = object.__new__(copied)
     children = {name: None if child is None else direct(child) for name, child in children_of(module).items()}
     # Not by setattr, which would register them as a module's, to be found by a search again.
     vars(copy).update({**vars(module), **parameters_of(module), **buffers_of(module), **children})
@@ -100,15 +113,3 @@ class DirectCalls:
         # Without a loop in Python, as it runs for each token.
         values = map(dict.get, self._places, self._names)
         return self._hooks == hooks_registered() and all(map(is_, values, self._held))
-
-
-@lru_cache(maxsize=64)
-def _direct_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class of direct copies: a call is a call of `forward`."""
-    return type(cls.__name__, (cls,), {"__call__": cls.forward, "__module__": cls.__module__})
-
-
-@lru_cache(maxsize=64)
-def _methods(cls: type[nn.Module]) -> frozenset[str]:
-    """Returns the names of the methods that the class adds to those of a module: one may be replaced on an instance."""
-    return frozenset(name for name in dir(cls) if isfunction(getattr(cls, name)) and not hasattr(nn.Module, name))
