@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import Model
 from forge_plugin_generate.generate import Sampling, generate
 
 END = 9
@@ -47,7 +48,7 @@ def test_settings_out_of_range_are_refused(wrong):
         Sampling(**wrong)
 
 
-class Counts(nn.Module):
+class Counts(Model):
     """Continues n with n + 1, and counts how many positions it was asked to compute."""
 
     def __init__(self):
