@@ -102,7 +102,7 @@ def _probed(model: Model, question: Callable[[_Probe], Answer], *, mixing: bool 
     failures = []
     large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
     products = _StandInProducts() if large else nullcontext()  # importing what it needs takes a second
-    for length, rows in product(LENGTHS, ROWS if model.batch_fields else ROWS[:1]):
+    for length, rows in product(LENGTHS, ROWS if getattr(model, "batch_fields", None) else ROWS[:1]):
         try:
             with _stand_ins(model, mixing), products, torch.no_grad(), torch.random.fork_rng(devices=[]):
                 return question(_Probe(model, length, rows))
