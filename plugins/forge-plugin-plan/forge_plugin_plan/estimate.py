@@ -12,7 +12,7 @@ from forge_core.job import Job
 from forge_core.parallel.layout import plan_layout
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_plan.fake_world import BroadcastLog
-from forge_plugin_plan.simulate import RankPlan, simulate
+from forge_plugin_plan.simulate import RankPlan, StateLog, simulate
 
 PLAYED = 4
 """Up to this number of pipeline ranks, the step of each is simulated; with more, only those of the first, which has
@@ -58,18 +58,30 @@ def make_plan(job: Job, catalog: Catalog, world_size: int, report: Callable[[str
     device = "cpu" if job.train.device == "cpu" else "cuda"
     layout, _ = plan_layout(job, world_size)
     broadcasts, ranks_per_stage = BroadcastLog(), world_size // layout.pp
+    states = StateLog()
 
     def rank(number: int, play: bool) -> RankPlan:
         work = "simulating a step of" if play else "building"
-        report(f"{work} pipeline rank {number} of {layout.pp}" if layout.pp > 1 else f"{work} a rank")
-        return simulate(job, catalog, world_size, number * ranks_per_stage, broadcasts, torch.device(device), play)
+        work = f"{work} pipeline rank {number} of {layout.pp}" if layout.pp > 1 else f"{work} a rank"
+        report(work)
+        return simulate(
+            job,
+            catalog,
+            world_size,
+            number * ranks_per_stage,
+            broadcasts,
+            torch.device(device),
+            states if not play else None,
+            report=lambda text: report(f"{work}, {text}"),
+        )
 
     if layout.pp <= PLAYED:
         ranks = [rank(number, play=True) for number in range(layout.pp)]
     else:
-        # Which rank has most weights is known only once all are built.
-        ranks = [rank(number, play=False) for number in range(layout.pp)]
+        # Rank 0 first: it broadcasts what the others receive. Which has most weights is known once all are built.
+        last = layout.pp - 1
+        ranks = [rank(number, play=number in (0, last)) for number in range(layout.pp)]
         fullest = max(range(layout.pp), key=lambda number: sum(ranks[number].training_state.values()))
-        for number in sorted({0, fullest, layout.pp - 1}):
-            ranks[number] = rank(number, play=True)
+        if fullest not in (0, last):
+            ranks[fullest] = rank(fullest, play=True)
     return Plan(job=job, layout=layout, device=device, ranks=ranks)

@@ -26,6 +26,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import RunContext
 from forge_kit.torch_internals import FakeTensorMode
 from forge_plugin_plan.meter import MeteredLoss
+from forge_plugin_plan.torch_internals import QuickFakeTensorMode
 
 CPU = torch.device("cpu")
 
@@ -54,7 +55,7 @@ def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
     """
     train = attrs.evolve(job.train, device="cpu", non_finite="ignore")  # nothing can be decided by values
     job = attrs.evolve(job, train=train)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = QuickFakeTensorMode(allow_non_fake_inputs=True)
     context = _context(job, catalog, mode)
     # Tensors are the CPU's, so that no GPU is needed; only the choice of kernels goes by the device of the job.
     choosing = attrs.evolve(context, device=device)

@@ -124,13 +124,19 @@ class Meter(TorchDispatchMode):
     def _without_questions_of_dtensors(self) -> AbstractContextManager:
         # DTensors find out shapes by operations on fake tensors of their own, which a real step does not compute.
         def paused(ask: Callable[[], Any]) -> Any:
-            held, self._pausing = self._pausing, True
-            try:
+            with self.paused():
                 return ask()
-            finally:
-                self._pausing = held
 
         return around_questions_of_dtensors(paused)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context, operations are not watched."""
+        held, self._pausing = self._pausing, True
+        try:
+            yield
+        finally:
+            self._pausing = held
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self.storages.keep(self.storages.piece(local_part(tensor))[0])

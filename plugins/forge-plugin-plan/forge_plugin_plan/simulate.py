@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import attrs
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 from forge_core.contracts.contexts import StepContext
@@ -19,6 +20,8 @@ from forge_core.engine.build import Run
 from forge_core.engine.step import Stepper
 from forge_core.job import Job
 from forge_core.parallel.layout import micro_batches, plan_layout
+from forge_core.parallel.mesh import local_part
+from forge_core.parallel.stages import around
 from forge_core.plugins.catalog import Catalog
 from forge_kit.batches import zero_batch
 from forge_kit.torch_internals import is_compiled
@@ -26,7 +29,15 @@ from forge_plugin_plan.fake_run import FakeRun, fake_run
 from forge_plugin_plan.fake_world import BroadcastLog, Line, fake_world, line_of
 from forge_plugin_plan.kernels import FusedAttention, count_kernels
 from forge_plugin_plan.meter import Meter, Transfer
+from forge_plugin_plan.repetition import Repetition
 from forge_plugin_plan.storages import Memory, Purpose
+
+
+@define
+class StateLog:
+    """Bytes of gradients and of optimizer state of ranks, by their parameters: the middle of a pipeline is alike."""
+
+    sizes: dict[Hashable, tuple[int, int]] = field(factory=dict)
 
 
 @frozen(kw_only=True)
@@ -72,8 +83,20 @@ class RankPlan:
         }
 
 
+WHOLE = 512
+"""Up to this number of micro-batches, those of a pipeline are all repeated or played; further ones are extrapolated."""
+
+
 def simulate(
-    job: Job, catalog: Catalog, world_size: int, rank: int, log: BroadcastLog, device: torch.device, play: bool = True
+    job: Job,
+    catalog: Catalog,
+    world_size: int,
+    rank: int,
+    log: BroadcastLog,
+    device: torch.device,
+    states: StateLog | None = None,
+    repeat: bool = True,
+    report: Callable[[str], object] = lambda text: None,
 ) -> RankPlan:
     """Build a job as rank `rank` of `world_size` does, and simulate a step.
 
@@ -84,16 +107,42 @@ def simulate(
         rank: the rank that this process takes the place of.
         log: broadcasts of ranks with lower numbers; those of this rank are appended.
         device: device that the job will run on; it need not exist.
-        play: whether the step is simulated; else there are only the figures that need none.
+        states: if given, no step is simulated, and there are only the figures that need none; sizes of ranks with
+            equal parameters are taken from it, and those of this rank are added.
+        repeat: whether most micro-batches of a pipeline may repeat what a few did, where they are alike; the figures
+            are the same.
+        report: receives the micro-batch that is simulated next.
 
     Raises:
         JobError: the job cannot be built on this number of ranks.
     """
     pipelined = plan_layout(job, world_size)[0].pp > 1
+    if repeat and states is None and pipelined:
+        attempt = BroadcastLog([*log.broadcasts])
+        with _rank(job, catalog, world_size, rank, attempt, device, pipelined) as simulated:
+            planned = simulated.plan(repeats=True, report=report)
+        if not planned.failure:
+            log.broadcasts[:] = attempt.broadcasts
+            return planned
+        # Micro-batches are not alike, or the step fails in any case. What was built has stopped half way in a step.
+    with _rank(job, catalog, world_size, rank, log, device, pipelined) as simulated:
+        return simulated.plan(repeats=False, report=report) if states is None else simulated.outline(states)
+
+
+@contextmanager
+def _rank(
+    job: Job,
+    catalog: Catalog,
+    world_size: int,
+    rank: int,
+    log: BroadcastLog,
+    device: torch.device,
+    pipelined: bool,
+) -> Iterator[_Rank]:
     with fake_world(world_size, rank, log, pipelined):
         built = fake_run(job, catalog, device)
         with built.mode:
-            return _Rank(built, rank, device).plan(play)
+            yield _Rank(built, rank, device)
 
 
 class _Rank:
@@ -103,26 +152,44 @@ class _Rank:
         self._on_gpu = device.type == "cuda"
         self._compiled = is_compiled(built.run.model)
         self._gradients = 0
+        self._repeats = False
+        self._report: Callable[[str], object] = lambda text: None
         count_kernels()
 
-    def plan(self, play: bool) -> RankPlan:
+    def plan(self, repeats: bool, report: Callable[[str], object]) -> RankPlan:
+        """Simulate a step."""
+        self._repeats, self._report = repeats, report
         memory, traffic, failure = None, None, ""
         try:
-            if play:
-                memory, traffic = self._play()
-            else:
-                self._update_by_zeros()
+            memory, traffic = self._play()
         except JobError:
             raise
         except Exception as error:
             failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self._update_by_zeros()
+        return self._planned(self._sizes(), memory, traffic, failure)
+
+    def outline(self, states: StateLog) -> RankPlan:
+        """Returns the figures that need no step; equal parameters have equal gradients and optimizer state."""
+        parameters = self._parameters()
+        if parameters not in states.sizes:
+            self._update_by_zeros()
+            states.sizes[parameters] = self._sizes()
+        return self._planned(states.sizes[parameters])
+
+    def _sizes(self) -> tuple[int, int]:
+        return self._gradients, Meter().storages.assign(_state(self._run), Purpose.OPTIMIZER)
+
+    def _planned(
+        self, sizes: tuple[int, int], memory: Memory | None = None, traffic: Traffic | None = None, failure: str = ""
+    ) -> RankPlan:
+        gradients, optimizer = sizes
         return RankPlan(
             rank=self._rank,
             pipeline_rank=self._rank // (self._layout.world_size // self._layout.pp),
             weights=Meter().storages.assign(_weights(self._run), Purpose.WEIGHTS),
-            gradients=self._gradients,
-            optimizer=Meter().storages.assign(_state(self._run), Purpose.OPTIMIZER),
+            gradients=gradients,
+            optimizer=optimizer,
             memory=memory,
             traffic=traffic,
             failure=failure,
@@ -130,8 +197,28 @@ class _Rank:
             compiled=self._compiled,
         )
 
+    def _parameters(self) -> Hashable:
+        """Returns all that gradients and optimizer state depend on: names without numbers, roles, shapes, groups."""
+        groups: dict[int, str] = {}
+        for number, group in enumerate(self._run.optimizer.param_groups):
+            settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            groups |= dict.fromkeys(map(id, group["params"]), f"{number} {settings}")
+        return tuple(
+            (
+                re.sub(r"\d+", "#", item.name),
+                item.role,
+                item.parameter.shape,
+                str(getattr(item.parameter, "placements", "")),
+                local_part(item.parameter.detach()).shape,
+                item.parameter.dtype,
+                item.parameter.requires_grad,
+                groups.get(id(item.parameter), ""),
+            )
+            for item in self._run.parameters
+        )
+
     def _play(self) -> tuple[Memory, Traffic]:
-        """Simulate enough micro-batches to know what each further one adds, and extrapolate to all of them.
+        """Simulate all micro-batches where most can repeat what a few did; else enough to know what each further adds.
 
         At first as many are simulated as the pipeline has ranks, then a few more: one, where the stages accept that.
         What the few more add is added for all further ones. If that includes memory in a pipeline, it is what the
@@ -146,7 +233,7 @@ class _Rank:
         more = next(
             (n for n in range(1, pipeline) if self._may_run(first + n) and self._may_run(first + 2 * n)), pipeline
         )
-        if count <= first + more:
+        if count <= first + more or (self._repeats and count <= WHOLE):
             meter = self._measure(count)
             return meter.storages.memory(), self._traffic(meter, meter, 0)
         played = first + more
@@ -187,9 +274,11 @@ class _Rank:
         self._loss.meter = meter
         meter.storages.assign(_state(run), Purpose.OPTIMIZER)
         _name(meter, run)
+        repeating = Repetition(meter, run.model, count, self._report).applied() if self._repeats else nullcontext()
         with meter.watching(), self._surroundings():
             stepper = Stepper(run)
-            _, sums = stepper.gradients(batches, step=0)
+            with repeating:
+                _, sums = stepper.gradients(batches, step=0)
             norm = stepper.norm()
             self._gradients = meter.storages.assign(_gradients(run), Purpose.GRADIENTS)
             stepper.update(_step_context(run, norm), sums["loss_sum"])
@@ -212,9 +301,11 @@ class _Rank:
 
     def _update_by_zeros(self) -> None:
         # Without a step, each gradient is as large as its parameter; the update then makes the optimizer's state.
-        for item in self._run.parameters:
-            p = item.parameter
-            p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.requires_grad else None
+        # Within the context of a micro-batch, in which stages set the dtype of gradients.
+        with around(self._run.built_stages, self._run.model, backward=True, last=False):
+            for item in self._run.parameters:
+                p = item.parameter
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.requires_grad else None
         self._gradients = Meter().storages.assign(_gradients(self._run), Purpose.GRADIENTS)
         self._run.optimizer.step()
 

@@ -52,6 +52,14 @@ class Piece:
     outlived: bool = False
     """Whether it outlived the backward pass that allocated it."""
 
+    def flags(self) -> tuple[Any, ...]:
+        """Returns all that operations may change."""
+        return self.bytes, self.purpose, self.copy_of_weights, self.kept, self.sent, self.outlived
+
+    def set_flags(self, flags: tuple[Any, ...]) -> None:
+        """Set what `flags` of another piece returned."""
+        self.bytes, self.purpose, self.copy_of_weights, self.kept, self.sent, self.outlived = flags
+
     def classified(self) -> Purpose:
         """Returns the final purpose, after the step."""
         if self.purpose in (*PERSISTENT, Purpose.GRADIENTS):
@@ -65,6 +73,10 @@ class Piece:
         if self.sent:
             return Purpose.COMMUNICATION
         return Purpose.GRADIENTS if self.outlived else Purpose.OTHER
+
+
+Change = tuple[Piece, int]
+"""A storage, and the bytes by which it has grown: negative when it is freed."""
 
 
 @frozen
@@ -96,7 +108,7 @@ class Storages:
 
     _pieces: dict[int, Piece] = field(factory=dict)
     _guards: dict[int, Any] = field(factory=dict)
-    _log: list[tuple[Piece, int]] = field(factory=list)
+    _log: list[Change] = field(factory=list)
     """Changes of bytes, in order."""
     kept: int = 0
     """Bytes that forward passes kept for the backward, each storage once."""
@@ -110,12 +122,18 @@ class Storages:
         key = identity_of(storage)
         if key in self._pieces:
             return self._pieces[key], False
-        size = 0 if tensor.device.type == "meta" else storage.nbytes()
-        piece = Piece(size, made_in_backward=backward_pass())
-        self._pieces[key] = piece
-        self._guards[key] = weakref.ref(storage, lambda _: self._end(key))
+        piece = self.adopt(tensor)
         self._log.append((piece, piece.bytes))
         return piece, True
+
+    def adopt(self, tensor: Tensor) -> Piece:
+        """Follow the storage of a new tensor, whose allocation is a change that `repeat` adds."""
+        storage = tensor.untyped_storage()
+        key = identity_of(storage)
+        size = 0 if tensor.device.type == "meta" else storage.nbytes()
+        piece = self._pieces[key] = Piece(size, made_in_backward=backward_pass())
+        self._guards[key] = weakref.ref(storage, lambda _: self._end(key))
+        return piece
 
     def assign(self, tensors: Iterable[Tensor], purpose: Purpose) -> int:
         """Set the purpose of tensors; returns their bytes, each storage once."""
@@ -129,6 +147,36 @@ class Storages:
         if not piece.kept:
             piece.kept = True
             self.kept += piece.bytes
+
+    # --- changes that are repeated -----------------------------------------------------------------------------------
+
+    def position(self) -> int:
+        """Returns the number of changes until now."""
+        return len(self._log)
+
+    def since(self, position: int) -> list[Change]:
+        """Returns the changes after a position."""
+        return self._log[position:]
+
+    def alive(self) -> list[Piece]:
+        """Returns the storages that exist."""
+        return [*self._pieces.values()]
+
+    def has(self, piece: Piece) -> bool:
+        """Whether a storage exists."""
+        return any(piece is other for other in self._pieces.values())
+
+    def repeat(self, changes: Iterable[Change], kept: int) -> None:
+        """Add changes, and bytes that forward passes kept, as if operations had made them."""
+        self._log.extend(changes)
+        self.kept += kept
+
+    def forget(self, piece: Piece) -> None:
+        """Follow a storage no longer, whose end is a change that was added."""
+        [key] = [key for key, other in self._pieces.items() if other is piece]
+        del self._pieces[key], self._guards[key]
+
+    # --- ends and sizes ----------------------------------------------------------------------------------------------
 
     def _end(self, key: int) -> None:
         piece = self._pieces.pop(key)

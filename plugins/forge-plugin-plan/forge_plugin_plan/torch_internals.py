@@ -12,22 +12,83 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 # The store of the backend "fake", whose collectives send nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from forge_kit.torch_internals import FakeTensor, FakeTensorMode
+
 __all__ = [
     "FakeStore",
+    "QuickFakeTensorMode",
     "around_questions_of_dtensors",
     "backward_pass",
     "forget_sharding",
     "group_named",
+    "hook_gradient_first",
     "identity_of",
     "schema_of",
     "without_vote",
 ]
+
+
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+class QuickFakeTensorMode(FakeTensorMode):
+    """A FakeTensorMode that finds operations in its cache sooner.
+
+    To make the key of an operation, torch flattens 17 attributes of each tensor by `dataclasses.fields`: a third of all
+    time. Here the key has those in which plain tensors may differ, in one tuple; what is not plain is left to torch.
+
+    It needs of torch that `_prep_args_for_hash` appends to `result` what identifies `args`.
+    """
+
+    def _prep_args_for_hash(self, result: list[object], args: Any, *further: Any) -> None:
+        original: Any = super()
+        if type(args) is dict:
+            original._prep_args_for_hash(result, args, *further)
+            return
+        result.append((type(args), len(args)))
+        for arg in args:
+            kind = type(arg)
+            if kind in _PLAIN:
+                result.append((kind, arg))
+            elif kind is FakeTensor and _plain(arg, self):
+                result.append(_identity(arg))
+            elif kind is list or kind is tuple:
+                self._prep_args_for_hash(result, arg, *further)
+            else:
+                original._prep_args_for_hash(result, (arg,), *further)
+
+
+def _plain(tensor: FakeTensor, mode: FakeTensorMode) -> bool:
+    fake: Any = tensor
+    return (
+        fake.fake_mode is mode
+        and fake.constant is None
+        and fake.layout is torch.strided
+        and not fake._has_symbolic_sizes_strides
+        and not fake.is_quantized
+    )
+
+
+def _identity(tensor: FakeTensor) -> tuple[object, ...]:
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+        tensor.dtype,
+        tensor.fake_device,
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.is_inference(),
+    )
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:
@@ -49,6 +110,14 @@ def group_named(name: str) -> dist.ProcessGroup:
     """Returns the process group that functional collectives know by its name."""
     resolve: Any = distributed_c10d
     return resolve._resolve_process_group(name)
+
+
+def hook_gradient_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` with the gradient of a tensor, before all other hooks of the tensor."""
+    handle = tensor.register_hook(hook)
+    # Python's hooks of a tensor run in the order of this dictionary; fsdp registers some during the forward pass.
+    hooks: Any = tensor._backward_hooks
+    hooks.move_to_end(handle.id, last=False)
 
 
 def around_questions_of_dtensors(ask: Callable[[Callable[[], Any]], Any]) -> AbstractContextManager[Any]:

@@ -148,8 +148,14 @@ def test_few_micro_batches_are_simulated_however_many_a_step_has(monkeypatch: py
     leave_group()
     job = job_of(parallel={"pp": PipelineParallel(degree=2)}, micro_batches=64)
     make_plan(job, Catalog.installed(), 2, reports.append)
+    assert counts == [64] * 2  # 4 of which are played
+    titles = [f"simulating a step of pipeline rank {rank} of 2" for rank in range(2)]
+    expected = [[title, *(f"{title}, micro-batch {n} of 64" for n in range(1, 65))] for title in titles]
+    assert reports == [text for texts in expected for text in texts]
+    counts.clear()
+    monkeypatch.setattr(simulate, "WHOLE", 16)
+    make_plan(job, Catalog.installed(), 2)
     assert counts == [2, 3, 4] * 2
-    assert reports == [f"simulating a step of pipeline rank {rank} of 2" for rank in range(2)]
 
 
 def fsdp(reshard: bool) -> dict[tuple[str, int], int]:
