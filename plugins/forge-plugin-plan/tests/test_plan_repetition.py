@@ -60,10 +60,6 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "gpipe, bf16": (2, {"parallel": pp("gpipe"), "precision": "bf16"}),
     "interleaved": (2, {"parallel": pp("interleaved_1f1b"), "micro_batches": 8}),
     "fsdp": (4, {"parallel": pp() | {"fsdp": FSDP()}, "shards": 2, "precision": "bf16"}),
-    "fsdp that frees": (
-        4,
-        {"parallel": pp() | {"fsdp": FSDP(reshard_after_forward=True, prefetch=1)}, "shards": 2},
-    ),
     "tp": (4, {"parallel": pp() | {"tp": TensorParallel(degree=2)}}),
     "cp": (4, {"parallel": pp() | {"cp": ContextParallel(degree=2)}}),
     "experts": (
