@@ -8,7 +8,8 @@ pipeline fills, the last but one while it empties. What the pattern did is repea
 schedule, which itself runs in full, with the loss of every micro-batch and all that is sent between pipeline ranks.
 
 The figures are exactly those of a step played in full, provided that the micro-batches between the two would do what
-both do. `NotAlike` is raised where anything shows that they may not; the step is then played in full.
+both do. `NotAlike` is raised where anything shows that they may not; fewer micro-batches are then played, each of them,
+and what the last of these adds is added for all further ones.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Role = tuple[str, int]
 
 
 class NotAlike(Exception):
-    """Micro-batches of a step may differ: it must be played in full."""
+    """Micro-batches of a step may differ, so that none may repeat another."""
 
 
 @define
