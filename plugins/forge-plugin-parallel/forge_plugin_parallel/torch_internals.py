@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
+from torch.utils.checkpoint import GraphExecGroup
 
 SLOW_OPERATORS = frozenset(
     {
@@ -100,6 +101,12 @@ class Stage(pipelining.PipelineStage):
             # torch's schedules hold all losses of a step, and the graph of a loss holds the stage's received tensors.
             loss.detach_()
         _move(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        # torch computes the gradients of one group of weights after the other, and a checkpointed block would be
+        # recomputed for each: eight times for a block with experts, once in a group of executions.
+        with GraphExecGroup():
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 def _move(received: Iterable[Any], device: torch.device) -> None:

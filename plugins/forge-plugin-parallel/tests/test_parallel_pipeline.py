@@ -4,6 +4,7 @@ in tests/parity."""
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from contextlib import nullcontext
 from itertools import combinations
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from forge_plugin_parallel.pp import SPLIT_BACKWARD, V_SHAPED, splits_backward
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 from forge_testing import Numbers, PenalisedModel, TinyModel, job_problems, tiny_job
 from forge_testing.processes import run_on_ranks
+from forge_testing.runs import advance
 from forge_testing.tiny_model import TinyNetwork
 
 SPLITS = splits_backward(torch.__version__)
@@ -168,6 +170,23 @@ class TestAuxiliary:
             assert seen.keys() == gradients.keys()
             for name, gradient in gradients.items():
                 torch.testing.assert_close(seen[name], gradient, rtol=1e-10, atol=1e-13, msg=f"{schedule}: {name}")
+
+
+@splitting
+def test_a_block_is_recomputed_for_its_input_and_for_all_weights_at_once(tmp_path):
+    wanted = job(tmp_path, pp("zbv") | {"activation_checkpointing": ActivationCheckpointing()})
+
+    def times(rank):
+        run, calls = built(wanted), Counter()
+        for name, layer in run.model.layers.items():
+            layer.up.register_forward_hook(lambda *_, name=name: calls.update([name]))
+        advance(run, 1)
+        return calls
+
+    calls = sum(run_on_ranks(2, times), Counter())
+    micro_batches = 4
+    assert max(calls.values()) == 3 * micro_batches
+    assert calls["0"] == 2 * micro_batches, "nobody wants the gradient of the first stage's input"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
