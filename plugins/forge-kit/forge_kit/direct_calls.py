@@ -1,4 +1,4 @@
-"""Small modules called often, as those of a generated token: the same code without the cost of `nn.Module`.
+"""Direct calls of small modules, for which the cost of `nn.Module` counts, as in generation token by token.
 
 A call of a module looks for hooks, and a parameter or child is found only after a search that fails. For one position
 of a small model this takes as long as the matrix products. A class may declare by `directly_callable` that `direct`
@@ -19,7 +19,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def _methods(cls: type[nn.Module]) -> frozenset[str]:
-    """Returns the names of the methods that the class adds to those of a module: one may be replaced on an instance."""
+    """Returns the names of the methods that the class adds to `nn.Module`: one may be replaced on an instance."""
     return frozenset(name for name in dir(cls) if isfunction(getattr(cls, name)) and not hasattr(nn.Module, name))
 
 
@@ -46,7 +46,7 @@ def direct(module: nn.Module) -> nn.Module:
     """Returns a copy that computes what the module computes, by the same code; else the module itself.
 
     The copy shares parameters and buffers. Its children are copied likewise: one that has a hook, that a stage has
-    replaced or whose class does not allow it stays as it is, and is called as ever.
+    replaced or whose class does not allow it stays as it is, and is called as usual.
     """
     if type(module) not in _classes or not is_called_plainly(module):
         return module
