@@ -14,7 +14,7 @@ from forge_core.launch import watchdog
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.world import World
 
-LEAST_S, LOOKED_S = 0.4, 1.5
+LEAST_S, LOOKED_S = 1.0, 1.5
 
 
 class TwoRanks:
@@ -56,20 +56,28 @@ def rank(monkeypatch):
     watching.stop()
 
 
+def wait_until(condition):
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
 def test_a_phase_that_only_computes_is_ended_after_many_times_its_longest(rank):
     beacon, rendezvous = rank
     beacon.enter(Phase.FORWARD_BACKWARD, 7)
     assert rendezvous.found.wait(30)
-    assert "nothing has moved for 0 s, many times as long as before (launch.hang_factor)" in rendezvous.report.text
+    assert "many times as long as before (launch.hang_factor)" in rendezvous.report.text
     assert rendezvous.report.hang
 
 
 def test_a_phase_that_took_long_before_may_take_longer_yet(rank):
     beacon, rendezvous = rank
     beacon.enter(Phase.FORWARD_BACKWARD, 7)
-    time.sleep(LEAST_S / 2)
+    # By the watch's own time, which passes more slowly on a busy machine.
+    wait_until(lambda: rendezvous.beats[0]["idle_s"] >= LEAST_S / 5)
     beacon.enter(Phase.OPTIMIZER)
-    time.sleep(4 * watchdog.SILENCE_S)  # until the watch has seen it
+    wait_until(lambda: rendezvous.beats[0]["phase"] == Phase.OPTIMIZER)
     beacon.enter(Phase.FORWARD_BACKWARD, 8)
     assert not rendezvous.found.wait(LOOKED_S)
 

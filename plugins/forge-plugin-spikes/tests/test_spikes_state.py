@@ -229,7 +229,7 @@ def test_a_skipped_update_leaves_no_trace_in_the_optimizer(recorded, build, opti
 def test_adamw_is_that_of_torch_with_the_bias_corrected_by_the_updates_that_were_made(recorded):
     _, record = recorded(TinyAdamW(weight_decay=0.0))
     parameters = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in record.first.items()}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-5, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-5, weight_decay=0.0, fused=True)
     for gradients in record.made:
         for name, parameter in parameters.items():
             parameter.grad = gradients[name]
