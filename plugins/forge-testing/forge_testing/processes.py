@@ -32,6 +32,8 @@ IMPORTED = (
 """Modules that most runs import, which takes a second or two: imported here once, and not in each rank of each test."""
 
 
+FEW_THREADS = 8
+"""Threads of a process without groups; each group has three."""
 HANG_S = 600.0
 """Seconds after which processes are considered deadlocked. No test takes as long, even on a busy machine, so reaching
 it is an error of the code."""
@@ -66,8 +68,11 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
     """
     for name in IMPORTED:
         importlib.import_module(name)
-    if dist.is_initialized():  # a child that inherits a group hangs when it frees it: a fork does not copy its threads
+    # A child that inherits a group hangs when it frees it: a fork does not copy its threads.
+    if dist.is_initialized():
         dist.destroy_process_group()
+    if len(os.listdir("/proc/self/task")) > FEW_THREADS:
+        gc.unfreeze()  # some of what was frozen may be garbage by now that holds groups
     gc.collect()
     gc.freeze()  # otherwise each rank's first collection touches, and so copies, all objects imported here
     context = multiprocessing.get_context("fork")
