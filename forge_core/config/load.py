@@ -131,8 +131,9 @@ def _broken_rules(
 
 def _beside_job(node: Node) -> str:
     """The end of a message about a path that is not there: where it exists, if that is beside the job file."""
-    path = os.path.join(os.path.dirname(node.origin.source), str(node.value))
-    is_beside = os.path.exists(path) and not os.path.exists(str(node.value))
+    value = str(node.value)
+    path = os.path.join(os.path.dirname(node.origin.source), value)
+    is_beside = os.path.exists(path) and not os.path.exists(value or ".")
     return f"; {path} exists beside the job file: write that path, or start forge-run in that folder" * is_beside
 
 

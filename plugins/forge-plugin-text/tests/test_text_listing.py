@@ -158,3 +158,13 @@ def test_a_path_that_is_beside_the_job_file_and_not_here_is_named(tmp_path, monk
     assert "beside the job file" not in str(caught.value)
     monkeypatch.chdir(tmp_path / "jobs")
     assert load_job("job.toml").data.sources[0].path == "data"
+
+
+def test_an_empty_path_is_not_taken_for_the_folder_of_the_job_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").mkdir()
+    empty = JOB.replace('path = "data"', 'path = ""')
+    (tmp_path / "jobs" / "job.toml").write_text(f'{empty}[data.tokenizer]\ntype = "bytes"\n')
+    with pytest.raises(JobError) as caught:
+        load_job("jobs/job.toml")
+    assert "beside the job file" not in str(caught.value)
