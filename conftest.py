@@ -1,7 +1,6 @@
 """Fixtures for every test, the plugins' included."""
 
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -25,7 +24,6 @@ settings.load_profile("patient")
 pytest_plugins = ["forge_testing.fixtures", "command_line"]
 
 
-MANY_THREADS = 40
 WITHOUT_BYTECODE = sys.dont_write_bytecode
 # For as long as tests are collected: rewriting the assertions of all files takes each process ten seconds, the next
 # time too unless the outcome is kept. While tests run, it is as the environment wants it.
@@ -90,10 +88,7 @@ def young_heap() -> None:
     """Freeze all objects imported so far, so that the garbage collector skips them.
 
     Each run collects garbage when it begins and ends, and going through all of torch takes a third of a second: longer
-    than most runs here. Where process groups have piled up, what was frozen is looked at again: some of it may be
-    garbage by now that holds them, with their threads.
+    than most runs here.
     """
-    if len(os.listdir("/proc/self/task")) > MANY_THREADS:
-        gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -32,8 +32,6 @@ IMPORTED = (
 """Modules that most runs import, which takes a second or two: imported here once, and not in each rank of each test."""
 
 
-FEW_THREADS = 8
-"""Threads of a process without groups; each group has three."""
 HANG_S = 600.0
 """Seconds after which processes are considered deadlocked. No test takes as long, even on a busy machine, so reaching
 it is an error of the code."""
@@ -68,13 +66,9 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
     """
     for name in IMPORTED:
         importlib.import_module(name)
-    # A child that inherits a group hangs when it frees it: a fork does not copy its threads.
     if dist.is_initialized():
         dist.destroy_process_group()
-    if len(os.listdir("/proc/self/task")) > FEW_THREADS:
-        gc.unfreeze()  # some of what was frozen may be garbage by now that holds groups
     gc.collect()
-    gc.freeze()  # otherwise each rank's first collection touches, and so copies, all objects imported here
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     sys.stdout.flush()
@@ -82,8 +76,10 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
     with tempfile.TemporaryDirectory() as folder:
         args = [(rank, ranks, function, Path(folder) / "meet", timeout, results) for rank in range(ranks)]
         processes = [context.Process(target=_rank, args=arguments) for arguments in args]
+        gc.disable()  # until each rank has frozen what it inherits
         for process in processes:
             process.start()
+        gc.enable()
         try:
             return _collect(processes, results, time.monotonic() + timeout)
         finally:
@@ -93,6 +89,10 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
 
 
 def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, timeout: float, results: Any) -> None:
+    # A collection here would touch, and so copy, all objects imported before the fork. And it would hang where garbage
+    # holds a process group: freeing one waits for its threads, which a fork does not copy.
+    gc.freeze()
+    gc.enable()
     faulthandler.dump_traceback_later(timeout - 2, exit=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # unused: the group is created below
