@@ -125,7 +125,6 @@ class RankProcess:
         """Hand the end of the run to `write`: the error of this rank, or on rank 0 what is put into the list."""
         started, ends = time.time(), list[End]()
         self._write_end = lambda end: write(evolve(end, started=started))
-        self.completed = lambda: None
         try:
             yield ends
             for end in ends if rank == 0 else ():
@@ -138,6 +137,7 @@ class RankProcess:
             raise
         finally:
             self._write_end = lambda end: None
+            self.completed = lambda: None  # the run's own would keep its model in memory
 
     def record(self, end: End) -> None:
         """Hand an end to the run folder. It keeps the first of a start, since others follow from it."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
 
@@ -68,7 +68,7 @@ class StopRequests:
     def _listen(self) -> None:
         sources = [source for source in (self._read, self._launcher) if source]
         while True:
-            ready, _, _ = select.select(sources, [], [])
+            ready = wait(sources)  # `select` takes no descriptor above 1,023, and a process may have opened as many
             if self._launcher is not None and self._launcher in ready:
                 self._hear(self._launcher)
             if self._read in ready:

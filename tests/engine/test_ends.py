@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import time
+import weakref
 
 import pytest
 import torch.distributed as dist
@@ -56,6 +58,14 @@ def test_a_run_that_finished(tmp_path):
     assert before <= end.started <= end.ended <= time.time()
     assert end.host
     assert not end.final
+
+
+def test_nothing_of_a_run_stays_in_memory(tmp_path):
+    models = []
+    hook = At(1, lambda context: models.append(weakref.ref(context.model)))
+    Trainer(tiny_job(str(tmp_path)), hooks=[hook]).run()
+    gc.collect()
+    assert [model() for model in models] == [None]
 
 
 def test_a_request_to_stop_is_one_line_with_its_cause(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -156,6 +157,33 @@ print(received, child.exitcode)
 def test_a_signal_to_a_forked_child_is_none_to_its_parent():
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[] -15\n", "")
+
+
+MANY_FILES = """
+import os, signal, time
+from forge_core.launch.stop_requests import StopRequests
+
+for _ in range(1100):
+    os.open(os.devnull, os.O_RDONLY)
+received = []
+requests = StopRequests(received.append)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.1)
+requests.close()
+print(received.count(signal.SIGTERM))
+"""
+
+
+def test_requests_reach_a_process_with_more_than_a_thousand_open_files():
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert most > 1200, "this machine allows no process as many open files"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, 1200), most))
+    try:
+        done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True, check=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    # Once by the handler in the main thread, once by the thread that also counts it
+    assert (done.stdout, done.stderr) == ("2\n", "")
 
 
 KEYBOARD = """
