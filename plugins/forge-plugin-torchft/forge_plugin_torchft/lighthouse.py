@@ -17,6 +17,7 @@ def command(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("forge-run lighthouse", description=command.__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen at (loopback; [::] for all networks)")
+    add("--trusted-network", action="store_true", help="only trusted machines reach --host, which has no secret")
     add("--port", type=positive, default=29510, metavar="N", help="port to listen at (29510)")
     add("--min-groups", type=positive, default=1, metavar="N", help="groups that make a quorum (1)")
     add("--dead-after", type=float, default=5.0, metavar="S", help="seconds without a heartbeat that mean death (5)")
@@ -25,6 +26,9 @@ def command(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if min(options.dead_after, options.join_within) <= 0:
         raise JobError("--dead-after and --join-within are seconds above 0")
+    if not is_loopback(options.host) and not options.trusted_network:
+        risk = "torchft's lighthouse has no secret, so whoever reaches it can join the groups and end them"
+        raise JobError(f"--host={options.host}: {risk}; add --trusted-network if only machines that you trust reach it")
     os.environ.setdefault("RUST_LOG", "error")
     try:
         from torchft.coordination import LighthouseServer

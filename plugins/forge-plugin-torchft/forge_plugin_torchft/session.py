@@ -36,7 +36,7 @@ try:
     from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
     from forge_plugin_torchft.secret import group_secret, is_loopback
-    from forge_plugin_torchft.transport import Received, StateTransport
+    from forge_plugin_torchft.transport import Received, SecretError, StateTransport
 except ImportError as error:
     reason = f"parallel.torchft needs the package torchft, which cannot be imported: {error}"
     raise ForgeError(f"{reason}; install it: pip install 'torchft>=0.2,<0.3'") from error
@@ -214,7 +214,7 @@ class Session:
 
         Raises:
             ForgeError: fewer than `min_groups` are present for `wait_s`, the lighthouse is gone, or the groups have
-                different jobs or the same number.
+                different jobs, different secrets or the same number.
         """
         settings, healed = self._settings, None
         deadline = time.monotonic() + settings.wait_s
@@ -260,6 +260,9 @@ class Session:
         except Exception as error:
             address = self._settings.lighthouse
             raise ForgeError(f"torchft: no agreement by the lighthouse {address} on the groups: {error}") from error
+        failure = self._manager_.errored()
+        if failure is not None and isinstance(failure.original_exception, SecretError):
+            raise failure.original_exception  # torchft would try again until `wait_s`, without a reason in the end
 
     def _know_each_other(self, present: int, healed: bool) -> bool:
         """Compare jobs and numbers when groups have come or gone; returns whether groups could meet."""

@@ -66,6 +66,9 @@ class TorchFT(ParallelComponent):
     """Seconds in which the lighthouse must answer when the run starts."""
     host: str = ""
     """Name under which other groups reach this machine; empty: its host name, or loopback if the lighthouse is."""
+    trusted_network: bool = False
+    """Whether only machines that you trust reach the ports of lighthouse and groups. Without it all of them must be on
+    loopback, since torchft's servers, torch's store and the sums of gradients have no secret."""
     check_every: int = field(default=100, validator=ge(0))
     """Steps between comparisons of the weights over groups, which must be equal to the bit; 0: never."""
 
@@ -90,6 +93,11 @@ class TorchFT(ParallelComponent):
         address = urlsplit(self.lighthouse).hostname or ""
         return self.host or ("127.0.0.1" if is_loopback(address) else socket.gethostname())
 
+    @property
+    def open_to_network(self) -> bool:
+        """Whether lighthouse or group can be reached from other machines."""
+        return not (is_loopback(urlsplit(self.lighthouse).hostname or "") and is_loopback(self.reached_at))
+
     def part_of_batch(self) -> tuple[int, int]:
         return max(0, self.number), self.groups
 
@@ -106,6 +114,11 @@ class TorchFT(ParallelComponent):
             yield Problem("min_groups", f"is {self.min_groups}, but there are only {self.groups} groups")
         if not re.fullmatch(r"https?://[^/:]+(\.[^/:]+)*:\d+|https?://\[[0-9a-f:]+\]:\d+", self.lighthouse):
             yield Problem("lighthouse", f"is {self.lighthouse!r}; an address is http://host:port")
+        if self.open_to_network and not self.trusted_network:
+            place = f"this group is reached at {self.reached_at}, its lighthouse is {self.lighthouse}"
+            risk = "torchft has no secret, so whoever reaches their ports can join, change sums and end the run"
+            hint = "set it to true if only machines that you trust reach them"
+            yield Problem("trusted_network", f"is false, but {place}: {risk}; {hint}")
         if sum(isinstance(stage, TorchFT) for stage in job.parallel.values()) > 1:
             yield Problem("", "a job has one stage torchft at most")
         if self.start_wait_s > self.wait_s:
@@ -132,7 +145,8 @@ class TorchFTStage(ParallelStage):
 
     def describe(self) -> str:
         this = self._settings
-        return f"group {this.number} of {this.groups}, lighthouse {this.lighthouse}"
+        reach = "open to the network without a secret" if this.open_to_network else "on loopback only"
+        return f"group {this.number} of {this.groups}, lighthouse {this.lighthouse}, {reach}"
 
     def sum_over_runs(self, sums: Tensor) -> int:
         session = self._session

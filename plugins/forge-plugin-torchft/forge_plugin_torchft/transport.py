@@ -1,14 +1,18 @@
 """The way of a state from a living group to one that is behind: HTTP, from each rank to the rank of the same number.
 
 A reply is one line of JSON, then the bytes of the tensors. Nothing is pickled: torch's own stream, which torchft's
-transport sends, would run the code of any process that answers.
+transport sends, would run the code of any process that answers. Both sides prove that they have the groups' secret: the
+request by a header, the reply by a code after the line and after the tensors, without which nothing of it is used. The
+lighthouse lets anybody join, so a group cannot trust the address that it is sent to.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import http.client
 import json
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -30,6 +34,13 @@ from forge_plugin_torchft.secret import VARIABLE, is_loopback, proof
 
 PROOF = "X-Forge-Proof"
 """Header of a request."""
+NONCE = "X-Forge-Nonce"
+"""Header of a request: a random number that the codes of its reply cover, so that no older reply can be sent again."""
+CODE_BYTES = hashlib.sha256().digest_size
+
+
+class SecretError(ForgeError):
+    """The other side does not have the groups' secret, which waiting does not change."""
 
 
 @frozen
@@ -65,22 +76,36 @@ def _split(name: str, part: Tensor, shape: Sequence[int], like: Tensor | None) -
     return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=size, stride=stride)
 
 
-def write_state(file: BinaryIO, state: State) -> None:
-    """Write this rank's part of a state."""
+def write_state(file: BinaryIO, state: State, key: bytes) -> None:
+    """Write this rank's part of a state, with codes by which a reader that has the key knows its writer."""
     parts = {name: local_part(tensor.detach()).contiguous().cpu() for name, tensor in state.tensors.items()}
     heads = [
         [name, str(part.dtype).removeprefix("torch."), list(part.shape), list(whole.shape), isinstance(whole, DTensor)]
         for (name, whole), part in zip(state.tensors.items(), parts.values(), strict=True)
     ]
     values = {name: state.values[name] for name in ("progress", "optimizer", "extras")}
-    file.write(json.dumps({"values": values, "tensors": heads}).encode() + b"\n")
+    line = json.dumps({"values": values, "tensors": heads}).encode() + b"\n"
+    code = hmac.new(key, line, hashlib.sha256)
+    file.write(line)
+    file.write(code.digest())
     for part in parts.values():
-        file.write(part.reshape(-1).view(torch.uint8).numpy().data)
+        data = part.reshape(-1).view(torch.uint8).numpy().data
+        code.update(data)
+        file.write(data)
+    file.write(code.digest())
 
 
-def read_state(file: BinaryIO, step: int) -> Received:
-    """Read what `write_state` wrote. Raises an `EOFError` if the other side ended before its time."""
-    head = json.loads(file.readline())
+def read_state(file: BinaryIO, step: int, key: bytes) -> Received:
+    """Read what `write_state` wrote.
+
+    Raises:
+        EOFError: the other side ended before its time.
+        SecretError: what came was not written with this key, or was changed on its way.
+    """
+    line = file.readline()
+    code = hmac.new(key, line, hashlib.sha256)
+    _check_code(file, code)  # before the line is parsed: it decides how much memory is allocated
+    head = json.loads(line)
     tensors = {}
     for name, dtype, shape, whole, is_split in head["tensors"]:
         part = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -91,15 +116,25 @@ def read_state(file: BinaryIO, step: int) -> Received:
             if not count:
                 raise EOFError(f"the state of the other group ended within {name}")
             filled += count
+        code.update(view)
         tensors[name] = part, whole, is_split
+    _check_code(file, code)
     return Received(step, head["values"], tensors)
+
+
+def _check_code(file: BinaryIO, expected: hmac.HMAC) -> None:
+    code = file.read(CODE_BYTES)
+    if len(code) < CODE_BYTES:
+        raise EOFError("the state of the other group ended within a code")
+    if not hmac.compare_digest(code, expected.digest()):
+        raise SecretError("it was not written by a process that has the groups' secret, or was changed on its way")
 
 
 class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft has no types
     """Serves the state that it is given, once a group has asked, and fetches that of others."""
 
     def __init__(self, host: str, timeout_s: float, secret: bytes) -> None:
-        """Listen on `host`, only on this machine if that is loopback. A request must show that it has `secret`."""
+        """Listen on `host`, only on this machine if that is loopback. Both sides must show that they have `secret`."""
         self.asked = False
         """Whether a group waits for this rank's part of the state, since the last quorum."""
         self._host, self._timeout_s, self._secret = host, timeout_s, secret
@@ -143,13 +178,17 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         with closing(connection):
             path = f"/{step}"
             subject = f"{url.netloc}{path}"  # what is overheard is of no use at another server, or for another step
-            connection.request("GET", path, headers={PROOF: proof(self._secret, subject)})
+            nonce = secrets.token_hex(16)
+            connection.request("GET", path, headers={PROOF: proof(self._secret, subject), NONCE: nonce})
             reply = connection.getresponse()
             if reply.status == http.HTTPStatus.FORBIDDEN:
-                raise ForgeError(f"{metadata} has another secret: set {VARIABLE} to the same text for all groups")
+                raise SecretError(f"{metadata} has another secret: set {VARIABLE} to the same text for all groups")
             if reply.status != http.HTTPStatus.OK:
                 raise ForgeError(f"{metadata} has no state of update {step}: {reply.reason}")
-            received = read_state(reply, step)
+            try:
+                received = read_state(reply, step, self._reply_key(subject, nonce))
+            except SecretError as error:
+                raise SecretError(f"the state that {metadata} sent is refused: {error}") from error
         return {"user": {"default": received}, "torchft": {"step": step, "batches_committed": 0}}
 
     def shutdown(self, wait: bool = True) -> None:
@@ -171,4 +210,9 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
             return
         request.send_response(200)
         request.end_headers()
-        write_state(request.wfile, served[1])  # type: ignore[arg-type]
+        key = self._reply_key(subject, request.headers.get(NONCE, ""))
+        write_state(request.wfile, served[1], key)  # type: ignore[arg-type]
+
+    def _reply_key(self, subject: str, nonce: str) -> bytes:
+        """A key for one reply; "reply" keeps it apart from the proofs of requests, which travel in the open."""
+        return bytes.fromhex(proof(self._secret, f"reply {subject} {nonce}"))

@@ -27,7 +27,7 @@ from forge_plugin_torchft.secret import group_secret
 from forge_plugin_torchft.transport import StateTransport, read_state, write_state
 from forge_testing import Numbers, tiny_job
 
-STAGE = TorchFT(groups=2, group=1, lighthouse="http://head:29510")
+STAGE = TorchFT(groups=2, group=1, lighthouse="http://head:29510", trusted_network=True)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,21 @@ STAGE = TorchFT(groups=2, group=1, lighthouse="http://head:29510")
         ({"min_groups": 3}, "min_groups", "is 3, but there are only 2 groups"),
         ({"lighthouse": "head:29510"}, "lighthouse", "an address is http://host:port"),
         ({"start_wait_s": 60.0, "wait_s": 9.0}, "start_wait_s", "60 is longer than wait_s = 9"),
+        (
+            {"trusted_network": False},
+            "trusted_network",
+            "torchft has no secret, so whoever reaches their ports can join",
+        ),
+        (
+            {"trusted_network": False, "lighthouse": "http://127.0.0.1:29510", "host": "node7"},
+            "trusted_network",
+            "is false, but this group is reached at node7",
+        ),
+        (
+            {"trusted_network": False, "host": "127.0.0.1"},
+            "trusted_network",
+            "its lighthouse is http://head:29510",
+        ),
     ],
 )
 def test_a_stage_that_cannot_work_is_refused(tmp_path, catalog, monkeypatch, changes, path, words):
@@ -47,6 +62,23 @@ def test_a_stage_that_cannot_work_is_refused(tmp_path, catalog, monkeypatch, cha
     (problem,) = check_rules(job, catalog)
     assert problem.path == ".".join(filter(None, ("parallel.torchft", path)))
     assert words in problem.message
+
+
+def test_on_loopback_no_network_need_be_trusted(tmp_path, catalog):
+    stage = evolve(STAGE, lighthouse="http://127.0.0.1:29510", trusted_network=False)
+    assert (
+        check_rules(tiny_job(str(tmp_path), catalog, job={"name": "run-1"}, parallel={"torchft": stage}), catalog) == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("lighthouse", "words"),
+    [("http://head:29510", "open to the network without a secret"), ("http://127.0.0.1:29510", "on loopback only")],
+)
+def test_the_summary_of_a_run_names_what_the_network_can_reach(make_job, build, lighthouse, words):
+    stage = evolve(STAGE, lighthouse=lighthouse)
+    run = build(make_job(job={"name": "run-1"}, parallel={"torchft": stage}))
+    assert run.built_stages[0].describe() == f"group 1 of 2, lighthouse {lighthouse}, {words}"
 
 
 def test_hooks_that_cannot_work_are_refused(tmp_path, catalog):
@@ -97,15 +129,22 @@ def test_a_state_travels_to_the_bit_and_what_is_cut_short_is_no_state():
     }
     values = {"progress": {"step": 7}, "optimizer": {"scalars": {}}, "extras": {"hook:h": {"x": [1, 2.5, None]}}}
     file = io.BytesIO()
-    write_state(file, State(tensors, values))
+    write_state(file, State(tensors, values), b"key")
     file.seek(0)
-    received = read_state(file, 7).state({})
+    received = read_state(file, 7, b"key").state({})
     assert received.values == values
     for name, tensor in tensors.items():
         assert received.tensors[name].dtype == tensor.dtype
         assert torch.equal(received.tensors[name], tensor)
-    with pytest.raises(EOFError, match="ended within"):
-        read_state(io.BytesIO(file.getvalue()[:-9]), 7)
+    whole = file.getvalue()
+    for cut in (9, 40):
+        with pytest.raises(EOFError, match="ended within"):
+            read_state(io.BytesIO(whole[:-cut]), 7, b"key")
+    for place in (20, whole.index(b"\n") + 40, len(whole) - 1):  # in the line, in a tensor, in the last code
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        with pytest.raises(ForgeError, match="changed on its way"):
+            read_state(io.BytesIO(changed), 7, b"key")
 
 
 def test_streams_are_refused(make_job, build):
@@ -150,6 +189,25 @@ def test_a_state_is_served_to_those_who_have_the_secret_and_on_loopback_only():
             each.shutdown()
 
 
+class Stranger(StateTransport):
+    """Answers every request with a state, as a process may that has joined by the lighthouse without the secret."""
+
+    def _reply(self, request):
+        request.send_response(200)
+        request.end_headers()
+        write_state(request.wfile, State({}, {"progress": {"step": 7}, "optimizer": {}, "extras": {}}), b"guessed")
+
+
+def test_a_state_of_a_stranger_is_refused():
+    stranger, friend = Stranger("127.0.0.1", 5.0, b"guessed"), StateTransport("127.0.0.1", 5.0, b"ours")
+    try:
+        with pytest.raises(ForgeError, match="is refused: it was not written by a process that has the groups' secret"):
+            friend.recv_checkpoint(0, stranger.metadata(), 7, timedelta(seconds=5))
+    finally:
+        for each in (stranger, friend):
+            each.shutdown()
+
+
 def test_groups_of_one_user_share_a_secret_that_nobody_else_can_read(tmp_path, monkeypatch):
     monkeypatch.setenv("FORGE_CACHE", str(tmp_path))
     assert group_secret() == group_secret()
@@ -158,6 +216,13 @@ def test_groups_of_one_user_share_a_secret_that_nobody_else_can_read(tmp_path, m
     assert len(file.read_text()) == 64
     monkeypatch.setenv("FORGE_GROUP_SECRET", "given")
     assert group_secret() == b"given"
+
+
+def test_a_lighthouse_for_the_network_must_be_asked_for_by_name(capsys):
+    assert main(["lighthouse", "--host=[::]", "--port=29999"]) == 2
+    words = capsys.readouterr().err
+    assert "--host=[::]: torchft's lighthouse has no secret, so whoever reaches it can join the groups" in words
+    assert "add --trusted-network" in words
 
 
 def test_the_lighthouse_listens_on_loopback_unless_told_otherwise():

@@ -112,3 +112,17 @@ def test_a_lighthouse_that_does_not_answer_is_named_within_the_limit(tmp_path):
     words = Group(attrs.evolve(job, parallel={"torchft": stage})).wait()
     assert words.startswith("the lighthouse http://127.0.0.1:9 cannot be reached for 0.5 s: ")
     assert "start one (forge-run lighthouse --port=9)" in words
+
+
+def test_a_group_with_another_secret_takes_no_state_and_ends_with_the_reason(tmp_path, monkeypatch):
+    coming = tmp_path / "coming"
+    with Lighthouse() as address:
+        monkeypatch.setenv("FORGE_GROUP_SECRET", "ours")
+        living = Group(group_job(tmp_path, address, 0, train={"steps": 8}), Watch(wait_at=4, wait_for=str(coming)))
+        job = group_job(tmp_path, address, 1, train={"steps": 8})
+        assert Group(job, Watch(kill_at=3)).wait() is None
+        time.sleep(1)
+        monkeypatch.setenv("FORGE_GROUP_SECRET", "guessed")
+        words = Group(job, mark=coming).wait()
+        assert isinstance(living.wait(), dict)
+    assert "has another secret: set FORGE_GROUP_SECRET to the same text for all groups" in words

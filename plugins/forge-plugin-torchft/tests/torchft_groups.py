@@ -133,7 +133,15 @@ class Group:
 
 
 def group_job(folder: Path, lighthouse: str, group: int, groups: int = 2, **changes: Any) -> Job:
-    stage = TorchFT(groups=groups, group=group, lighthouse=lighthouse, timeout_s=10.0, start_wait_s=20.0, check_every=2)
+    stage = TorchFT(
+        groups=groups,
+        group=group,
+        lighthouse=lighthouse,
+        trusted_network=True,
+        timeout_s=10.0,
+        start_wait_s=20.0,
+        check_every=2,
+    )
     return plain_job(folder, job={"name": f"group-{group}"}, parallel={"torchft": stage}, **changes)
 
 
