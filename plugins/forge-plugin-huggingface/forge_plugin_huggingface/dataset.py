@@ -11,9 +11,10 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.rank_zero import from_rank0
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.problems import NO_TOKENIZER, problems_of
-from forge_plugin_huggingface.source import Origin
+from forge_plugin_huggingface.source import DescribedSource, Origin
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -91,11 +92,14 @@ class HuggingFace(DatasetComponent):
         """
         if context.tokenizer is None:
             raise JobError(NO_TOKENIZER)
-        corpus = self._corpus(context.tokenizer)
+        splits = [split for split in (self.split, self.held_out_split) if split]
+        streamed = (self.split,) if self.streaming else ()
+        data = from_rank0(context, lambda: DescribedSource.of(self.origin(), splits, streamed))
+        corpus = self._corpus(data, context.tokenizer)
         if self.streaming:
             return self._stream(corpus, context)
         if self.held_out_split:
-            corpus.source.check_apart(self.split, self.held_out_split)
+            data.source.check_apart(self.split, self.held_out_split)
         held_out = self.held_out_part()
         return corpus.documents(self.training_part(), corpus.documents(held_out) if held_out else None)
 
@@ -122,11 +126,11 @@ class HuggingFace(DatasetComponent):
             return SplitPart(self.split, self.held_out_every, is_held_out=True, limit=self.held_out_documents)
         return None
 
-    def _corpus(self, tokenizer: Tokenizer) -> DocumentSource:
+    def _corpus(self, data: DescribedSource, tokenizer: Tokenizer) -> DocumentSource:
         from forge_plugin_huggingface.tokens import DocumentSource
 
         return DocumentSource(
-            source=self.origin().open(),
+            data=data,
             path=self.path,
             encoder=self._encoder(tokenizer),
             vocab_size=tokenizer.vocab_size,
@@ -150,9 +154,9 @@ class HuggingFace(DatasetComponent):
         lanes = self.lanes or job.train.global_batch_size
         name = f"{self.path!r}, split {self.split!r}"
         reader = LaneReader(
-            stream_rows(corpus.source.stream(self.split), corpus.encoder.columns, name, lanes),
+            stream_rows(corpus.data.source.stream(self.split), corpus.encoder.columns, name, lanes),
             corpus.encoder.encode,
-            data=corpus.source.fingerprint(self.split),
+            data=corpus.data.fingerprints[self.split],
             lanes=lanes,
             shuffle=self.shuffle,
             seed=job.job.seed if job.data.seed is None else job.data.seed,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
@@ -48,7 +48,10 @@ class Origin:
 
 
 class Source(Protocol):
-    """A dataset with its splits, not yet read. All methods raise `JobError` if the data cannot be read."""
+    """A dataset with its splits, not yet read. All methods raise `JobError` if the data cannot be read.
+
+    It can be pickled, and what has been found out about files, tables and schemas travels with it.
+    """
 
     left_out: Mapping[str, int]
     """What the folder holds and is no data, with how often (`forge_kit.data_files`)."""
@@ -69,11 +72,38 @@ class Source(Protocol):
         ...
 
 
+@frozen
+class DescribedSource:
+    """A source whose files have been looked at, as one rank of a run does for all.
+
+    A copy in another process looks at no file again, but for those whose rows it reads.
+    """
+
+    source: Source
+    fingerprints: Mapping[str, str]
+    """See `Source.fingerprint`, by split."""
+
+    @classmethod
+    def of(cls, origin: Origin, splits: Iterable[str], streamed: Iterable[str] = ()) -> DescribedSource:
+        """Open a source and look at its files.
+
+        Args:
+            origin: where it is.
+            splits: splits whose fingerprints are needed.
+            streamed: splits whose rows are read during training: their schema and tables are opened here.
+        """
+        source = origin.open()
+        for split in streamed:
+            source.stream(split)
+        return cls(source, {split: source.fingerprint(split) for split in splits})
+
+
 class Saved:
     """A folder of `save_to_disk`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._tables: dict[str, datasets.Dataset] = {}  # a pickled table maps its files, and reads no JSON beside them
         self.left_out: Mapping[str, int] = {}
 
     def fingerprint(self, split: str) -> str:
@@ -86,8 +116,10 @@ class Saved:
     def table(self, split: str) -> datasets.Dataset:
         import datasets
 
-        with explained(str(self._folder)):
-            return datasets.load_from_disk(str(self.folder_of(split)))
+        if split not in self._tables:
+            with explained(str(self._folder)):
+                self._tables[split] = datasets.load_from_disk(str(self.folder_of(split)))
+        return self._tables[split]
 
     def stream(self, split: str) -> datasets.Dataset:
         return self.table(split)
@@ -126,6 +158,20 @@ class DataFilesSource:
                 raise JobError([Problem("path", f"{missing(origin.path)}; correct the path")])
             if self.left_out:
                 self._builder = datasets.load_dataset_builder(path, **given | {"data_files": data})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_prepared"}  # of this machine's cache
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy of another process, which may be on a machine with another cache of `datasets`."""
+        import datasets
+
+        self.__dict__.update(state)
+        builder = self._builder
+        here = os.path.expanduser(str(datasets.config.HF_DATASETS_CACHE))
+        if builder._cache_dir_root != here:
+            builder._cache_dir_root = here
+            builder._cache_dir = builder._output_dir = builder._build_cache_dir()
 
     def fingerprint(self, split: str) -> str:
         builder = self._builder

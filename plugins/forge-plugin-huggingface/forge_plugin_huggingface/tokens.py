@@ -22,7 +22,7 @@ from forge_kit.token_file import TokenFile, TokenFileWriter
 from forge_plugin_huggingface.encoding import Encoded, Encoder, text_of
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.rows import SourceRow, TableRows, stream_rows
-from forge_plugin_huggingface.source import Source
+from forge_plugin_huggingface.source import DescribedSource, Source
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Documents
@@ -45,7 +45,7 @@ Batch = list[tuple[str, Encoded | None]]
 class DocumentSource:
     """A source and the encoder of its rows."""
 
-    source: Source
+    data: DescribedSource
     path: str
     encoder: Encoder
     vocab_size: int
@@ -64,7 +64,7 @@ class DocumentSource:
         return TokenFile(stored.path / STEM, identity=stored.identity(STEM))
 
     def _cached(self, part: SplitPart, how: str, encode: Callable[[SplitPart, int], Iterator[Batch]]) -> CachedFolder:
-        fingerprint = self.source.fingerprint(part.split)
+        fingerprint = self.data.fingerprints[part.split]
         key = digest_of("huggingface", FORMAT, how, fingerprint, part.key(), self.encoder.key())
 
         def make(folder: Path) -> Mapping[str, int]:
@@ -98,7 +98,7 @@ class DocumentSource:
         return {"documents": header.documents, "left_out": rows - header.documents, "tokens": header.tokens}
 
     def _encode_table(self, part: SplitPart, start: int) -> Iterator[Batch]:
-        rows = TableRows(self.source.table(part.split), self.encoder.columns, _name(self.path, part))
+        rows = TableRows(self.data.source.table(part.split), self.encoder.columns, _name(self.path, part))
         numbers = islice(part.numbers(len(rows)), start, None)
         return in_order(partial(self._read_and_encode, rows), _batched(numbers, BATCH_ROWS), self.processes)
 
@@ -106,7 +106,7 @@ class DocumentSource:
         return self._encode(rows.take(numbers))
 
     def _encode_stream(self, part: SplitPart, start: int) -> Iterator[Batch]:
-        rows = stream_rows(self.source.stream(part.split), self.encoder.columns, _name(self.path, part))
+        rows = stream_rows(self.data.source.stream(part.split), self.encoder.columns, _name(self.path, part))
         chosen = (row for file in range(rows.files) for _, row in rows.read(file, wanted=part.has))
         return map(self._encode, _batched(islice(chosen, start, part.limit or None), BATCH_ROWS))
 

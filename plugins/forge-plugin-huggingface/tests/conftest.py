@@ -129,7 +129,7 @@ def make_context(letters: Letters) -> Callable[..., Any]:
         train = SimpleNamespace(seq_len=4, global_batch_size=rows)
         data = SimpleNamespace(tokenizer=component, seed=None)
         job = SimpleNamespace(train=train, data=data, job=SimpleNamespace(seed=seed))
-        return SimpleNamespace(job=job, tokenizer=tokenizer or letters)
+        return SimpleNamespace(job=job, tokenizer=tokenizer or letters, mesh=None)
 
     return make
 

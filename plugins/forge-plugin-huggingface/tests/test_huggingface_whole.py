@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -17,6 +18,7 @@ from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.cache import cache_root
 from forge_plugin_huggingface import HuggingFace
 from forge_plugin_huggingface import tokens as token_files
+from forge_plugin_huggingface.source import DescribedSource, Origin
 
 FORMATS = ["jsonl", "parquet", "saved"]
 
@@ -319,3 +321,16 @@ def test_a_process_that_is_killed_while_it_tokenises_is_named():
 
     with pytest.raises(ForgeError, match="a process that tokenises was killed, or ended unexpectedly"):
         list(token_files.in_order(work, iter(range(4)), 2))
+
+
+def test_a_source_that_rank_0_described_is_read_on_a_machine_with_another_cache(write, tmp_path, monkeypatch):
+    path = write("parquet", [{"text": "a"}, {"text": "b"}])
+    described = DescribedSource.of(Origin(path), ["train"])
+    assert described.source.table("train")["text"][:] == ["a", "b"]
+    sent = pickle.dumps(described)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "elsewhere")
+    received = pickle.loads(sent)
+    assert received.fingerprints == described.fingerprints
+    table = received.source.table("train")
+    assert table["text"][:] == ["a", "b"]
+    assert all(file["filename"].startswith(str(tmp_path / "elsewhere")) for file in table.cache_files)

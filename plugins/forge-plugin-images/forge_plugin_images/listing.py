@@ -12,6 +12,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_kit.data_files import FileFinder, missing
 
 if TYPE_CHECKING:
+    from forge_plugin_huggingface.source import DescribedSource
     from forge_plugin_images.records import Records
 
 LISTS = (".jsonl", ".tar", ".parquet")
@@ -65,19 +66,22 @@ class Found:
     """Of their index in the cache, where the format has one."""
     identity: str = ""
     """See `Records.identity`: a digest of names, sizes and times of all files, where the format has an index."""
+    table: DescribedSource | None = None
+    """Of Parquet and `save_to_disk`."""
 
 
-def find_source(patterns: Sequence[str], folder: str) -> Found:
+def find_source(patterns: Sequence[str], folder: str, split: str) -> Found:
     """Returns what `open_records` needs to know of the files; each is looked at once, here. See `files_of`."""
-    if is_saved(patterns):
-        return Found(ending=SAVED_TABLE)
     from forge_kit.cache import digest_of
     from forge_plugin_images import groups, json_lines
     from forge_plugin_images.records import stamps
+    from forge_plugin_images.tables import describe_table
 
+    if is_saved(patterns):
+        return Found(ending=SAVED_TABLE, table=describe_table((), patterns[0], split))
     ending, files = files_of(patterns)
     if ending == ".parquet":
-        return Found(ending=ending, files=files)
+        return Found(ending=ending, files=files, table=describe_table(files, "", split))
     described = stamps(files)
     if ending == ".jsonl":
         key = digest_of(json_lines.FORMAT, described)
@@ -90,11 +94,12 @@ def find_source(patterns: Sequence[str], folder: str) -> Found:
 
 def open_records(found: Found, patterns: Sequence[str], folder: str, split: str) -> Records:
     """Open the records of a source; raises `JobError` if there are none."""
-    if found.ending in (SAVED_TABLE, ".parquet"):
+    if found.table is not None:
         from forge_plugin_images.tables import Table
 
-        path = "parquet" if found.files else patterns[0]
-        return Table.open(path, tuple(found.files), split, folder)
+        path = found.files[0] if found.files else patterns[0]
+        home = os.path.dirname(path) if found.files else path
+        return Table.open(found.table, path, split, folder or home)
     if found.ending == ".jsonl":
         from forge_plugin_images.json_lines import JsonLines
 

@@ -182,7 +182,7 @@ class ImageDataset(DatasetComponent):
             from forge_plugin_images.streaming import image_stream
 
             return image_stream(self, context, context.tokenizer)
-        found = from_rank0(context, lambda: find_source(self._patterns, self.folder))
+        found = from_rank0(context, lambda: find_source(self._patterns, self.folder, self.split))
         records = open_records(found, self._patterns, self.folder, self.split)
         return image_rows(self, context, self.documents_of(context, context.tokenizer, records))
 
@@ -253,7 +253,8 @@ class ImageDataset(DatasetComponent):
 
     def records(self) -> Records:
         """Open the records; raises `JobError` if there are none."""
-        return open_records(find_source(self._patterns, self.folder), self._patterns, self.folder, self.split)
+        found = find_source(self._patterns, self.folder, self.split)
+        return open_records(found, self._patterns, self.folder, self.split)
 
     def split_of_documents(self) -> Split:
         """Returns which documents are held out."""

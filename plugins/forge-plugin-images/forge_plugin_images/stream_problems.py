@@ -11,6 +11,7 @@ import attrs
 
 from forge_core.contracts.errors import Problem
 from forge_core.data.packing import WindowPacking
+from forge_kit.rank_zero import is_checked_elsewhere
 
 if TYPE_CHECKING:
     from forge_core.job import Job
@@ -33,7 +34,8 @@ def stream_problems(dataset: ImageDataset, job: Job) -> Iterator[Problem]:
         hint = "pip install forge-plugin-huggingface"
         yield Problem("streaming", f"streams are read by forge-plugin-huggingface, which is not installed; {hint}")
         return
-    yield from _path_problems(dataset)
+    if not is_checked_elsewhere():
+        yield from _path_problems(dataset)
     yield from _held_out_problems(dataset)
     rows, packing = job.train.global_batch_size, job.data.packing
     if dataset.lanes and rows % dataset.lanes:

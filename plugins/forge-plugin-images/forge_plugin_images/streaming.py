@@ -20,16 +20,17 @@ from attrs import define, evolve, frozen
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import DataError, JobError, Problem
 from forge_kit.cache import cached_folder, digest_of
+from forge_kit.rank_zero import from_rank0
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.rows import SourceRow, StreamRows, stream_rows
-from forge_plugin_huggingface.source import Origin, Source
+from forge_plugin_huggingface.source import DescribedSource, Origin, Source
 from forge_plugin_huggingface.stream import LaneReader
 from forge_plugin_images.building import all_rows, row_format
 from forge_plugin_images.documents import ImageDocuments, Measured
 from forge_plugin_images.image_file import BrokenImage, ImageFile
 from forge_plugin_images.records import Record, embedded_image, file_at
 from forge_plugin_images.rows import Needs, RowFormat
-from forge_plugin_images.tables import Table
+from forge_plugin_images.tables import Table, describe_table
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -222,25 +223,26 @@ def image_stream(keys: ImageDataset, context: BuildContext, tokenizer: Tokenizer
     Raises:
         JobError: the data cannot be read, or does not match the job's keys.
     """
-    job, source = context.job, origin_of(keys).open()
+    job, part = context.job, held_out_part(keys)
+    splits = {keys.split, *(() if part is None else (part.split,))}
+    data = from_rank0(context, lambda: DescribedSource.of(origin_of(keys), splits, [keys.split]))
     lanes = keys.lanes or job.train.global_batch_size
-    records = StreamedRecords.open(keys, source, keys.split, lanes)
+    records = StreamedRecords.open(keys, data.source, keys.split, lanes)
     documents = keys.documents_of(context, tokenizer, records)
     rows = row_format(context, documents)
     tolerance = StreamTolerance(keys.skips_unreadable, keys.max_unreadable)
     reader: LaneReader[Read | Broken] = LaneReader(
         records.rows,
         RecordReader(records, documents, rows.room, keys.too_long).encode,
-        data=source.fingerprint(keys.split),
+        data=data.fingerprints[keys.split],
         lanes=lanes,
         shuffle=keys.shuffle,
         seed=job.job.seed if job.data.seed is None else job.data.seed,
         held_out_every=keys.held_out_every,
     )
-    part = held_out_part(keys)
     held_out = None
     if part is not None:
-        table = held_out_records(keys, source, part)
+        table = held_out_records(keys, data, part)
         held_out = all_rows(keys, context, keys.documents_of(context, tokenizer, table, all_held_out=True))
     return ImageStream(reader, documents, rows, tolerance, held_out)
 
@@ -259,12 +261,12 @@ def held_out_part(keys: ImageDataset) -> SplitPart | None:
     return None
 
 
-def held_out_records(keys: ImageDataset, source: Source, part: SplitPart) -> Table:
+def held_out_records(keys: ImageDataset, data: DescribedSource, part: SplitPart) -> Table:
     """Returns held-out rows, images included, which are read once and kept in the cache."""
     import datasets
 
     def make(folder: Path) -> Mapping[str, int]:
-        records = StreamedRecords.open(keys, source, part.split)
+        records = StreamedRecords.open(keys, data.source, part.split)
         rows = list(records.of(part))
         if not rows:
             raise JobError(f"{records.rows.name} has no rows to hold out")
@@ -273,10 +275,11 @@ def held_out_records(keys: ImageDataset, source: Source, part: SplitPart) -> Tab
         return {"rows": len(rows)}
 
     columns = sorted(keys.columns().values())
-    key = digest_of(FORMAT, source.fingerprint(part.split), part.key(), columns)
+    key = digest_of(FORMAT, data.fingerprints[part.split], part.key(), columns)
     stored = cached_folder("image-held-out", key, make)
     places = json.loads((stored.path / PLACES).read_text("utf-8"))
-    return evolve(Table.open(str(stored.path), (), "train", home_of(keys)), places=places)
+    data, path = describe_table((), str(stored.path), "train"), str(stored.path)
+    return evolve(Table.open(data, path, "train", home_of(keys) or path), places=places)
 
 
 def home_of(keys: ImageDataset) -> str:

@@ -16,8 +16,22 @@ from forge_plugin_images.records import Record, embedded_image, file_at
 if TYPE_CHECKING:
     import datasets
 
+    from forge_plugin_huggingface.source import DescribedSource
+
 FORMAT = 1
 """Part of the identity: increase it when the same tables are read differently."""
+
+
+def describe_table(files: Sequence[str], saved: str, split: str) -> DescribedSource:
+    """Returns what `Table.open` needs of a split of Parquet files, or of the folder `saved` of `save_to_disk`."""
+    try:
+        from forge_plugin_huggingface.source import DescribedSource, Origin
+    except ImportError as error:
+        message = "tables need forge-plugin-huggingface; pip install forge-plugin-huggingface"
+        raise JobError([Problem("path", message)]) from error
+    if files:  # their rows are read from the cache of datasets
+        return DescribedSource.of(Origin("parquet", data_files=tuple(map(os.path.abspath, files))), [split])
+    return DescribedSource.of(Origin(saved), [split], streamed=[split])
 
 
 @frozen
@@ -32,26 +46,18 @@ class Table:
     """Places of the rows, if the table holds those of another dataset; empty: their numbers in this one."""
 
     @classmethod
-    def open(cls, path: str, files: tuple[str, ...], split: str, folder: str) -> Table:
+    def open(cls, data: DescribedSource, path: str, split: str, folder: str) -> Table:
         """Open a split.
 
         Args:
-            path: a folder of `save_to_disk`, or a format.
-            files: the files of that format.
+            data: as `describe_table` returns it, on this rank or another one.
+            path: a folder of `save_to_disk`, or a file of the table.
             split: name of the split; files have `train` only.
-            folder: where relative paths of images start; empty: beside the table.
+            folder: where relative paths of images start.
         """
-        try:
-            from forge_plugin_huggingface.source import Origin
-        except ImportError as error:
-            message = "tables need forge-plugin-huggingface; pip install forge-plugin-huggingface"
-            raise JobError([Problem("path", message)]) from error
-        source = Origin(path, data_files=tuple(map(os.path.abspath, files))).open()
         # As Arrow, images stay bytes: by themselves, datasets would decode them.
-        rows = source.table(split).with_format("arrow")
-        shown = files[0] if files else path
-        home = os.path.dirname(shown) if files else shown
-        return cls(shown, rows, source.fingerprint(split), folder or home)
+        rows = data.source.table(split).with_format("arrow")
+        return cls(path, rows, data.fingerprints[split], folder)
 
     def __len__(self) -> int:
         return len(self.rows)
