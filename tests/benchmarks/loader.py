@@ -1,8 +1,12 @@
 """What loading costs: `TrainLoader` against a plain loop over the same memory map, in alternating rounds.
 
 python tests/benchmarks/loader.py [--tokens 100000000] [--seq-len 1024] [--rows 64]
+python tests/benchmarks/loader.py --sums [--tokens 50000000]
 
 The plain loop draws random windows from the map as nanoGPT does: two slices a sequence, widened to int64 and stacked.
+
+With `--sums`: the CPU time of whole passes over files whose blocks are checked by their CRC-32 when they are first
+read, of the pass that checks them and of a later one, against the same loader without any check, in alternating rounds.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from forge_core.contracts.components import DatasetComponent
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_datasets
 from forge_core.plugins.catalog import Catalog
+from forge_kit.block_sums import write_sums
 from forge_kit.token_file import HEADER, TokenFile, TokenFileWriter
 from forge_testing import tiny_job
 
@@ -35,6 +40,49 @@ class Tokens(DatasetComponent):
 
     def build(self, context):
         return TokenFile(Path(self.stem))
+
+
+class Unchecked(TokenFile):
+    """What `TokenFile.tokens` would be without checks."""
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        return self._ids[start:stop].astype(np.int64)
+
+
+@frozen(kw_only=True)
+class UncheckedTokens(Tokens):
+    def build(self, context):
+        return Unchecked(Path(self.stem))
+
+
+def compare_sums(options: argparse.Namespace, folder: str) -> None:
+    """Print what the check sums of blocks cost in a pass over a file that a process has not read before."""
+    stem = Path(folder) / "corpus"
+    write_tokens(stem, options.tokens)
+    for path in sorted(Path(folder).iterdir()):
+        write_sums(path)
+    catalog, steps = Catalog.installed(), options.tokens // (options.rows * options.seq_len)
+    sizes = {"global_batch_size": options.rows, "seq_len": options.seq_len}
+    times: dict[str, list[float]] = {}
+    for number in range(options.rounds + 1):
+        for source in (UncheckedTokens, Tokens)[:: 1 if number % 2 else -1]:
+            job = tiny_job(folder, catalog, **sizes, data={"sources": (source(stem=str(stem)),)})
+            context = build_context(job, catalog, None)
+            loader = TrainLoader(job, build_datasets(job, context), context)
+            for name in ("first", "later"):
+                times.setdefault(f"{source.__name__} {name}", []).append(timed(loader.next_step, steps)[1])
+            loader.close()
+    for name in ("first", "later"):
+        bare, checked = (times[f"{source} {name}"][1:] for source in ("UncheckedTokens", "Tokens"))  # without warm-up
+        ratio = statistics.median(one / other for one, other in zip(checked, bare, strict=True))
+        both = ", ".join(f"{1e3 * statistics.median(values):.3f}" for values in (bare, checked))
+        least = min(checked) / min(bare)
+        print(f"{name} pass: {both} ms CPU a step without and with sums; ratio {ratio:.3f}, of the least {least:.3f}")
+
+
+def write_tokens(stem: Path, tokens: int) -> None:
+    with TokenFileWriter(stem, 50_000, 0) as writer:
+        writer.add("random", np.random.default_rng(0).integers(1, 50_000, tokens))
 
 
 def plain_steps(path: Path, seq_len: int, rows: int) -> Callable[[], object]:
@@ -65,11 +113,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--sums", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        if options.sums:
+            compare_sums(options, folder)
+            return
         stem = Path(folder) / "corpus"
-        with TokenFileWriter(stem, 50_000, 0) as writer:
-            writer.add("random", np.random.default_rng(0).integers(1, 50_000, options.tokens))
+        write_tokens(stem, options.tokens)
         catalog = Catalog.installed()
         job = tiny_job(
             folder,

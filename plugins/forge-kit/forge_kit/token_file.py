@@ -191,12 +191,14 @@ class TokenFile:
         self._stem, self._identity = stem, identity
         self.held_out: Documents | None = held_out
         self.header = read_header(stem)
-        self._ids = _map_ids(stem, self.header)
+        content = map_array(_beside(stem, TOKENS), "u1", HEADER.size + self.header.tokens * self.header.width)
+        self._ids = content[HEADER.size :].view(self.header.dtype)
         self._ends = map_array(_beside(stem, ENDS), "<i8", self.header.documents)
         has_mask = _beside(stem, LEARNED).exists()
         self._learned = map_array(_beside(stem, LEARNED), "?", self.header.tokens) if has_mask else None
         self.end_of_text = self.header.end_of_text
-        self._checked = {suffix: _checked(stem, suffix) for suffix in (TOKENS, ENDS, LEARNED)}
+        maps = {TOKENS: content, ENDS: self._ends, LEARNED: self._learned}
+        self._checked = {suffix: _checked(stem, suffix, data) for suffix, data in maps.items()}
         ranges = CheckedBlocks(self.header.tokens * self.header.width, self._range_fault)
         self._checked_ids = self._checked[TOKENS] or ranges
         self._seen, self._width = self._checked_ids.checked, self.header.width
@@ -212,10 +214,11 @@ class TokenFile:
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         ids = self._ids[start:stop]
-        size, begin = ids.nbytes, self._first_byte + start * self._width
-        # Without a call where both blocks that it lies in were checked, as it is for nearly all readings
-        if size > BLOCK or not size or not (self._seen[begin >> SHIFT] and self._seen[(begin + size - 1) >> SHIFT]):
-            self._checked_ids.demand(begin, begin + size)
+        if not self._checked_ids.is_complete:
+            size, begin = ids.nbytes, self._first_byte + start * self._width
+            # Without a call where both blocks that it lies in were checked, as it is for nearly all readings
+            if size > BLOCK or not size or not (self._seen[begin >> SHIFT] and self._seen[(begin + size - 1) >> SHIFT]):
+                self._checked_ids.demand(begin, begin + size)
         return ids.astype(np.int64)
 
     def learned(self, start: int, stop: int) -> np.ndarray | None:
@@ -253,10 +256,12 @@ class TokenFile:
         return TokenFile, (self._stem, self.held_out, self._identity)
 
 
-def _checked(stem: Path, suffix: str) -> CheckedBlocks | None:
-    """The blocks of a file that has sums."""
+def _checked(stem: Path, suffix: str, data: np.ndarray | None) -> CheckedBlocks | None:
+    """The blocks of a file that has sums; `data` is its map."""
     path = _beside(stem, suffix)
-    return checked_map(path) if sums_of(path).exists() else None
+    if data is None or not sums_of(path).exists():
+        return None
+    return checked_map(path, data.view(np.uint8))
 
 
 def read_header(stem: Path) -> Header:
@@ -309,12 +314,6 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
         problem = "is missing" if size is None else f"has {size} bytes"
         raise JobError(f"{path} {problem}, expected {expected} for {length} entries: it is damaged")
     return np.memmap(path, dtype, mode="r").view(np.ndarray) if length else np.empty(0, dtype)
-
-
-def _map_ids(stem: Path, header: Header) -> np.ndarray:
-    if not header.tokens:
-        return np.empty(0, header.dtype)
-    return np.memmap(_beside(stem, TOKENS), header.dtype, mode="r", offset=HEADER.size).view(np.ndarray)
 
 
 def _continued(path: Path, size: int) -> BinaryIO:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.contracts.errors import DataError
 from forge_kit.block_sums import BLOCK, CheckedBlocks, checked_map, sums_of, write_sums
-from forge_kit.token_file import TokenFile, TokenFileWriter
+from forge_kit.token_file import HEADER, TokenFile, TokenFileWriter
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_any_flipped_bit_is_found_in_its_block_and_in_no_other(intact: Path, pla
     damaged = intact.with_name("damaged")
     damaged.write_bytes(data)
     sums_of(damaged).write_bytes(sums_of(intact).read_bytes())
-    blocks = checked_map(damaged)
+    blocks = checked_map(damaged, np.frombuffer(data, np.uint8))
     for number in range(3):
         if number != place // BLOCK:
             blocks.demand(number * BLOCK, number * BLOCK + 1)
@@ -47,6 +47,60 @@ def test_a_block_is_checked_once_and_a_damaged_one_each_time() -> None:
         with pytest.raises(DataError, match="damaged"):
             blocks.demand(3 * BLOCK, 3 * BLOCK + 1)
     assert asked == [0, 1, 2, 3, 3]
+
+
+def test_blocks_are_complete_when_each_was_checked_and_none_is_damaged() -> None:
+    damaged = {1}
+    blocks = CheckedBlocks(4 * BLOCK, lambda number: "damaged" if number in damaged else "")
+    for start in (3, 0, 2):
+        blocks.demand(start * BLOCK, start * BLOCK + 1)
+        assert not blocks.is_complete
+    with pytest.raises(DataError, match="damaged"):
+        blocks.demand(0, 4 * BLOCK)
+    assert not blocks.is_complete
+    damaged.clear()
+    blocks.demand(BLOCK, BLOCK + 1)
+    assert blocks.is_complete
+    assert CheckedBlocks(0, lambda number: "damaged").is_complete
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 99_999), st.integers(1, 70_000)), max_size=8),
+    place=st.integers(0, 99_999),
+)
+@settings(deadline=None)
+def test_no_damaged_token_is_handed_out_in_whatever_order_they_are_read(
+    corpus: Path, pieces: list[tuple[int, int]], place: int
+) -> None:
+    file = corpus.with_suffix(".bin")
+    intact = file.read_bytes()
+    expected = TokenFile(corpus).tokens(0, 100_000)
+    with file.open("r+b") as handle:
+        handle.seek(HEADER.size + 2 * place)
+        handle.write(bytes([intact[HEADER.size + 2 * place] ^ 1]))
+    try:
+        damaged = TokenFile(corpus)
+        for start, count in pieces:
+            try:
+                ids = damaged.tokens(start, start + count)
+            except DataError:
+                continue
+            assert (ids == expected[start : start + count]).all()
+        with pytest.raises(DataError, match=r"not those that were written"):
+            damaged.tokens(place, place + 1)
+    finally:
+        file.write_bytes(intact)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token file of a bit more than three blocks, with sums."""
+    stem = tmp_path_factory.mktemp("corpus") / "tokens"
+    with TokenFileWriter(stem, 60_000, 0) as writer:
+        writer.add("document", np.random.default_rng(0).integers(1, 60_000, 99_999))
+    for path in list(stem.parent.iterdir()):
+        write_sums(path)
+    return stem
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".ends", ".learned"])

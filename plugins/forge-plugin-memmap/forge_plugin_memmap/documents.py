@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -12,7 +12,17 @@ import numpy as np
 
 from forge_core import report_progress
 from forge_core.contracts.data import Documents
-from forge_kit.block_sums import BLOCK, SUFFIX, SUMS, CheckedBlocks, range_fault, sum_fault
+from forge_kit.block_sums import (
+    BLOCK,
+    SHIFT,
+    SUFFIX,
+    SUMS,
+    CheckedBlocks,
+    blocks_of,
+    native_sums,
+    range_fault,
+    sum_fault,
+)
 from forge_kit.cache import digest_of
 from forge_plugin_memmap.files import Reader
 from forge_plugin_memmap.index import document_ends
@@ -116,18 +126,24 @@ class ShardedDocuments:
         """The blocks of a file of a shard: by their sums, or else by the range of their ids."""
         if (number, suffix) not in self._checks:
             shard = self._shards[number]
-            fault = self._damaged if shard.summed else self._beyond
-            self._checks[number, suffix] = CheckedBlocks(shard.stamps[suffix][0], partial(fault, number, suffix))
+            fault = self._damage_of(shard, suffix) if shard.summed else partial(self._beyond, number)
+            self._checks[number, suffix] = CheckedBlocks(shard.stamps[suffix][0], fault)
         return self._checks[number, suffix]
 
-    def _damaged(self, number: int, suffix: str, block: int) -> str:
-        shard = self._shards[number]
-        path, first = shard.beside(suffix) if suffix else shard.path, block * BLOCK
-        data = self._reader.read(path, np.dtype("u1"), first, min(BLOCK, shard.stamps[suffix][0] - first))
-        expected = int(self._reader.read(path + SUFFIX, np.dtype(SUMS), 4 * block, 1)[0])
-        return sum_fault(path, block, data, expected, "restore it from a copy, or prepare the data again")
+    def _damage_of(self, shard: Shard, suffix: str) -> Callable[[int], str]:
+        """Returns what compares a block with its sum. All sums are read at once: those of 1 GB are 64 kB."""
+        path, size = shard.beside(suffix) if suffix else shard.path, shard.stamps[suffix][0]
+        where, dtype = path + SUFFIX, np.dtype("u1")
+        sums = native_sums(where, self._reader.read(where, np.dtype(SUMS), 0, blocks_of(size)), size)
 
-    def _beyond(self, number: int, suffix: str, block: int) -> str:
+        def fault(block: int) -> str:
+            first = block << SHIFT
+            data = self._reader.read(path, dtype, first, min(BLOCK, size - first))
+            return sum_fault(path, block, data, sums[block], "restore it from a copy, or prepare the data again")
+
+        return fault
+
+    def _beyond(self, number: int, block: int) -> str:
         shard, dtype = self._shards[number], self._dtypes[number]
         known = [limit for limit in (shard.vocab_size, self._limit) if limit]
         if not known:
