@@ -78,7 +78,7 @@ class CheckedBlocks:
         if self.is_complete or start >= stop:
             return
         checked, fault, end = self.checked, self._fault, blocks_of(stop)
-        number = checked.find(0, start >> SHIFT, end)  # by C code past those that were checked
+        number = checked.find(0, start >> SHIFT, end)  # a search in C passes those that were checked
         while number >= 0:
             if message := fault(number):
                 raise DataError(message)

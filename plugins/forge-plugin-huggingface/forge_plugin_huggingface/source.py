@@ -76,7 +76,7 @@ class Source(Protocol):
 class DescribedSource:
     """A source whose files have been looked at, as one rank of a run does for all.
 
-    A copy in another process looks at no file again, but for those whose rows it reads.
+    A pickled copy in another process opens only files whose rows it reads.
     """
 
     source: Source
