@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.config.load import load_job
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 
@@ -50,12 +50,12 @@ def load(write: Callable[..., Path], small_catalog: Catalog) -> Callable[..., Jo
 
 
 @pytest.fixture
-def problems(load: Callable[..., Job]) -> Callable[..., list[str]]:
-    """The lines of the error that loading gives."""
+def problems(load: Callable[..., Job]) -> Callable[..., list[Problem]]:
+    """The problems of the error that loading raises."""
 
-    def lines(text: str = "", *overrides: str, world_size: int = 1) -> list[str]:
+    def load_refused(text: str = "", *overrides: str, world_size: int = 1) -> list[Problem]:
         with pytest.raises(JobError) as caught:
             load(text, *overrides, world_size=world_size)
-        return str(caught.value).splitlines()
+        return caught.value.problems
 
-    return lines
+    return load_refused

@@ -141,9 +141,7 @@ def validator() -> Validator:
 class TestSchema:
     def test_what_cannot_be_loaded_is_left_out_and_told(self) -> None:
         schema, left_out = job_schema(CATALOG)
-        assert [message.partition(" from ")[0] for message in left_out if "sophia" in message] == [
-            "cannot load optimizer 'sophia'"
-        ]
+        assert ["optimizer 'sophia'" in message for message in left_out if "sophia" in message] == [True]
         assert "optimizer.forge-plugin-sophia:sophia" not in schema["$defs"]
         assert "optimizer.forge-plugin-muon:muon" in schema["$defs"]
 

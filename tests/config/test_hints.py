@@ -10,10 +10,10 @@ import pytest
 from forge_core import load_job
 from forge_core.cli import main
 from forge_core.config.tree import hints, read_job
-from forge_core.contracts.errors import ExitCode, JobError
+from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.plugins.catalog import Catalog, first_party
 
-Problems = Callable[..., list[str]]
+Problems = Callable[..., list[Problem]]
 
 SLIPS = {
     "x = “adamw”": "typographic quotes",
@@ -80,8 +80,9 @@ def test_a_file_of_powershell_is_named_as_utf_16(encoding: str, tmp_path: Path) 
     ],
 )
 def test_a_key_of_another_trainer_is_answered_by_its_name_here(key: str, answer: str, problems: Problems) -> None:
-    [line] = problems("", f"--{key}=1")
-    assert f"{key}: unknown key; in Forge it is {answer}" in line
+    [problem] = problems("", f"--{key}=1")
+    assert problem.path == key
+    assert f"unknown key; in Forge it is {answer}" in problem.message
 
 
 def test_a_missing_key_comes_before_one_that_is_spelt_alike(small_catalog: Catalog) -> None:

@@ -33,19 +33,20 @@ from forge_core.config.load import complete, load_job
 from forge_core.config.structure import INVALID, structure
 from forge_core.config.tree import Origin, annotate
 from forge_core.contracts.components import AnyFloat, OptimizerComponent, SchedulerComponent, default_type
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
 from forge_testing.catalogs import with_components
+from forge_testing.refusals import ExpectedProblem, at, check_problems, refuses_all
 
 Load = Callable[..., Job]
-Problems = Callable[..., list[str]]
+Problems = Callable[..., list[Problem]]
 
 
 def read(value: Any, type_: Any, catalog: Catalog | None = None) -> Any:
-    """The typed value, or the messages about it."""
+    """The typed value, or the problems with it."""
     found, findings = structure(annotate(value, {}, Origin("")), type_, catalog or make_catalog())
-    return found if found is not INVALID else [str(problem) for problem in findings.problems]
+    return found if found is not INVALID else findings.problems
 
 
 class Color(Enum):
@@ -100,56 +101,53 @@ class TestTypes:
         assert type(found) is type(result)
 
     @pytest.mark.parametrize(
-        ("value", "type_", "message"),
+        ("value", "type_", "expected"),
         [
-            (True, int, "expected int, got bool true"),
-            (1.0, int, "expected int, got float 1.0; write 1"),
-            ("1", int, "expected int, got str '1'; write 1"),
-            (float("inf"), int, "expected int, got float inf"),
-            (True, float, "expected float, got bool true"),
-            ("x", float, "expected float, got str 'x'"),
-            (float("inf"), float, "must be finite, got inf"),
-            (float("nan"), float | None, "must be finite, got nan"),
-            (1 << 63, float, f"integers of TOML have 64 bits: at most {(1 << 63) - 1}, got {1 << 63}"),
-            ([0.9, float("-inf")], tuple[float, float], "1: must be finite, got -inf"),
-            ({"a": float("inf")}, Mapping[str, float], "a: must be finite, got inf"),
-            (1, bool, "expected bool, got int 1; write true"),
-            ("false", bool, "expected bool, got str 'false'; write false"),
-            (2, str, 'expected str, got int 2; write "2"'),
-            (False, str, 'expected str, got bool false; write "false"'),
-            (2, Path, "expected path, got int 2"),
-            (["a"], str, "expected str, got array ['a']"),
-            ({"a": 1}, str, "expected str, got a table"),
-            ("c", Literal["a", "b"], "expected one of 'a', 'b', got str 'c'"),
-            (True, Literal[1, 2], "expected one of 1, 2, got bool true"),
-            ("rad", Color, "expected one of 'red', 'blue', got str 'rad'"),
-            ("hihg", Level, "expected 'high', got str 'hihg'"),
-            ("abc", tuple[str, ...], "expected array of str, got str 'abc'; write [\"abc\"]"),
-            (5, list[int], "expected array of int, got int 5; write [5]"),
-            ([1], tuple[int, int], "expected array of 2 values (int, int), got array [1]"),
-            (3, Mapping[str, int], "expected table, got int 3"),
-            ([{"a": 1}], Mapping[str, int], "expected table, got an array of tables; write [.NAME]"),
-            (1.5, int | Literal["auto"], "expected int or 'auto', got float 1.5"),
-            ([], SCHEDULE, "expected float or scheduler table, got array []"),
-            ("cosine", SCHEDULE, "expected float or scheduler table, got str 'cosine'; write {type = \"cosine\"}"),
-            ("x", Rope, "expected table, got str 'x'"),
-            ({"type": "cosine"}, float, "expected float, got a table"),
-            ("x" * 99, int, f"expected int, got str '{'x' * 27}...{'x' * 28}'"),
+            (True, int, at("", "int", "bool true")),
+            (1.0, int, at("", "int", "float 1.0", "write 1")),
+            ("1", int, at("", "int", "str '1'", "write 1")),
+            (float("inf"), int, at("", "int", "float inf")),
+            (True, float, at("", "float", "bool true")),
+            ("x", float, at("", "float", "str 'x'")),
+            (float("inf"), float, at("", "finite", "inf")),
+            (float("nan"), float | None, at("", "finite", "nan")),
+            (1 << 63, float, at("", 64, (1 << 63) - 1, 1 << 63)),
+            ([0.9, float("-inf")], tuple[float, float], at("1", "finite", "-inf")),
+            ({"a": float("inf")}, Mapping[str, float], at("a", "finite", "inf")),
+            (1, bool, at("", "bool", "int 1", "write true")),
+            ("false", bool, at("", "bool", "str 'false'", "write false")),
+            (2, str, at("", "str", "int 2", 'write "2"')),
+            (False, str, at("", "str", "bool false", 'write "false"')),
+            (2, Path, at("", "path", "int 2")),
+            (["a"], str, at("", "str", "array ['a']")),
+            ({"a": 1}, str, at("", "str", "a table")),
+            ("c", Literal["a", "b"], at("", "'a', 'b'", "str 'c'")),
+            (True, Literal[1, 2], at("", "1, 2", "bool true")),
+            ("rad", Color, at("", "'red', 'blue'", "str 'rad'")),
+            ("hihg", Level, at("", "'high'", "str 'hihg'")),
+            ("abc", tuple[str, ...], at("", "array of str", "str 'abc'", 'write ["abc"]')),
+            (5, list[int], at("", "array of int", "int 5", "write [5]")),
+            ([1], tuple[int, int], at("", 2, "(int, int)", "array [1]")),
+            (3, Mapping[str, int], at("", "table", "int 3")),
+            ([{"a": 1}], Mapping[str, int], at("", "an array of tables", "write [.NAME]")),
+            (1.5, int | Literal["auto"], at("", "int or 'auto'", "float 1.5")),
+            ([], SCHEDULE, at("", "float or scheduler table", "array []")),
+            ("cosine", SCHEDULE, at("", "float or scheduler table", "str 'cosine'", 'write {type = "cosine"}')),
+            ("x", Rope, at("", "table", "str 'x'")),
+            ({"type": "cosine"}, float, at("", "float", "a table")),
+            ("x" * 99, int, at("", "int", f"str '{'x' * 27}...{'x' * 28}'")),
         ],
+        ids=str,
     )
-    def test_nothing_is_converted_silently(self, value: Any, type_: Any, message: str) -> None:
-        assert read(value, type_) == [message]
+    def test_nothing_is_converted_silently(self, value: Any, type_: Any, expected: ExpectedProblem) -> None:
+        check_problems(read(value, type_), expected)
 
     def test_each_entry_of_an_array_or_table_is_named(self) -> None:
-        assert read([1, "a", 2.5], tuple[int, ...]) == [
-            "1: expected int, got str 'a'",
-            "2: expected int, got float 2.5",
-        ]
-        assert read({"x": 1, "y": "a"}, Mapping[str, int]) == ["y: expected int, got str 'a'"]
+        check_problems(read([1, "a", 2.5], tuple[int, ...]), at("1", "int", "str 'a'"), at("2", "int", "float 2.5"))
+        check_problems(read({"x": 1, "y": "a"}, Mapping[str, int]), at("y", "int", "str 'a'"))
 
     def test_a_type_that_toml_cannot_give_is_the_components_mistake(self) -> None:
-        [message] = read("x", complex)
-        assert message.endswith("cannot be read from TOML; that is a mistake in the component")
+        check_problems(read("x", complex), at("", "complex", "TOML", "component"))
 
 
 @frozen(kw_only=True)
@@ -201,17 +199,14 @@ class TestValidators:
 
     def test_they_run_beside_fields_that_cannot_be_read(self) -> None:
         _, findings = structure(annotate({"number": 0, "word": 3, "low": "x"}, {}, Origin("")), Checked, make_catalog())
-        assert [str(problem) for problem in findings.problems] == [
-            'word: expected str, got int 3; write "3"',
-            "low: expected int, got str 'x'",
-            "number: must be > 0, got 0",
-        ]
+        number = at("number", "> 0", "got 0")
+        check_problems(findings.problems, at("word", "str", "int 3"), at("low", "int", "str 'x'"), number)
 
     def test_a_check_of_the_whole_class_is_told_at_its_table(self) -> None:
-        assert read({"first": 2}, Pair) == ["first and second must differ"]
+        assert read({"first": 2}, Pair) == [Problem("", "first and second must differ")]
 
     def test_a_check_of_the_whole_class_is_not_blamed_for_a_default_that_stands_in(self) -> None:
-        assert read({"first": 2, "second": "x"}, Pair) == ["second: expected int, got str 'x'"]
+        check_problems(read({"first": 2, "second": "x"}, Pair), at("second", "int", "str 'x'"))
 
 
 @frozen(kw_only=True)
@@ -269,39 +264,32 @@ class TestComponents:
         assert load_job("good.toml", catalog=crowded) == alone
 
     def test_defaults_that_contain_themselves_are_refused(self) -> None:
-        [message] = read({"type": "wrapper"}, OptimizerComponent, with_optimizers(wrapper=Wrapper))
-        assert message.endswith("the defaults of components nest without end")
+        [problem] = read({"type": "wrapper"}, OptimizerComponent, with_optimizers(wrapper=Wrapper))
+        assert set(problem.path.split(".")) == {"inner"}
 
     def test_field_types_that_do_not_exist_at_run_time_are_told(self) -> None:
-        [message] = read({"type": "hidden"}, OptimizerComponent, with_optimizers(hidden=Hidden))
-        assert message.startswith("the fields of Hidden cannot be read: name 'NoSuchType' is not defined")
+        found = read({"type": "hidden"}, OptimizerComponent, with_optimizers(hidden=Hidden))
+        check_problems(found, at("", "Hidden", "'NoSuchType'"))
 
     def test_a_subclass_without_decorator_is_refused(self) -> None:
-        [message] = read({"type": "bare"}, OptimizerComponent, with_optimizers(bare=Undecorated))
-        assert message == (
-            "type: optimizer 'bare' from forge-plugin-mine 0 is not an attrs class; "
-            "decorate it with @attrs.frozen(kw_only=True)"
-        )
+        found = read({"type": "bare"}, OptimizerComponent, with_optimizers(bare=Undecorated))
+        check_problems(found, at("type", "'bare'", "forge-plugin-mine 0", "@attrs.frozen(kw_only=True)"))
 
     def test_a_default_that_is_not_installed_is_told_at_its_key(self) -> None:
         offers = [offer for offer in make_catalog().offers() if offer.type != "topk"]
-        assert read({"type": "moe", "experts": 2}, component("ffn"), Catalog(offers)) == [
-            "router: is 'topk' by default, but no router 'topk' is installed. Installed: none"
-        ]
+        found = read({"type": "moe", "experts": 2}, component("ffn"), Catalog(offers))
+        check_problems(found, at("router", "'topk'", "Installed: none"))
 
     def test_two_owners_of_a_kind_are_an_error_where_the_kind_is_used(self) -> None:
         second = Offer("kind", "ffn", "other:FFN", Distribution("forge-plugin-other", "0.3.0"))
         catalog = Catalog([*make_catalog().offers(), second])
         assert read({"type": "adamw"}, OptimizerComponent, catalog) == AdamW()
-        [message] = read({"type": "swiglu"}, component("ffn"), catalog)
-        assert message == (
-            "type: kind 'ffn' is declared by forge-plugin-other 0.3.0 and forge-plugin-transformer 0.2.0; "
-            "uninstall one of them"
-        )
+        found = read({"type": "swiglu"}, component("ffn"), catalog)
+        check_problems(found, at("type", "'ffn'", "forge-plugin-other 0.3.0", "forge-plugin-transformer 0.2.0"))
 
     def test_a_mistake_in_one_component_hides_no_other(self, problems: Problems) -> None:
-        lines = problems('[optimizer]\ntype = "sophia"\n[model]\nheads = 0\n[scheduler]\ntype = "cosine"\nfinal = -1')
-        assert [line.split(": ")[1] for line in lines] == ["optimizer.type", "model.heads", "scheduler.final"]
+        found = problems('[optimizer]\ntype = "sophia"\n[model]\nheads = 0\n[scheduler]\ntype = "cosine"\nfinal = -1')
+        check_problems(found, "optimizer.type", "model.heads", "scheduler.final")
 
 
 def component(kind: str) -> type:
@@ -330,6 +318,5 @@ class TestJobsMadeInPython:
 
     def test_defaults_that_are_not_installed_are_all_told(self, load: Load) -> None:
         bare = attrs.evolve(load(), model=Transformer(dim=64, layers=2), loggers={})
-        with pytest.raises(JobError) as caught:
+        with refuses_all("model.ffn", "loggers.console", "loggers.jsonl"):
             complete(bare, Catalog([]))
-        assert [problem.path for problem in caught.value.problems] == ["model.ffn", "loggers.console", "loggers.jsonl"]
