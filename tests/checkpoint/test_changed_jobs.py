@@ -27,10 +27,11 @@ from forge_core.contracts.components import (
     TrainingHook,
     when_resumed,
 )
-from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.errors import CheckpointError, ResumeError
 from forge_core.job import Job, Phase
 from forge_testing import TINY_JOB, Numbers, TinyAdamW, TinyModel
 from forge_testing.catalogs import with_components
+from forge_testing.refusals import lacks, naming
 
 
 @define(kw_only=True, slots=False)
@@ -305,7 +306,7 @@ def test_a_component_that_is_not_installed_any_more_counts_as_its_kind(make_job,
 
 def test_safe_changes_apply_at_once_and_are_told(resume, said):
     assert resume({}, {"checkpoint": {"interval": 1}}).step == 4
-    assert "changed since then:\n  safe:\n    train.steps: 2 -> 4\n    checkpoint.interval: 1000 -> 1" in said[0]
+    assert "  safe:\n    train.steps: 2 -> 4\n    checkpoint.interval: 1000 -> 1" in said[0]
 
 
 def test_other_changes_are_refused_with_all_three_groups_and_the_command(resume):
@@ -321,8 +322,10 @@ def test_other_changes_are_refused_with_all_three_groups_and_the_command(resume)
         "    model.dim: 16 -> 24",
     ]
     assert "[checkpoint.load]" in lines[7]
-    with pytest.raises(CheckpointError, match="run the same command with --resume-with-changes"):
+    with pytest.raises(ResumeError) as caught:
         resume({"job": {"name": "x"}}, {"job": {"name": "x"}, "optimizer": TinyAdamW(lr=1e-3)})
+    [*_, advice] = str(caught.value).splitlines()
+    assert "--resume-with-changes" in advice
 
 
 def test_with_the_flag_they_apply_and_are_told(resume, said, lines):
@@ -357,7 +360,7 @@ def test_counters_of_groups_go_to_the_groups_of_the_same_patterns(resume, make_j
 
 def test_counters_of_a_group_that_no_pattern_has_any_more_are_refused_by_name(resume):
     before, after = ({"optimizer": Tiring(groups=(ParameterGroup(match=match),))} for match in ("embed*", "*head*"))
-    with pytest.raises(CheckpointError, match=r"counters of the parameter groups .*embed\*.*, this job has .*head\*"):
+    with pytest.raises(CheckpointError, match=naming("embed*", "*head*")):
         resume(before, after, resume_with_changes=True)
 
 
@@ -371,7 +374,7 @@ def test_the_next_checkpoint_has_the_new_job(resume, train, make_job):
 class TestSources:
     def test_one_that_comes_starts_at_its_first_sample_and_the_others_go_on(self, resume, catalog):
         one, two = Numbers(name="one"), Numbers(name="two", start=77)
-        with pytest.raises(CheckpointError, match=r"data\.sources\.two\.type: \(none\) -> "):
+        with pytest.raises(CheckpointError, match=naming("data.sources.two.type: (none) -> ")):
             resume({"data": {"sources": (one,)}}, {"data": {"sources": (one, two)}})
         summary = resume({"data": {"sources": (one,)}}, {"data": {"sources": (two, one)}}, resume_with_changes=True)
         assert drawn(summary) == {"one": 8 + 4, "two": 4}
@@ -385,7 +388,7 @@ class TestSources:
         train(make_job(steps=2))
         build = Numbers.build
         monkeypatch.setattr(Numbers, "build", lambda self, context: build(attrs.evolve(self, sequences=50), context))
-        with pytest.raises(CheckpointError, match=r"source '0' had 64 sequences and has 50; .*--resume-with-changes"):
+        with pytest.raises(CheckpointError, match=naming("'0'", 64, 50, "--resume-with-changes")):
             train(make_job(steps=4))
         assert train(make_job(steps=4), resume_with_changes=True).step == 4
 
@@ -399,7 +402,7 @@ class TestHooks:
     def test_one_that_comes_starts_afresh(self, resume, said, lines):
         summary = resume({}, {"hooks": {"counter": Counter()}}, resume_with_changes=True)
         assert [record.get("seen") for record in lines(summary)] == [None, None, 1.0, 2.0]
-        assert "hook:hooks.counter starts afresh: the checkpoint has no state of it" in said[0]
+        assert not lacks(said[0], "hook:hooks.counter")
 
     def test_one_that_gave_way_to_another_does_not_hand_its_state_on(self, resume):
         before, after = {"hooks": {"mine": Counter()}}, {"hooks": {"mine": Other()}}
@@ -412,7 +415,7 @@ class TestHooks:
 
     def test_one_that_goes_leaves_its_state_behind(self, resume, said):
         assert resume({"hooks": {"mine": Counter()}}, {}, resume_with_changes=True).step == 4
-        assert "state of hook:hooks.mine is left behind" in said[0]
+        assert not lacks(said[0], "hook:hooks.mine")
 
     def test_one_without_state_that_is_given_from_python_may_come(self, make_job, train):
         class Looks(TrainingHook):
@@ -423,7 +426,7 @@ class TestHooks:
 
     def test_one_with_state_that_is_given_from_python_needs_the_flag(self, make_job, train):
         train(make_job(steps=2))
-        with pytest.raises(CheckpointError, match=r"holds no state of hook:python\.Counter, .*--resume-with-changes"):
+        with pytest.raises(CheckpointError, match=naming("hook:python.Counter", "--resume-with-changes")):
             train(make_job(steps=4), Counter())
         assert train(make_job(steps=4), Counter(), resume_with_changes=True).step == 4
 
@@ -431,7 +434,7 @@ class TestHooks:
 def test_checkpoints_that_an_earlier_job_kept_elsewhere_are_not_forgotten(make_job, train, catalog):
     storage = catalog.load("storage", "forge-run/local")(folder="old")
     train(make_job(steps=2, checkpoint={"storage": storage}))
-    with pytest.raises(CheckpointError, match="run/old has checkpoints of this run, but the job keeps them"):
+    with pytest.raises(CheckpointError, match=naming("run/old", "[checkpoint.storage]")):
         train(make_job(steps=4))
 
 
@@ -493,4 +496,5 @@ def test_the_command_line_has_the_flag(tmp_path, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "need --resume-with-changes:\n    optimizer.lr: 0.01 -> 0.5" in err
     assert main(["job.toml", *changed, "--resume-with-changes"]) == 0
-    assert "finished at step 6" in capsys.readouterr().out
+    [run] = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "end.json").read_text())["step"] == 6

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from forge_core.contracts.errors import JobError
 from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_checkpoints.parts import Parts
@@ -17,6 +16,7 @@ from forge_plugin_transformer import GEGLU, GroupedQueryAttention, Llama3Rope, P
 from forge_plugin_vision import VisionLanguage
 from forge_plugin_vision.testing import RandomImages, tiny_vision
 from forge_testing import tiny_job
+from forge_testing.refusals import refuses
 
 ATTENTION = GroupedQueryAttention(heads=4, kv_heads=2, rope=PlainRope())
 MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=ATTENTION, ffn=SwiGLU(hidden=16), norm=RMSNorm())
@@ -56,12 +56,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_setting_that_no_shape_shows_is_refused_unless_it_is_accepted(keys: str, base: str, tmp_path: Path) -> None:
     model = evolve(MODEL, **HIDDEN[keys])
     paths = [f"model.{key}" for key in keys.split(", ")]
-    with pytest.raises(JobError) as caught:
-        run(tmp_path, model=model, checkpoint={"load": Parts(path=base)})
-    [problem] = caught.value.problems
-    assert problem.path == "checkpoint.load.accept_changes"
     listed = ", ".join(f'"{path}"' for path in paths)
-    assert problem.message.endswith(f"accept_changes = [{listed}]")
+    with refuses("checkpoint.load.accept_changes", f"accept_changes = [{listed}]"):
+        run(tmp_path, model=model, checkpoint={"load": Parts(path=base)})
     printed = run(tmp_path, model=model, checkpoint={"load": Parts(path=base, accept_changes=tuple(paths))})
     assert [line.split(":")[1].strip() for line in printed if line.startswith("  accepted: ")] == paths
 
@@ -79,13 +76,13 @@ def test_settings_of_the_training_alone_may_differ(tmp_path: Path) -> None:
     load = Parts(path=str(tmp_path / "base"))
     model = experts(z_loss=0.1, bias_rate=0.1, sequence_balance=0.1)
     assert run(tmp_path, model=model, checkpoint={"load": load})
-    with pytest.raises(JobError, match=r"model\.ffn\.router\.scaling: 1\.0 -> 2\.5"):
+    with refuses("checkpoint.load.accept_changes", "model.ffn.router.scaling: 1.0 -> 2.5"):
         run(tmp_path, model=experts(scaling=2.5), job={"name": "b"}, checkpoint={"load": load})
 
 
 def test_a_setting_that_the_names_of_weights_show_is_listed(base: str, tmp_path: Path) -> None:
     printed = run(tmp_path, model=evolve(MODEL, layers=3), checkpoint={"load": Parts(path=base, strict=False)})
-    assert "  trained with another setting: model.layers: 2 -> 3" in printed
+    assert [line for line in printed if line.endswith(": model.layers: 2 -> 3")]
 
 
 def test_a_language_model_is_found_in_a_model_that_sees_images(base: str, tmp_path: Path) -> None:
@@ -94,7 +91,7 @@ def test_a_language_model_is_found_in_a_model_that_sees_images(base: str, tmp_pa
         load = Parts(path=base, exclude=("vision.*",), **keys)
         return run(tmp_path, model=model, seq_len=24, data={"sources": (RandomImages(),)}, checkpoint={"load": load})
 
-    with pytest.raises(JobError, match=r"model\.language\.norm\.eps: 1e-05 -> 1\.0"):
+    with refuses("checkpoint.load.accept_changes", "model.language.norm.eps: 1e-05 -> 1.0"):
         start(evolve(MODEL, norm=RMSNorm(eps=1.0)))
     assert start(MODEL)
 
@@ -107,5 +104,5 @@ def test_a_part_is_compared_alone_where_it_is_loaded_alone(tmp_path: Path) -> No
     other = evolve(MODEL, norm=RMSNorm(eps=1.0))
     assert run(tmp_path, model=evolve(model, language=other), checkpoint={"load": load}, **sources)
     vision = evolve(tiny_vision(), encoder=evolve(tiny_vision().encoder, eps=1.0))
-    with pytest.raises(JobError, match=r"model\.vision\.encoder\.eps"):
+    with refuses("checkpoint.load.accept_changes", "model.vision.encoder.eps"):
         run(tmp_path, model=evolve(model, vision=vision), job={"name": "b"}, checkpoint={"load": load}, **sources)

@@ -10,8 +10,9 @@ import pytest
 
 from forge_core import Trainer, load_job
 from forge_core.cli import main
-from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.errors import ResumeError
 from forge_testing import TINY_JOB
+from forge_testing.refusals import naming
 
 PAGE = Path(__file__).parents[2] / "docs/ten-minutes/storage.md"
 STORAGE = '[checkpoint]\ninterval = 2\nstorage = {type = "./mirrored.py:Mirrored", mirror = "other-disk"}\n'
@@ -85,5 +86,5 @@ def test_another_run_starts_from_them(name):
 
 
 def test_a_key_folder_of_another_storage_is_not_taken_for_the_cores(tmp_path):
-    with pytest.raises(CheckpointError, match="has checkpoints of this run, but the job keeps them elsewhere now"):
+    with pytest.raises(ResumeError, match=naming("other-disk/elsewhere", "[checkpoint.storage]")):
         train(job("elsewhere", "", **{"train.steps": 6}))

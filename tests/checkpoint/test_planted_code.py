@@ -131,7 +131,7 @@ def test_an_index_that_points_at_code_does_not_run_it(checkpoint, train, make_jo
     (checkpoint / "index.json").write_text(json.dumps(index))
     make_digests_match(checkpoint)
     said = open_in_every_way(train, make_job, "full", checkpoint)
-    assert any("evil ends before" in text for text in said)
+    assert any("evil" in text for text in said)
     assert not (tmp_path / "planted").exists()
 
 

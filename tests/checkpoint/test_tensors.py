@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import tempfile
 import warnings
 from pathlib import Path
@@ -24,6 +26,7 @@ from forge_core.engine.trainer import Trainer
 from forge_kit.checkpoints import stored_tensors
 from forge_testing import tiny_job
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import naming
 
 DTYPES = [
     torch.float32,
@@ -154,18 +157,12 @@ class TestAnIndex:
     @pytest.mark.parametrize(
         ("change", "fault"),
         [
-            ({"dtype": "load"}, "not a dtype: 'load'"),
+            ({"dtype": "load"}, "'load'"),
             ({"dtype": "no_such_type"}, "no_such_type"),
-            ({"size": [3, 3]}, "the chunks of x are not the whole of it"),
-            ({"chunks": []}, "the chunks of x are not the whole of it"),
-            (
-                {"chunks": [{"offsets": [0, 0], "sizes": [2, 3], "file": "../x", "start": 0}]},
-                "not a file of a checkpoint",
-            ),
-            (
-                {"chunks": [{"offsets": [0, 0], "sizes": [2, 3], "file": ".x", "start": 0}]},
-                "not a file of a checkpoint",
-            ),
+            ({"size": [3, 3]}, "chunks of x"),
+            ({"chunks": []}, "chunks of x"),
+            ({"chunks": [WHOLE | {"file": "../x"}]}, "'../x'"),
+            ({"chunks": [WHOLE | {"file": ".x"}]}, "'.x'"),
             ({"chunks": [{"offsets": [0, 0], "sizes": [2, 3]}]}, "KeyError: 'file'"),
             ({"chunks": 5}, "TypeError"),
         ],
@@ -174,7 +171,7 @@ class TestAnIndex:
         entries = json.loads((checkpoint / "index.json").read_text())
         entries["x"] |= change
         (checkpoint / "index.json").write_text(json.dumps(entries))
-        with pytest.raises(CheckpointError, match=rf"index\.json: .*{fault}"):
+        with pytest.raises(CheckpointError, match=naming(checkpoint / "index.json", fault)):
             stored_tensors(checkpoint)
 
     @pytest.mark.parametrize("start", [33, 10**12, -1])
@@ -182,7 +179,7 @@ class TestAnIndex:
         entries = json.loads((checkpoint / "index.json").read_text())
         entries["x"]["chunks"][0]["start"] = start
         (checkpoint / "index.json").write_text(json.dumps(entries))
-        with pytest.raises(CheckpointError, match=r"cannot read .*rank 0: .*(ends before x does|Invalid argument)"):
+        with pytest.raises(CheckpointError, match=r"step-1\b.*rank 0: .*(__0_0\.distcp .*\bx\b|Invalid argument)"):
             load_tensors(checkpoint, {"x": torch.zeros(2, 3)})
 
 
@@ -192,11 +189,11 @@ class TestAnIndex:
         ("{", "JSONDecodeError"),
         ("[]", "manifest.json: TypeError"),
         ("{}", "KeyError: 'format'"),
-        ('{"format": 1, "files": {}}', "format 1; this version of forge-run reads 2"),
+        ('{"format": 1, "files": {}}', "format 1; .* 2$"),
         ('{"format": 2, "files": {"a": {}}}', "manifest.json: KeyError: 'size'"),
-        ('{"format": 2, "files": {"../a": {"size": 1, "sha256": ""}}}', "not a file of a checkpoint: '../a'"),
-        ('{"format": 2, "files": {"a/../../b": {"size": 1, "sha256": ""}}}', "not a file of a checkpoint: 'a/../../b'"),
-        ('{"format": 2, "files": {"/b": {"size": 1, "sha256": ""}}}', "not a file of a checkpoint: '/b'"),
+        ('{"format": 2, "files": {"../a": {"size": 1, "sha256": ""}}}', "'../a'"),
+        ('{"format": 2, "files": {"a/../../b": {"size": 1, "sha256": ""}}}', "'a/../../b'"),
+        ('{"format": 2, "files": {"/b": {"size": 1, "sha256": ""}}}', "'/b'"),
         ('{"format": 2, "files": 7}', "manifest.json: AttributeError"),
     ],
 )
@@ -210,7 +207,7 @@ def test_all_faults_of_a_checkpoint_are_named(tmp_path):
     path = save(tmp_path, {"x": torch.randn(100)})
     (path / "index.json").unlink()
     (path / "__0_0.distcp").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp has 5 bytes, .* 400; .*index.json is missing"):
+    with pytest.raises(CheckpointError, match=naming(path / "__0_0.distcp", "5 bytes", 400, path / "index.json")):
         verify(path, "sizes")
 
 
@@ -218,12 +215,12 @@ def test_a_file_that_cannot_be_read_is_a_fault(tmp_path):
     path = save(tmp_path, {"x": torch.randn(100)})
     (path / "__0_0.distcp").unlink()
     (path / "__0_0.distcp").symlink_to("__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp cannot be read: Too many levels of symbolic links"):
+    with pytest.raises(CheckpointError, match=naming(path / "__0_0.distcp", os.strerror(errno.ELOOP))):
         verify(path, "sizes")
 
 
 def test_what_is_not_a_tensor_is_refused_with_its_name(tmp_path):
-    with pytest.raises(CheckpointError, match=r"could not save step 1 .*weights is not a tensor"):
+    with pytest.raises(CheckpointError, match=naming("step 1", "weights")):
         save(tmp_path, {"weights": [1, 2]})
 
 
