@@ -14,10 +14,10 @@ import pytest
 from forge_core.checkpoint.run_folder import LOCK, owned, storage_of
 from forge_core.config.load import parse_job
 from forge_core.contracts.components import DatasetComponent, TrainingHook
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.run_owner import owner
 from forge_testing.processes import HANG_S
-from forge_testing.refusals import naming, refuses
+from forge_testing.refusals import naming
 
 KILLED_WITH_A_WORKER = """
 import os, signal, sys, time
@@ -167,5 +167,5 @@ def test_a_run_whose_folder_was_displaced_ends_at_its_next_save(make_job, train,
 def test_a_damaged_job_in_a_run_folder_is_named_with_its_line(tmp_path):
     (tmp_path / "job.toml").write_text('[job]\nname = "a')
     for read in (storage_of, lambda folder: parse_job((folder / "job.toml").read_text(), str(folder / "job.toml"))):
-        with refuses("", f"{tmp_path}/job.toml", "Unterminated string"):
+        with pytest.raises(JobError, match=naming(tmp_path / "job.toml")):
             read(tmp_path)

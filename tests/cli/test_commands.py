@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from forge_core.contracts.errors import ExitCode, JobError
+from forge_core.contracts.errors import ExitCode
+from forge_core.job import TrainSection
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
+from forge_kit.documented_keys import field_docs
 from forge_plugin_author.explain import explain
 from forge_plugin_author.plugins import select
 from forge_plugin_author.schema import command as print_schema
+from forge_testing.refusals import lacks, refuses
 from forge_testing.stale import left_overs, stale_entries
 
 Run = Callable[..., tuple[int, str, str]]
@@ -80,14 +85,11 @@ class TestCheck:
         facts = json.loads(out)
         assert (code, err, facts["ok"]) == (ExitCode.BAD_JOB, "", False)
         by_key = {problem["key"]: problem for problem in facts["problems"]}
-        assert by_key["train.steps"] == {
-            "file": str(job),
-            "line": 2,
-            "key": "train.steps",
-            "message": "expected int, got str 'x'",
-        }
+        assert by_key.keys() == {"train.steps", "train.sed", "model", "data", "optimizer"}
+        message = by_key["train.steps"].pop("message")
+        assert not lacks(message, "int", "str 'x'")
+        assert by_key["train.steps"] == {"file": str(job), "line": 2, "key": "train.steps"}
         assert (by_key["train.sed"]["file"], by_key["train.sed"]["line"]) == ("--train.sed=1", None)
-        assert by_key["model"]["message"].startswith("required table is missing")
 
 
 class TestPlugins:
@@ -104,10 +106,10 @@ class TestPlugins:
 
     def test_conflicts_are_told(self, forge_run: Run) -> None:
         _, out, _ = forge_run("plugins", "lion")
-        assert (
-            "conflict: optimizer 'lion' of forge-plugin-lion is also offered by forge-plugin-lion-fast 0.2.0"
-            in out.splitlines()
-        )
+        conflicts = [line for line in out.splitlines() if line.startswith("conflict: ")]
+        assert len(conflicts) == 2
+        facts = ("optimizer 'lion'", "forge-plugin-lion ", "forge-plugin-lion-fast")
+        assert [lacks(line, *facts) for line in conflicts] == [[], []]
 
     @pytest.mark.parametrize(
         ("name", "kind", "found"),
@@ -165,10 +167,8 @@ class TestPlugins:
         (tmp_path / "pyproject.toml").write_text('[project.entry-points."forge.optimizer"]\nold = "a:B"\nnew = "a:C"\n')
         url = json.dumps({"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
         offer = Offer("optimizer", "old", "a:B", Distribution("forge-plugin-mine", "0.1", (), url))
-        assert list(stale_entries([offer.distribution], Catalog([offer]))) == [
-            "forge-plugin-mine 0.1: optimizer new came after it was installed; "
-            f"refresh with: pip install --no-deps -e {tmp_path}"
-        ]
+        [line] = stale_entries([offer.distribution], Catalog([offer]))
+        assert not lacks(line, "forge-plugin-mine 0.1", "optimizer new", f"pip install --no-deps -e {tmp_path}")
 
 
 class TestPluginsCheck:
@@ -203,11 +203,9 @@ class TestPluginsCheck:
         checks = {row["type"]: row["check"] for row in json.loads(done.stdout)}
         assert checks["good"]["error"] == checks["heavy"]["error"] == ""
         assert (checks["good"]["torch"], checks["heavy"]["torch"]) == (False, True)
-        assert checks["absent"]["error"] == (
-            "cannot load optimizer 'absent' from forge-plugin-probe 1.0 (no_one:Good): "
-            "ModuleNotFoundError: No module named 'no_one'"
-        )
-        assert checks["dying"]["error"] == "loading optimizer forge-plugin-probe/dying ended the process: exit code 3"
+        absent = ("optimizer 'absent'", "forge-plugin-probe 1.0", "no_one:Good", "ModuleNotFoundError")
+        assert not lacks(checks["absent"]["error"], *absent)
+        assert not lacks(checks["dying"]["error"], "optimizer forge-plugin-probe/dying", "exit code 3")
 
     def test_the_table_shows_errors_below(self, python: Python, site: Path) -> None:
         done = python("-m", "forge_core", "plugins", "absent", "--check", path=site)
@@ -215,7 +213,8 @@ class TestPluginsCheck:
         head, row, error = done.stdout.splitlines()
         assert head.split() == ["KIND", "TYPE", "DISTRIBUTION", "VERSION", "LOADS", "TARGET"]
         assert row.split() == ["optimizer", "absent", "forge-plugin-probe", "1.0", "error", "no_one:Good"]
-        assert error.startswith("error: cannot load optimizer 'absent'")
+        assert error.startswith("error: ")
+        assert not lacks(error, "optimizer 'absent'")
 
     def test_what_is_wrong_with_distributions_and_components_is_told_once(self, python: Python, site: Path) -> None:
         rival = site / "forge_plugin_rival-2.0.dist-info"
@@ -224,14 +223,16 @@ class TestPluginsCheck:
         (rival / "entry_points.txt").write_text("[forge.optimizer]\ngood = good_one:Good\nother = good_one:Good\n")
         done = python("-m", "forge_core", "plugins", "forge-plugin-rival", "--check", path=site)
         assert done.returncode == ExitCode.FAILED
-        missing = "the class has no docstring, which `forge-run explain` shows; say what it does, with its source"
-        unbuilt = "it does not implement build(self, context, parameters), as OptimizerComponent asks"
         *_, conflict, silent, empty, unbound, silent_too, empty_too = done.stdout.splitlines()
-        assert conflict == (
-            "conflict: optimizer 'good' of forge-plugin-rival is also offered by forge-plugin-probe 1.0"
-        )
-        assert [silent, empty] == [f"problem: optimizer 'good' (good_one:Good): {text}" for text in (missing, unbuilt)]
-        assert unbound.startswith("problem: forge-plugin-rival 2.0: it does not require forge-run, so an installer may")
+        assert conflict.startswith("conflict: ")
+        assert not lacks(conflict, "optimizer 'good'", "forge-plugin-rival", "forge-plugin-probe 1.0")
+        assert [line.partition("): ")[0] for line in (silent, empty)] == 2 * [
+            "problem: optimizer 'good' (good_one:Good"
+        ]
+        assert not lacks(silent, "docstring")
+        assert not lacks(empty, "build(self, context, parameters)", "OptimizerComponent")
+        assert unbound.startswith("problem: forge-plugin-rival 2.0: ")
+        assert not lacks(unbound, "forge-run")
         assert silent_too == silent.replace("'good'", "'other'")
         assert empty_too == empty.replace("'good'", "'other'")
 
@@ -250,10 +251,9 @@ class TestPluginsCheck:
                 (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: forge-plugin-twice\nVersion: {version}\n")
         for name in ("third", "second", "first"):
             monkeypatch.syspath_prepend(str(tmp_path / name))
-        assert list(left_overs()) == [
-            f"forge-plugin-twice 1.0 in {tmp_path}/second is hidden by 2.0 in {tmp_path}/first; uninstall one of them",
-            f"an uninstall in {tmp_path}/third was interrupted, and loss twice is left; delete its .dist-info folder",
-        ]
+        hidden, interrupted = left_overs()
+        assert not lacks(hidden, f"forge-plugin-twice 1.0 in {tmp_path}/second", f"2.0 in {tmp_path}/first")
+        assert not lacks(interrupted, f"{tmp_path}/third", "loss twice", ".dist-info")
 
     def test_listing_does_not_import_them(self, python: Python, site: Path) -> None:
         done = python("-m", "forge_core", "plugins", "dying", path=site)
@@ -264,7 +264,8 @@ class TestPluginsCheck:
 class TestExplain:
     def test_a_section_tells_its_keys(self, small_catalog: Catalog) -> None:
         text = explain("train", small_catalog)
-        assert "steps: int (required, > 0, <= 9007199254740992)\n    Optimizer steps of the whole run." in text
+        doc = field_docs(TrainSection)["steps"][:30]
+        assert f"steps: int (required, > 0, <= 9007199254740992)\n    {doc}" in text
         assert "precision: one of 'bf16', 'fp32', 'fp64' (default \"fp32\")\n" in text
 
     def test_a_component_tells_its_class_and_inherited_keys(self, small_catalog: Catalog) -> None:
@@ -275,8 +276,8 @@ class TestExplain:
     def test_a_kind_tells_the_installed_types_even_if_one_is_broken(self, small_catalog: Catalog) -> None:
         text = explain("optimizer", small_catalog)
         assert "muon:\n    Orthogonalised momentum.\n" in text
-        assert "sophia:\n    cannot load optimizer 'sophia' from forge-plugin-sophia 0.1.0" in text
-        assert text.endswith("forge-run explain optimizer.TYPE lists the keys of one.")
+        assert re.search(r"^sophia:\n    .*optimizer 'sophia'.*forge-plugin-sophia 0\.1\.0", text, re.MULTILINE)
+        assert not lacks(text.splitlines()[-1], "forge-run explain optimizer.TYPE")
 
     @pytest.mark.parametrize(
         ("path", "start"),
@@ -286,18 +287,14 @@ class TestExplain:
             ("optimizer.adamw", "optimizer forge-plugin-adamw/adamw\n"),
             ("optimizer.forge-plugin-adamw/adamw", "optimizer forge-plugin-adamw/adamw\n"),
             ("optimizer.adamw.lr", "lr: float (default 0.0003, > 0)"),
-            ("optimizer.adamw.weight_decay", "weight_decay: float or scheduler table (default 0.1)\n    A number, or"),
-            ("scheduler", "scheduler takes a component of kind scheduler.\n\nBuilds a pure function"),
+            ("optimizer.adamw.weight_decay", "weight_decay: float or scheduler table (default 0.1)"),
             ("optimizer.job_parts:Muon", "optimizer job_parts:Muon\n"),
             ("model.transformer.ffn.moe.router.topk", "router forge-plugin-moe/topk\n"),
-            ("model.ffn", "model.ffn takes a component of kind ffn."),
             ("model.ffn.moe", "ffn forge-plugin-moe/moe\n"),
             ("model.ffn.moe.router.topk", "router forge-plugin-moe/topk\n"),
             ("model.transformer.rope", "[model.transformer.rope]\n"),
             ("model.transformer.rope.base", "base: float (default 10000.0, > 0)"),
-            ("parallel", "parallel takes a component of kind parallel."),
             ("loggers.tensorboard", "logger forge-plugin-tensorboard/tensorboard\n"),
-            ("ffn", "ffn takes a component of kind ffn."),
             ("router.topk", "router forge-plugin-moe/topk\n"),
             ("checkpoint.storage.local", "storage forge-run/local\n"),
         ],
@@ -308,26 +305,35 @@ class TestExplain:
         assert explain(path, small_catalog).startswith(start)
 
     @pytest.mark.parametrize(
-        ("path", "message"),
+        ("path", "kind"), [("scheduler", "scheduler"), ("model.ffn", "ffn"), ("parallel", "parallel"), ("ffn", "ffn")]
+    )
+    def test_a_path_that_takes_a_component_names_its_kind_and_what_it_is(
+        self, path: str, kind: str, small_catalog: Catalog
+    ) -> None:
+        first, _, second = explain(path, small_catalog).splitlines()[:3]
+        assert first.startswith(f"{path} ")
+        assert not lacks(first, f"kind {kind}")
+        assert inspect.getdoc(small_catalog.kind_base(kind)).startswith(second)
+
+    @pytest.mark.parametrize(
+        ("path", "facts"),
         [
-            ("optimzer", "forge-run explain: nothing is called 'optimzer'; did you mean 'optimizer'?"),
-            ("train.step", "forge-run explain: nothing is called 'train.step'; did you mean 'steps'?"),
-            ("optimizer.moun", "no optimizer 'moun' is installed; did you mean 'muon'?"),
-            ("model.transformer.rope.zzz", "nothing is called 'model.transformer.rope.zzz'. There is: base, scaling"),
-            ("train.steps.more", "nothing is called 'train.steps.more'. There is: nothing below it"),
+            ("optimzer", ["'optimzer'", "'optimizer'"]),
+            ("train.step", ["'train.step'", "'steps'"]),
+            ("optimizer.moun", ["optimizer 'moun'", "'muon'"]),
+            ("model.transformer.rope.zzz", ["'model.transformer.rope.zzz'", "base, scaling"]),
+            ("train.steps.more", ["'train.steps.more'", "nothing below"]),
         ],
     )
-    def test_what_does_not_exist_gets_a_suggestion(self, path: str, message: str, small_catalog: Catalog) -> None:
-        with pytest.raises(JobError) as caught:
+    def test_what_does_not_exist_gets_a_suggestion(self, path: str, facts: list[str], small_catalog: Catalog) -> None:
+        with refuses("", *facts):
             explain(path, small_catalog)
-        assert message in str(caught.value)
 
     def test_defaults_of_components_and_named_tables_are_shown(self, small_catalog: Catalog) -> None:
         text = explain("model.transformer", small_catalog)
-        assert 'ffn: ffn table (default type = "swiglu")\n    What follows attention' in text
-        assert "one table [hooks.NAME] each, NAME being the default for `type`; installed: grad_histogram" in explain(
-            "", small_catalog
-        )
+        assert 'ffn: ffn table (default type = "swiglu")\n    ' in text
+        [_, hooks] = [line for line in explain("", small_catalog).splitlines() if "[hooks.NAME]" in line]
+        assert not lacks(hooks, "`type`", "installed: grad_histogram")
 
     def test_json_has_keys_types_defaults_and_limits(self, forge_run: Run) -> None:
         def facts(path: str) -> dict:
@@ -365,7 +371,7 @@ class TestExplain:
 
     def test_a_type_alone_is_found_where_one_kind_has_it(self, small_catalog: Catalog) -> None:
         assert explain("muon", small_catalog) == explain("optimizer.muon", small_catalog)
-        with pytest.raises(JobError, match=r"nothing is called 'muonn'; did you mean 'optimizer\.muon'\?"):
+        with refuses("", "'muonn'", "'optimizer.muon'"):
             explain("muonn", small_catalog)
 
 
@@ -376,4 +382,4 @@ class TestSchema:
         assert print_schema([]) == 0
         out, err = capsys.readouterr()
         assert json.loads(out)["title"] == "Forge job"
-        assert "left out: cannot load optimizer 'sophia'" in err
+        assert not lacks(err, "optimizer 'sophia'")

@@ -68,4 +68,5 @@ def test_the_list_of_commands_wraps_and_says_what_each_does(
 def test_ranks_of_a_command_without_a_model_share_none() -> None:
     [health] = [offer for offer in OFFERS if offer.type == "health"]
     [ranks] = [action for action in parsed(health, []).parser._actions if "--nproc" in action.option_strings]
-    assert ranks.help == "start N ranks on this machine, one for each GPU to look at (1)"
+    assert ranks.help.endswith(" (1)"), "its default"
+    assert "share" not in ranks.help

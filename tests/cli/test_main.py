@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.cli import help_text, main
+from forge_core.cli import function_summary, help_text, main
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError, NonFiniteError, Problem
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
+from forge_testing.refusals import lacks
 
 Run = Callable[..., tuple[int, str, str]]
 HEAVY = {"torch", "numpy", "rich"}
@@ -91,9 +94,8 @@ class TestDispatch:
         with_commands(check=finished, run=finished)
         assert main(command.split()) == ExitCode.BAD_JOB
         name = command.partition(" ")[0]
-        assert capsys.readouterr().err == (
-            f"forge-run: the command {name!r} is not installed: pip install {distribution}\n"
-        )
+        [line] = capsys.readouterr().err.splitlines()
+        assert not lacks(line, repr(name), f"pip install {distribution}")
 
     def test_a_misspelt_command_is_recognised_before_it_is_installed(
         self, with_commands: Commands, capsys: Capture
@@ -107,18 +109,15 @@ class TestDispatch:
     ) -> None:
         with_commands(Offer("command", "merge", "lora:merge", LORA, finished), merge=finished)
         assert main(["merge"]) == ExitCode.BAD_JOB
-        assert capsys.readouterr().err == (
-            "forge-run: several distributions offer the command 'merge'; "
-            "choose with forge-run forge-plugin-lora/merge or forge-run forge-run/merge\n"
-        )
+        [line] = capsys.readouterr().err.splitlines()
+        assert not lacks(line, "'merge'", "forge-run forge-plugin-lora/merge", "forge-run forge-run/merge")
         assert main(["forge-plugin-lora/merge"]) == 0
 
     def test_a_broken_command_names_its_distribution(self, with_commands: Commands, capsys: Capture) -> None:
         with_commands(Offer("command", "merge", "forge_plugin_lora_gone:merge", LORA))
         assert main(["merge"]) == ExitCode.BAD_JOB
-        assert capsys.readouterr().err.startswith(
-            "cannot load command 'merge' from forge-plugin-lora 1.2.0 (forge_plugin_lora_gone:merge): ModuleNotFound"
-        )
+        facts = ("'merge'", "forge-plugin-lora 1.2.0", "forge_plugin_lora_gone:merge", "ModuleNotFoundError")
+        assert not lacks(capsys.readouterr().err, *facts)
 
 
 class TestErrors:
@@ -153,7 +152,7 @@ def test_a_full_standard_output_is_named_and_not_the_disk_of_the_job() -> None:
         command = [sys.executable, "-m", "forge_core", "plugins"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == ExitCode.FAILED
-    assert "No space left on device, writing standard output" in done.stderr
+    assert not lacks(done.stderr, os.strerror(errno.ENOSPC), "standard output")
     assert "job.output" not in done.stderr
 
 
@@ -162,7 +161,7 @@ class TestHelpAndVersion:
         check = Offer("command", "check", "forge_kit.check:command", CORE)
         merge = Offer("command", "merge", "forge_plugin_lora.gone:merge", LORA)
         text = help_text(Catalog([merge, check]))
-        assert "  check  Check a job and print what it is made of; nothing runs, and" in text
+        assert f"  check  {function_summary('forge_kit.check', 'command')[:40]}" in text
         assert "  merge  (from forge-plugin-lora 1.2.0)\n" in text
 
     @pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])
@@ -221,7 +220,7 @@ class TestLightness:
         (tmp_path / "job.toml").write_text("[train]\nsteps = 1\n[scheduler]\ntype = 'constant'\n")
         check = f"from forge_core.cli import main; main(['check', {str(tmp_path / 'job.toml')!r}])"
         done = python("-c", self.SCRIPT.format(check))
-        assert "required table is missing" in done.stderr
+        assert not lacks(done.stderr, "model", "data", "optimizer")
         assert {"torch", "numpy"} & set(done.stdout.rpartition("IMPORTED")[2].split()) == set()
 
 

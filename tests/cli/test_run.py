@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from forge_testing.processes import HANG_S
+from forge_testing.refusals import lacks
 
 JOB = """
 [job]
@@ -81,9 +82,9 @@ def test_a_run_leaves_everything_in_its_folder_and_generates(folder):
     done = forge_run(folder, "job.toml")
     assert done.returncode == 0, done.stderr
     assert "step 6/6" in done.stdout
-    assert "finished at step 6: loss" in done.stdout
     assert done.stdout.rstrip().endswith("runs/tiny")
     run = folder / "runs/tiny"
+    assert json.loads((run / "end.json").read_text())["step"] == 6
     kept = {"job.toml", "provenance.json", "plan.txt", "metrics.jsonl", "checkpoints", "tokenizer"}
     assert kept <= {path.name for path in run.iterdir()}
     assert [r["step"] for r in records(folder) if "loss" in r] == [1, 2, 3, 4, 5, 6]
@@ -105,10 +106,11 @@ def test_a_bad_job_exits_with_2_and_creates_nothing(folder):
     before = sorted(folder.rglob("*"))
     done = forge_run(folder, "job.toml", "--optimizer.momentum=0.9", "--train.stps=3")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "--optimizer.momentum=0.9: optimizer.momentum: unknown key; in Forge it is optimizer.betas",
-        "--train.stps=3: train.stps: unknown key; did you mean 'steps'?",
-    ]
+    momentum, steps = done.stderr.splitlines()
+    assert momentum.startswith("--optimizer.momentum=0.9: optimizer.momentum: ")
+    assert not lacks(momentum, "optimizer.betas")
+    assert steps.startswith("--train.stps=3: train.stps: ")
+    assert not lacks(steps, "'steps'")
     assert sorted(folder.rglob("*")) == before
 
 
@@ -133,8 +135,8 @@ def test_a_signal_stops_with_75_and_the_same_command_continues(folder):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 75, err
-    assert "(signal SIGTERM), everything saved: loss " in out
-    assert "run the same command to continue" in out
+    assert not lacks(out, "SIGTERM")
+    assert json.loads((folder / "runs/tiny/end.json").read_text())["cause"] == "signal"
     assert len(records(folder)) < 8
     again = forge_run(folder, "job.toml", "--hooks.slow.type=./slow.py:Slow")
     assert again.returncode == 0, again.stderr
@@ -156,7 +158,7 @@ def test_a_folder_in_use_is_refused_and_names_its_owner(folder):
     process.kill()
     process.communicate()
     assert done.returncode == 1
-    assert f"is in use by process {process.pid} on " in done.stderr
+    assert not lacks(done.stderr, "runs/tiny", f"process {process.pid}")
     assert "Traceback" not in done.stderr
 
 
@@ -164,7 +166,7 @@ def test_never_refuses_a_folder_that_has_steps(folder):
     assert forge_run(folder, "job.toml").returncode == 0
     done = forge_run(folder, "job.toml", "--resume", "never")
     assert done.returncode == 2
-    assert "this run folder has checkpoints already (steps [6])" in done.stderr
+    assert not lacks(done.stderr, "steps [6]", "job.name")
 
 
 def test_a_job_may_be_layered_and_overridden(folder):

@@ -12,6 +12,7 @@ from rich.console import Console as Terminal
 from forge_core.cli import main
 from forge_core.launch.rank_process import this_process
 from forge_core.metrics.console import LiveLogger
+from forge_testing.refusals import lacks
 from forge_testing.tiny import TINY_JOB
 
 JOB = TINY_JOB.replace("steps = 4", "steps = 100")
@@ -35,7 +36,7 @@ def printed(tmp_path, monkeypatch, capsys):
 def test_a_quiet_run_prints_its_end_only(printed) -> None:
     out, err = printed("quiet", "--quiet")
     finished, folder = out.splitlines()
-    assert finished.startswith("finished at step 100: loss ")
+    assert not lacks(finished, "step 100", "loss")
     assert (folder, err) == ("runs/quiet", "")
 
 
@@ -60,7 +61,7 @@ def test_verbosity_is_no_part_of_the_job(printed) -> None:
 def test_the_two_contradict_each_other(printed, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["job.toml", "-q", "-v"])
-    assert "not allowed with" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "-q/--quiet", "-v/--verbose")
 
 
 @pytest.mark.parametrize(
