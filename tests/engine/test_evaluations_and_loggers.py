@@ -12,6 +12,7 @@ from attrs import define, field, frozen
 from forge_core.contracts.components import EvaluationComponent, LoggerComponent, TrainingHook
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, NonFiniteError, Problem
 from forge_core.metrics.console import Console
+from forge_testing.refusals import naming, refuses
 
 VALUES = {
     "int": 2,
@@ -41,10 +42,10 @@ def test_a_metric_may_be_any_scalar(make_job, train, value):
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"), [("vector", r"a tensor of shape \(3,\)"), ("text", "'good'"), ("nothing", "None")]
+    ("value", "kind"), [("vector", "tensor of shape (3,)"), ("text", "'good'"), ("nothing", "None")]
 )
 def test_a_metric_that_is_no_number_is_refused_by_name(make_job, train, value, kind):
-    with pytest.raises(ForgeError, match=f"the metric 'mine/score' is {kind}") as caught:
+    with pytest.raises(ForgeError, match=naming("'mine/score'", kind)) as caught:
         train(make_job(steps=1, evaluations={"mine": Returns(value=value)}))
     assert any(note.startswith("in evaluations.mine (") for note in caught.value.__notes__)
 
@@ -70,9 +71,8 @@ def test_an_evaluation_is_built_once_a_run_and_keeps_what_it_built(make_job, tra
 
 
 def test_what_an_evaluation_cannot_build_ends_the_run_before_the_model_is_built(make_job, train):
-    with pytest.raises(JobError) as caught:
+    with refuses("evaluations.mine.source", "has no rows"):
         train(make_job(steps=1, evaluations={"mine": Counts(refuses=True)}))
-    assert [problem.path for problem in caught.value.problems] == ["evaluations.mine.source"]
 
 
 @frozen(kw_only=True)

@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.checkpoint.storage import Local
 from forge_core.cli import main
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, TrainingHook
-from forge_core.contracts.errors import ExitCode, ForgeError, JobError, NonFiniteError
+from forge_core.contracts.errors import ExitCode, ForgeError, NonFiniteError
+from forge_core.contracts.phase import Phase
 from forge_core.contracts.run_end import Cause
 from forge_core.engine.evaluation import evaluation_mode
 from forge_testing import Numbers, TinyAdamW, TinyModel
+from forge_testing.refusals import lacks, naming, refuses
 
 
 @define(kw_only=True, slots=False)
@@ -67,7 +69,7 @@ def test_a_skipped_update_advances_step_and_schedule_but_not_the_optimizer(make_
 
 
 def test_too_many_skipped_updates_in_a_row_stop_the_run_with_everything_saved(make_job, train, tmp_path):
-    with pytest.raises(NonFiniteError, match="3 steps in a row, up to step 4") as caught:
+    with pytest.raises(NonFiniteError, match=naming("3 steps", "step 4")) as caught:
         train(make_job(steps=9, non_finite_limit=3), Poison(at=(2, 3, 4, 5)))
     assert caught.value.exit_code == ExitCode.NON_FINITE
     assert (tmp_path / "run/checkpoints/step-4/manifest.json").is_file()
@@ -86,13 +88,13 @@ def test_policy_stop_lets_a_hook_skip_finite_updates(make_job, train):
 
 
 def test_policy_stop_ends_at_the_first(make_job, train, tmp_path):
-    with pytest.raises(NonFiniteError, match="1 step in a row, up to step 2"):
+    with pytest.raises(NonFiniteError, match=naming("1 step", "step 2")):
         train(make_job(non_finite="stop"), Poison(at=(2,)))
     assert (tmp_path / "run/checkpoints/step-2").is_dir()
 
 
 def test_a_run_whose_last_update_was_skipped_is_no_success_however_often_it_is_started(make_job, train):
-    with pytest.raises(NonFiniteError, match="loss or gradients of step 4 are not finite") as caught:
+    with pytest.raises(NonFiniteError, match=naming("gradients", "step 4")) as caught:
         train(make_job(), Poison(at=(4,)))
     assert caught.value.exit_code == ExitCode.NON_FINITE
     with pytest.raises(NonFiniteError, match="step 4"):
@@ -180,7 +182,7 @@ def test_the_dry_run_reports_the_peak_of_memory(make_job, catalog):
     told = []
     Trainer(make_job(dry_run="always"), catalog=catalog, echo=told.append).run()
     (line,) = (text for text in told if text.startswith("dry run: "))
-    assert line.startswith("dry run: a micro-batch of 4 x 8 tokens went forward and backward, peak memory ")
+    assert not lacks(line, "4 x 8", "peak memory")
     assert 0.1 < float(line.split()[-2]) < 10
 
 
@@ -192,7 +194,8 @@ def test_the_dry_run_finds_errors_before_the_first_step(make_job, train):
 
     with pytest.raises(IndexError) as caught:
         train(make_job(dry_run="always", data={"sources": (Broken(),)}), Never())
-    assert caught.value.__notes__ == ["in the dry run, on a micro-batch of 4 x 8 tokens"]
+    [note] = caught.value.__notes__
+    assert not lacks(note, "dry run", "4 x 8")
 
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79.10 GiB in all.")
@@ -202,9 +205,9 @@ CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. 
     ("allocate", "words"),
     [
         (lambda: torch.empty(10**13), r"DefaultCPUAllocator: .* 40,000,000,000,000 bytes"),
-        (lambda: np.zeros(10**14), "Unable to allocate 728. TiB for an array"),
-        (lambda: (_ for _ in ()).throw(MemoryError), "Python has no more of it"),
-        (lambda: (_ for _ in ()).throw(CUDA), r"CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"),
+        (lambda: np.zeros(10**14), r"\b728\. TiB\b"),
+        (lambda: (_ for _ in ()).throw(MemoryError), r"\bPython\b"),
+        (lambda: (_ for _ in ()).throw(CUDA), r"\b20\.00 GiB\. GPU 0\b"),
     ],
     ids=["torch", "numpy", "python", "cuda"],
 )
@@ -219,10 +222,11 @@ def test_memory_that_runs_out_is_an_error_in_words_with_the_keys_that_reduce_it(
             model.register_forward_pre_hook(lambda *_: allocate())
             return model
 
-    where = "dry run" if dry_run == "always" else "step 1, forward and backward"
-    keys = r"Reduce train.micro_batch_size \(here 4\), train.seq_len or the model"
-    with pytest.raises(ForgeError, match=rf"^memory ran out in {where}: {words}[^\n]*\n{keys}") as caught:
+    where = Phase.DRY_RUN if dry_run == "always" else f"step 1, {Phase.FORWARD_BACKWARD}"
+    with pytest.raises(ForgeError, match=rf"\b{where}: .*{words}") as caught:
         train(make_job(model=Greedy(), dry_run=dry_run))
+    advice = str(caught.value).splitlines()[1]
+    assert not lacks(advice, "train.micro_batch_size", 4, "train.seq_len")
     assert isinstance(caught.value.__context__, MemoryError | RuntimeError), "the cause is kept for Python"
 
 
@@ -245,13 +249,13 @@ class TestRoomForCheckpoints:
         self, make_job, train, disk, weights, tmp_path
     ):
         disk(weights - 1)
-        with pytest.raises(JobError, match=r"^checkpoint: not one fits: weights of 0 MB each, .* free in .*run"):
+        with refuses("checkpoint", "0 MB", tmp_path / "run"):
             train(make_job())
         assert not (tmp_path / "run").exists()
 
     def test_less_than_is_kept_with_two_moments_each_is_a_warning(self, make_job, train, disk, weights):
         disk(3 * weights * 4 - 1)  # three are kept while the next is written
-        with pytest.warns(UserWarning, match="checkpoints may not fit: .*; free space, or lower checkpoint.keep"):
+        with pytest.warns(UserWarning, match=naming("checkpoints", "checkpoint.keep")):
             assert train(make_job()).step == 4
 
     def test_enough_is_neither(self, make_job, train, disk, weights, recwarn):
@@ -445,7 +449,7 @@ def test_evaluation_does_not_change_training(make_job, train, lines):
 
 def test_cuda_is_refused_by_name_where_there_is_none(make_job, train, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(JobError, match=r'train\.device: is "cuda", but torch finds no CUDA device'):
+    with refuses("train.device", '"cuda"', "torch"):
         train(make_job(device="cuda"))
     assert list(tmp_path.iterdir()) == []
 
@@ -466,7 +470,7 @@ def test_a_run_folder_has_one_owner(make_job, train):
     @define(kw_only=True, slots=False)
     class Second(TrainingHook):
         def on_step_end(self, context):
-            with pytest.raises(ForgeError, match=f"is in use by process {os.getpid()}"):
+            with pytest.raises(ForgeError, match=naming(f"process {os.getpid()}", "run")):
                 train(make_job())
             self.tried = True
 

@@ -11,7 +11,9 @@ import forked_starts
 import pytest
 
 from forge_core.checkpoint.run_folder import RunFolder
+from forge_core.contracts.phase import Phase
 from forge_core.contracts.run_end import Cause
+from forge_testing.refusals import lacks
 
 from .conftest import alive, children, wait_for_step, wait_until
 
@@ -42,8 +44,9 @@ def test_a_bad_job_starts_no_rank_and_creates_nothing(job):
     code, out, err = job.finish(job.start("--nproc=3", "--model.dims=3"))
     assert (code, out) == (2, "")
     layout, key = sorted(err.splitlines(), reverse=True)
-    assert layout.endswith("train.global_batch_size: 4 is not divisible by the 3 data-parallel ranks")
-    assert key == "--model.dims=3: model.dims: unknown key; did you mean 'dim'?"
+    assert not lacks(layout, "train.global_batch_size: 4", "3 data-parallel ranks")
+    assert key.startswith("--model.dims=3: model.dims: ")
+    assert not lacks(key, "'dim'")
     assert sorted(job.folder.rglob("*")) == before
 
 
@@ -55,7 +58,7 @@ def test_the_error_of_one_rank_is_shown_first_and_ends_all(job):
     first, *traceback, logs = err.splitlines()
     assert first == "forge-run: rank 1 failed:"
     assert traceback[-2:] == ["ValueError: the flux is out of bounds", "in hook hooks.trouble, on_step_begin"]
-    assert logs == "logs of all ranks: runs/tiny/logs"
+    assert logs.endswith(": runs/tiny/logs")
     assert "ValueError: the flux is out of bounds" in job.log(1)
     assert "ValueError" not in job.log(0)
     assert job.steps_saved() == [2]
@@ -68,20 +71,21 @@ def test_the_error_of_one_rank_is_shown_first_and_ends_all(job):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "facts"),
     [
-        ("SIGKILL", "rank 1 was killed by SIGKILL: the machine may be short of memory; the other ranks were ended"),
-        ("leave", "rank 1 left with exit code 7 and without a report; the other ranks were ended"),
+        ("SIGKILL", ["rank 1", "SIGKILL", "memory"]),
+        ("leave", ["rank 1", "exit code 7"]),
     ],
 )
-def test_a_rank_that_is_lost_is_the_one_that_is_told_of(job, what, told):
+def test_a_rank_that_is_lost_is_the_one_that_is_told_of(job, what, facts):
     code, _, err = job.finish(job.start("--nproc", "2", *job.trouble(what)))
     assert code == 1
-    assert err.splitlines()[0] == f"forge-run: {told}"
+    line = err.splitlines()[0].removeprefix("forge-run: ")
+    assert not lacks(line, *facts)
     assert job.steps_saved() == [2]
     end = RunFolder(job.run).end()
     assert (end.code, end.cause, end.rank) == (1, Cause.KILLED, 1)
-    assert told.startswith(end.reason)
+    assert line.startswith(end.reason)
 
 
 STEPS = ("--train.steps=500", "--checkpoint.interval=0")
@@ -93,11 +97,14 @@ def test_a_hang_ends_and_tells_which_rank_is_late_and_where(job):
     code, _, err = job.finish(process)
     assert code == 1
     lines = err.splitlines()
-    assert lines[0] == "forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = 20 s"
-    assert lines[1] == f"rank 1 on {socket.gethostname()} is late, in step 3, hook hooks.trouble, on_step_begin"
+    assert lines[0].startswith("forge-run: ")
+    assert not lacks(lines[0], "launch.hang_timeout_s = 20 s")
+    assert not lacks(
+        lines[1], f"rank 1 on {socket.gethostname()}", "late", "step 3", "hook hooks.trouble, on_step_begin"
+    )
     assert "trouble.py" in lines[2]
-    assert "rank 0: step 3, forward and backward" in lines[3]
-    assert "waiting for other ranks" in lines[3]
+    assert f"rank 0: step 3, {Phase.FORWARD_BACKWARD}" in lines[3]
+    assert not lacks(lines[3], "waiting")
     assert "in go_wrong" in job.log(1), "its stacks"
     assert job.steps_saved() == [2]
 
@@ -125,7 +132,7 @@ def test_a_signal_saves_once_and_ends_with_75(job, to, number):
     assert (code, err) == (75, "")
     [step] = job.steps_saved()
     reason = f"signal {number.name}" + (" (rank 1)" if to == "rank" else "")
-    assert f"stopped at step {step} ({reason}), everything saved" in out
+    assert not lacks(out, f"step {step} ({reason})")
 
 
 def test_a_second_signal_ends_all_at_once_even_in_a_hang(job):
@@ -155,4 +162,4 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(job):
     process.send_signal(signal.SIGTERM)
     code, _, err = job.finish(process)
     assert code == 1
-    assert "rank 0, 1 did not stop within launch.grace_s = 2 s and was killed; the last checkpoint is intact" in err
+    assert not lacks(err, "rank 0, 1", "launch.grace_s = 2 s")

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from forge_testing.refusals import lacks
+
 from .conftest import wait_for_step
 
 pytestmark = pytest.mark.slow
@@ -36,13 +38,12 @@ def test_ranks_of_different_jobs_all_end_with_2_and_the_difference(job):
     assert code == 2
     assert "step" not in out
     lines = err.splitlines()
-    assert lines[0] == "the ranks do not run the same thing; compared with rank 0:"
+    assert not lacks(lines[0], "rank 0")
     host = socket.gethostname()
     assert f"  rank 1 on {host}: train.steps: 7 -> 6" in lines
     assert f"  rank 1 on {host}: optimizer.lr: 0.01 -> 0.5" in lines
     assert any(line.startswith(f"  rank 1 on {host}: hooks.trouble.type: ") for line in lines)
     assert any("trouble.py: absent -> SHA-256 " in line for line in lines)
-    assert lines[-1] == "give every machine the same job files, overrides and packages"
     assert job.finish(second) == (2, "", "")
     assert not job.run.exists()
 
@@ -59,7 +60,9 @@ def test_a_rank_that_never_comes_is_named(job):
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     code, _, err = job.finish(job.start("--launch.start_timeout_s=2", **shared, RANK="0"))
     assert code == 1
-    assert err == "forge-run: rank 0: of 2 ranks, 1 did not arrive within launch.start_timeout_s = 2 s\n"
+    [line] = err.splitlines()
+    assert line.startswith("forge-run: rank 0: ")
+    assert not lacks(line, "2 ranks", 1, "launch.start_timeout_s = 2 s")
 
 
 def test_a_rank_that_does_not_come_is_named_long_before_the_limit(job):
@@ -67,8 +70,9 @@ def test_a_rank_that_does_not_come_is_named_long_before_the_limit(job):
     process = job.start("--launch.start_timeout_s=8", **shared, RANK="0")
     waiting, ended = process.communicate()[1].splitlines()
     assert process.returncode == 1
-    assert waiting == "warning: waiting for rank 1 of 2, up to launch.start_timeout_s = 8 s"
-    assert ended.endswith("1 did not arrive within launch.start_timeout_s = 8 s")
+    assert waiting.startswith("warning: ")
+    assert not lacks(waiting, "rank 1 of 2", "launch.start_timeout_s = 8 s")
+    assert not lacks(ended, "2 ranks", 1, "launch.start_timeout_s = 8 s")
 
 
 def test_torchrun_shows_the_error_of_the_failing_rank_first(job):

@@ -16,6 +16,7 @@ from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
 from forge_kit.supervisor import Supervisor
+from forge_testing.refusals import lacks
 
 from .conftest import alive, wait_until
 
@@ -89,7 +90,7 @@ def test_an_echo_is_never_the_cause(supervise):
 def test_a_lost_rank_comes_before_those_that_lost_the_connection_to_it(supervise):
     ended = supervise("time.sleep(0.1), os.kill(os.getpid(), 9) if rank else say('connection closed by peer', 1)")
     assert ended.code == 1
-    assert ended.message.startswith("forge-run: rank 1 was killed by SIGKILL")
+    assert not lacks(ended.message, "rank 1", "SIGKILL")
 
 
 def test_an_abort_is_not_the_cause(supervise):
@@ -104,15 +105,14 @@ def test_ranks_that_have_saved_end_with_75(supervise):
 def test_a_rank_that_leaves_with_0_before_its_work_is_done_is_the_cause(supervise):
     ended = supervise("os._exit(0) if rank else (time.sleep(0.1), say('connection reset by peer', 1))")
     assert ended.code == 1
-    assert ended.message.startswith("forge-run: rank 1 left with exit code 0 and without a report, before its work")
+    assert not lacks(ended.message, "rank 1", "exit code 0")
 
 
 def test_a_rank_that_is_frozen_at_its_exit_is_named_once_another_has_finished(supervise):
     script = "time.sleep(0.2); finish(); rank or sys.exit(0); os.kill(os.getpid(), signal.SIGSTOP)"
     ended = supervise(script, silence_s=0.5)
     assert ended.code == 1
-    assert "rank 1 does not exit after the end of the run" in ended.message
-    assert "0.5 s (launch.silence_timeout_s)" in ended.message
+    assert not lacks(ended.message, "rank 1", "exit", "0.5 s (launch.silence_timeout_s)")
 
 
 def test_a_rank_that_gives_signs_of_life_at_its_exit_is_waited_for(supervise):
@@ -168,7 +168,7 @@ def test_after_the_grace_period_ranks_are_killed(supervise):
     later(1, signal.SIGTERM)
     ended = supervise("time.sleep(600)", grace_s=1.0)
     assert ended.code == 1
-    assert "rank 0, 1 did not stop within launch.grace_s = 1 s" in ended.message
+    assert not lacks(ended.message, "rank 0, 1", "launch.grace_s = 1 s")
 
 
 def test_one_rank_that_stops_before_training_stops_the_others(supervise):
@@ -218,5 +218,4 @@ def test_without_a_launcher_nproc_names_what_installs_one(monkeypatch, capsys):
     others = [offer for offer in Catalog.installed().offers() if offer.distribution.name != "forge-kit"]
     monkeypatch.setattr(Catalog, "installed", lambda: Catalog(others))
     assert main(["run", "job.toml", "--nproc=2"]) == ExitCode.BAD_JOB
-    assert "no launcher 'local' is installed" in (text := capsys.readouterr().err)
-    assert text.endswith("pip install forge-kit\n")
+    assert not lacks(capsys.readouterr().err, "'local'", "pip install forge-kit")

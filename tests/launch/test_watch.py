@@ -19,6 +19,7 @@ from forge_core.launch.watchdog import (
     waits_for_ranks,
 )
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import lacks
 
 
 def beat(count, phase="data", **more):
@@ -31,40 +32,42 @@ def told(beats, size=None):
 
 def test_the_rank_that_has_come_least_far_is_late_and_shown_first():
     lines = told({0: beat(12, "optimizer"), 1: beat(12, "optimizer"), 2: beat(11, "data", line="loader.py:3 in read")})
-    assert lines[0] == "forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = 60 s"
-    assert lines[1] == "rank 2 on gpu01 is late, in step 7, data"
+    assert not lacks(lines[0], "launch.hang_timeout_s = 60 s")
+    assert not lacks(lines[1], "rank 2 on gpu01", "late", "step 7, data")
     assert lines[2] == "  rank 2: step 7, data, for 60 s at loader.py:3 in read"
 
 
 def test_in_the_same_phase_the_rank_that_waits_for_no_other_is_late():
     lines = told({0: beat(12, waits=True), 1: beat(12, waits=False), 2: beat(12, waits=True)})
-    assert lines[1] == "rank 1 on gpu01 is late, in step 7, data"
+    assert not lacks(lines[1], "rank 1 on gpu01", "late", "step 7, data")
 
 
 def test_ranks_that_all_wait_for_each_other_are_not_called_late():
     lines = told({0: beat(12, waits=True, collective="all_reduce number 4"), 1: beat(12, waits=True)})
-    assert lines[1].startswith("all wait for each other, in data: one may have left a collective out")
-    assert lines[2].endswith("waiting for other ranks, in all_reduce number 4")
+    assert not lacks(lines[1], "all", "data", "collective")
+    assert "late" not in lines[1]
+    assert not lacks(lines[2], "rank 0", "waiting", "all_reduce number 4")
 
 
 def test_where_a_collective_was_left_out_the_rank_that_waits_for_it_is_not_blamed():
     lines = told({0: beat(11, "forward and backward", waits=True), 1: beat(12, "optimizer", waits=True)})
-    assert lines[1].startswith("all wait for each other, in forward and backward and optimizer: one may have left")
+    assert not lacks(lines[1], "all", "forward and backward and optimizer", "collective")
+    assert "late" not in lines[1]
 
 
 def test_ranks_that_all_work_may_have_too_little_time():
     lines = told({0: beat(1, "building", waits=False), 1: beat(1, "building", waits=False)})
-    assert lines[1].startswith("no rank is behind the others: all are in building, and none of them waits")
-    assert lines[1].endswith("is the time too short for it?")
+    assert not lacks(lines[1], "all", "building", "none")
+    assert lacks(lines[1], "late", "collective") == ["late", "collective"]
 
 
 def test_a_rank_that_has_told_nothing_is_late():
-    assert told({0: beat(3)}, size=2)[1] == "rank 1 is late: it has not begun"
+    assert not lacks(told({0: beat(3)}, size=2)[1], "rank 1", "late", "not begun")
 
 
 def test_of_many_ranks_the_late_ones_are_shown():
     lines = told({rank: beat(11 if rank == 77 else 12) for rank in range(100)})
-    assert lines[1] == "rank 77 on gpu01 is late, in step 7, data"
+    assert not lacks(lines[1], "rank 77 on gpu01", "late", "step 7, data")
     assert lines[2].startswith("  rank 77: ")
     assert lines[-2] == "  and 68 more"
 
@@ -78,15 +81,14 @@ def test_phases_are_counted_and_keep_the_step():
 
 def test_a_hang_that_is_found_by_a_learnt_limit_says_so():
     lines = describe_hang({0: beat(12, idle_s=31.0), 1: beat(12, idle_s=34.0)}, 2, 1800).splitlines()
-    assert lines[0].endswith("nothing has moved for 31 s, many times as long as before (launch.hang_factor)")
+    assert not lacks(lines[0], "31 s", "launch.hang_factor")
 
 
 def test_ranks_that_are_silent_are_named_with_their_machine():
     lines = describe_silence({0: beat(12, waits=True), 1: beat(12), 2: beat(11)}, [1, 2], 15.2).splitlines()
-    named = "rank 1 on gpu01, rank 2 on gpu01 does not respond: no heartbeat for 15 s (launch.silence_timeout_s)"
-    assert lines[0] == f"forge-run: the run hangs: {named}"
-    assert lines[1] == "its process is stopped, or its machine or network has gone"
-    assert lines[2] == "  rank 1: last seen in step 7, data"
+    assert not lacks(lines[0], "rank 1 on gpu01, rank 2 on gpu01", "15 s (launch.silence_timeout_s)")
+    assert not lacks(lines[1], "process", "network")
+    assert not lacks(lines[2], "rank 1", "step 7, data")
 
 
 def test_a_frame_inside_torch_distributed_waits_for_ranks():
