@@ -10,13 +10,14 @@ from attrs import frozen
 from torch import nn
 
 from forge_core.contracts.components import OptimizerComponent, ParallelComponent
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, Problem
 from forge_core.contracts.model import Model, with_defaults
 from forge_core.contracts.optimizer import NamedParameters, roles_of
 from forge_core.contracts.runtime import ParallelStage
 from forge_plugin_adamw import AdamW
 from forge_plugin_muon import Muon
-from forge_testing import TinyModel, job_problems, tiny_job
+from forge_testing import TinyModel, tiny_job
+from forge_testing.refusals import at, check_problems, naming, problems_of
 from forge_testing.tiny_model import TinyNetwork
 
 
@@ -80,17 +81,16 @@ class FilterMuon(Muon):
     further_roles = ("filter",)
 
 
-def problems(tmp_path: Any, cls: type, optimizer: OptimizerComponent | None = None) -> list[str]:
+def problems(tmp_path: Any, cls: type, optimizer: OptimizerComponent | None = None) -> list[Problem]:
     changes = {"optimizer": optimizer} if optimizer else {}
-    return job_problems(
+    return problems_of(
         tiny_job(str(tmp_path), model=Of(cls=cls.__name__), parallel={"looking": Looking()}, **changes), 1
     )
 
 
 def test_a_method_that_is_misspelt_is_refused(tmp_path):
-    [problem] = problems(tmp_path, Misspelt)
-    assert "Misspelt has 'tensor_paralel_plan', which forge_core.contracts.model.Model has not" in problem
-    assert "did you mean 'tensor_parallel_plan'?" in problem
+    facts = ("Misspelt", "'tensor_paralel_plan'", "forge_core.contracts.model.Model", "'tensor_parallel_plan'")
+    check_problems(problems(tmp_path, Misspelt), at("model", *facts))
 
 
 def test_a_method_beside_the_one_that_it_resembles_is_not_refused(tmp_path):
@@ -98,9 +98,7 @@ def test_a_method_beside_the_one_that_it_resembles_is_not_refused(tmp_path):
 
 
 def test_a_model_without_the_base_class_is_refused(tmp_path):
-    [problem] = problems(tmp_path, Plain)
-    assert problem.startswith("model: builds a ")
-    assert "Plain, which does not derive from forge_core.contracts.model.Model" in problem
+    check_problems(problems(tmp_path, Plain), at("model", "Plain", "forge_core.contracts.model.Model"))
 
 
 def test_defaults_stand_behind_all_that_a_module_has_or_passes_on():
@@ -137,14 +135,12 @@ def test_a_model_may_have_a_role_of_its_own():
 
 
 def test_a_misspelt_role_is_refused():
-    with pytest.raises(ForgeError, match=r"no role 'nrom'; did you mean 'norm'"):
+    with pytest.raises(ForgeError, match=naming("role 'nrom'", "'norm'")):
         roles_of(Norming(4, 1, 0.0, 8, torch.float32))
 
 
 def test_an_optimizer_that_treats_roles_apart_refuses_one_that_it_does_not_know(tmp_path):
-    assert problems(tmp_path, Filtering, Muon()) == [
-        "optimizer: does not know the role 'filter', which the model declares for layers.0.up.weight; take another one"
-    ]
+    check_problems(problems(tmp_path, Filtering, Muon()), at("optimizer", "role 'filter'", "layers.0.up.weight"))
     assert problems(tmp_path, TinyNetwork, Muon()) == []
     assert problems(tmp_path, Filtering, FilterMuon()) == []
     assert problems(tmp_path, Filtering, AdamW()) == []

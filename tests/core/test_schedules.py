@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from forge_core.schedules import Constant, warmup
 from forge_kit.schedules import progress
+from forge_testing.refusals import at, check_problems
 
 steps = st.integers(0, 10_000)
 lengths = st.integers(0, 10_000)
@@ -44,8 +45,8 @@ def test_the_last_update_of_a_phase_is_one_part_short_of_its_end() -> None:
 
 def test_a_warmup_longer_than_the_run_is_a_problem_that_names_both_numbers() -> None:
     job = SimpleNamespace(train=SimpleNamespace(steps=10))
-    (problem,) = Constant(warmup_steps=11).problems(job, SimpleNamespace())
-    assert (problem.path, problem.message) == ("warmup_steps", "11 is longer than the run; train.steps is 10")
+    problems = Constant(warmup_steps=11).problems(job, SimpleNamespace())
+    check_problems(problems, at("warmup_steps", 11, "train.steps", 10))
     assert not list(Constant(warmup_steps=10).problems(job, SimpleNamespace()))
 
 

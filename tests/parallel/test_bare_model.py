@@ -11,6 +11,7 @@ from attrs import frozen
 from forge_core.contracts.components import ModelComponent, ParallelComponent, TokenizerComponent
 from forge_core.contracts.errors import JobError, Problem
 from forge_testing import TinyModel, job_problems, tiny_job
+from forge_testing.refusals import lacks
 
 Problems = Callable[..., list[str]]
 
@@ -93,7 +94,8 @@ def test_a_missing_tokenizer_is_not_left_to_the_run(problems: Problems) -> None:
 
 def test_a_builder_that_fails_is_told(problems: Problems) -> None:
     (told,) = problems(Broken())
-    assert told.startswith("model: building it failed: RuntimeError: ")
+    assert told.startswith("model: ")
+    assert not lacks(told, "RuntimeError")
 
 
 def test_one_device_is_enough_where_it_is_chosen_later(problems: Problems) -> None:

@@ -12,6 +12,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.initialise import BLOCK, SeededFill, materialise
 from forge_kit.modules import Linear
 from forge_testing import TinyModel
+from forge_testing.refusals import naming
 from forge_testing.tiny import VOCABULARY
 from forge_testing.tiny_model import TinyNetwork
 
@@ -104,7 +105,7 @@ def test_a_module_that_cannot_initialise_itself_is_named(make_job, build):
         def extra(self):
             return Forgets()
 
-    with pytest.raises(ForgeError, match=r"Forgets \(extra\) cannot initialise weight: implement init_parameter"):
+    with pytest.raises(ForgeError, match=naming("Forgets (extra)", "weight", "init_parameter")):
         build(make_job(model=Model()))
 
 
@@ -118,7 +119,7 @@ def test_a_parameter_that_stays_nan_is_found(make_job, build):
         def extra(self):
             return HalfDone(2, 2)
 
-    with pytest.raises(ForgeError, match=r"parameter extra\.weight is not finite"):
+    with pytest.raises(ForgeError, match=naming("extra.weight", "finite")):
         build(make_job(model=Model()))
 
 

@@ -30,6 +30,7 @@ from forge_core.plugins.catalog import CORE, Catalog, core_version
 from forge_kit.documented_keys import keys_of
 from forge_testing import TINY_JOB
 from forge_testing.catalogs import catalog_of, load_target, plugins_with
+from forge_testing.refusals import lacks, naming
 
 
 class OldHooks:
@@ -73,14 +74,13 @@ class UpToDate(Plugin):
 
 
 def test_who_implements_a_hook_that_is_to_go_is_warned():
-    text = "the hook forge_old is deprecated, and version 0.9 removes it; implement forge_new"
-    with pytest.warns(ForgeDeprecation, match=text) as told:
+    with pytest.warns(ForgeDeprecation, match=naming("forge_old", "0.9", "forge_new")) as told:
         plugins_with(declares=Declares(), behind=Behind())
     assert {Path(warning.filename) for warning in told} == {Path(__file__)}
 
 
 def test_who_takes_an_argument_that_is_to_go_is_warned():
-    with pytest.warns(ForgeDeprecation, match="the argument layout of forge_new is deprecated, .*; take job"):
+    with pytest.warns(ForgeDeprecation, match=naming("layout", "forge_new", "job")):
         plugins_with(declares=Declares(), behind=HalfBehind())
 
 
@@ -123,8 +123,9 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_who_sets_a_key_that_is_to_go_is_told_where(load):
     with pytest.warns(ForgeDeprecation) as told:
         assert load(0.5).scheduler.floor == 0.5
-    text = "job.toml:4: scheduler.floor: this key is deprecated, and version 0.9 removes it; set min_ratio"
-    assert [str(warning.message) for warning in told] == [text]
+    [message] = [str(warning.message) for warning in told]
+    assert message.startswith("job.toml:4: scheduler.floor: ")
+    assert not lacks(message, "0.9", "set min_ratio")
 
 
 def test_its_default_is_not_worth_a_word(load):
@@ -136,7 +137,8 @@ def test_its_default_is_not_worth_a_word(load):
 
 def test_its_documentation_says_so():
     [key] = keys_of(Decay)
-    assert key.doc == "The lowest factor. This key is deprecated, and version 0.9 removes it; set min_ratio."
+    assert key.doc.startswith("The lowest factor. ")
+    assert not lacks(key.doc, "0.9", "set min_ratio")
 
 
 def test_the_command_line_shows_it(tmp_path, monkeypatch, capsys):
@@ -151,7 +153,7 @@ def test_the_command_line_shows_it(tmp_path, monkeypatch, capsys):
         "        return lambda step, total: 1.0\n"
     )
     Path("job.toml").write_text(SCHEDULER.format(floor=0.5).replace('"decay"', '"./decay.py:Decay"') + TINY_JOB)
-    with pytest.warns(ForgeDeprecation, match="job.toml:4: scheduler.floor: this key is deprecated"):
+    with pytest.warns(ForgeDeprecation, match=naming("job.toml:4: scheduler.floor: ")):
         assert main(["check", "job.toml"]) == 0
 
 

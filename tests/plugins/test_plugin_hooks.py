@@ -12,6 +12,7 @@ from forge_core.contracts.layout import Layout
 from forge_core.engine.build import build_context
 from forge_core.plugins.manager import Plugins
 from forge_testing import TinyModel
+from forge_testing.refusals import lacks, naming
 
 
 @define(kw_only=True, slots=False)
@@ -75,7 +76,7 @@ def test_a_plugin_contributes_problems(make_job, catalog):
 
     job = make_job(grad_clip_norm=2.0, plugins={"careful": Careful()})
     plugins = Plugins(job.plugins, catalog)
-    assert [str(p) for p in plugins.validate_job(job, Layout())] == ["train.grad_clip_norm: must be at most 1"]
+    assert list(plugins.validate_job(job, Layout())) == [Problem("train.grad_clip_norm", "must be at most 1")]
 
 
 def refused(make_job, catalog, cls):
@@ -96,7 +97,7 @@ def test_a_misspelt_hook_is_refused_with_a_suggestion(make_job, catalog):
         """Misspelt."""
 
     message = refused(make_job, catalog, plugin(forge_build_modle=forge_build_modle))
-    assert message.endswith("there is no hook 'forge_build_modle'; did you mean 'forge_build_model'?")
+    assert not lacks(message, "'forge_build_modle'", "'forge_build_model'")
 
 
 def test_an_argument_that_the_specification_lacks_is_refused(make_job, catalog):
@@ -111,7 +112,7 @@ def test_an_argument_that_the_specification_lacks_is_refused(make_job, catalog):
 
 def test_a_plugin_without_hooks_is_refused(make_job, catalog):
     message = refused(make_job, catalog, plugin(forge_build_model=lambda self: None))
-    assert message.endswith("implements no hook; mark its methods with @forge_core.hookimpl")
+    assert not lacks(message, "no hook", "@forge_core.hookimpl")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_a_plugin_without_hooks_is_refused(make_job, catalog):
 )
 def test_parameters_that_would_never_be_passed_are_refused(make_job, catalog, implementation, parameter):
     message = refused(make_job, catalog, plugin(forge_build_model=hookimpl(implementation)))
-    assert f"parameter {parameter!r} would never be passed" in message
+    assert not lacks(message, repr(parameter))
 
 
 def test_an_exception_names_the_plugin_it_came_through(make_job, build):
@@ -149,7 +150,7 @@ def test_an_exception_in_a_component_names_it(make_job, build):
 
     with pytest.raises(ValueError, match="too small") as caught:
         build(make_job(model=Fails()))
-    assert any("while building model" in note and "Fails" in note for note in caught.value.__notes__)
+    assert any(not lacks(note, "model", "Fails") for note in caught.value.__notes__)
 
 
 def test_a_builder_that_gives_nothing_is_refused(make_job, build):
@@ -158,7 +159,7 @@ def test_a_builder_that_gives_nothing_is_refused(make_job, build):
         def build(self, context):
             return None
 
-    with pytest.raises(PluginError, match=r"building model '.*Nothing' gave None"):
+    with pytest.raises(PluginError, match=r"\bmodel '.*Nothing'.*\bNone\b"):
         build(make_job(model=Nothing()))
 
 
@@ -202,7 +203,7 @@ def test_a_plugin_adds_a_specification_that_another_implements(make_job, catalog
 
 
 def test_without_the_declaring_plugin_the_implementation_is_refused(make_job, catalog):
-    with pytest.raises(PluginError, match="there is no hook 'forge_build_test_norm'"):
+    with pytest.raises(PluginError, match=naming("'implements'", "'forge_build_test_norm'")):
         Plugins({"implements": Implements()}, catalog)
 
 

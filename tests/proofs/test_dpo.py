@@ -11,11 +11,12 @@ from attrs import define
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from forge_core import TrainingHook
-from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.contracts.errors import ForgeError
 from forge_plugin_losses.teacher import load_trained
 from forge_testing import curves
 from forge_testing.curves import Difference
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import naming, refuses
 
 HALVES = slice(0, 16), slice(16, 32)
 MODEL = """
@@ -132,11 +133,11 @@ def test_two_ranks_train_like_one(preferences, catalog):
 
 
 def test_data_without_pairs_is_refused(preferences, train):
-    with pytest.raises(ForgeError, match="DPO compares two documents of a sequence, and the data has no document_ids"):
+    with pytest.raises(ForgeError, match=naming("DPO", "document_ids")):
         train(preferences("other", '--data.sources=[{ type = "text", path = "' + __file__ + '" }]'))
 
 
 def test_an_answer_that_does_not_fit_is_told(preferences, build, tmp_path):
     job = preferences("dpo", "--train.seq_len=16")
-    with pytest.raises(JobError, match=r"data\.sources\.0\.path: .*, line 2, does not fit: .* has 8 tokens"):
+    with refuses("data.sources.0.path", "line 2", "8 tokens", "train.seq_len"):
         build(job)

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from forge_core.cli import main
-from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_bare_model, build_context
 from forge_core.parallel.initialise import materialise
 from forge_kit.checkpoints import stored_tensors
@@ -19,6 +18,7 @@ from forge_plugin_losses.teacher import load_trained
 from forge_testing import curves
 from forge_testing.curves import Difference
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import naming, refuses
 from forge_testing.suites.base import Stop, losses_of, state_differences
 
 FILE = Path(__file__).with_name("lora.py")
@@ -93,7 +93,7 @@ def test_merged_weights_give_the_logits_of_the_adapted_model(adapted, run_folder
 def test_a_file_without_adapters_is_not_merged(train, job_of, tmp_path, catalog):
     exported(train(job_of("base")).folder, tmp_path / "base.safetensors")
     lora = sys.modules[catalog.load("plugin", f"{FILE}:LoRA").__module__]
-    with pytest.raises(SystemExit, match=r"base\.safetensors has no adapters: the job that trained it names no LoRA"):
+    with pytest.raises(SystemExit, match=naming("base.safetensors", "adapters", "LoRA")):
         lora.merge(str(tmp_path / "base.safetensors"), str(tmp_path / "merged.safetensors"))
 
 
@@ -118,10 +118,10 @@ def test_two_ranks_train_like_one(job_of, catalog):
 
 def test_a_stage_that_cannot_split_them_says_so(job_of):
     text = 'model.type = "forge_testing:SplittableModel"\n' + ADAPTED
-    with pytest.raises(JobError, match=r"parallel\.tp: the plan of SplittableNetwork does not name .*\.lora\.b'"):
+    with refuses("parallel.tp", "SplittableNetwork", ".lora.b'"):
         job_of("tp", f"{text}\n[parallel.tp]\ndegree = 2\n", ranks=2)
 
 
 def test_a_pattern_that_fits_nothing_is_refused_when_the_job_is_checked(job_of):
-    with pytest.raises(JobError, match=r"'blocks\.\*' fits no matrix of the layers; there are layers\.0\.up"):
+    with refuses("plugins.lora.match", "'blocks.*'", "layers.0.up"):
         job_of("wrong", ADAPTED.replace("rank = 2", 'match = "blocks.*"'))

@@ -8,10 +8,10 @@ from attrs import define
 from torch.nn.functional import cross_entropy
 
 from forge_core import TrainingHook
-from forge_core.contracts.errors import JobError
 from forge_testing import curves
 from forge_testing.curves import Difference
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import refuses
 
 SAM = """
 train = { precision = "fp64", micro_batch_size = 2, grad_clip_norm = 0.0 }
@@ -100,5 +100,5 @@ LAYOUTS = [("replicate",), ("fsdp",), ("tp", "--parallel.tp.degree=2")]
 
 
 def test_a_pipeline_is_refused(job_of):
-    with pytest.raises(JobError, match=r"executor: .*sam\.py:SAM' would not be used: parallel\.pp brings an executor"):
+    with refuses("executor", "sam.py:SAM'", "parallel.pp"):
         job_of("pp", SAM + "parallel.pp.degree = 2\n", ranks=2)
