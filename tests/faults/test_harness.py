@@ -12,6 +12,7 @@ from harness.trial import plan_kills
 from parts.hooks import SEEN, Seen
 
 from forge_core.checkpoint.storage import MANIFEST
+from forge_testing.refusals import lacks
 
 
 @pytest.fixture
@@ -71,14 +72,16 @@ def test_damage_under_a_final_name_is_found(run):
     data.write_bytes(data.read_bytes()[:-1] + b"x")
     first, second = damaged(run)
     assert first.startswith(f"step 2: {MANIFEST}")
-    assert second == f"step 4: {data.name} is damaged"
+    assert second.startswith(f"step 4: {data.name} ")
 
 
 def test_lines_that_are_wrong_by_themselves_are_found():
     lines = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}, {"step": 2, "eval/loss": 1.0}]
     assert irregular(lines, 2) == []
-    assert irregular(lines, 3) == ["steps in metrics.jsonl: [1, 2]"]
-    assert irregular([*lines, lines[-1]], 2) == ["evaluated steps in metrics.jsonl: [2, 2]"]
+    [steps] = irregular(lines, 3)
+    assert not lacks(steps, "metrics.jsonl", "[1, 2]")
+    [evaluations] = irregular([*lines, lines[-1]], 2)
+    assert not lacks(evaluations, "metrics.jsonl", "[2, 2]")
 
 
 def test_a_seed_plans_the_same_kills_again():

@@ -67,7 +67,7 @@ def test_the_error_of_one_rank_is_shown_first_and_ends_all(job):
     assert "ValueError: the flux is out of bounds" in end.reason
     code, out, err = job.finish(job.start("--nproc", "2", *job.trouble("raise")))
     assert (code, err) == (0, "")
-    assert "continuing from" in out
+    assert "checkpoints/step-2" in out
 
 
 @pytest.mark.parametrize(

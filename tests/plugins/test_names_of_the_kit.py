@@ -8,6 +8,7 @@ from importlib import import_module
 import pytest
 
 import forge_core
+from forge_testing.refusals import naming
 
 
 def test_a_name_of_the_kit_is_the_same_object(monkeypatch) -> None:
@@ -15,7 +16,7 @@ def test_a_name_of_the_kit_is_the_same_object(monkeypatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "forge_kit"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [WithoutKit(), *sys.meta_path])
-    with pytest.raises(ModuleNotFoundError, match=r"load_model is in forge_kit\.trained: pip install forge-kit"):
+    with pytest.raises(ModuleNotFoundError, match=naming("load_model", "forge_kit.trained", "pip install forge-kit")):
         from forge_core import load_model  # noqa: F401
 
 
