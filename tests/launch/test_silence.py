@@ -33,7 +33,7 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, frozen):
     assert code == 1
     assert time.monotonic() - began > 3, "about the limit"
     first = err.splitlines()[0]
-    assert not lacks(first, f"rank {frozen}", "launch.silence_timeout_s")
+    assert not lacks(first, f"rank {frozen}", "respond")
     end = RunFolder(job.run).end()
     assert (end.code, end.cause, end.rank) == (1, Cause.SILENT, frozen)
 
@@ -43,7 +43,7 @@ def test_a_rank_that_is_stopped_after_the_last_step_is_found(job, frozen):
     keys = ("--launch.silence_timeout_s=4", *job.trouble("SIGSTOP", rank=frozen, step=0, pause_s=0.5))
     code, _, err = job.finish(job.start("--nproc", "2", *keys))
     assert code == 1
-    assert not lacks(err.splitlines()[0], f"rank {frozen}", "launch.silence_timeout_s")
+    assert not lacks(err.splitlines()[0], f"rank {frozen}", "respond")
 
 
 @pytest.mark.parametrize("frozen", [2, pytest.param(0, marks=pytest.mark.thorough)])
@@ -101,7 +101,7 @@ def test_a_machine_whose_link_goes_down_is_named_by_the_other(job, vanished):
         assert code == 1
         first = next(line for line in err.splitlines() if line.startswith("forge-run"))  # after warnings of torch
         assert f"rank {vanished} " in first
-        assert not lacks(err, "launch.silence_timeout_s", "network")
+        assert not lacks(err, "network")
         assert wait_until(lambda: ranks[vanished].poll() is not None, 60), "it notices the same"
 
 

@@ -18,7 +18,7 @@ from forge_plugin_losses.teacher import load_trained
 from forge_testing import curves
 from forge_testing.curves import Difference
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import naming, refuses
+from forge_testing.refusals import at, naming, refuses, refuses_all
 from forge_testing.suites.base import Stop, losses_of, state_differences
 
 FILE = Path(__file__).with_name("lora.py")
@@ -118,7 +118,8 @@ def test_two_ranks_train_like_one(job_of, catalog):
 
 def test_a_stage_that_cannot_split_them_says_so(job_of):
     text = 'model.type = "forge_testing:SplittableModel"\n' + ADAPTED
-    with refuses("parallel.tp", "SplittableNetwork", ".lora.b'"):
+    adapters = [f"'layers.0.pair.{name}.lora.{part}'" for name in ("up", "down") for part in "ab"]
+    with refuses_all(*(at("parallel.tp", "SplittableNetwork", name) for name in adapters)):
         job_of("tp", f"{text}\n[parallel.tp]\ndegree = 2\n", ranks=2)
 
 

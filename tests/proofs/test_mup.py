@@ -10,7 +10,7 @@ from forge_core import TrainingHook
 from forge_testing import curves
 from forge_testing.curves import Difference
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import refuses
+from forge_testing.refusals import at, refuses, refuses_all
 
 WIDE = """
 model = { dim = 64 }
@@ -97,7 +97,7 @@ def test_two_ranks_train_like_one(job_of, catalog):
 
 
 def test_a_key_that_the_model_lacks_is_refused(job_of):
-    with refuses("plugins.mup.base.width", "dim, layers"):
+    with refuses_all(at("model", "'width'"), at("plugins.mup.base.width", "dim, layers")):
         job_of("wrong", MUP.replace("base.dim", "base.width"))
 
 
