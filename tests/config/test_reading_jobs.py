@@ -125,8 +125,8 @@ class TestOverrides:
         assert load("", "--train.steps=3", "--train.steps=4").train.steps == 4
 
     def test_long_flags_are_shortened_in_messages(self, problems: Callable[..., list[Problem]]) -> None:
-        found = problems("", f'--job.name="{"x" * 100}/"')
-        check_problems(found, at("job.name", origin="--job.name=" + '"' + "x" * 47 + "…"))
+        refusals = problems("", f'--job.name="{"x" * 100}/"')
+        check_problems(refusals, at("job.name", origin="--job.name=" + '"' + "x" * 47 + "…"))
 
     def test_corrections_can_be_pasted_into_a_shell(self, problems: Callable[..., list[Problem]], load: Load) -> None:
         [problem] = problems("", "--job.name=2024")

@@ -73,21 +73,21 @@ def test_a_failure_in_the_degrees_of_a_stage_is_told(load: Load) -> None:
 def test_an_executor_beside_a_stage_that_brings_one_is_refused(load: Load) -> None:
     job = attrs.evolve(load(), parallel={"pipeline": Runs()})
     assert check_rules(job, make_catalog()) == []
-    found = check_rules(attrs.evolve(job, executor=Other()), make_catalog())
-    check_problems(found, at("executor", "Other'", "parallel.pipeline"))
+    refusals = check_rules(attrs.evolve(job, executor=Other()), make_catalog())
+    check_problems(refusals, at("executor", "Other'", "parallel.pipeline"))
 
 
 def test_a_failure_in_a_plugins_rule_names_the_plugin(load: Load) -> None:
     catalog = with_components(make_catalog(), {"plugin": {"failing": Failing}}, "forge-plugin-failing")
-    found = check_rules(attrs.evolve(load(), plugins={"mine": Failing()}), catalog)
+    refusals = check_rules(attrs.evolve(load(), plugins={"mine": Failing()}), catalog)
     facts = ("forge_validate_job", "'mine'", "forge-plugin-failing/failing", "KeyError: 'steps'")
-    check_problems(found, at("plugins", *facts))
+    check_problems(refusals, at("plugins", *facts))
 
 
 def test_an_installed_plugin_that_the_job_does_not_name_is_not_asked(load: Load, problems: Problems) -> None:
     assert load("[train]\ngrad_clip_norm = 0.0").train.grad_clip_norm == 0.0
-    found = problems("[train]\ngrad_clip_norm = 0.0\n[plugins.careful]")
-    check_problems(found, at("train.grad_clip_norm", "(0, 1.0]", "[plugins.careful]", origin="job.toml:2"))
+    refusals = problems("[train]\ngrad_clip_norm = 0.0\n[plugins.careful]")
+    check_problems(refusals, at("train.grad_clip_norm", "(0, 1.0]", "[plugins.careful]", origin="job.toml:2"))
 
 
 def test_rules_see_the_settings_of_the_plugin(load: Load, problems: Problems) -> None:
@@ -96,9 +96,9 @@ def test_rules_see_the_settings_of_the_plugin(load: Load, problems: Problems) ->
 
 
 def test_rules_are_checked_beside_mistakes_in_other_tables(problems: Problems) -> None:
-    found = problems("[job]\nsede = 1\n[model]\nheads = 5")
+    refusals = problems("[job]\nsede = 1\n[model]\nheads = 5")
     check_problems(
-        found, at("job.sede", "'seed'", origin="job.toml:2"), at("model.heads", 5, "dim 64", origin="job.toml:4")
+        refusals, at("job.sede", "'seed'", origin="job.toml:2"), at("model.heads", 5, "dim 64", origin="job.toml:4")
     )
 
 

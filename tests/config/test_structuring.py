@@ -268,28 +268,30 @@ class TestComponents:
         assert set(problem.path.split(".")) == {"inner"}
 
     def test_field_types_that_do_not_exist_at_run_time_are_told(self) -> None:
-        found = read({"type": "hidden"}, OptimizerComponent, with_optimizers(hidden=Hidden))
-        check_problems(found, at("", "Hidden", "'NoSuchType'"))
+        refusals = read({"type": "hidden"}, OptimizerComponent, with_optimizers(hidden=Hidden))
+        check_problems(refusals, at("", "Hidden", "'NoSuchType'"))
 
     def test_a_subclass_without_decorator_is_refused(self) -> None:
-        found = read({"type": "bare"}, OptimizerComponent, with_optimizers(bare=Undecorated))
-        check_problems(found, at("type", "'bare'", "forge-plugin-mine 0", "@attrs.frozen(kw_only=True)"))
+        refusals = read({"type": "bare"}, OptimizerComponent, with_optimizers(bare=Undecorated))
+        check_problems(refusals, at("type", "'bare'", "forge-plugin-mine 0", "@attrs.frozen(kw_only=True)"))
 
     def test_a_default_that_is_not_installed_is_told_at_its_key(self) -> None:
         offers = [offer for offer in make_catalog().offers() if offer.type != "topk"]
-        found = read({"type": "moe", "experts": 2}, component("ffn"), Catalog(offers))
-        check_problems(found, at("router", "'topk'", "Installed: none"))
+        refusals = read({"type": "moe", "experts": 2}, component("ffn"), Catalog(offers))
+        check_problems(refusals, at("router", "'topk'", "Installed: none"))
 
     def test_two_owners_of_a_kind_are_an_error_where_the_kind_is_used(self) -> None:
         second = Offer("kind", "ffn", "other:FFN", Distribution("forge-plugin-other", "0.3.0"))
         catalog = Catalog([*make_catalog().offers(), second])
         assert read({"type": "adamw"}, OptimizerComponent, catalog) == AdamW()
-        found = read({"type": "swiglu"}, component("ffn"), catalog)
-        check_problems(found, at("type", "'ffn'", "forge-plugin-other 0.3.0", "forge-plugin-transformer 0.2.0"))
+        refusals = read({"type": "swiglu"}, component("ffn"), catalog)
+        check_problems(refusals, at("type", "'ffn'", "forge-plugin-other 0.3.0", "forge-plugin-transformer 0.2.0"))
 
     def test_a_mistake_in_one_component_hides_no_other(self, problems: Problems) -> None:
-        found = problems('[optimizer]\ntype = "sophia"\n[model]\nheads = 0\n[scheduler]\ntype = "cosine"\nfinal = -1')
-        check_problems(found, "optimizer.type", "model.heads", "scheduler.final")
+        refusals = problems(
+            '[optimizer]\ntype = "sophia"\n[model]\nheads = 0\n[scheduler]\ntype = "cosine"\nfinal = -1'
+        )
+        check_problems(refusals, "optimizer.type", "model.heads", "scheduler.final")
 
 
 def component(kind: str) -> type:
