@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
-from forge_kit.generation import JointGeneration, with_prompt
+from forge_kit.generation import JointGeneration, WholeModel, with_prompt
 
 NO_POSITION = -1
 """Position of left padding."""
@@ -77,6 +78,10 @@ class RunningRows:
         self.written: list[list[int]] = [[] for _ in prompts]
         """New tokens of each row so far, without the stop."""
         self._joint, self._model = joint, joint.model
+        # One position of a small model takes hardly longer than torch's records of views and versions, which inference
+        # mode leaves out. Prompts are read without it: tables that modules keep from then on must serve training, too.
+        # Stages that share a model out have hooks that set versions.
+        self._inference = torch.inference_mode if isinstance(joint, WholeModel) else nullcontext
         self._device = next(self._model.parameters()).device
         self._prompts, self._end, self._draw = prompts, end, draw
         self._pad = end.stops[0]
@@ -166,9 +171,10 @@ class RunningRows:
         self._running = left
 
     def _extend(self, ids: Tensor, positions: Tensor) -> None:
-        logits = self._joint.next_logits({"input_ids": ids, "positions": positions}, self._cache)
-        token = self._draw(logits, self._running)
-        self._next = token[:, None], positions + 1
+        with self._inference():
+            logits = self._joint.next_logits({"input_ids": ids, "positions": positions}, self._cache)
+            token = self._draw(logits, self._running)
+            self._next = token[:, None], positions + 1
         self._write(self._running, token)
 
     def _compute_anew(self) -> None:
