@@ -21,9 +21,10 @@ from forge_plugin_images.patches import patches_of
 from forge_plugin_images.testing import LANGUAGE, tiny_model
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_vision import VIDEO, ImageFormat
-from forge_testing import job_problems, tiny_job
+from forge_testing import tiny_job
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, problems_of
 
 
 @pytest.mark.parametrize(("one", "other", "distance"), [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3)])
@@ -141,9 +142,9 @@ def test_an_answer_ends_where_the_tokenizer_says_that_one_ends(make_job, catalog
 
 
 def test_a_job_that_cannot_have_it_is_refused(tmp_path, catalog):
-    problems = job_problems(tiny_job(str(tmp_path), catalog, evaluations={"answers": Answers()}), 1)
-    assert "evaluations.answers: TinyModel sees no images; leave this evaluation out" in problems
-    assert any("words need a tokenizer" in problem for problem in problems)
+    job = tiny_job(str(tmp_path), catalog, evaluations={"answers": Answers()})
+    at_answers = [problem for problem in problems_of(job) if problem.path.startswith("evaluations")]
+    check_problems(at_answers, at("evaluations.answers", "TinyModel"), at("evaluations.answers", "[data.tokenizer]"))
 
 
 class Said(Answers):

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from forge_testing.refusals import lacks
+
 DAMAGE = {2: slice(None, 300), 5: slice(0, 0), 7: slice(None, 500)}
 """Of two images of these documents, what is left of the second."""
 
@@ -33,13 +35,13 @@ def check(run_check: Any) -> Any:
 def test_every_damaged_file_is_named(check: Any, workers: str) -> None:
     code, out, err = check("--workers", workers)
     assert code == 2
-    assert [line.split(": ")[0] for line in out.splitlines() if "cannot be read (" in line] == [
-        f"pairs.jsonl:{number + 1}" for number in DAMAGE
-    ]
-    assert "pairs.jsonl:6: image '5.png' cannot be read (the file is empty)" in out
-    assert "source 0: 40 documents decoded, 3 cannot be read" in out
-    assert "data.sources.0.unreadable" in err
-    assert "3 of 40 documents cannot be read" in err
+    damaged = [f"pairs.jsonl:{number + 1}" for number in DAMAGE]
+    named = [line for line in out.splitlines() if line.startswith("pairs.jsonl:")]
+    assert [line.split(": ")[0] for line in named] == damaged
+    [empty] = [line for line in named if line.startswith("pairs.jsonl:6: ")]
+    assert not lacks(empty, "'5.png'", "empty")
+    assert not lacks(out, "source 0", 40, 3)
+    assert not lacks(err, "data.sources.0.unreadable", "3 of 40")
 
 
 def test_damage_that_training_leaves_out_is_no_mistake(check: Any) -> None:

@@ -13,6 +13,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from forge_plugin_images.decoding import BytesImage, ImageDecoder
 from forge_plugin_images.greys import is_deep
 from forge_plugin_images.image_file import BrokenImage
+from forge_testing.refusals import naming
 
 Image.init()
 FORMATS = sorted({*Image.SAVE} & {*Image.OPEN})
@@ -92,7 +93,7 @@ def turned(orientation: int) -> Image.Exif:
 
 
 def test_a_palette_that_pillow_loses_is_refused_by_name():
-    with pytest.raises(BrokenImage, match="Pillow loses its palette in ICNS files; convert it to PNG"):
+    with pytest.raises(BrokenImage, match=naming("ICNS", "PNG", "palette")):
         ImageDecoder().decode(written(image_of("P"), "ICNS"))
 
 
@@ -110,7 +111,7 @@ def test_deep_greys_are_right_or_refused_by_name(format):
             assert (shown == levels if full else shown <= 255).all()
         else:
             for read in (ImageDecoder().size, ImageDecoder().decode):
-                with pytest.raises(BrokenImage, match=r"and no header gives their range; say which .* grey_range"):
+                with pytest.raises(BrokenImage, match=naming("grey_range", "8 bits")):
                     read(file)
         white = 25500 if mode != "I;16" else 65535
         assert (np.asarray(ImageDecoder((0, white)).decode(file))[..., 1] == levels).all()
@@ -162,7 +163,7 @@ def test_what_16_bits_are_is_known_or_asked_for():
         == np.arange(0, 256, 16).reshape(4, 4).tolist()
     )
     twelve = written(Image.fromarray(np.arange(16, dtype=np.uint16).reshape(4, 4) * 273), "TIFF")
-    with pytest.raises(BrokenImage, match=r"16 bits, of which it uses 12: .* grey_range = \[0, 4095\]"):
+    with pytest.raises(BrokenImage, match=naming("16 bits", 12, "grey_range = [0, 4095]")):
         ImageDecoder().decode(twelve)
     for decoder, factor in ((ImageDecoder((0, 4095)), 17), (ImageDecoder((0, 65535)), 273 / 257)):
         assert np.abs(np.asarray(decoder.decode(twelve, "L")) - np.arange(16).reshape(4, 4) * factor).max() <= 0.5
@@ -180,15 +181,15 @@ def test_a_tiff_whose_zero_is_white_and_one_without_sign_are_read_as_they_are():
 
 def test_colours_of_16_bits_that_would_be_dark_or_transparent_are_refused():
     row = struct.pack(">12H", *range(0, 4092, 341))
-    with pytest.raises(BrokenImage, match="16 bits, and it uses the lower 12: it would be dark"):
+    with pytest.raises(BrokenImage, match=naming("colours", "16 bits", 12)):
         ImageDecoder().decode(png(16, 2, [row]))
-    with pytest.raises(BrokenImage, match="a transparent colour of 16 bits"):
+    with pytest.raises(BrokenImage, match=naming("transparent", "16 bits")):
         ImageDecoder().decode(png(16, 2, [row], chunk_of(b"tRNS", struct.pack(">3H", 0, 341, 682))))
 
 
 def test_greys_that_are_not_finite_are_refused():
     file = written(Image.fromarray(np.array([[0, np.nan]], np.float32)), "TIFF")
-    with pytest.raises(BrokenImage, match="not all finite"):
+    with pytest.raises(BrokenImage, match=naming("greys", "finite")):
         ImageDecoder((0, 1)).decode(file)
 
 
@@ -197,22 +198,22 @@ def test_max_pixels_alone_bounds_an_image(recwarn, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     assert ImageDecoder(max_pixels=35).decode(file).size == (7, 5)
     assert not recwarn.list
-    with pytest.raises(BrokenImage, match=r"5 x 7 = 35 pixels, more than max_pixels = 34; shrink it, or raise the key"):
+    with pytest.raises(BrokenImage, match=naming("5 x 7 = 35", "max_pixels = 34")):
         ImageDecoder(max_pixels=34).size(file)
     assert Image.MAX_IMAGE_PIXELS == 10
 
 
 @pytest.mark.parametrize(
-    ("start", "reason"),
+    ("start", "facts"),
     [
-        (b"", "the file is empty"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "it is HEIC, .*; convert it to JPEG"),
-        (b'<?xml version="1.0"?>\n<svg xmlns="x">', "it is SVG, .*; render it"),
-        (b"\n<!DOCTYPE html><html>", "it is a page of HTML"),
-        (b"\0\0\0\x18ftypisom\0\0\0\0", "it is an MP4"),
-        (b"not an image", "it is text; it begins with b'not an image'"),
+        (b"", ["empty"]),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", ["HEIC", "JPEG"]),
+        (b'<?xml version="1.0"?>\n<svg xmlns="x">', ["SVG"]),
+        (b"\n<!DOCTYPE html><html>", ["HTML"]),
+        (b"\0\0\0\x18ftypisom\0\0\0\0", ["MP4"]),
+        (b"not an image", ["text", "b'not an image'"]),
     ],
 )
-def test_what_is_no_image_is_named(start, reason):
-    with pytest.raises(BrokenImage, match=rf"image 'x' cannot be read \({reason}"):
+def test_what_is_no_image_is_named(start, facts):
+    with pytest.raises(BrokenImage, match=naming("image 'x'", *facts)):
         ImageDecoder().size(BytesImage("x", start))

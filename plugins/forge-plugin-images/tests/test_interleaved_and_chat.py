@@ -15,7 +15,7 @@ from forge_plugin_images import ImageChat, Interleaved, RenderedText
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_vision import IMAGE
-from forge_testing import job_problems
+from forge_testing.refusals import at, check_problems, lacks, problems_of, refuses
 
 END = 256
 MODEL = tiny_model(8, 16, images_per_sequence=3)
@@ -167,12 +167,12 @@ def test_chats_without_answers_are_left_out(build, tmp_path, tokenizer):
     path = write(tmp_path, asks, CHATS["LLaVA's"])
     data = build(ImageChat(path=path), model=MODEL, seq_len=64, data={"tokenizer": tokenizer(TEXTS_ONLY)})
     assert len(data) == 1
-    assert "1 without anything to learn and left out" in data.describe()
+    assert not lacks(data.describe(), 1, "left out")
 
 
 def test_a_template_that_writes_another_number_of_images_is_refused(build, tmp_path, tokenizer):
     keys = {"model": MODEL, "seq_len": 64, "data": {"tokenizer": tokenizer(WITH_IMAGES)}}
-    with pytest.raises(JobError, match=r"it has 2 images, and the chat template writes '<pad>' 0 times; set"):
+    with refuses("data.sources.0", ":1", 2, "'<pad>'", 0, "image_token"):
         build(ImageChat(path=write(tmp_path, CHATS["LLaVA's"]), image_token="<pad>"), **keys)
 
 
@@ -180,9 +180,7 @@ def test_a_text_that_has_the_mark_of_an_image_is_named_or_left_out(build, tmp_pa
     typed = {"messages": [{"role": "user", "content": "what is <|image|>?"}, {"role": "assistant", "content": "it"}]}
     path = write(tmp_path, CHATS["LLaVA's"], typed)
     keys = {"model": MODEL, "seq_len": 64, "data": {"tokenizer": tokenizer(WITH_IMAGES)}}
-    with pytest.raises(
-        JobError, match=r"records.jsonl:2 has '<\|image\|>', which stands for a shown image \(image_token\)"
-    ):
+    with refuses("data.sources.0.unreadable", "records.jsonl:2", "'<|image|>'", "image_token", "1 of 2"):
         build(ImageChat(path=path, image_token="<|image|>"), **keys)
     skipping = ImageChat(path=path, image_token="<|image|>", unreadable="skip", max_unreadable=0.5)
     assert len(build(skipping, **keys)) == 1
@@ -190,8 +188,8 @@ def test_a_text_that_has_the_mark_of_an_image_is_named_or_left_out(build, tmp_pa
 
 def test_a_tokenizer_without_a_template_and_what_is_no_chat_are_refused(build, make_job, tmp_path, tokenizer):
     path = write(tmp_path, {"messages": [{"text": "a"}]})
-    assert any("chats need a tokenizer with a template" in one for one in job_problems(make_job(ImageChat(path=path))))
-    with pytest.raises(JobError, match=":1: message 0 has 'text'; a message has 'role' and 'content'"):
+    check_problems(problems_of(make_job(ImageChat(path=path))), at("data.sources.0.messages", "[data.tokenizer]"))
+    with refuses("data.sources.0", ":1", "'text'", "'role'", "'content'"):
         build(ImageChat(path=path), model=MODEL, data={"tokenizer": tokenizer(TEXTS_ONLY)})
 
 

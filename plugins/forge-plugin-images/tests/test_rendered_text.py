@@ -13,6 +13,7 @@ from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE
 from forge_testing import job_problems
+from forge_testing.refusals import at, check_problems, problems_of
 from forge_testing.suites import DatasetSuite
 
 WORDS = ["red", "green", "blue", "black", "white", "grey", "pink", "brown", "cyan", "lime"]
@@ -100,7 +101,7 @@ def test_keys_that_do_not_fit_the_model_are_refused_when_the_job_is_checked(make
 
 def test_a_model_that_sees_no_images_is_refused(make_job, words):
     job = make_job(RenderedText(words=words), model=tiny_model().language)
-    assert any("Transformer sees no images" in problem for problem in job_problems(job))
+    check_problems(problems_of(job), at("data.sources.0", "Transformer", 'type = "vision_language"'))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from forge_core import JobError, Trainer
+from forge_core import Trainer
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageChat, ImageText, Interleaved
@@ -23,6 +23,7 @@ from forge_plugin_packing import BestFit
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE, Grid, ImageFormat
 from forge_testing import job_problems
+from forge_testing.refusals import naming, refuses
 
 MODEL = tiny_model(8, 16, images_per_sequence=5)
 """Images of two patches; a row has room for five."""
@@ -165,7 +166,7 @@ def test_a_prompt_has_the_tiles_that_its_images_had_in_training(make_job, path, 
     prompts = prompts_with_images(["x<image>", "<image>y"], [f"{tmp_path}/{n}.png" for n in (0, 2)], job, tokenizer)
     assert prompts.ids == [[ord("x"), *[IMAGE] * 10], [*[IMAGE] * 6, ord("y")]]
     assert (prompts.entries["grids"].prod(-1) > 0).sum(1).tolist() == [5, 3]
-    with pytest.raises(ForgeError, match=r"a prompt has 2 images \(in 8 tiles\) with 16 patches, and the model"):
+    with pytest.raises(ForgeError, match=naming("2 images", "8 tiles", "16 patches", "5 images", "10 patches")):
         prompts_with_images(["<image><image>"], [f"{tmp_path}/{n}.png" for n in (0, 2)], job, tokenizer)
 
 
@@ -221,5 +222,7 @@ def test_tiles_that_cannot_be_are_refused_with_the_job(make_job, path, keys, mod
 
 def test_an_image_in_more_tiles_than_a_row_has_room_for_beside_another_is_named(build, path, tmp_path):
     (tmp_path / "two.jsonl").write_text(json.dumps({"content": "<image><image>", "images": ["0.png", "2.png"]}))
-    with pytest.raises(JobError, match=r"two.jsonl:1 has .* 8 images \(a row has 5, the most needed is 8\)"):
+    with refuses(
+        "data.sources.0.too_long", "two.jsonl:1", "16 patches", "8 images", 10, 5, "model.vision.images_per_sequence"
+    ):
         build(Interleaved(path=f"{tmp_path}/two.jsonl", resize="tiles"), model=MODEL)
