@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forge_core.cli import main
+from forge_core.contracts.errors import Problem
 from forge_plugin_memmap import Memmap
 
 LETTERS = '''
@@ -121,12 +122,12 @@ def make_context() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def problems(make_context: Callable[..., Any]) -> Callable[..., list[str]]:
-    """Keys of a dataset -> its problems, as `path: message`."""
+def problems(make_context: Callable[..., Any]) -> Callable[..., list[Problem]]:
+    """Keys of a dataset -> its problems."""
 
-    def find(vocab_size: int = 0, **keys: Any) -> list[str]:
+    def find(vocab_size: int = 0, **keys: Any) -> list[Problem]:
         job = make_context(vocab_size=vocab_size).job
-        return [str(problem) for problem in Memmap(**keys).problems(job, None)]
+        return list(Memmap(**keys).problems(job, None))
 
     return find
 

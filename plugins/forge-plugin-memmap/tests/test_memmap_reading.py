@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge_core.contracts.data import Documents
-from forge_core.contracts.errors import DataError, JobError
+from forge_core.contracts.errors import DataError
 from forge_kit.token_file import TokenFileWriter
 from forge_plugin_memmap import index, selection
 from forge_plugin_memmap.documents import ShardedDocuments
 from forge_plugin_memmap.shards import read_shard
+from forge_testing.refusals import naming, refuses
 
 END = 9
 same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
@@ -93,9 +94,9 @@ def test_a_file_that_is_cut_short_later_is_an_error_and_not_the_end_of_the_proce
     with open("a.npy", "r+b") as file:
         file.truncate(500)
     assert documents.tokens(0, 100).tolist() == list(range(100))
-    with pytest.raises(DataError, match=rf"{here}/a\.npy has 500 bytes, and had 2128 when the run began"):
+    with pytest.raises(DataError, match=naming(f"{here}/a.npy", "500 bytes", 2128)):
         later.tokens(0, 100)
-    with pytest.raises(DataError, match=rf"{here}/a\.npy ends at byte 500, before 1528: it was cut short"):
+    with pytest.raises(DataError, match=naming(f"{here}/a.npy", 500, 1528)):
         documents.tokens(100, 700)
 
 
@@ -176,16 +177,16 @@ def test_ends_are_searched_once_until_a_file_changes(
 
 
 @pytest.mark.parametrize(
-    ("ends", "message"),
+    ("ends", "facts"),
     [
-        ([3, 2, 4], r"a\.ends: the ends of documents do not ascend; it is damaged"),
-        ([1, 3], r"a\.ends: the last document ends at 3, but \S*a\.npy has 4 tokens"),
+        ([3, 2, 4], ["a.ends", "ascend"]),
+        ([1, 3], ["a.ends", 3, "a.npy", "4 tokens"]),
     ],
 )
-def test_a_damaged_index_is_an_error(open_documents: Callable[..., Any], ends: list[int], message: str) -> None:
+def test_a_damaged_index_is_an_error(open_documents: Callable[..., Any], ends: list[int], facts: list[object]) -> None:
     np.save("a.npy", np.array([1, 2, 3, 4]))
     np.array(ends, "<i8").tofile("a.ends")
-    with pytest.raises(JobError, match=message):
+    with refuses("", *facts):
         open_documents(path="a.npy", end_of_text=END).ends()
 
 
@@ -193,7 +194,7 @@ def test_an_end_of_text_that_never_occurs_is_an_error_once_documents_matter(open
     np.save("a.npy", np.array([1, 2, 3, 4]))
     documents = open_documents(path="a.npy", end_of_text=END)
     assert all_of(documents) == [1, 2, 3, 4]
-    with pytest.raises(JobError, match=r"none of the 4 ids of \S*a\.npy is 9, the end-of-text, so its documents"):
+    with refuses("", "4 ids", "a.npy", 9, "end_of_text", ".ends"):
         documents.ends()
 
 
@@ -236,5 +237,5 @@ def test_other_files_can_be_held_out(open_documents: Callable[..., Any]) -> None
 
 def test_a_single_document_cannot_be_split(open_documents: Callable[..., Any]) -> None:
     np.save("a.npy", np.array([1, END]))
-    with pytest.raises(JobError, match="held_out_every = 2, but there is a single document"):
+    with refuses("", "held_out_every = 2", "single document"):
         open_documents(path="a.npy", end_of_text=END, held_out_every=2)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from forge_core.cli import main
+from forge_testing.refusals import lacks
 
 Prepare = Callable[..., str]
 TOKENIZER = "--tokenizer=./letters.py:Letters"
@@ -57,7 +58,7 @@ def test_unless_it_is_empty_it_stops_a_strict_command(forge_run: Callable[..., A
     assert (code == 0) == (reason == "empty")
     if code:
         assert err.startswith(f"a.jsonl:2: {reason} ({detail}")
-        assert err.endswith("; correct it, or leave such documents out with --errors skip\n")
+        assert not lacks(err, "--errors skip")
 
 
 def test_a_text_file_that_is_not_utf8_gives_nothing_however_long_it_is(prepare: Prepare) -> None:
@@ -89,16 +90,16 @@ def test_rows_of_parquet_are_dropped_like_lines(prepare: Prepare) -> None:
 def test_the_summary_tells_reasons_counts_and_the_first_places(prepare: Prepare) -> None:
     Path("a.jsonl").write_text('{"text": "one"}\n' + "{}\n" * 5 + "\n")
     out = prepare("a.jsonl", "--output=data", "--errors=skip")
-    assert (
-        "dropped 6 of 7 files, lines and rows:\n"
-        "  empty: 1, at a.jsonl:7 (blank line)\n"
-        "  no field: 5, at a.jsonl:2 (its keys: ), a.jsonl:3 (its keys: ), a.jsonl:4 (its keys: ), …\n"
-    ) in out
+    rows = [line for line in out.splitlines() if "a.jsonl:" in line]
+    assert not lacks(out, "6 of 7")
+    assert not lacks(rows[0], "empty: 1", "a.jsonl:7")
+    assert not lacks(rows[1], "no field: 5", "a.jsonl:2", "a.jsonl:3", "a.jsonl:4", "…")
+    assert "a.jsonl:5" not in rows[1]
 
 
 def test_the_last_line_needs_no_line_break(prepare: Prepare) -> None:
     Path("a.jsonl").write_text('{"text": "one"}\n{"text": "two"}')
-    assert "dropped 0 of 2 files, lines and rows" in prepare("a.jsonl", "--output=data")
+    assert not lacks(prepare("a.jsonl", "--output=data"), "0 of 2")
 
 
 @given(lines=st.lists(st.sampled_from([b'{"text": "one"}', *LINES]), min_size=1, max_size=12))
@@ -118,7 +119,7 @@ def test_no_document_at_all_is_an_error(forge_run: Callable[..., Any]) -> None:
     Path("a.jsonl").write_text("{}\n\n")
     code, _, err = forge_run("prepare-data", "a.jsonl", "--output=data", TOKENIZER, "--errors=skip", "--workers=1")
     assert code == 2
-    assert err == "there is no document in 1 files (1 no field, 1 empty)\n"
+    assert not lacks(err, "1 files", "1 no field", "1 empty")
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -138,4 +139,4 @@ def test_an_id_that_no_text_has_is_an_error_of_the_tokenizer(forge_run: Callable
     Path("a.jsonl").write_text('{"text": "bcd"}\n{"text": "cab"}\n')
     code, _, err = forge_run("prepare-data", "a.jsonl", "--output=data", "--tokenizer=./bad.py:Letters", "--workers=1")
     assert code == 1
-    assert "the tokenizer encoded a.jsonl:2 with id 0; ids of text lie within [0, 28) and are never 0" in err
+    assert not lacks(err, "a.jsonl:2", "id 0", "[0, 28)")

@@ -25,6 +25,7 @@ from forge_core.cli import main
 from forge_kit.token_file import TokenFile
 from forge_plugin_memmap.prepare import documents, inputs, parquet_files, text_files
 from forge_plugin_memmap.prepare.command import read_settings
+from forge_testing.refusals import lacks
 
 Prepare = Callable[..., str]
 TOKENIZER = "--tokenizer=./letters.py:Letters"
@@ -209,7 +210,9 @@ def test_the_output_may_lie_among_the_inputs(prepare: Prepare) -> None:
     write_lines("corpus/a.jsonl", WORDS)
     prepare("corpus", "--output=corpus/data")
     Path("corpus/data/notes.txt").write_text("no input")
-    assert "corpus/data is finished" in prepare("corpus", "--output=corpus/data")
+    manifest = Path("corpus/data/manifest.json").read_bytes()
+    prepare("corpus", "--output=corpus/data")
+    assert Path("corpus/data/manifest.json").read_bytes() == manifest
 
 
 @pytest.mark.parametrize("every", [2, 3, 10, 50])
@@ -264,11 +267,11 @@ def test_the_summary_tells_what_was_written_and_how_to_use_it(prepare: Prepare) 
     assert "\nsplit     documents  tokens  bytes of text  shards\n" in out
     assert "\ntrain     8          41      33             1\nheld_out  2          8       6              1\n" in out
     assert "tokens/s" in out
-    assert "dropped 0 of 10 files, lines and rows" in out
-    assert out.endswith(
-        'data is finished; in a job file:\n\n[data.tokenizer]\ntype = "prepared"\npath = "data"\n\n'
-        '[[data.sources]]\ntype = "memmap"\npath = "data"\n'
+    assert not lacks(out, "0 of 10")
+    in_a_job = (
+        '[data.tokenizer]\ntype = "prepared"\npath = "data"\n\n[[data.sources]]\ntype = "memmap"\npath = "data"\n'
     )
+    assert out.endswith(f"\n\n{in_a_job}")
 
 
 def test_a_terminal_has_a_bar(here: Path) -> None:
@@ -317,41 +320,35 @@ def test_a_trained_tokenizer_does_not_see_what_is_held_out(prepare: Prepare) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "facts"),
     [
-        (["missing.jsonl", TOKENIZER], "'missing.jsonl' does not exist (looked from "),
-        (
-            ["letters.py", "a.csv", TOKENIZER],
-            "a.csv: the name tells no known format; there are .jsonl, .txt, .md,",
-        ),
-        (["a.parquet", TOKENIZER, "--field=body"], "a.parquet: no column 'body', but number, text; choose one with"),
-        (["a.parquet", TOKENIZER, "--field=number"], "a.parquet: column 'number' holds int64, not strings; choose"),
-        (["bad.parquet", TOKENIZER], "bad.parquet: cannot be read as Parquet ("),
-        (["letters.py", "--tokenizer=bbpe"], "no tokenizer 'bbpe' is installed; did you mean 'bpe'?"),
-        (["letters.py", "--tokenizer=bpe", "--tokenizer.vocab=9"], "unknown key; did you mean 'vocab_size'?"),
+        (["missing.jsonl", TOKENIZER], ["'missing.jsonl'", "looked from"]),
+        (["letters.py", "a.csv", TOKENIZER], ["a.csv", ".jsonl", ".txt", ".md"]),
+        (["a.parquet", TOKENIZER, "--field=body"], ["a.parquet", "'body'", "number, text"]),
+        (["a.parquet", TOKENIZER, "--field=number"], ["a.parquet", "'number'", "int64"]),
+        (["bad.parquet", TOKENIZER], ["bad.parquet", "Parquet"]),
+        (["letters.py", "--tokenizer=bbpe"], ["'bbpe'", "did you mean 'bpe'"]),
+        (["letters.py", "--tokenizer=bpe", "--tokenizer.vocab=9"], ["tokenizer.vocab", "did you mean 'vocab_size'"]),
         (
             ["letters.py", "--tokenizer=bpe", "--tokenizer.vocab_size=many"],
-            "--tokenizer.vocab_size=many: tokenizer.vocab_size: expected int, got str 'many'",
+            ["--tokenizer.vocab_size=many", "tokenizer.vocab_size:", "int", "'many'"],
         ),
         (
             ["letters.py", "--tokenizer=bpe", "--tokenizer.vocab_size=257", "--tokenizer.special_tokens=['a']"],
-            "no room",
+            ["no room"],
         ),
-        (["letters.py", "--tokenizer=nowhere.json"], "tokenizer.path: 'nowhere.json' cannot be read"),
-        (["letters.py", "--job=job.toml"], "data.tokenizer: required table is missing"),
-        (["letters.py"], "one of the arguments --tokenizer --job is required"),
-        (["letters.py", TOKENIZER, "--job=job.toml"], "not allowed with argument"),
-        (["letters.py", "--job=job.toml", "--tokenizer.path=a"], "with --job, the key stands in the job file"),
-        (
-            ["letters.py", TOKENIZER, "--shard-tokens=many"],
-            "'many' is no number of tokens; write 1000, 100k, 100M",
-        ),
-        (["letters.py", TOKENIZER, "--held-out-every=1"], "must be 0 (off) or at least 2, not 1"),
-        (["letters.py", TOKENIZER, "--workers=-1"], "must be at least 0, not -1"),
+        (["letters.py", "--tokenizer=nowhere.json"], ["tokenizer.path", "'nowhere.json'"]),
+        (["letters.py", "--job=job.toml"], ["data.tokenizer", "missing"]),
+        (["letters.py"], ["--tokenizer --job", "required"]),
+        (["letters.py", TOKENIZER, "--job=job.toml"], ["--job", "--tokenizer", "not allowed"]),
+        (["letters.py", "--job=job.toml", "--tokenizer.path=a"], ["--tokenizer.path", "--job"]),
+        (["letters.py", TOKENIZER, "--shard-tokens=many"], ["--shard-tokens", "'many'", "100k"]),
+        (["letters.py", TOKENIZER, "--held-out-every=1"], ["--held-out-every", 0, 2, 1]),
+        (["letters.py", TOKENIZER, "--workers=-1"], ["--workers", 0, -1]),
     ],
 )
 def test_a_wrong_argument_is_told_and_nothing_is_written(
-    forge_run: Callable[..., Any], arguments: list[str], message: str
+    forge_run: Callable[..., Any], arguments: list[str], facts: list[object]
 ) -> None:
     Path("a.csv").touch()
     Path("bad.parquet").write_text("not Parquet at all")
@@ -359,7 +356,7 @@ def test_a_wrong_argument_is_told_and_nothing_is_written(
     write_parquet("a.parquet", WORDS)
     code, _, err = forge_run("prepare-data", *arguments, "--output=data")
     assert code == 2
-    assert message in err
+    assert not lacks(err, *facts)
     assert not Path("data").exists()
 
 
