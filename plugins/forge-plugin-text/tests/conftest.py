@@ -37,5 +37,5 @@ def make_context():
 
 @pytest.fixture
 def problems(make_context):
-    """Component -> its problems, as `path: message`."""
-    return lambda component: [str(problem) for problem in component.problems(make_context().job, None)]
+    """Component -> its problems."""
+    return lambda component: list(component.problems(make_context().job, None))

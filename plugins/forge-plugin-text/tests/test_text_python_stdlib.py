@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge_plugin_text import PythonStdlib
+from forge_testing.refusals import at, check_problems
 
 
 @pytest.fixture
@@ -70,9 +71,7 @@ def test_the_place_of_the_installation_does_not_matter(install) -> None:
 
 def test_a_python_without_sources_is_a_problem(install, problems) -> None:
     root = install("lib", "a.pyc")
-    assert problems(PythonStdlib()) == [
-        f"the standard library has no .py files in {str(root)!r}; use a Python installed with its sources"
-    ]
+    check_problems(problems(PythonStdlib()), at("", ".py", repr(str(root))))
 
 
 def test_the_standard_list_holds_for_this_python_in_any_folder(problems, tmp_path, monkeypatch) -> None:

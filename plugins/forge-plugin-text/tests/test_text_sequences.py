@@ -20,6 +20,7 @@ from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_text.corpus import CorpusFacts
 from forge_plugin_text.reading import Document
 from forge_plugin_text.split import Split
+from forge_testing.refusals import naming
 
 END = ByteTokenizer.end_of_text
 
@@ -161,7 +162,7 @@ def test_an_id_that_text_must_not_have_is_an_error_that_names_the_document(tmp_p
         def encode(self, text: str) -> list[int]:
             return [1, wrong]
 
-    with pytest.raises(ForgeError, match=rf"encoded 1\.txt with id {wrong}; ids of text lie within \[0, 257\)"):
+    with pytest.raises(ForgeError, match=naming("1.txt", f"id {wrong}", "[0, 257)")):
         tokens.write_tokens(tmp_path, FakeCorpus(["", "text"], Split()), Wrong())
 
 
