@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from forge_core.contracts.errors import Problem
 from forge_plugin_huggingface import Auto, HuggingFace
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -145,11 +146,11 @@ def build_dataset(make_context: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def problems(make_context: Callable[..., Any]) -> Callable[..., list[str]]:
-    """Component -> its problems, as `path: message`."""
+def problems(make_context: Callable[..., Any]) -> Callable[..., list[Problem]]:
+    """Component -> its problems."""
 
-    def run(checked: Any, **surroundings: Any) -> list[str]:
-        return [str(problem) for problem in checked.problems(make_context(**surroundings).job, None)]
+    def run(checked: Any, **surroundings: Any) -> list[Problem]:
+        return list(checked.problems(make_context(**surroundings).job, None))
 
     return run
 

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from forge_core.contracts.errors import JobError
 from forge_plugin_huggingface import Auto, HuggingFace
 from forge_plugin_huggingface.chat import learned_tokens
+from forge_testing.refusals import at, check_problems, refuses
 
 CHATML = (
     "{%- if tools %}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif %}"
@@ -198,18 +199,13 @@ FORGETFUL = CHATML.replace("message.content +", "(message.content if loop.last e
 
 
 def test_a_template_that_writes_answers_otherwise_later_on_must_mark_generation(chat_tokenizer) -> None:
-    with pytest.raises(JobError) as caught:
+    with refuses("", "message 2", "{% generation %}", "{% endgeneration %}", "[data.tokenizer]", "chat_template"):
         chat_tokenizer(FORGETFUL).chat(CONVERSATION)
-    assert str(caught.value) == (
-        "the chat template writes the conversation up to message 2 otherwise than in the whole, so that it does not "
-        "show which part is the assistant's; give a template that marks the assistant's turns with {% generation %} "
-        "and {% endgeneration %}, as the key chat_template of [data.tokenizer]"
-    )
 
 
 def test_a_template_whose_prompt_is_not_how_its_answers_begin_must_mark_generation(chat_tokenizer) -> None:
     template = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
-    with pytest.raises(JobError, match=r"up to message 2 otherwise than in the whole"):
+    with refuses("", "message 2", "{% generation %}"):
         chat_tokenizer(template).chat(CONVERSATION)
 
 
@@ -218,7 +214,7 @@ def test_a_template_that_changes_what_its_marks_enclose_is_refused(chat_tokenize
         "{% for m in messages %}{% set text %}{% generation %}{{ m.content }} {% endgeneration %}{% endset %}"
         "{{ text | trim }}{% endfor %}"
     )
-    with pytest.raises(JobError, match=r"changes the text that its \{% generation %\} gives"):
+    with refuses("", "changes", "{% generation %}", "[data.tokenizer]"):
         chat_tokenizer(template).chat(CONVERSATION)
 
 
@@ -231,14 +227,14 @@ def test_marks_within_marks_are_refused(chat_tokenizer) -> None:
 def test_a_template_that_writes_the_date_of_today_needs_a_date(chat_tokenizer) -> None:
     template = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b') %}{% endif %}"
     template = template + "{{ date_string }}" + CHATML
-    with pytest.raises(JobError, match=r"fails on it: it asks for the date of today, .*often as date_string"):
+    with refuses("", "date_string", "[data.tokenizer.chat_variables]"):
         chat_tokenizer(template).chat(CONVERSATION)
     tokenizer = chat_tokenizer(template, chat_variables={"date_string": "26 Jul"})
     assert tokenizer._pretrained.decode(tokenizer.chat(CONVERSATION).ids).startswith("26 Jul<|im_start|>")
 
 
 def test_what_a_template_refuses_is_an_error_with_its_words(chat_tokenizer) -> None:
-    with pytest.raises(JobError, match="the chat template fails on it: roles must alternate"):
+    with refuses("", "roles must alternate"):
         chat_tokenizer("{{ raise_exception('roles must alternate') }}").chat(CONVERSATION)
 
 
@@ -248,7 +244,7 @@ def test_code_points_that_serve_as_marks_are_refused(chat_tokenizer) -> None:
 
 
 def test_a_tokenizer_without_a_template_is_an_error(chat_tokenizer) -> None:
-    with pytest.raises(JobError, match="this tokenizer has no chat template; name a file with one"):
+    with refuses("", "chat_template", "[data.tokenizer]"):
         chat_tokenizer(None).check_chat()
 
 
@@ -326,8 +322,9 @@ def test_conversations_without_an_answer_are_left_out(write, build_dataset, chat
 
 def test_a_dataset_without_any_answer_is_an_error(write, build_dataset, chat_tokenizer) -> None:
     rows = rows_of([role_and_content("user", "hi"), role_and_content("model", "ho")])
-    with pytest.raises(JobError, match=r"split 'train': none of 1 rows has an answer of the assistant"):
-        build_dataset(write("jsonl", rows), chat_tokenizer(CHATML), messages="messages")
+    folder = write("jsonl", rows)
+    with refuses("", repr(folder), "'train'", "none of 1", "assistant"):
+        build_dataset(folder, chat_tokenizer(CHATML), messages="messages")
 
 
 def test_keys_that_only_other_rows_have_do_not_reach_the_template(write, build_dataset, chat_tokenizer) -> None:
@@ -351,37 +348,38 @@ def test_tools_of_a_row_reach_the_template(write, build_dataset, chat_tokenizer,
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "facts"),
     [
-        ({"messages": "hi"}, "'messages' holds str 'hi', not a list of messages"),
-        ({"messages": [{"from": "gpt", "value": "hi"}]},
-         "message 0 of 'messages' has 'from', 'value'; a message has 'role' and 'content'"),
-        ({"messages": [{"role": "user"}]}, "message 0 of 'messages' has 'role'; a message has 'role' and 'content'"),
-        ({"messages": CONVERSATION, "tools": "look"}, "'tools' is not JSON"),
-        ({"messages": CONVERSATION, "tools": '{"name": "look"}'}, "'tools' holds dict"),
+        ({"messages": "hi"}, ["'messages'", "str 'hi'"]),
+        (
+            {"messages": [{"from": "gpt", "value": "hi"}]},
+            ["message 0", "'messages'", "'from', 'value'", "'role'", "'content'"],
+        ),
+        ({"messages": [{"role": "user"}]}, ["message 0", "'messages'", "'role'", "'content'"]),
+        ({"messages": CONVERSATION, "tools": "look"}, ["'tools'", "JSON"]),
+        ({"messages": CONVERSATION, "tools": '{"name": "look"}'}, ["'tools'", "dict"]),
     ],
-)  # fmt: skip
+)
 def test_a_row_that_is_no_conversation_is_an_error_that_names_it(
-    write, build_dataset, chat_tokenizer, row: dict[str, Any], message: str
+    write, build_dataset, chat_tokenizer, row: dict[str, Any], facts: list[str]
 ) -> None:
     folder, tools = write("jsonl", [row]), "tools" if "tools" in row else ""
-    with pytest.raises(JobError) as caught:
+    with refuses("", "row 0", repr(folder), "'train'", *facts):
         build_dataset(folder, chat_tokenizer(CHATML), messages="messages", tools=tools)
-    assert str(caught.value).startswith(f"row 0 of {folder!r}, split 'train': {message}")
 
 
 def test_a_template_that_fails_on_a_row_names_it(write, build_dataset, chat_tokenizer) -> None:
     folder = write("jsonl", rows_of(CONVERSATION))
-    with pytest.raises(JobError, match=rf"^row 0 of '{folder}', split 'train': the chat template writes"):
+    with refuses("", "row 0", repr(folder), "'train'", "message 2"):
         build_dataset(folder, chat_tokenizer(FORGETFUL), messages="messages")
 
 
 def test_chats_need_a_tokenizer_with_a_template(write, build_dataset, problems, pretrained) -> None:
     folder = write("jsonl", rows_of(CONVERSATION))
-    with pytest.raises(JobError, match=r"messages need a tokenizer with a chat template; set \[data\.tokenizer\] type"):
+    with refuses("", "messages", "[data.tokenizer]", 'type = "auto"'):
         build_dataset(folder, messages="messages")
     chats = HuggingFace(path=folder, messages="messages")
-    assert problems(chats) == ['messages: chats need a tokenizer with a template; set [data.tokenizer] type = "auto"']
+    check_problems(problems(chats), at("messages", "[data.tokenizer]", 'type = "auto"'))
     assert problems(chats, component=Auto(path=pretrained(CHATML))) == []
 
 

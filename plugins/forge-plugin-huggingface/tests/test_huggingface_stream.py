@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge_core.contracts.data import DocumentStream, StreamedDocument
-from forge_core.contracts.errors import JobError
 from forge_core.data.packing import Concatenate
 from forge_core.data.windows import StreamWindows
 from forge_plugin_huggingface import HuggingFace
+from forge_testing.refusals import lacks, refuses
 
 FORMATS = ["jsonl", "parquet", "saved"]
 PER_FILE = (19, 13, 5, 7, 11, 8, 21, 2)
@@ -149,12 +149,12 @@ def test_files_that_lanes_share_are_warned_of(stream, caplog: pytest.LogCaptureF
     stream(files=3, lanes=6)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert "6 lanes share its 3 files, so that each file is read 2 times; once if `lanes` divides" in record.message
+    assert not lacks(record.message, "6 lanes", "3 files", "2 times", "`lanes`")
 
 
 def test_a_lane_without_documents_is_an_error(stream) -> None:
     opened = stream(files=1, lanes=20)
-    with pytest.raises(JobError, match=r"lane 19 of 20 has no document in the 1 files; lower `lanes`, or read the"):
+    with refuses("", "lane 19 of 20", "1 files", "`lanes`", "streaming = false"):
         next(opened.read(19, None))
 
 
@@ -231,12 +231,10 @@ def test_a_position_of_other_lanes_blocks_or_files_is_refused(stream) -> None:
     position = next(stream(files=8, lanes=4, shuffle=6).read(0, None)).position
     for changed in ({"lanes": 2}, {"shuffle": 5}, {"files": 3}, {"held_out_every": 2}):
         opened = stream(**{"files": 8, "lanes": 4, "shuffle": 6, "held_out_documents": 4} | changed)
-        with pytest.raises(JobError) as caught:
-            next(opened.read(0, position))
         [(name, value)] = changed.items()
-        assert "was read with files = 8, lanes = 4, shuffle = 6, held_out_every = 0, and now has " in str(caught.value)
-        assert f"{name} = {value}" in str(caught.value).partition("now has")[2]
-        assert str(caught.value).endswith("Restore what was, or start a new run")
+        before = "files = 8, lanes = 4, shuffle = 6, held_out_every = 0"
+        with refuses("", before, f"{name} = {value}"):
+            next(opened.read(0, position))
 
 
 def test_data_that_is_not_what_was_read_before_is_warned_of_once(
@@ -248,7 +246,7 @@ def test_data_that_is_not_what_was_read_before_is_warned_of_once(
     for _ in range(2):
         assert number_of(next(opened.read(0, position))) == 1
     [record] = caplog.records
-    assert "the files are not those that were read before, or lie elsewhere; reading continues" in record.message
+    assert not lacks(record.message, "'train'")
 
 
 def test_passing_over_rows_does_not_decode_them(write, build_dataset, letters) -> None:
@@ -318,9 +316,7 @@ def test_a_stream_without_held_out_rows_has_none(stream) -> None:
 @pytest.mark.parametrize("format_", FORMATS)
 def test_a_row_that_is_no_text_is_an_error_that_names_it(write, build_dataset, format_: str) -> None:
     folder = write(format_, [{"text": 1}, {"text": 2}])
-    with pytest.raises(
-        JobError, match=rf"^row 1 (of file 0 )?of '{folder}', split 'train': 'text' holds int '2', which"
-    ):
+    with refuses("", "row 1", repr(folder), "'train'", "'text'", "int '2'"):
         next(build_dataset(folder, rows=2, streaming=True).read(1, None))
 
 
@@ -352,6 +348,7 @@ def test_a_file_that_lost_rows_is_refused_when_a_run_continues(write, build_data
         "a row before is gone": [*rows[:3], *rows[4:]],
         "the row itself has changed": [*rows[:start], {"text": "x"}, *rows[start + 1 :]],
     }[change]
-    again = build_dataset(write("jsonl", changed), rows=1, streaming=True, shuffle=shuffle)
-    with pytest.raises(JobError, match=r"is no longer what it was when the run was saved: rows were removed, added or"):
+    folder = write("jsonl", changed)
+    again = build_dataset(folder, rows=1, streaming=True, shuffle=shuffle)
+    with refuses("", repr(folder), "'train'", "file 0", f"row {start}"):
         next(again.read(0, last.position))

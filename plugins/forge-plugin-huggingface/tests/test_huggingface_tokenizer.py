@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Tokenizer
 
 from forge_core.contracts import data
-from forge_core.contracts.errors import JobError
 from forge_plugin_huggingface import Auto
+from forge_testing.refusals import at, check_problems, refuses
 
 any_text = st.text() | st.lists(st.sampled_from(["<|endoftext|>", "<|im_end|>", "<|", " ", "a", "\n"])).map("".join)
 NOWHERE = SimpleNamespace()
@@ -76,12 +76,9 @@ def test_the_size_of_the_vocabulary_is_known_where_the_tokenizer_is_here(pretrai
 def test_a_tokenizer_without_end_of_text_is_an_error_that_lists_the_candidates(pretrained, auto) -> None:
     folder = pretrained(eos_token=None)
     candidates = "'<|endoftext|>', '<|im_start|>', "
-    with pytest.raises(
-        JobError, match=r"^end_of_text: this tokenizer has no eos_token; name the one that ends"
-    ) as caught:
+    with refuses("end_of_text", "eos_token", candidates):
         auto(folder)
-    assert candidates in str(caught.value)
-    with pytest.raises(JobError, match=r"^end_of_text: '<eos>' is not an added token of this tokenizer; name the one"):
+    with refuses("end_of_text", "'<eos>'", candidates):
         auto(folder, end_of_text="<eos>")
 
 
@@ -150,41 +147,31 @@ def test_a_tokenizer_that_is_python_code_encodes_too(auto, tmp_path: Path) -> No
     kept.mkdir()
     tokenizer.save(kept)
     assert Auto(path=str(tmp_path)).load(NOWHERE, kept).fingerprint() == tokenizer.fingerprint()
-    with pytest.raises(JobError, match=r"has no tokenizer\.json, which chats need"):
+    with refuses("", "tokenizer.json"):
         tokenizer.check_chat()
 
 
 def test_a_name_that_cannot_be_had_is_an_error_that_says_what_was_tried(auto) -> None:
-    with pytest.raises(JobError) as caught:
+    with refuses("path", "'nobody/nothing'", "OSError", f"{Path.cwd()}/nobody/nothing", "HF_HUB_OFFLINE"):
         auto("nobody/nothing")
-    message = str(caught.value)
-    assert message.startswith("path: 'nobody/nothing' cannot be used (OSError: ")
-    assert message.endswith(
-        f"there is no folder {Path.cwd()}/nobody/nothing, so it is a name on the hub, which was not asked because "
-        "HF_HUB_OFFLINE is set; unset it, or give a local folder"
-    )
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(auto, tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=rf"cannot be used \(.*\); it was read from the folder {tmp_path}"):
+    with refuses("path", repr(str(tmp_path)), f"the folder {tmp_path}"):
         auto(str(tmp_path))
 
 
 def test_mistakes_that_show_without_loading_are_problems(problems, pretrained, tmp_path: Path) -> None:
     folder, file = pretrained(), f"{pretrained()}/tokenizer.json"
-    assert problems(Auto(path="")) == ["path: names nothing; give a folder, or the name of a repository on the hub"]
-    assert problems(Auto(path=file)) == [f"path: {file!r} is a file; give the folder that it lies in"]
-    assert problems(Auto(path="./none")) == [
-        f"path: './none' does not exist (looked from {Path.cwd()}); correct the path"
-    ]
-    assert problems(Auto(path=folder, revision="main")) == [
-        f"revision: 'main' is of the hub, but {folder!r} is a folder; leave it out"
-    ]
-    [message] = problems(Auto(path=folder, chat_template="none.jinja"))
-    assert message.startswith("chat_template: 'none.jinja' cannot be read ([Errno 2]")
-    assert problems(Auto(path=folder, chat_variables={"tools": ""})) == [
-        "chat_variables.tools: this name stands for something else in apply_chat_template; leave it out"
-    ]
+    check_problems(problems(Auto(path="")), at("path"))
+    check_problems(problems(Auto(path=file)), at("path", repr(file), "file"))
+    check_problems(problems(Auto(path="./none")), at("path", "'./none'", Path.cwd()))
+    check_problems(problems(Auto(path=folder, revision="main")), at("revision", "'main'", repr(folder)))
+    check_problems(
+        problems(Auto(path=folder, chat_template="none.jinja")), at("chat_template", "'none.jinja'", "Errno 2")
+    )
+    reserved = problems(Auto(path=folder, chat_variables={"tools": ""}))
+    check_problems(reserved, at("chat_variables.tools", "apply_chat_template"))
     assert problems(Auto(path=folder)) == problems(Auto(path="owner/name", revision="main")) == []
 
 

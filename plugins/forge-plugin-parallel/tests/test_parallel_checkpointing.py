@@ -15,6 +15,7 @@ from forge_kit.commands import parse_component
 from forge_plugin_compile import Compile
 from forge_plugin_parallel import ActivationCheckpointing, TensorParallel
 from forge_testing import SplittableModel, TinyModel, job_problems
+from forge_testing.refusals import at, check_problems
 
 MODES = [ActivationCheckpointing(), ActivationCheckpointing(mode="selective"), ActivationCheckpointing(every=2)]
 
@@ -65,8 +66,8 @@ def test_without_gradients_nothing_is_kept_or_computed_again(make_job, build):
 
 
 def test_more_than_there_are_layers_is_refused(make_job):
-    [problem] = ActivationCheckpointing(every=3).problems(make_job(model=TinyModel(layers=2)), Layout())
-    assert str(problem) == "every: 3, but the model has 2 layers; lower it, or leave the stage out"
+    problems = ActivationCheckpointing(every=3).problems(make_job(model=TinyModel(layers=2)), Layout())
+    check_problems(problems, at("every", 3, "2 layers"))
 
 
 def test_an_unknown_mode_is_refused(catalog):

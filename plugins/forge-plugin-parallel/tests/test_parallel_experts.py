@@ -16,6 +16,7 @@ from forge_plugin_parallel import ExpertParallel
 from forge_plugin_parallel.collectives import send_rows
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts, places_of_a_token
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems
 
 RANKS, EACH, D, K = 4, 2, 7, 3
 EXPERTS = RANKS * EACH
@@ -214,26 +215,18 @@ def test_what_is_computed_while_rows_travel_has_its_gradients_computed_while_the
 
 class TestWhatIsRefused:
     def problems(self, layout, **keys):
-        return [str(problem) for problem in ExpertParallel(**keys).problems(None, layout)]
+        return list(ExpertParallel(**keys).problems(None, layout))
 
     def test_ranks_that_data_is_not_divided_among(self):
-        found = self.problems(Layout(shard=2, cp=3), degree=4)
-        assert found == ["degree: 4 does not divide shard 2 x cp 3 = 6; change it"]
-        [problem] = self.problems(Layout(), degree=4)
-        assert problem.endswith("cp 1 = 1; add [parallel.fsdp], whose ranks it divides")
+        check_problems(self.problems(Layout(shard=2, cp=3), degree=4), at("degree", 4, "shard 2 x cp 3 = 6"))
+        check_problems(self.problems(Layout(), degree=4), at("degree", 4, "cp 1 = 1", "[parallel.fsdp]"))
         assert not self.problems(Layout(shard=2, cp=2), degree=4)
 
     @pytest.mark.parametrize(
-        ("degree", "per_node", "fix"),
-        [
-            (8, 3, "set it to 2 or 4, or leave it out"),
-            (8, 8, "set it to 2 or 4, or leave it out"),
-            (8, 1, "set it to 2 or 4, or leave it out"),
-            (2, 2, "leave it out"),
-        ],
+        ("degree", "per_node", "choices"),
+        [(8, 3, "2 or 4"), (8, 8, "2 or 4"), (8, 1, "2 or 4"), (2, 2, "leave it out")],
     )
-    def test_nodes_that_ranks_do_not_make(self, degree, per_node, fix):
+    def test_nodes_that_ranks_do_not_make(self, degree, per_node, choices):
         found = self.problems(Layout(shard=degree), degree=degree, ranks_per_node=per_node)
-        seen = f"{per_node} ranks a node do not make several equal nodes of the {degree} ranks"
-        assert found == [f"ranks_per_node: {seen}; {fix}"]
+        check_problems(found, at("ranks_per_node", per_node, degree, choices))
         assert not self.problems(Layout(shard=8), degree=8, ranks_per_node=4)

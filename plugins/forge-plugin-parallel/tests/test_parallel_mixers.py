@@ -17,6 +17,7 @@ from forge_core.parallel.mesh import make_mesh
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_parallel.cp_stage import WHOLE, ContextParallelStage, Exchange, Gathered, Ring, rank_positions
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, naming
 from forge_testing.tiny_model import TinyNetwork
 
 RANKS, ROWS, LENGTH, HEADS, GROUPS, KEYS, VALUES = 2, 2, 8, 4, 2, 6, 5
@@ -99,9 +100,7 @@ def test_only_entries_that_the_model_names_are_divided() -> None:
 
 
 def test_an_entry_that_may_have_positions_is_refused_where_the_model_does_not_say() -> None:
-    with pytest.raises(
-        AssertionError, match=r"parallel\.cp: batch entry 'ahead' is \(3, 8, 1\): 8 positions, or as many"
-    ):
+    with pytest.raises(AssertionError, match=naming("parallel.cp", "'ahead'", "(3, 8, 1)", 8)):
         split_shapes(Model())
 
 
@@ -149,5 +148,5 @@ def test_blocks_that_embed_runs_need_no_mixer_and_those_of_finish_do() -> None:
     model, layout = Seeing(4, 1, 0.0, 8, torch.float32), Layout(cp=2)
     assert list(ContextParallel(degree=2).model_problems(model, layout)) == []
     model.at_the_end = ("predictions.0",)
-    [problem] = ContextParallel(degree=2).model_problems(model, layout)
-    assert "names none in predictions.0" in problem.message
+    problems = ContextParallel(degree=2).model_problems(model, layout)
+    check_problems(problems, at("", "predictions.0"))

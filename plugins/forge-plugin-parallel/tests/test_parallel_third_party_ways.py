@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from forge_plugin_parallel import TensorParallel
 from forge_plugin_parallel.tp_ways import Way
-from forge_testing import Numbers, SplittableModel, job_problems, tiny_job
+from forge_testing import Numbers, SplittableModel, tiny_job
 from forge_testing.curves import Difference, train
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, problems_of
 from forge_testing.tiny_model import SplittableNetwork
 
 PER_FEATURE = Way("per_feature", split={"weight": 0}, inside=True)
@@ -92,25 +93,21 @@ def test_it_splits_the_module_and_changes_nothing(tmp_path, sequence_parallel):
 
 
 def problems(tmp_path, network):
-    return job_problems(job(tmp_path, {"tp": TensorParallel(degree=2)}, network=network), 2)
+    return problems_of(job(tmp_path, {"tp": TensorParallel(degree=2)}, network=network), 2)
 
 
 def test_what_is_no_way_is_refused_by_name(tmp_path):
     assert problems(tmp_path, "ScaledNetwork") == []
-    assert problems(tmp_path, "Strange")[0].startswith(
-        "parallel.tp: the plan of Strange has ('split', 0); there are column, row, partial_row"
-    )
+    ways = "column, row, partial_row"
+    first = problems(tmp_path, "Strange")[:1]
+    check_problems(first, at("parallel.tp", "Strange", "('split', 0)", ways))
 
 
 def test_it_is_checked_like_the_ways_of_the_stage(tmp_path):
-    assert problems(tmp_path, "Twice") == [
-        "parallel.tp: the plan of Twice has at_rest for 'layers.0.pair.scale', inside 'layers.0.pair', which has all "
-        "positions; take replicate"
-    ]
+    names = ("at_rest", "'layers.0.pair.scale'", "'layers.0.pair'", "replicate")
+    check_problems(problems(tmp_path, "Twice"), at("parallel.tp", "Twice", *names))
 
 
 def test_a_way_is_refused_for_a_module_without_the_method_that_it_extends(tmp_path):
-    assert problems(tmp_path, "Unsummed") == [
-        "parallel.tp: the plan of Unsummed has split_features for 'layers.0.pair.scale', and Scale has no "
-        "sum_features, which that way needs; give it one, or take another way"
-    ]
+    names = ("split_features", "'layers.0.pair.scale'", "Scale", "sum_features")
+    check_problems(problems(tmp_path, "Unsummed"), at("parallel.tp", "Unsummed", *names))

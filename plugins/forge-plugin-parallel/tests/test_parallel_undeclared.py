@@ -23,6 +23,7 @@ from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction
 from forge_testing import Numbers, job_problems, tiny_job
 from forge_testing.curves import Difference, train
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, problems_of
 
 CP2 = {"cp": ContextParallel(degree=2)}
 
@@ -95,15 +96,15 @@ def job(folder: Path, model: Any, stages: Any = CP2, **changes: Any) -> Any:
 
 
 def test_a_convolution_beside_attention_is_refused_by_name(tmp_path: Path) -> None:
-    [problem] = job_problems(job(tmp_path, WithConvolution(**sizes())), 2)
-    assert problem.startswith("parallel.cp: positions change each other in layers.1.canon of TransformerModel")
+    problems = problems_of(job(tmp_path, WithConvolution(**sizes())), 2)
+    check_problems(problems, at("parallel.cp", "layers.1.canon", "TransformerModel"))
     assert not job_problems(job(tmp_path, WithConvolution(**sizes()), {}), 1)
 
 
 @pytest.mark.parametrize("where", ["embed", "finish", "layers.0", "layers.1.ffn_norm", "layers.1.attention.q"])
 def test_functions_that_mix_positions_are_found(tmp_path: Path, where: str) -> None:
-    [problem] = job_problems(job(tmp_path, WithShift(**sizes(), where=where)), 2)
-    assert f" in {where} of TransformerModel" in problem
+    problems = problems_of(job(tmp_path, WithShift(**sizes(), where=where)), 2)
+    check_problems(problems, at("parallel.cp", where, "TransformerModel"))
 
 
 def test_one_that_gathers_positions_itself_and_says_so_has_the_curve_of_one_process(tmp_path: Path) -> None:
