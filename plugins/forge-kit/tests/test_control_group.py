@@ -9,6 +9,7 @@ import pytest
 from forge_kit import supervisor
 from forge_kit.control_group import MemoryGroup
 from forge_kit.supervisor import RankHandle
+from forge_testing.refusals import lacks
 
 TWO = {
     "proc/self/cgroup": "0::/slurm/job_7\n",
@@ -42,13 +43,9 @@ class Killed:
 
 
 @pytest.mark.parametrize(
-    ("before", "words"),
-    [
-        (1, "rank 3 was killed by SIGKILL: memory ran out within the limit of its control group, 16.0 GB"),
-        (2, "rank 3 was killed by SIGKILL: the machine may be short of memory"),
-    ],
+    ("before", "facts"), [(1, ["control group", "16.0 GB"]), (2, ["the machine may be short of memory"])]
 )
-def test_a_rank_that_the_kernel_killed_for_memory_is_distinguished_from_one_that_was_killed(monkeypatch, before, words):
+def test_a_rank_that_the_kernel_killed_for_memory_is_distinguished_from_one_that_was_killed(monkeypatch, before, facts):
     monkeypatch.setattr(MemoryGroup, "kills", lambda self: 2)
     monkeypatch.setattr(MemoryGroup, "limit", lambda self: 16 * 10**9)
-    assert words in supervisor._ended_by(RankHandle(3, Killed(), None), before).message
+    assert not lacks(supervisor._ended_by(RankHandle(3, Killed(), None), before).message, "rank 3", "SIGKILL", *facts)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from forge_kit.dispatch import Dispatch
+from forge_testing.refusals import naming
 
 T, K, G, D = 17, 3, 5, 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -78,7 +79,7 @@ def test_groups_that_are_filled_up_give_the_same(chosen):
     assert of_no_choice.sum() == (filled.counts - plain.counts).sum()
     assert not gradients[2][of_no_choice].any()
     if of_no_choice.any():
-        with pytest.raises(ValueError, match="pass the weights"):
+        with pytest.raises(ValueError, match=naming("weights")):
             filled.add_up(rows)
 
 

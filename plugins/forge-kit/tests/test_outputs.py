@@ -10,11 +10,12 @@ import pytest
 from forge_core.contracts.errors import JobError
 from forge_kit.outputs import MARK, free_path, new_folder, output_file, unfinished, write_output
 from forge_kit.pictures import write_figure
+from forge_testing.refusals import refuses
 
 
 def test_a_folder_with_files_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("# mine")
-    with pytest.raises(JobError, match=r"--out .* is not empty"):
+    with refuses("", f"--out {tmp_path}", "empty"):
         new_folder(tmp_path, "--out")
     assert [path.name for path in tmp_path.iterdir()] == ["job.toml"]
     assert new_folder(tmp_path / "a/b", "--out").is_dir()
@@ -22,15 +23,15 @@ def test_a_folder_with_files_is_refused_and_left_as_it_is(tmp_path: Path) -> Non
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(JobError, match=r"--out .*store cannot be made: .*file is no folder"):
+    with refuses("", f"--out {tmp_path}/file/store", f"{tmp_path}/file"):
         new_folder(tmp_path / "file/store", "--out")
     (tmp_path / "x.html").mkdir()
-    with pytest.raises(JobError, match="is a folder"):
+    with refuses("", f"--out {tmp_path}/x.html", "folder"):
         output_file(tmp_path / "x.html", "--out", [".html"])
 
 
 def test_a_suffix_of_another_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"--out .*'\.pdf' is no format; end it in \.html or \.md"):
+    with refuses("", f"--out {tmp_path}/report.pdf", "'.pdf'", ".html", ".md"):
         output_file(tmp_path / "report.pdf", "--out", [".html", ".md"])
 
 

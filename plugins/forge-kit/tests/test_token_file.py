@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge_core.contracts.data import Documents
-from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.contracts.errors import ForgeError
 from forge_kit.token_file import TokenFile, TokenFileWriter, read_header
+from forge_testing.refusals import naming, refuses
 
 END = 9
 
@@ -74,7 +75,7 @@ def test_ids_take_two_bytes_where_the_vocabulary_allows(tmp_path: Path, vocab_si
 
 @pytest.mark.parametrize("wrong", [END, 100, -1])
 def test_an_id_that_no_text_has_is_refused_with_the_document(tmp_path: Path, wrong: int) -> None:
-    with pytest.raises(ForgeError, match=rf"encoded document 1 with id {wrong}; ids of text lie within \[0, 100\)"):
+    with pytest.raises(ForgeError, match=naming("document 1", f"id {wrong}", "[0, 100)")):
         write(tmp_path / "corpus", [[1], [2, wrong]])
 
 
@@ -85,9 +86,9 @@ def damage(path: Path, offset: int, data: bytes) -> None:
 
 
 def test_what_was_not_written_to_the_end_is_no_token_file(tmp_path: Path) -> None:
-    with pytest.raises(ForgeError, match="id 100"):
+    with pytest.raises(ForgeError, match=naming("id 100")):
         write(tmp_path / "corpus", [[1, 2], [100]])
-    with pytest.raises(JobError, match=r"corpus\.bin: not a token file of Forge"):
+    with refuses("", "corpus.bin", "FORGETOK"):
         TokenFile(tmp_path / "corpus")
 
 
@@ -95,13 +96,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
     stem = tmp_path / "corpus"
     write(stem, [[1, 2, 3]])
     os.truncate(f"{stem}.ends", 4)
-    with pytest.raises(JobError, match=r"corpus\.ends has 4 bytes, expected 8 for 1 entries"):
+    with refuses("", "corpus.ends", "4 bytes", 8, "1 entries"):
         TokenFile(stem)
     os.truncate(f"{stem}.bin", 70)
-    with pytest.raises(JobError, match=r"corpus\.bin has 70 bytes, its header says 72 \(4 tokens\)"):
+    with refuses("", "corpus.bin", "70 bytes", 72, "4 tokens"):
         TokenFile(stem)
     damage(Path(f"{stem}.bin"), 8, b"\x07")
-    with pytest.raises(JobError, match=r"format 7 with ids of 2 bytes; this version reads format 1"):
+    with refuses("", "corpus.bin", "format 7", "2 bytes", "format 1"):
         TokenFile(stem)
-    with pytest.raises(JobError, match=r"elsewhere\.bin: cannot be read"):
+    with refuses("", "elsewhere.bin", "No such file"):
         TokenFile(tmp_path / "elsewhere")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forge_core import Catalog, CheckpointError, ForgeError, JobError, Trainer, load_model
+from forge_core import Catalog, CheckpointError, ForgeError, Trainer, load_model
 from forge_core.plugins.catalog import Distribution, Offer
+from forge_testing.refusals import naming, refuses
 
 TEXT = "the cat sat on the mat and the dog sat on the log\n"
 JOB = {
@@ -100,35 +101,35 @@ def test_a_checkpoint_elsewhere_needs_the_folder_of_its_run(run, tmp_path, monke
     shutil.copytree(tmp_path / "moved/tokenizer", tmp_path / "kept/tokenizer")
     manifest = tmp_path / "disk/mirror/step-3/manifest.json"
     manifest.write_text(manifest.read_text().replace(str(run.parent), str(tmp_path / "gone")))
-    with pytest.raises(ForgeError, match=r"there is no tokenizer of .*step-3 in .*from Python, run=FOLDER"):
+    with pytest.raises(ForgeError, match=naming("disk/mirror/step-3", "tokenizer", "--run", "run=FOLDER")):
         load_model("disk/mirror/step-3", device="cpu")
     assert load_model("disk/mirror/step-3", device="cpu", run="kept").step == 3
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
+    ("ids", "facts"),
     [
-        ("text", r"model\.tokenizer\.encode\(text\) makes them, not str 'text'"),
-        ([0.5], r"not torch\.float32 of shape \(1,\)"),
-        ([], r"of shape \(0,\)"),
-        ([[1], [1, 2]], r"not list \[\[1\], \[1, 2\]\]"),
-        ([[[1]]], r"not torch\.int64 of shape \(1, 1, 1\)"),
-        ([True], r"not torch\.bool"),
-        ([3, 257], r"there is no token 257: the tokenizer has 257"),
-        ([[3, -1]], r"there is no token -1: the tokenizer has 257"),
+        ("text", ["model.tokenizer.encode(text)", "str 'text'"]),
+        ([0.5], ["torch.float32", "(1,)"]),
+        ([], ["(0,)"]),
+        ([[1], [1, 2]], ["list [[1], [1, 2]]"]),
+        ([[[1]]], ["torch.int64", "(1, 1, 1)"]),
+        ([True], ["torch.bool"]),
+        ([3, 257], ["token 257", "has 257"]),
+        ([[3, -1]], ["token -1", "has 257"]),
     ],
 )
-def test_what_is_no_ids_gets_a_sentence(model, ids, message):
-    with pytest.raises(ForgeError, match=message):
+def test_what_is_no_ids_gets_a_sentence(model, ids, facts):
+    with pytest.raises(ForgeError, match=naming(*facts)):
         model(ids)
 
 
 def test_wrong_arguments_get_a_sentence(run, tmp_path):
-    with pytest.raises(JobError, match="device is auto, cpu or cuda, and dtype bf16, fp32, fp64; got auto and fp8"):
+    with refuses("", "auto, cpu or cuda", "bf16, fp32, fp64", "auto and fp8"):
         load_model(run, dtype="fp8")
-    with pytest.raises(JobError, match="got tpu and fp32"):
+    with refuses("", "tpu and fp32"):
         load_model(run, device="tpu")
-    with pytest.raises(CheckpointError, match="is neither a checkpoint nor a run folder with checkpoints"):
+    with pytest.raises(CheckpointError, match=naming(f"{tmp_path}/nowhere", "run folder")):
         load_model(tmp_path / "nowhere")
 
 
@@ -141,25 +142,20 @@ class TestMethodsOfCommands:
         offer = Offer("command", "count", "counting:command", Distribution("forge-plugin-counting", "1.0"))
         model = load_model(run, device="cpu", catalog=Catalog([*catalog.offers(), offer]))
         assert model.count(2) == 5
-        with pytest.raises(TypeError, match=r"^count\(\): .*did you mean 'extra'"):
+        with pytest.raises(TypeError, match=naming("count()", "did you mean 'extra'")):
             model.count(extr=2)
 
     @pytest.mark.parametrize(
-        ("name", "message"),
-        [
-            ("genrate", "a trained model has no 'genrate'; did you mean 'generate'?"),
-            ("explain", "a trained model has no 'explain'"),
-        ],
+        ("name", "facts"), [("genrate", ["'genrate'", "did you mean 'generate'"]), ("explain", ["'explain'"])]
     )
-    def test_another_name_is_an_attribute_error(self, model, name, message):
-        with pytest.raises(AttributeError) as caught:
+    def test_another_name_is_an_attribute_error(self, model, name, facts):
+        with pytest.raises(AttributeError, match=naming(*facts)):
             getattr(model, name)
-        assert str(caught.value) == message
         assert not hasattr(model, "_repr_html_")
 
     def test_the_line_that_installs_it_is_given_where_it_is_missing(self, run, catalog):
         installed = [offer for offer in catalog.offers() if offer.distribution.name != "forge-plugin-generate"]
         model = load_model(run, device="cpu", catalog=Catalog(installed))
         assert model([1]).shape == (1, 257)
-        with pytest.raises(AttributeError, match=r"no 'generate': pip install forge-plugin-generate$"):
+        with pytest.raises(AttributeError, match=naming("'generate'", "pip install forge-plugin-generate")):
             model.generate("the")

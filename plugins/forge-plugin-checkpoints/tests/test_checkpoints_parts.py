@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -14,12 +15,13 @@ from forge_core.checkpoint.state import model_tensors
 from forge_core.config.load import dump_job, parse_job
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import LoadComponent, OptimizerComponent, TrainingHook
-from forge_core.contracts.errors import CheckpointError, JobError
+from forge_core.contracts.errors import CheckpointError
 from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_checkpoints.parts import Parts
 from forge_testing import TINY_JOB, TinyModel, tiny_job
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, lacks, naming, refuses, refuses_all
 from forge_testing.tiny import VOCABULARY
 from forge_testing.tiny_model import TinyNetwork
 
@@ -129,16 +131,16 @@ def test_patterns_choose_and_what_became_of_each_name_is_told(base, start, said)
         "layers.0.down.weight",
         "head.weight",
     }
-    assert said[0].splitlines()[1:] == [
-        "  4 loaded: layers.0.up.weight, layers.0.up.bias, layers.0.down.weight, head.weight",
-        "  6 skipped, as include and exclude say: embedding.weight, layers.1.up.weight, layers.1.up.bias, "
-        "layers.1.down.weight, norm.weight, norm.bias",
-    ]
+    _, included, skipped = said[0].splitlines()
+    assert not lacks(included, 4, "layers.0.up.weight, layers.0.up.bias, layers.0.down.weight, head.weight")
+    names = "embedding.weight, layers.1.up.weight, layers.1.up.bias, layers.1.down.weight, norm.weight, norm.bias"
+    assert not lacks(skipped, 6, "include", "exclude", names)
 
 
 def test_what_only_the_checkpoint_has_is_told(base, start, said):
     start({}, model=TinyModel(layers=1))
-    assert "  3 only in the checkpoint: layers.1.up.weight, layers.1.up.bias, layers.1.down.weight" in said[0]
+    [line] = [line for line in said[0].splitlines() if "layers.1.up.weight" in line]
+    assert not lacks(line, 3, "checkpoint", "layers.1.up.weight, layers.1.up.bias, layers.1.down.weight")
 
 
 def test_long_lists_are_counted(make_job, train, start, said):
@@ -150,7 +152,7 @@ def test_long_lists_are_counted(make_job, train, start, said):
 
 def test_a_selected_parameter_must_be_there_unless_told_otherwise(base, start, said, train, make_job):
     with pytest.raises(
-        CheckpointError, match=r"base/checkpoints/step-2 lacks .*: layers\.2\.up\.weight, .*strict = false"
+        CheckpointError, match=naming("base/checkpoints/step-2", "layers.2.up.weight", "strict = false")
     ):
         start({}, model=TinyModel(layers=3))
     untouched = Weights()
@@ -159,36 +161,30 @@ def test_a_selected_parameter_must_be_there_unless_told_otherwise(base, start, s
     assert loaded(base, begun.first) == set(base)
     new = {name for name in begun.first if name.startswith("layers.2")}
     assert loaded(untouched.first, begun.first) == new
-    assert f"  {len(new)} not in the checkpoint, initial values kept: layers.2.up.weight, " in said[0]
+    [line] = [line for line in said[0].splitlines() if "layers.2.up.weight" in line]
+    assert not lacks(line, len(new), "initial")
 
 
 def test_another_shape_is_refused_with_both_and_the_key_that_excludes_it(base, start, monkeypatch):
     monkeypatch.setattr("forge_testing.tiny.VOCABULARY", 48)
     fix = 'exclude = ["embedding.weight", "head.weight"]'
-    with pytest.raises(CheckpointError) as caught:
+    names = ("embedding.weight is [32, 16]", "head.weight is [32, 16]", "[48, 16]", f"[checkpoint.load]: {fix}")
+    with pytest.raises(CheckpointError, match=naming(*names)):
         start({})
-    assert "embedding.weight is [32, 16] there, [48, 16] in this model; head.weight is [32, 16] there" in str(
-        caught.value
-    )
-    assert str(caught.value).endswith(f"add to [checkpoint.load]: {fix}")
     begun = start({"exclude": ("embedding.weight", "head.weight")})
     assert loaded(base, begun.first) == set(base) - {"embedding.weight", "head.weight"}
 
 
 @pytest.mark.parametrize(
-    ("load", "problem"),
+    ("load", "expected"),
     [
-        ({"include": ("layer.*",)}, "checkpoint.load.include: 'layer.*' fits no parameter of the model"),
-        (
-            {"exclude": ("haed.weight",)},
-            "'haed.weight' fits no parameter of model or checkpoint; did you mean 'head.weight'?",
-        ),
+        ({"include": ("layer.*",)}, at("checkpoint.load.include", "'layer.*'")),
+        ({"exclude": ("haed.weight",)}, at("checkpoint.load.exclude", "'haed.weight'", "'head.weight'")),
     ],
 )
-def test_a_pattern_that_fits_nothing_is_a_mistake(base, start, load, problem):
-    with pytest.raises(JobError) as caught:
+def test_a_pattern_that_fits_nothing_is_a_mistake(base, start, load, expected):
+    with refuses_all(expected):
         start(load)
-    assert problem in str(caught.value)
 
 
 def test_what_only_the_checkpoint_has_may_be_excluded(base, start):
@@ -198,11 +194,12 @@ def test_what_only_the_checkpoint_has_may_be_excluded(base, start):
 def test_a_tied_parameter_goes_by_any_of_its_names(make_job, train, start, said):
     train(make_job(steps=1, job={"name": "base"}, model=Tied()))
     start({"exclude": ("head.*",)}, model=Tied())
-    assert "  1 skipped, as include and exclude say: embedding.weight" in said[0]
+    [line] = [line for line in said[0].splitlines() if "embedding.weight" in line]
+    assert not lacks(line, 1, "include", "exclude")
 
 
 def test_weights_of_an_untied_model_are_not_lost_in_a_tied_one(base, start, said):
-    with pytest.raises(CheckpointError, match=r"head\.weight \(tied to embedding\.weight\).* strict = false"):
+    with pytest.raises(CheckpointError, match=naming("head.weight (tied to embedding.weight)", "strict = false")):
         start({}, model=Tied())
     assert loaded(base, start({"exclude": ("head.*",)}, model=Tied()).first) == {
         name for name in base if name not in ("embedding.weight", "head.weight")
@@ -211,7 +208,7 @@ def test_weights_of_an_untied_model_are_not_lost_in_a_tied_one(base, start, said
         start({"strict": False}, model=Tied(), job={"name": "loose"}).first["embedding.weight"],
         base["embedding.weight"],
     )
-    assert any("  1 only in the checkpoint: head.weight" in text for text in said)
+    assert any(not lacks(line, 1, "head.weight") for text in said for line in text.splitlines())
 
 
 def test_a_run_that_has_a_checkpoint_ignores_it_and_says_so_even_if_its_source_is_gone(
@@ -222,20 +219,18 @@ def test_a_run_that_has_a_checkpoint_ignores_it_and_says_so_even_if_its_source_i
     section = Parts(path=str(tmp_path / "base"), exclude=("head.*",))
     assert train(make_job(steps=2, checkpoint={"load": section}), Weights(), echo=said.append).step == 2
     assert said[-2].startswith(f"continuing from {tmp_path}/run/checkpoints/step-1")
-    assert "[checkpoint.load] has no effect: it is for a run that has no checkpoint yet" in said[-2]
+    assert not lacks(said[-2], "[checkpoint.load]")
 
 
 def test_a_wrong_path_is_a_problem_of_the_job(base, make_job, catalog, tmp_path):
     def problems(path):
         job = make_job(checkpoint={"load": Parts(path=str(path))})
-        return [str(problem) for problem in check_rules(job, catalog)]
+        return list(check_rules(job, catalog))
 
     assert problems(tmp_path / "base") == problems(tmp_path / "base/checkpoints/step-2") == []
-    assert problems(tmp_path / "bass") == [
-        f"checkpoint.load.path: there is no folder '{tmp_path}/bass'; did you mean 'base'?"
-    ]
+    check_problems(problems(tmp_path / "bass"), at("checkpoint.load.path", f"'{tmp_path}/bass'", "'base'"))
     (tmp_path / "empty").mkdir()
-    assert "is neither a checkpoint (it has no manifest.json) nor a run folder" in problems(tmp_path / "empty")[0]
+    check_problems(problems(tmp_path / "empty"), at("checkpoint.load.path", "manifest.json", "run folder"))
 
 
 def test_a_damaged_checkpoint_is_not_loaded(base, start, tmp_path):
@@ -243,14 +238,15 @@ def test_a_damaged_checkpoint_is_not_loaded(base, start, tmp_path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.warns(UserWarning, match="damaged"), pytest.raises(CheckpointError, match="no checkpoint is intact"):
+    file_name = r"step-2/__0_0\.distcp .*SHA-256"
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(CheckpointError, match=file_name):
         start({})
 
 
 def test_another_tokenizer_is_told(base, start, said, catalog):
     tokenizer = catalog.load("tokenizer", "forge-plugin-text/bytes")()
     start({}, data={"tokenizer": tokenizer})
-    assert said[0].endswith("they were trained with another tokenizer: token ids mean other texts now")
+    assert not lacks(said[0].splitlines()[-1], "tokenizer")
 
 
 @pytest.mark.parametrize(("include", "told"), [("layers.*", False), ("embedding.*", True), ("head.*", True)])
@@ -336,12 +332,11 @@ def test_strict_of_a_table_is_about_what_its_own_patterns_name(base, other, tmp_
 
 def test_mistakes_name_their_table(base, other, tmp_path):
     wrong = job_file(tmp_path, [LOWER, ("othre", "")])
-    with pytest.raises(
-        JobError, match=r"job.toml:\d+: checkpoint.load.1.path: there is no folder .*; did you mean 'othe"
-    ):
+    with refuses("checkpoint.load.1.path", "othre'", "'other'") as caught:
         load_job(wrong)
+    assert re.search(r"job\.toml:\d+$", caught.value.problems[0].origin)
     job = load_job(job_file(tmp_path, [LOWER, ("other", 'include = ["layer.1.*"]')]))
-    with pytest.raises(JobError, match=r"checkpoint\.load\.1\.include: 'layer\.1\.\*' fits no parameter"):
+    with refuses("checkpoint.load.1.include", "'layer.1.*'", "'layers.1.up.bias'"):
         Trainer(job, echo=lambda text: None).run()
 
 
@@ -350,10 +345,11 @@ def test_mistakes_name_their_table(base, other, tmp_path):
 
 def test_without_this_distribution_a_job_gets_the_line_that_installs_it(base, tmp_path):
     others = [offer for offer in Catalog.installed().offers() if offer.distribution.name != "forge-plugin-checkpoints"]
-    with pytest.raises(JobError) as caught:
+    with refuses_all(
+        at("checkpoint.load.0", "forge-plugin-checkpoints"),
+        at("", "pip install forge-plugin-checkpoints"),
+    ):
         load_job(job_file(tmp_path, [LOWER]), catalog=Catalog(others))
-    assert "checkpoint.load.0: forge-plugin-checkpoints is not installed" in str(caught.value)
-    assert str(caught.value).endswith("pip install forge-plugin-checkpoints")
 
 
 def test_a_table_saved_before_it_had_a_type_has_not_changed(base, tmp_path, catalog):
@@ -384,5 +380,5 @@ def test_weights_may_come_from_a_component_of_ones_own(base, make_job, train, sa
     assert not kept.first["head.weight"].any()
     assert said[0] == "checkpoint.load: found"
     both = (Parts(path=str(tmp_path / "base")), Zeros())
-    with pytest.raises(CheckpointError, match=r"\[checkpoint.load.0\] and \[checkpoint.load.1\] both load head.weight"):
+    with pytest.raises(CheckpointError, match=naming("[checkpoint.load.0]", "[checkpoint.load.1]", "head.weight")):
         train(make_job(steps=1, job={"name": "both"}, checkpoint={"load": both}))

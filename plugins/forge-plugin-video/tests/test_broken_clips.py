@@ -18,6 +18,7 @@ from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_video import BrokenVideo, Frames, PyAV, Uniform
 from forge_plugin_video.testing import bar_code, read_bar_code, write_clip
 from forge_plugin_vision import Joint
+from forge_testing.refusals import naming
 
 GROUPS = {"g": "12", "bf": "2"}
 CODECS = {
@@ -98,34 +99,30 @@ def write_cut_after_header(path):
 
 
 BROKEN = {
-    "empty.mp4": (lambda path: path.write_bytes(b""), "the file is empty"),
-    "text.mp4": (lambda path: path.write_bytes(b"no video" * 100), "Invalid data found when processing input"),
-    "sound.mp4": (write_sound, "no video stream; its streams: audio; audio is left out"),
-    "song.mp3": (
-        lambda path: write_sound(path, "libmp3lame", cover=True),
-        "no video stream; its streams: audio",
-    ),
-    "header.mkv": (write_header, "the file ends before its first frame"),
-    "no key frames.mkv": (write_without_key_frames, "no key frame, at which decoding could start"),
-    "cut before its header.mp4": (write_cut_before_header, r"truncated: it has [\d,]+ bytes, and its boxes name"),
-    "cut in its pictures.mp4": (write_cut_in_pictures, r"truncated: it has [\d,]+ bytes, and its boxes name"),
-    "not finished.mp4": (write_without_header, r"it has no header \(moov\)"),
-    "cut after its header.mp4": (write_cut_after_header, r"truncated: it has [\d,]+ bytes, and its header names"),
+    "empty.mp4": (lambda path: path.write_bytes(b""), ["empty"]),
+    "text.mp4": (lambda path: path.write_bytes(b"no video" * 100), ["Invalid data"]),
+    "sound.mp4": (write_sound, ["no video stream", "audio; audio"]),
+    "song.mp3": (lambda path: write_sound(path, "libmp3lame", cover=True), ["no video stream", "audio"]),
+    "header.mkv": (write_header, ["first frame"]),
+    "no key frames.mkv": (write_without_key_frames, ["no key frame"]),
+    "cut before its header.mp4": (write_cut_before_header, ["truncated", "boxes"]),
+    "cut in its pictures.mp4": (write_cut_in_pictures, ["truncated", "boxes"]),
+    "not finished.mp4": (write_without_header, ["moov"]),
+    "cut after its header.mp4": (write_cut_after_header, ["truncated", "header"]),
     "ten hours.mp4": (
         lambda path: write(path, times=np.arange(40) * 930),
-        "it takes 36,270 s, more than max_duration 14,400; cut it into parts, or raise max_duration",
+        ["36,270 s", "max_duration 14,400"],
     ),
-    "out of order.avi": (lambda path: write(path, codec="mpeg4"), "two frames have the same time"),
+    "out of order.avi": (lambda path: write(path, codec="mpeg4"), ["two frames", "time"]),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_probe_names_the_clip_and_the_reason(tmp_path, reader, name):
-    write_file, reason = BROKEN[name]
+    write_file, facts = BROKEN[name]
     write_file(path := tmp_path / name)
     for file in (FileImage(str(path)), BytesImage(str(path), path.read_bytes())):
-        message = re.escape(f"video {str(path)!r} cannot be read (") + reason
-        with pytest.raises(BrokenVideo, match=message) as caught:
+        with pytest.raises(BrokenVideo, match=naming(f"video {str(path)!r}", *facts)) as caught:
             reader.probe(file)
         assert isinstance(caught.value, BrokenImage)  # clips count among the images that cannot be read
 
@@ -147,8 +144,7 @@ def test_damage_in_the_middle_is_found_in_its_group_alone(tmp_path, reader, code
     whole = [*range(12), *range(24, 40)]
     assert [read_bar_code(frame) for frame in reader.frames(file, clip, whole)] == whole
     for number in (18, 23):
-        message = f"video 'clip.mp4' cannot be read (frame {number} at {number / 25:.3f} s is damaged or missing)"
-        with pytest.raises(BrokenVideo, match=re.escape(message)):
+        with pytest.raises(BrokenVideo, match=naming("'clip.mp4'", f"frame {number} at {number / 25:.3f} s")):
             reader.frames(file, clip, [0, number, 30])
 
 
@@ -158,7 +154,7 @@ def test_checking_a_clip_decodes_what_is_not_shown(tmp_path):
     file = damaged(tmp_path / "clip.mp4")
     visual = videos.visual(file, Span(), None)
     assert len(visual.read()) == visual.measure().patches  # of the first and the last frame
-    with pytest.raises(BrokenVideo, match=r"frame 1[2-9] at .* is damaged or missing"):
+    with pytest.raises(BrokenVideo, match=r"'clip\.mp4' .*frame 1[2-9] at "):
         visual.check()
     videos.visual(file, Span(1.0, 1.4), None).check()  # behind it
 
@@ -167,7 +163,7 @@ def test_a_header_that_calls_every_frame_a_key_frame_is_not_believed(tmp_path, r
     write_without_key_frames(path := tmp_path / "clip.mp4")
     clip = reader.probe(file := FileImage(str(path)))
     assert clip.keys.all()
-    with pytest.raises(BrokenVideo, match=r"frame 5 at 0\.\d+ s is damaged or missing"):
+    with pytest.raises(BrokenVideo, match=naming("clip.mp4'", "frame 5 at 0.200 s")):
         reader.frames(file, clip, [5])
 
 
@@ -205,5 +201,5 @@ def test_a_clip_that_changes_its_size_is_refused_at_the_frames_of_another(tmp_pa
     clip = reader.probe(file := FileImage(str(path)))
     assert (clip.height, clip.width, len(clip.times)) == (32, 96, 24)
     assert read_bar_code(reader.frames(file, clip, [11])[0]) == 11
-    with pytest.raises(BrokenVideo, match=r"frame 12 at \d\.\d+ s has 192 x 32 pixels and not 96 x 32; cut the clip"):
+    with pytest.raises(BrokenVideo, match=naming("clip.ts'", "frame 12", "192 x 32", "96 x 32")):
         reader.frames(file, clip, [11, 12])

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_plugin_video import Clip, Fps, Middle, Scene, Uniform
+from forge_testing.refusals import at, check_problems
 
 ROOM = 10_000
 SAMPLINGS = (Uniform, Fps, Middle, Scene)
@@ -143,7 +144,6 @@ def test_a_clip_of_regular_key_frames_is_one_scene():
 
 
 def test_bounds_that_exclude_one_another_are_refused():
-    [problem] = Uniform(min_frames=8, max_frames=4).problems(None, None)
-    assert (problem.path, problem.message) == ("max_frames", "4 is less than min_frames 8; raise it")
-    [problem] = Fps(min_frames=1, max_frames=1, multiple=2).problems(None, None)
-    assert (problem.path, problem.message) == ("max_frames", "1 is less than multiple 2; raise it")
+    check_problems(Uniform(min_frames=8, max_frames=4).problems(None, None), at("max_frames", 4, "min_frames 8"))
+    problems = Fps(min_frames=1, max_frames=1, multiple=2).problems(None, None)
+    check_problems(problems, at("max_frames", 1, "multiple 2"))

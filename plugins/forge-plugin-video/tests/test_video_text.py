@@ -33,7 +33,7 @@ from forge_plugin_vision import (
     VisionPart,
     image_input,
 )
-from forge_testing import job_problems
+from forge_testing.refusals import at, check_problems, problems_of, refuses
 
 PATCHES = 12
 """Of a frame."""
@@ -119,70 +119,72 @@ def test_folders_of_clips_with_texts_beside_them_are_read(build, clips, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("record", "path", "facts"),
     [
-        ({"video": 3, "text": "a"}, ":1: '3' is no image or video"),
-        ({"video": "a.mp4", "text": 3}, ":1: 'text' holds '3', which is no text or list of texts"),
-        ({"video": "a.mp4", "text": "a", "start": "x"}, ":1: 'start' is 'x'; give seconds"),
-        ({"video": "a.mp4", "text": "a", "start": 3, "end": 2}, ":1: 'end' is 2, which is not after 'start' 3"),
+        ({"video": 3, "text": "a"}, "data.sources.0", [":1", "'3'", "video"]),
+        ({"video": "a.mp4", "text": 3}, "data.sources.0", [":1", "'text'", "'3'"]),
+        ({"video": "a.mp4", "text": "a", "start": "x"}, "data.sources.0", [":1", "'start'", "'x'", "seconds"]),
+        ({"video": "a.mp4", "text": "a", "start": 3, "end": 2}, "data.sources.0", [":1", "'end'", 2, "'start' 3"]),
         (
             {"video": "a.mp4", "text": "a", "start": 60},
-            "'.*a.mp4' cannot be read .a part from 60 s on is asked for, and it ends at 3.79 s",
+            "data.sources.0.unreadable",
+            ["a.mp4'", "60 s", "3.79 s"],
         ),
     ],
 )
-def test_a_record_that_cannot_be_shown_is_named(build, clips, record, message):
-    with pytest.raises(Exception, match=message):
+def test_a_record_that_cannot_be_shown_is_named(build, clips, record, path, facts):
+    with refuses(path, *facts):
         build(VideoText(path=lines(clips, record), video=frames(2)))
 
 
 def refusals(make_job, clips, model, video, **settings):
     job = make_job(VideoText(path=lines(clips, {"video": "a.mp4", "text": "x"}), video=video), model=model, **settings)
-    return "\n".join(job_problems(job))
+    return problems_of(job)
 
 
 def test_what_cannot_go_together_is_refused_when_the_job_is_checked(make_job, clips):
     def model(**vision):
         return attrs.evolve(MODEL, vision=attrs.evolve(MODEL.vision, **vision))
 
-    def found(model, video):
-        return refusals(make_job, clips, model, video)
+    def found(model, video, key="", *facts):
+        expected = [at(f"data.sources.0.video.{key}".removesuffix("."), *facts)] if facts else []
+        check_problems(refusals(make_job, clips, model, video), *expected)
 
-    assert found(MODEL, frames(4, timestamps="text")) == ""
+    found(MODEL, frames(4, timestamps="text"))
     latents = model(adapter=Perceiver(latents=4, layers=1, heads=1, head_dim=8))
-    assert "video.timestamps: 'text' stands between the frames of a clip, and " in found(
-        latents, frames(timestamps="text")
+    check_problems(
+        refusals(make_job, clips, latents, frames(timestamps="text")),
+        at("data.sources.0.video", "order"),
+        at("data.sources.0.video.timestamps", "'text'", "4, 4 and 4"),
     )
     crossed = attrs.evolve(MODEL, fusion=CrossAttention(every=1, heads=4))
     for blind in (latents, crossed):
-        assert "sees no order of frames; take a fusion" in found(blind, frames(4))
-        assert found(blind, frames(1)) == ""
-    assert "no rotary encoding of the model places frames by their seconds" in found(
-        MODEL, frames(timestamps="positions")
-    )
-    assert "timestamp_format: it is for timestamps = " in found(MODEL, frames(timestamp_format="{seconds}s"))
-    for form, reason in {
-        "now": "does not write the time",
-        "{seconds:q}": "is no format",
-        "{frame}{frame}{seconds}": "twice",
+        found(blind, frames(4), "", "order", "sampling.max_frames = 1")
+        found(blind, frames(1))
+    found(MODEL, frames(timestamps="positions"), "timestamps", "'positions'", 'type = "mrope"', 'time = "seconds"')
+    found(MODEL, frames(timestamp_format="{seconds}s"), "timestamp_format", 'timestamps = "text"')
+    for form, facts in {
+        "now": ["'now'", "{seconds:.1f}"],
+        "{seconds:q}": ["'{seconds:q}'", "ValueError"],
+        "{frame}{frame}{seconds}": ["'{frame}{frame}{seconds}'", "{frame} twice"],
     }.items():
-        assert reason in found(MODEL, frames(timestamps="text", timestamp_format=form))
-    assert "'stretch', but the encoder takes images of any size" in found(MODEL, frames(resize="stretch"))
-    assert "max_patches: a clip has room for 3 patches, and a frame has 8" in found(
-        MODEL, frames(max_patches=3, min_frame_patches=8)
-    )
+        found(MODEL, frames(timestamps="text", timestamp_format=form), "timestamp_format", *facts)
+    found(MODEL, frames(resize="stretch"), "resize", "'stretch'", "('native', 'fill')")
+    room = ("3 patches", 8, "model.vision.patches_per_sequence")
+    found(MODEL, frames(max_patches=3, min_frame_patches=8), "max_patches", *room)
     tiles = TiledViT(
         dim=16, layers=1, global_layers=1, heads=2, patch=8, tile=16, arrangements=((1, 1),), intermediate=(0,)
     )
-    assert "the encoder takes images in tiles, and no videos" in found(model(encoder=tiles), frames())
+    found(model(encoder=tiles), frames(), "", "tiles")
 
 
 def test_positions_in_seconds_are_found_in_the_model(make_job, clips):
     rope = MultimodalRope(sections=(1, 1, 0), time="seconds")
     attention = GroupedQueryAttention(heads=4, kv_heads=2, rope=rope)
     model = attrs.evolve(MODEL, language=attrs.evolve(MODEL.language, attention=attention))
-    assert refusals(make_job, clips, model, frames(timestamps="positions")) == ""
-    assert 'which "seconds" places without a gap' in refusals(make_job, clips, model, frames(timestamps="text"))
+    assert refusals(make_job, clips, model, frames(timestamps="positions")) == []
+    problems = refusals(make_job, clips, model, frames(timestamps="text"))
+    check_problems(problems, at("model.language.attention.rope.time", "data.sources.0", '"seconds"', 'time = "apart"'))
 
 
 def test_clips_are_read_from_archives_and_from_streams(build, clips, tmp_path):

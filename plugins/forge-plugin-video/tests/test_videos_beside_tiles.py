@@ -11,6 +11,7 @@ from forge_plugin_images.testing import tiny_model
 from forge_plugin_video import VideoText
 from forge_plugin_vision import VIDEO, AnyResolution, VisionPart
 from forge_testing import job_problems
+from forge_testing.refusals import at, check_problems, problems_of
 
 PLAIN = tiny_model(32, 32)
 MODEL = attrs.evolve(
@@ -34,6 +35,5 @@ def test_a_clip_has_as_many_pooled_features_a_frame_and_one_vector_at_its_end(bu
     assert (row["input_ids"] == VIDEO).sum() == 3 * 2 * 2 + 1
     assert row["patches"][: 3 * 16].any(1).all()
     times = VideoText(path=str(path), video=frames(3, timestamps="text", timestamp_format="{seconds}"))
-    assert "'text' stands between the frames of a clip, and with this model clips of 2, 3 and 4 frames take 9, 13" in (
-        "\n".join(job_problems(make_job(times, model=MODEL)))
-    )
+    problems = problems_of(make_job(times, model=MODEL))
+    check_problems(problems, at("data.sources.0.video.timestamps", "'text'", "2, 3 and 4", "9, 13"))

@@ -12,11 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from video_rows import frames, shown
 
-from forge_core import JobError
 from forge_plugin_huggingface import Auto
 from forge_plugin_images import ImageChat, Interleaved
 from forge_plugin_vision import IMAGE, VIDEO
-from forge_testing import job_problems
+from forge_testing.refusals import at, check_problems, problems_of, refuses
 
 PADS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 QWEN = """{%- for message in messages -%}
@@ -114,7 +113,7 @@ def test_times_are_written_as_by_qwen3_vls_processor(build, chat, tokenizer):
 
 def test_a_template_that_changes_the_order_of_images_and_videos_is_refused(build, chat, tokenizer):
     source = ImageChat(path=chat, video=frames(2), image_token="<|image_pad|>", video_token="<|video_pad|>")
-    with pytest.raises(JobError, match="writes its images and videos in another order than its messages"):
+    with refuses("data.sources.0", "chat.jsonl:1", "order"):
         build(source, data={"tokenizer": tokenizer(SWAPPED)}, seq_len=200)
 
 
@@ -130,4 +129,5 @@ def test_a_document_has_images_and_videos_in_its_order(build, clips, tokenizer):
 
 def test_keys_of_videos_without_a_table_are_refused(make_job, chat, tokenizer):
     job = make_job(ImageChat(path=chat, video_token="<|video_pad|>"), data={"tokenizer": tokenizer()})
-    assert any("video_token: it is for videos; add [data.sources.video]" in one for one in job_problems(job))
+    of_source = [problem for problem in problems_of(job) if problem.path.startswith("data.sources")]
+    check_problems(of_source, at("data.sources.0.video_token", "[data.sources.video]"))
