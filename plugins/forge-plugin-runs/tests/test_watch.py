@@ -21,6 +21,7 @@ from forge_plugin_runs.watch import remote
 from forge_plugin_runs.watch.braille import curve, visible_range
 from forge_plugin_runs.watch.follow import FollowedFile
 from forge_plugin_runs.watch.watched import LocalRun, RemoteRun, WatchedRun
+from forge_testing.refusals import lacks
 
 SSH = """#!{python} -SE
 import pathlib, subprocess, sys, threading
@@ -177,12 +178,12 @@ class TestOnce:
         out = capsys.readouterr().out
         assert re.search(r"rank-3, \d s ago: rank 2 on node7 has been silent for 15 s", out)
         assert "rank-1" not in out  # the heading of a start
-        assert out.count("none: no line has it yet") == 2
+        assert out.count("none: ") == 2
         assert "died" in out  # nobody owns the folder, and 10 of 40 steps are made
 
     def test_what_is_no_run_is_refused(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["watch", "runs/nothing", "--once"]) == 2
-        assert "no such run folder; there are runs/my run" in capsys.readouterr().err
+        assert not lacks(capsys.readouterr().err, "runs/nothing", "runs/my run")
 
 
 class TestLive:
@@ -256,9 +257,9 @@ class TestRemote:
 
     def test_what_ssh_says_is_the_error(self, folder: Path, ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["watch", "node1:runs/none", "--once"]) == 1
-        assert "node1:runs/none: ssh ended with exit code 3" in capsys.readouterr().err
+        assert not lacks(capsys.readouterr().err, "node1:runs/none", "exit code 3")
         assert main(["watch", "node1:bin", "--once"]) == 1
-        assert "bin is no run folder" in capsys.readouterr().err
+        assert not lacks(capsys.readouterr().err, "bin", "run folder")
 
 
 def tails(folder: Path) -> Iterator[str]:

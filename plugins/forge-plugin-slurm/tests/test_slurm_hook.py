@@ -14,6 +14,7 @@ from forge_core import TrainingHook
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.run_end import Cause
 from forge_plugin_slurm.hook import LEAST_MARGIN_S, Slurm
+from forge_testing.refusals import lacks, naming
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_a_run_stops_when_the_margin_is_reached(allocation, job, train):
     allocation("0:59")
     summary = train(job(), Slurm())
     assert summary.step == 1
-    assert summary.stopped.startswith("time limit: SLURM job 17 ends in ")
+    assert not lacks(summary.stopped, "time limit", "job 17")
     assert RunFolder(summary.folder).end().cause == Cause.TIME
     assert progress(summary) | {"slowest_save_s": 0} == {
         "job": "17", "restart": 0, "began": 0, "saved": 1, "steps": 6, "ended": 1, "slowest_save_s": 0,
@@ -98,7 +99,7 @@ def test_the_slowest_save_travels_with_checkpoints(allocation, job, train):
 
 def test_the_end_is_not_known_without_squeue_and_that_is_said(allocation, job, train, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.warns(UserWarning, match="squeue is not on the PATH; the run cannot stop before its time limit"):
+    with pytest.warns(UserWarning, match=naming("squeue", "PATH")):
         assert train(job(), Slurm()).step == 6
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 30))
     with warnings.catch_warnings():
@@ -108,6 +109,6 @@ def test_the_end_is_not_known_without_squeue_and_that_is_said(allocation, job, t
 
 def test_outside_slurm_it_says_that_it_does_nothing(job, train, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.warns(UserWarning, match="the hook slurm does nothing: this is no SLURM job"):
+    with pytest.warns(UserWarning, match=naming("slurm", "SLURM")):
         summary = train(job(), Slurm())
     assert not (summary.folder / "slurm").exists()

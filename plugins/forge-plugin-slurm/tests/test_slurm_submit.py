@@ -11,6 +11,7 @@ import pytest
 
 from forge_core.cli import main
 from forge_plugin_slurm.records import Attempt, append_attempt, read_attempts
+from forge_testing.refusals import lacks
 from forge_testing.tiny import TINY_JOB
 
 JOB = TINY_JOB.replace("global_batch_size = 4", "global_batch_size = 16") + '[job]\nname = "NAME"\n'
@@ -109,11 +110,10 @@ def test_every_mistake_is_named_before_anything_is_queued(submit: Run) -> None:
     Path("cluster.toml").write_text(CLUSTER.replace("partition", "partiton").replace('"time"]', '"tme"]'))
     code, _, err = submit("job.toml", "--preset=cluster.toml", "--nodes=3", "--train.stps=3", "--time=1:0:0:0")
     assert code == 2
-    assert "cluster.toml:3: submit.partiton: unknown key; did you mean 'partition'?" in err
-    assert "submit.requeue" in err
-    assert "tme" in err
+    assert not lacks(err, "cluster.toml:3", "submit.partiton", "did you mean 'partition'")
+    assert not lacks(err, "submit.requeue", "tme")
     assert "--time=1:0:0:0" in err.replace("'", "").replace('"', "")
-    assert "--train.stps=3: train.stps: unknown key; did you mean 'steps'?" in err
+    assert not lacks(err, "--train.stps=3", "train.stps", "did you mean 'steps'")
     assert not Path("queued").exists()
     assert not Path("runs").exists()
 
@@ -126,26 +126,26 @@ def test_the_job_is_checked_with_the_ranks_of_the_allocation(submit: Run) -> Non
 
 
 REFUSED = {
-    "no time beside the margin": (["--time=1"], "submit.time: '1' is 60 s, and the run stops 60 s before its end"),
-    "an option with a key of its own": (["--", "--nodes=2"], "-- --nodes=2: write --nodes before the --"),
-    "an option of ours": (["--", "-J", "--open-mode=truncate"], "-- -J: forge-run submit sets it itself"),
-    "another hook of that name": (["--hooks.slurm.type=./hook.py:Other"], "hooks.slurm: is another type of hook"),
-    "no SLURM": ([], "sbatch is not on the PATH"),
+    "no time beside the margin": (["--time=1"], ["submit.time", "'1'", "60 s"]),
+    "an option with a key of its own": (["--", "--nodes=2"], ["--nodes=2", "--nodes", "before"]),
+    "an option of ours": (["--", "-J", "--open-mode=truncate"], ["-J"]),
+    "another hook of that name": (["--hooks.slurm.type=./hook.py:Other"], ["hooks.slurm", "type"]),
+    "no SLURM": ([], ["sbatch", "PATH"]),
 }
 
 
-@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_work_is_refused(submit: Run, words: list[str], message: str) -> None:
+@pytest.mark.parametrize(("words", "facts"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_work_is_refused(submit: Run, words: list[str], facts: list[str]) -> None:
     Path("hook.py").write_text("from forge_core import TrainingHook\nclass Other(TrainingHook): pass\n")
     code, _, err = submit("job.toml", *words)
-    assert (code, message in err) == (2, True), err
+    assert (code, lacks(err, *facts)) == (2, []), err
     assert not Path("runs").exists()
 
 
 def test_slurms_own_refusal_is_shown_and_leaves_nothing(submit: Run) -> None:
     program("sbatch", 'echo "sbatch: error: invalid partition specified: gpu" >&2; exit 1')
     code, _, err = submit("job.toml", "--preset=cluster.toml")
-    assert (code, "SLURM took nothing: sbatch: error: invalid partition specified: gpu" in err) == (2, True)
+    assert (code, lacks(err, "sbatch: error: invalid partition specified: gpu")) == (2, [])
     assert not Path("runs").exists()
 
 
@@ -154,10 +154,10 @@ def test_a_run_that_is_queued_is_not_queued_twice(submit: Run) -> None:
     program("squeue", "echo 'PENDING|Priority|'")
     code, out, _ = submit("job.toml", "--nodes=2")
     assert code == 0
-    assert out.startswith("long: job 17, 2 ranks on 2 nodes\n  look at it:  forge-run submit --status runs/long\n")
+    assert not lacks(out, "long: job 17", "2 ranks", "2 nodes", "forge-run submit --status runs/long")
     code, _, err = submit("job.toml", "--nodes=2")
     assert code == 2
-    assert "job.name: runs/long is queued already, as job 17: PENDING (Priority); `scancel 17` first" in err
+    assert not lacks(err, "job.name", "runs/long", "job 17", "PENDING (Priority)", "`scancel 17`")
 
 
 def test_an_array_has_one_task_for_each_job(submit: Run) -> None:
@@ -198,7 +198,7 @@ def test_runs_of_an_array_that_would_share_a_folder_are_refused(submit: Run) -> 
     Path("other.toml").write_text(JOB.replace("NAME", "long"))
     code, _, err = submit("--array", "job.toml", "other.toml", "--dry-run")
     assert code == 2
-    assert "other.toml: job.name: 'long', as in job.toml: both would train in" in err
+    assert not lacks(err, "other.toml: job.name", "'long'", "job.toml")
 
 
 def test_nodes_that_failed_twice_are_left_out_of_the_next_submission(submit: Run) -> None:
@@ -221,18 +221,19 @@ def test_the_status_needs_no_queue(submit: Run) -> None:
     code, out, _ = submit("--status", "runs/long")
     assert code == 0
     words = [" ".join(line.split()) for line in out.splitlines()]
-    assert "job 17: unknown here, where there is no squeue" in words
+    assert any(not lacks(line, "job 17", "squeue") for line in words)
     assert "step 442, loss 1.2500" in words
-    assert "last end x; queued again" in words
+    assert any(not lacks(line, "last end", "x", "queued again") for line in words)
     assert any(
         line.startswith("1 17.0 gpu[01-02]") and "60 s 400 to 442 137 failed, queued again" in line for line in words
     )
     assert words[-1].startswith("2 17.1")
     assert words[-1].endswith("under way")
     program("squeue", "exit 0")
-    assert "job 17: not in the queue" in " ".join(submit("--status", "runs/long")[1].split())
+    [line] = [line for line in submit("--status", "runs/long")[1].splitlines() if line.startswith("job ")]
+    assert not lacks(line, 17, "queue")
     code, _, err = submit("--status", "runs/other")
-    assert (code, "no such run folder" in err) == (2, True)
+    assert (code, lacks(err, "runs/other")) == (2, [])
 
 
 def test_half_a_line_of_the_attempts_is_no_attempt(tmp_path: Path) -> None:
