@@ -5,7 +5,6 @@ Shapes: S positions, D model width.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import attrs
@@ -19,13 +18,12 @@ from forge_core.checkpoint.run_diff import job_changes
 from forge_core.config.load import dump_job, load_job
 from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.data import IGNORED_LABEL, Batch
-from forge_core.contracts.errors import JobError
 from forge_core.engine.build import Run
 from forge_core.losses import CrossEntropy
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_transformer import GELU, GroupedQueryAttention, LayerNorm, MultiTokenPrediction, SwiGLU, Transformer
 from forge_plugin_transformer.modules.multi_token import LABELS, look_ahead
-from forge_testing import job_problems
+from forge_testing.refusals import at, check_problems, problems_of, refuses_all
 from forge_testing.runs import tiny_run
 
 WEIGHT = 10.0
@@ -203,8 +201,7 @@ def test_flops_count_blocks_projection_and_head(tmp_path):
 
 
 def test_more_modules_than_positions_are_refused(make_job):
-    [problem] = job_problems(make_job(model=model(depth=8)))
-    assert problem.startswith("model.mtp.depth: 8 leaves no targets: sequences have train.seq_len = 8 positions")
+    check_problems(problems_of(make_job(model=model(depth=8))), at("model.mtp.depth", 8, "train.seq_len = 8"))
 
 
 def test_a_negative_weight_is_refused(tmp_path):
@@ -213,7 +210,7 @@ def test_a_negative_weight_is_refused(tmp_path):
         'type = "forge_testing:Numbers"\n[optimizer]\ntype = "forge_testing:TinyAdamW"\n'
     )
     (tmp_path / "job.toml").write_text(text)
-    with pytest.raises(JobError, match=re.escape("must be >= 0, or a schedule, got -1")):
+    with refuses_all("train", at("model.mtp.weight", ">= 0", -1.0)):
         load_job(tmp_path / "job.toml")
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from forge_core import load_job
 from forge_core.cli import main
+from forge_testing.refusals import ExpectedProblem, at, refuses_all
 
 JOB = """
 [job]
@@ -80,21 +82,22 @@ def test_they_train_and_generate_with_a_cache_and_without(rope: str, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("rope", "message"),
+    ("rope", "expected"),
     [
         (
             'type = "plain"\npartial_rotary_factor = 0.4',
-            "model.attention.rope.partial_rotary_factor: 0.4 of 8 dimensions are 3, which are no pairs",
+            at("model.attention.rope.partial_rotary_factor", 0.4, 8, 3, "pairs"),
         ),
-        ('type = "plain"\npartial_rotary_factor = 1.5', "partial_rotary_factor"),
+        ('type = "plain"\npartial_rotary_factor = 1.5', at("model.attention.rope.partial_rotary_factor", 1.5)),
         (
             LONG + "short_factor = [1.0, 1.0]\nlong_factor = [1.0, 2.0, 4.0, 8.0]",
-            "model.attention.rope.short_factor: has 2 factors, but 8 rotated dimensions of 8 are 4 pairs",
+            at("model.attention.rope.short_factor", 2, 8, 4, "pairs"),
         ),
-        (LONG, "model.attention.rope.long_factor: required key is missing"),
+        (LONG, at("model.attention.rope.long_factor", "missing")),
     ],
 )
-def test_mistakes_are_found_by_the_check(rope: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_found_by_the_check(rope: str, expected: ExpectedProblem) -> None:
     Path("job.toml").write_text(JOB.format(rope=rope))
+    with refuses_all(expected):
+        load_job("job.toml")
     assert main(["check", "job.toml"]) == 2
-    assert message in capsys.readouterr().err

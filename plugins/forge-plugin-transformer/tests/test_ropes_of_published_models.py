@@ -47,6 +47,7 @@ from forge_plugin_transformer import (
 )
 from forge_plugin_transformer.huggingface_names import from_huggingface
 from forge_plugin_transformer.modules.rotary import rotate
+from forge_testing.refusals import ExpectedProblem, at, check_problems
 
 MakeModel = Callable[..., Any]
 HEADS, KV_HEADS, HEAD_DIM, ORIGINAL = 4, 2, 16, 24
@@ -167,22 +168,20 @@ def test_dimensions_beyond_the_rotated_ones_pass(make_part: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize(
-    ("rope", "problem"),
+    ("rope", "expected"),
     [
-        (PlainRope(partial_rotary_factor=0.2), "partial_rotary_factor: 0.2 of 16 dimensions are 3, which are no pairs"),
-        (PlainRope(partial_rotary_factor=0.1), "partial_rotary_factor: 0.1 of 16 dimensions are 1, which are no pairs"),
-        (DynamicRope(factor=2.0, original_max_position_embeddings=8, partial_rotary_factor=0.125), "2 rotated dimen"),
+        (PlainRope(partial_rotary_factor=0.2), at("rope.partial_rotary_factor", 0.2, 16, 3, "pairs")),
+        (PlainRope(partial_rotary_factor=0.1), at("rope.partial_rotary_factor", 0.1, 16, 1, "pairs")),
+        (DynamicRope(factor=2.0, original_max_position_embeddings=8, partial_rotary_factor=0.125), at("rope", 2)),
         (
             LongRope(short_factor=(1.0,) * 8, long_factor=(1.0,) * 6, original_max_position_embeddings=8, factor=2.0),
-            "long_factor: has 6 factors, but 16 rotated dimensions of 16 are 8 pairs; give one for each pair",
+            at("rope.long_factor", 6, 16, 8, "pairs"),
         ),
     ],
 )
-def test_shares_and_factors_that_do_not_fit_the_heads_are_problems(rope: Any, problem: str) -> None:
+def test_shares_and_factors_that_do_not_fit_the_heads_are_problems(rope: Any, expected: ExpectedProblem) -> None:
     attention = GroupedQueryAttention(heads=4, rope=rope)
-    [found] = [str(each) for each in attention.width_problems(64)]
-    assert found.startswith("rope")
-    assert problem in found
+    check_problems(attention.width_problems(64), expected)
     assert not list(GroupedQueryAttention(heads=4, rope=PlainRope(partial_rotary_factor=0.25)).width_problems(64))
 
 

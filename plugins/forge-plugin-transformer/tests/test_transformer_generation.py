@@ -15,6 +15,7 @@ from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, Ya
 from forge_plugin_transformer.modules import cache as cache_module
 from forge_plugin_transformer.modules.attention import KVCache
 from forge_plugin_transformer.modules.softmax_attention import WHOLE
+from forge_testing.refusals import naming
 
 MakeModel = Callable[..., Any]
 
@@ -95,12 +96,12 @@ def test_bf16_caches_in_bf16(make_model: MakeModel, ids: Tensor) -> None:
 
 
 def test_a_full_cache_says_so(model: Any, ids: Tensor) -> None:
-    with pytest.raises(ValueError, match="holds 15 positions; 10 are used, 6 more do not fit"):
+    with pytest.raises(ValueError, match=naming("15 positions", "10 are used", "6 more")):
         decode(model, ids, torch.arange(16).expand(2, -1), [10, 6], length=15)
 
 
 def test_more_positions_than_the_table_has_are_refused(make_model: MakeModel) -> None:
-    with pytest.raises(ForgeError, match=r"21 positions .* more than model.learned_positions = 20; generate fewer"):
+    with pytest.raises(ForgeError, match=naming("21 positions", "model.learned_positions = 20")):
         make_model(learned_positions=20).new_cache(2, 21)
 
 
