@@ -86,18 +86,21 @@ def test_they_train_and_generate_with_a_cache_and_without(rope: str, capsys: pyt
     [
         (
             'type = "plain"\npartial_rotary_factor = 0.4',
-            at("model.attention.rope.partial_rotary_factor", 0.4, 8, 3, "pairs"),
+            [at("model.attention.rope.partial_rotary_factor", 0.4, 8, 3, "pairs")],
         ),
-        ('type = "plain"\npartial_rotary_factor = 1.5', at("model.attention.rope.partial_rotary_factor", 1.5)),
+        ('type = "plain"\npartial_rotary_factor = 1.5', [at("model.attention.rope.partial_rotary_factor", 1.5)]),
         (
             LONG + "short_factor = [1.0, 1.0]\nlong_factor = [1.0, 2.0, 4.0, 8.0]",
-            at("model.attention.rope.short_factor", 2, 8, 4, "pairs"),
+            [at("model.attention.rope.short_factor", 2, 8, 4, "pairs")],
         ),
-        (LONG, at("model.attention.rope.long_factor", "missing")),
+        (
+            LONG,
+            [at("model.attention.rope.short_factor", "missing"), at("model.attention.rope.long_factor", "missing")],
+        ),
     ],
 )
-def test_mistakes_are_found_by_the_check(rope: str, expected: ExpectedProblem) -> None:
+def test_mistakes_are_found_by_the_check(rope: str, expected: list[ExpectedProblem]) -> None:
     Path("job.toml").write_text(JOB.format(rope=rope))
-    with refuses_all(expected):
+    with refuses_all(*expected):
         load_job("job.toml")
     assert main(["check", "job.toml"]) == 2
