@@ -163,9 +163,7 @@ class TestList:
         done: subprocess.CompletedProcess[str] = python("-c", f"{listing}; print('torch' in sys.modules)")
         assert done.stdout.splitlines()[-1] == "False", done.stderr
 
-    @pytest.mark.parametrize(
-        ("where", "fact"), [("nowhere", "no folder"), ("run/checkpoints/step-2", "checkpoint")]
-    )
+    @pytest.mark.parametrize(("where", "fact"), [("nowhere", "no folder"), ("run/checkpoints/step-2", "checkpoint")])
     def test_anything_but_a_run_folder_is_refused(self, checkpoints, tmp_path, where, fact):
         code, out, err = checkpoints(of=tmp_path / where)
         assert (code, out) == (ExitCode.BAD_JOB, "")

@@ -26,6 +26,7 @@ from forge_plugin_curves.compare.record import Record
 from forge_plugin_curves.compare.results import read_outcome, rows_of
 from forge_plugin_curves.compare.search import Search
 from forge_testing import TINY_JOB
+from forge_testing.refusals import lacks, naming, refuses
 
 EVALUATED = f"{TINY_JOB.replace('steps = 4', 'steps = 8')}[eval]\ninterval = 1\n"
 
@@ -135,7 +136,8 @@ class TestHalving:
         assert last == {"1e-5": 2, "3e-2": 8, "1e-2": 4, "1e-4": 2}
         assert Path("out/runs/optimizer.lr-1e-5/checkpoints/step-2/manifest.json").is_file()
         labels = [row[0] for row in rows(Path("out/comparison.md").read_text())[1:]]
-        assert labels[:2] == ["optimizer.lr=3e-2", "optimizer.lr=1e-2 (stopped at step 4, behind the better half)"]
+        assert labels[0] == "optimizer.lr=3e-2"
+        assert not lacks(labels[1], "optimizer.lr=1e-2", "stopped", "step 4")
         again = len(started)
         assert main([*grid, "--halving"]) == 0
         assert len(started) == again, "nothing is left to do"
@@ -160,11 +162,11 @@ class TestHalving:
 
     def test_jobs_that_cannot_be_halved_are_refused(self, make_job):
         assert EvalSection().interval == 0
-        with pytest.raises(JobError, match=r"set eval\.interval$"):
+        with refuses("", "eval.interval"):
             rungs_of(2, [make_job(steps=4)])
-        with pytest.raises(JobError, match=r"before step 4; set eval\.interval below 4"):
+        with refuses("", "step 4", "eval.interval"):
             rungs_of(2, [make_job(steps=4, eval={"interval": 4})])
-        with pytest.raises(JobError, match=r"train\.steps or eval\.interval differ"):
+        with refuses("", "train.steps", "eval.interval", "differ"):
             rungs_of(2, [make_job(steps=4, eval={"interval": 1}), make_job(steps=5, eval={"interval": 1})])
 
 
@@ -200,7 +202,7 @@ class TestSearch:
     def test_it_is_refused_by_name_without_optuna(self, folder, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "optuna", None)
         assert main(["compare", "job.toml", *self.SPACE, "--search", "optuna", "--trials", "2", "--out", "out"]) == 1
-        assert 'needs Optuna: pip install "forge-plugin-curves[optuna]"' in capsys.readouterr().err
+        assert not lacks(capsys.readouterr().err, 'pip install "forge-plugin-curves[optuna]"')
         assert not Path("out").exists()
 
     @pytest.mark.parametrize(
@@ -222,27 +224,27 @@ class TestSearch:
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "facts"),
     [
-        (["job.toml"], "--out is missing: the folder for runs, logs, table and picture"),
-        (["job.toml", "--set", "optimizer.lr=log(1e-4,1)", "--out=o"], "a distribution is for a search; add --search"),
-        (["job.toml", "--search=optuna", "--out=o"], "--search and --trials come together"),
-        (["job.toml", "--search=optuna", "--trials=2", "--out=o"], "--search needs something to vary"),
-        (["job.toml", "job.toml", "--search=optuna", "--trials=2", "--out=o"], "--search takes one job file"),
-        (["job.toml", "--halving", "--search=optuna", "--trials=2", "--set=a=1", "--out=o"], "Leave one of them out"),
-        (["job.toml", "--halving", "--nproc=2", "--out=o"], "--halving stops runs of one process only"),
-        (["job.toml", "--halving", "--set=optimizer.lr=1.0,2.0", "--out=o"], "set eval.interval"),
-        (["job.toml", "--search=optuna", "--trials=2", "--set=job.seed=1,2", "--out=o"], "luckiest seed"),
-        (["empty"], "empty is a folder without metrics.jsonl; name job files, or run folders"),
-        (["ran", "--set", "a=1"], "--set is for jobs to train, and only run folders are named"),
+        (["job.toml"], ["--out"]),
+        (["job.toml", "--set", "optimizer.lr=log(1e-4,1)", "--out=o"], ["distribution", "--search"]),
+        (["job.toml", "--search=optuna", "--out=o"], ["--search", "--trials"]),
+        (["job.toml", "--search=optuna", "--trials=2", "--out=o"], ["--search", "vary"]),
+        (["job.toml", "job.toml", "--search=optuna", "--trials=2", "--out=o"], ["--search", "one job file"]),
+        (["job.toml", "--halving", "--search=optuna", "--trials=2", "--set=a=1", "--out=o"], ["--halving", "search"]),
+        (["job.toml", "--halving", "--nproc=2", "--out=o"], ["--halving", "one process"]),
+        (["job.toml", "--halving", "--set=optimizer.lr=1.0,2.0", "--out=o"], ["eval.interval"]),
+        (["job.toml", "--search=optuna", "--trials=2", "--set=job.seed=1,2", "--out=o"], ["luckiest seed"]),
+        (["empty"], ["empty", "metrics.jsonl"]),
+        (["ran", "--set", "a=1"], ["--set", "run folders"]),
     ],
 )
-def test_options_that_do_not_go_together_are_refused_before_anything_is_made(folder, capsys, argv, message):
+def test_options_that_do_not_go_together_are_refused_before_anything_is_made(folder, capsys, argv, facts):
     (folder / "empty").mkdir()
     (folder / "ran").mkdir()
     (folder / "ran/metrics.jsonl").touch()
     assert main(["compare", *argv]) == ExitCode.BAD_JOB
-    assert message in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, *facts)
     assert not Path("o").exists()
 
 
@@ -269,7 +271,7 @@ def test_an_interruption_stops_the_runs_with_checkpoints_and_leaves_a_table(fold
         process.send_signal(signal.SIGINT)
         seen = process.communicate(timeout=120)[0]
     assert process.returncode == ExitCode.STOPPED, seen
-    assert "interrupted; the same command continues it" in seen
+    assert not lacks(seen, "interrupted")
     [row] = rows(Path("out/comparison.md").read_text())[1:]
     assert row[0] == "optimizer.lr=1e-3 (interrupted)"
     assert list(Path("out/runs/optimizer.lr-1e-3/checkpoints").glob("step-*/manifest.json"))
@@ -318,7 +320,7 @@ def test_labels_name_keys_as_a_job_has_them(settings, label):
 def test_a_record_that_is_no_json_is_named(folder):
     Path("out").mkdir()
     Path("out/comparison.json").write_text("{")
-    with pytest.raises(ForgeError, match=r"out/comparison\.json cannot be read"):
+    with pytest.raises(ForgeError, match=naming("out/comparison.json")):
         Record(Path("out"))
 
 
@@ -339,7 +341,7 @@ type = "./failing.py:Failing"
     assert main(["compare", "failing.toml", "job.toml", "--out", "out"]) == 1
     seen = capfd.readouterr()
     assert "1/2  failing  exit code 1" in seen.out
-    assert "1 of 2 runs failed: failing; see out/logs" in seen.err
+    assert not lacks(seen.err, "1 of 2", "failing", "out/logs")
     assert "the flux is out of bounds" in Path("out/logs/failing.log").read_text()
     assert "| job | " in Path("out/comparison.md").read_text()
 
@@ -350,7 +352,7 @@ def test_nothing_is_started_if_any_job_is_wrong(folder, capsys):
     )
     seen = capsys.readouterr().err
     assert "optimizer.lr" in seen
-    assert "unknown key; did you mean 'steps'?" in seen
+    assert not lacks(seen, "train.stps", "did you mean 'steps'")
     assert not Path("out").exists()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_core import Trainer, load_job
+from forge_testing.refusals import lacks
 
 PACKED = '[data.packing]\ntype = "forge-run/concatenate"\n'
 
@@ -48,8 +49,8 @@ def test_no_run_folder_is_made(here: Path, write_job: Callable[..., str], data) 
 def test_a_step_or_a_sample_that_the_run_does_not_have_is_refused(write_job, data) -> None:
     code, out, err = data(write_job("Chats", seq_len=8), "--step=7", "--sample=4")
     assert (code, out) == (2, "")
-    assert "--step 7: train.steps is 6; give 1 to 6" in err
-    assert "--sample 4: a step has train.global_batch_size = 4 samples; give 0 to 3" in err
+    assert not lacks(err, "--step 7", "train.steps is 6", "1 to 6")
+    assert not lacks(err, "--sample 4", "train.global_batch_size = 4", "0 to 3")
 
 
 def test_a_job_for_several_ranks_shows_the_same_samples(write_job, as_json) -> None:

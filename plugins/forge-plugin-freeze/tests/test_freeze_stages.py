@@ -23,6 +23,7 @@ from forge_plugin_muon import Muon
 from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_plugin_soap import SOAP
 from forge_testing import RoutedModel, TinyAdamW
+from forge_testing.refusals import naming
 
 OPTIMIZERS = {
     "adamw": AdamW(lr=1e-2),
@@ -158,30 +159,30 @@ def affected(optimizer, prefix):
 
 @pytest.mark.parametrize(("step", "name"), [(1, "embedding.weight"), (5, "norm.bias")])
 def test_one_bit_of_a_frozen_weight_ends_the_run(tmp_path, step, name):
-    with pytest.raises(ForgeError, match=rf"frozen parameters of stage \d are not left alone: {name} has changed"):
+    with pytest.raises(ForgeError, match=naming(name, "changed")):
         run(tmp_path, optimizer=Faulty(fault="writes", prefix=name, step=step))
 
 
 def test_a_gradient_of_a_frozen_weight_ends_the_run(tmp_path):
-    with pytest.raises(ForgeError, match=r"embedding.weight has a gradient"):
+    with pytest.raises(ForgeError, match=naming("embedding.weight", "gradient")):
         run(tmp_path, optimizer=Faulty(fault="gradient", prefix="embedding"))
 
 
 def test_a_part_without_a_gradient_ends_the_run_after_its_first_step(tmp_path):
-    with pytest.raises(ForgeError, match=r"after step 1: 'head\.\*' has no gradient"):
+    with pytest.raises(ForgeError, match=naming("step 1", "'head.*'", "no gradient")):
         run(tmp_path, optimizer=Faulty(fault="none", prefix="head"))
 
 
 def test_what_goes_on_is_no_sign_that_something_begins(tmp_path):
     """`*` trains what it trained before; the part that is new has no gradient all the same."""
     stages = (Stage(freeze=("layers.0.*",), steps=2), Stage())
-    with pytest.raises(ForgeError, match=r"after step 3: '\*' has no gradient"):
+    with pytest.raises(ForgeError, match=naming("step 3", "'*'", "no gradient")):
         run(tmp_path, stages=stages, optimizer=Faulty(fault="none", prefix="layers.0"))
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("zero", "has a gradient of 0"), ("deaf", "and does not change")])
+@pytest.mark.parametrize(("fault", "reason"), [("zero", "gradient of 0"), ("deaf", "change")])
 def test_a_part_that_stays_as_it_is_ends_the_run_when_patience_ends(tmp_path, fault, reason):
-    with pytest.raises(ForgeError, match=rf"in steps 1 to 3: 'head\.\*' has .*{reason}|{reason}"):
+    with pytest.raises(ForgeError, match=naming("steps 1 to 3", "'head.*'", reason)):
         run(
             tmp_path,
             stages=(Stage(train=("head.*",)),),

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from forge_core import JobError, Trainer
+from forge_core import Trainer
 from forge_core.cli import main
 from forge_plugin_generate.options import add_run, separated
+from forge_testing.refusals import lacks, refuses
 
 TEXT = "the cat sat on the mat and the dog sat on the log\n"
 JOB = {
@@ -50,15 +51,14 @@ def test_ranks_write_the_text_of_one_process(folder, capsys):
     assert sorted(folder.rglob("*")) == before
 
 
-STDIN = "reads standard input, which ranks do not have"
 REFUSED = {
-    ("chat", "--nproc", "2"): f"chat {STDIN}; use one process, or ask several ranks by: forge-run generate runs/run",
-    ("generate", "--nproc", "2", "--interactive"): f"--interactive {STDIN}; ask several ranks by --prompt, or use one",
-    ("generate", "--nproc", "2", "--chat"): f"--chat without --prompt {STDIN}",
-    ("generate", "--parallel.tp.degree=2"): "tp 2 = 2 does not divide the 1 ranks\nthis is one process; --nproc N sta",
-    ("generate", "--parallel.tp.degre=2"): "parallel.tp.degre: unknown key; did you mean 'degree'?",
-    ("generate", "--optimizer.lr=2"): "--optimizer.lr=2: changes nothing here; what can be changed is model, parallel,",
-    ("chat", "--train.device=cpu"): "the device is an option: --device",
+    ("chat", "--nproc", "2"): ["chat", "standard input", "forge-run generate runs/run"],
+    ("generate", "--nproc", "2", "--interactive"): ["--interactive", "standard input", "--prompt"],
+    ("generate", "--nproc", "2", "--chat"): ["--chat", "standard input", "--prompt"],
+    ("generate", "--parallel.tp.degree=2"): ["tp 2 = 2", "1 ranks", "--nproc"],
+    ("generate", "--parallel.tp.degre=2"): ["parallel.tp.degre", "did you mean 'degree'"],
+    ("generate", "--optimizer.lr=2"): ["--optimizer.lr=2", "model, parallel"],
+    ("chat", "--train.device=cpu"): ["--device"],
 }
 
 
@@ -66,16 +66,16 @@ REFUSED = {
 def test_what_is_refused(words, capsys):
     command, *options = words
     assert main([command, "runs/run", *options]) == 2
-    assert REFUSED[words] in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, *REFUSED[words])
 
 
 def test_a_rank_of_another_launcher_is_refused_alike(monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["chat", "runs/run"]) == 2
-    assert f"chat {STDIN}" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "chat", "standard input")
     assert main(["generate", "runs/run", "--nproc", "2"]) == 2
-    assert "--nproc starts ranks, and this process is one of 2 ranks already" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "--nproc", "2 ranks")
 
 
 def test_keys_of_the_job_stand_between_options():
@@ -88,7 +88,7 @@ def test_keys_of_the_job_stand_between_options():
     options = parsed("--plugins.onednn", "run", "--prompt", "-- a. b", "--model.attention.kernel=sdpa")
     assert (options.path, options.prompt) == ("run", "-- a. b")
     assert options.overrides == ["--plugins.onednn={}", "--model.attention.kernel=sdpa"]
-    with pytest.raises(JobError, match=r"--train\.steps=3: changes nothing here"):
+    with refuses("", "--train.steps=3"):
         parsed("run", "--train.steps=3")
 
 

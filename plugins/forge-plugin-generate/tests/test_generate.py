@@ -9,6 +9,7 @@ from torch import nn
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
 from forge_plugin_generate.generate import Sampling, generate
+from forge_testing.refusals import naming
 
 END = 9
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.06, 0.04]]))
@@ -90,12 +91,12 @@ def test_the_cache_computes_each_position_once():
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(ForgeError, match="a prompt is empty"):
+    with pytest.raises(ForgeError, match=naming("empty")):
         generate(Counts(), [[1], []], 3, END)
 
 
 def test_a_model_without_a_cache_is_refused():
-    with pytest.raises(ForgeError, match="Linear cannot generate: it has no new_cache and decode"):
+    with pytest.raises(ForgeError, match=naming("Linear", "new_cache and decode")):
         generate(nn.Linear(1, 1), [[1]], 3, END)
 
 

@@ -19,6 +19,7 @@ from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, Lo
 from forge_plugin_transformer.modules.rotary import rotate
 from forge_testing.layouts import LayoutCase
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import naming
 from forge_testing.runs import advance, tiny_run
 
 VOCABULARY, END = 32, 31
@@ -213,7 +214,7 @@ def test_training_goes_on_with_fresh_weights_after_a_generation(tmp_path):
 def test_draws_without_a_seed_are_refused_where_ranks_must_draw_alike(tmp_path):
     def rank(number):
         network = built(tmp_path, {"tp": {"degree": 2}}).model
-        with pytest.raises(ForgeError, match="draw the same tokens only with a seed; pass one"):
+        with pytest.raises(ForgeError, match=naming("seed")):
             generate(network, PROMPTS, 4, END, DRAWN)
         return generate(network, PROMPTS, 12, END, GREEDY)  # nothing is drawn
 

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forge_core.cli import main
-from forge_core.contracts.errors import JobError
 from forge_plugin_generate.command import load_model_and_tokenizer
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import chat_ids, prompt_ids, stop_ids
 from forge_plugin_text.bytes import ByteTokenizer
+from forge_testing.refusals import lacks, refuses
 
 SPECIAL = ["<|endoftext|>", "<|begin|>", "<|user|>", "<|assistant|>", "<|end|>"]
 TEMPLATE = (
@@ -152,7 +152,7 @@ def test_chat_is_the_same_conversation_and_its_commands_begin_others(run, capsys
     assert talked("hi\n/retry\n", *drawn) == alone + talked("hi\n", *drawn, "--seed", "1")
     monkeypatch.setattr(sys, "stdin", io.StringIO("/retry\n"))
     assert main(["chat", str(run), "--device", "cpu"]) == 1
-    assert capsys.readouterr().err == "forge-run: /retry: nothing was asked yet\n"
+    assert not lacks(capsys.readouterr().err, "/retry")
 
 
 def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(run) -> None:
@@ -183,19 +183,19 @@ def test_several_prompts_are_answered_apart(run, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        (["--system", "x"], "--system is the first message of a chat: add --chat"),
-        (["--chat", "--no-bos"], "--no-bos is for plain prompts: a chat begins as its template says"),
-        (["--chat", "--image", "a.png"], "--chat knows texts only; leave --image out, or --chat"),
-        (["--chat", "--video", "a.mp4"], "--chat knows texts only; leave --video out, or --chat"),
+        (["--system", "x"], ["--system", "--chat"]),
+        (["--chat", "--no-bos"], ["--no-bos", "template"]),
+        (["--chat", "--image", "a.png"], ["--chat", "--image"]),
+        (["--chat", "--video", "a.mp4"], ["--chat", "--video"]),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(run, capsys, options, message) -> None:
+def test_options_that_do_not_go_together_are_refused(run, capsys, options, facts) -> None:
     with pytest.raises(SystemExit) as end:
         main(["generate", str(run), *options])
     assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err.splitlines()[-1], *facts)
 
 
 def test_a_run_whose_tokenizer_writes_no_chats_is_refused_with_the_fix(run, capsys, tmp_path, monkeypatch) -> None:
@@ -232,7 +232,7 @@ def test_a_further_token_ends_an_answer(run, capsys) -> None:
         assert main(["generate", str(run), "--chat", "--prompt", "hi", "--stop", token, *GREEDY]) == 0
         assert capsys.readouterr().out == f"{said}\n"
     assert main(["generate", str(run), "--stop", "<|user|>", "--stop", "two"]) == 2
-    assert "'two' is 3 tokens of this tokenizer; generation can stop at a single token only" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "'two'", "3 tokens")
 
 
 def test_ids_of_prompts_and_stops_of_a_tokenizer_that_knows_neither() -> None:
@@ -243,7 +243,7 @@ def test_ids_of_prompts_and_stops_of_a_tokenizer_that_knows_neither() -> None:
     tokenizer.begin_of_text = [9]
     assert prompt_ids(tokenizer, "") == [9]
     assert prompt_ids(tokenizer, "", bos=False) == [256]
-    with pytest.raises(JobError, match=r'writes no chats; train with one that does, .*"auto" with a chat_template'):
+    with refuses("", '"auto"', "chat_template"):
         chat_ids(tokenizer, [])
 
 
@@ -257,17 +257,17 @@ def test_weights_that_were_trained_with_another_beginning_are_taken_with_a_warni
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("option", "value", "bounds"),
     [
-        (["--temperature", "-1"], "argument --temperature: must be at least 0, got -1"),
-        (["--temperature", "nan"], "argument --temperature: must be at least 0, got nan"),
-        (["--temperature", "inf"], "argument --temperature: must be at least 0, got inf"),
-        (["--top-k", "-3"], "argument --top-k: must be at least 0, got -3"),
-        (["--top-p", "7"], "argument --top-p: must be above 0 and at most 1, got 7"),
-        (["--top-p", "0"], "argument --top-p: must be above 0 and at most 1, got 0"),
+        ("--temperature", "-1", [0]),
+        ("--temperature", "nan", [0]),
+        ("--temperature", "inf", [0]),
+        ("--top-k", "-3", [0]),
+        ("--top-p", "7", [0, 1]),
+        ("--top-p", "0", [0, 1]),
     ],
 )
-def test_wrong_numbers_are_refused_before_the_run_is_looked_for(arguments, message, capsys):
+def test_wrong_numbers_are_refused_before_the_run_is_looked_for(option, value, bounds, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["generate", "no-run", *arguments])
-    assert capsys.readouterr().err.endswith(f"error: {message}\n")
+        main(["generate", "no-run", option, value])
+    assert not lacks(capsys.readouterr().err.splitlines()[-1], option, value, *bounds)

@@ -19,6 +19,7 @@ from forge_core.contracts.errors import ExitCode
 from forge_plugin_generate.streaming import UNREADABLE, TextStream
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_testing.processes import HANG_S
+from forge_testing.refusals import lacks
 from forge_testing.tiny import TINY_JOB
 
 JOB = """
@@ -153,56 +154,56 @@ def test_commands_change_the_settings_of_what_follows(forge) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "facts"),
     [
-        ("/temprature 1", "forge-run: there is no command /temprature; did you mean 'temperature'?\n"),
-        ("/temperature -1", "forge-run: /temperature -1: must be at least 0, got -1\n"),
-        ("/max-tokens 0", "forge-run: /max-tokens 0: must be at least 1\n"),
+        ("/temprature 1", ["/temprature", "did you mean 'temperature'"]),
+        ("/temperature -1", ["/temperature -1", 0]),
+        ("/max-tokens 0", ["/max-tokens 0", 1]),
     ],
 )
-def test_a_wrong_command_in_a_pipe_ends_it(forge, line, message) -> None:
-    assert forge("generate", "runs/run", "--interactive", stdin=f"{line}\nan\n") == (ExitCode.FAILED, "", message)
+def test_a_wrong_command_in_a_pipe_ends_it(forge, line, facts) -> None:
+    code, out, err = forge("generate", "runs/run", "--interactive", stdin=f"{line}\nan\n")
+    assert (code, out, err.count("\n"), lacks(err, *facts)) == (ExitCode.FAILED, "", 1, [])
 
 
 # --- what is refused before anything is loaded -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "facts"),
     [
-        (["gone"], "gone: no such run folder or checkpoint\n"),
-        (["."], ". is neither a checkpoint nor a run folder with checkpoints\n"),
-        (["runs/run", "--device", "cuda"], "--device cuda: torch finds no CUDA device; use cpu or auto\n"),
-        (["runs/run", "--max-tokens", "-1"], "error: argument --max-tokens: must be at least 1\n"),
+        (["gone"], ["gone"]),
+        (["."], [". ", "run folder"]),
+        (["runs/run", "--device", "cuda"], ["--device cuda", "cpu"]),
+        (["runs/run", "--max-tokens", "-1"], ["--max-tokens", 1]),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_wrong_arguments_are_one_line_and_exit_code_2(forge, monkeypatch, command, arguments, message) -> None:
+def test_wrong_arguments_are_one_line_and_exit_code_2(forge, monkeypatch, command, arguments, facts) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, out, err = forge(command, *arguments)
     assert (code, out) == (ExitCode.BAD_JOB, "")
-    assert err.endswith(message)
+    assert not lacks(err.splitlines()[-1], *facts)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "facts"),
     [
-        (["--stream", "--prompt", "a", "--prompt", "b"], "several prompts are one batch; give one --prompt"),
-        (["--interactive", "--prompt", "a"], "--interactive reads plain prompts"),
+        (["--stream", "--prompt", "a", "--prompt", "b"], ["one --prompt"]),
+        (["--interactive", "--prompt", "a"], ["--interactive", "prompts"]),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(forge, arguments, message) -> None:
+def test_options_that_contradict_each_other_are_refused(forge, arguments, facts) -> None:
     code, _, err = forge("generate", "runs/run", *arguments)
     assert code == ExitCode.BAD_JOB
-    assert message in err
+    assert not lacks(err, *facts)
 
 
 def test_a_chat_without_a_template_offers_what_works_before_the_model_is_loaded(forge, monkeypatch) -> None:
     monkeypatch.setattr("forge_kit.trained.load_weights", None)  # would fail
     code, _, err = forge("chat", "runs/run")
     assert code == ExitCode.BAD_JOB
-    assert "this tokenizer writes no chats" in err
-    assert err.endswith("plain texts are continued by: forge-run generate runs/run --interactive\n")
+    assert not lacks(err, "tokenizer", "forge-run generate runs/run --interactive")
 
 
 def test_a_run_without_a_tokenizer_says_so(forge) -> None:
@@ -210,7 +211,7 @@ def test_a_run_without_a_tokenizer_says_so(forge) -> None:
     assert main(["run", "numbers.toml"]) == 0
     code, _, err = forge("generate", "runs/numbers")
     assert code == ExitCode.FAILED
-    assert "has no tokenizer" in err
+    assert not lacks(err, "tokenizer")
 
 
 # --- on a terminal ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from forge_plugin_goodput import Disk
 from forge_plugin_goodput import disk as module
 from forge_plugin_goodput.disk import Sample, forecast, look, size_of
+from forge_testing.refusals import lacks
 
 GB, HOUR = 10**9, 3600.0
 PLENTY = 1 << 40
@@ -32,22 +33,19 @@ def said(rows, folder, ahead=24.0, **keys):
 
 def test_all_are_kept_and_each_takes_room(tmp_path):
     rows = samples((0, 1, 60), (1, 2, 50))
-    assert said(rows, tmp_path).startswith(
-        "the disk will be full about Thu 01 Jan, 05:00, in 4.0 h, at the present rate"
-    )
-    assert "a checkpoint takes 10.0 GB, 50.0 GB are free" in said(rows, tmp_path)
+    assert not lacks(said(rows, tmp_path), "full", "Thu 01 Jan, 05:00", "4.0 h", "10.0 GB", "50.0 GB")
     assert said(rows, tmp_path, ahead=3.9) == ""
 
 
 def test_what_retention_will_delete_is_no_growth(tmp_path):
     assert said(samples((0, 1, 60), (1, 2, 50)), tmp_path, keep=3) == ""  # to 40, and so it stays
-    assert said(samples((0, 1, 60), (1, 2, 50)), tmp_path, keep=9).startswith("the disk will be full about")
+    assert not lacks(said(samples((0, 1, 60), (1, 2, 50)), tmp_path, keep=9), "full")
     assert said(samples((0, 3, 60), (1, 3, 60)), tmp_path, keep=3) == ""
 
 
 def test_the_next_checkpoint_must_fit_besides_the_old_ones(tmp_path):
     text = said(samples((0, 3, 9)), tmp_path, keep=3)
-    assert text.startswith("the disk has no room for another checkpoint: a checkpoint takes 10.0 GB, 9.0 GB are free")
+    assert not lacks(text, "no room", "10.0 GB", "9.0 GB")
 
 
 def test_others_fill_the_disk_too(tmp_path):
@@ -63,8 +61,7 @@ def test_checkpoints_that_stay_are_a_rate_of_their_own(tmp_path):
 
 def test_inodes_run_out_as_bytes_do(tmp_path):
     text = said(samples((0, 1, 9000), (1, 2, 8990), inodes=(28, 24)), tmp_path)
-    assert "in 5.0 h" in text
-    assert "a checkpoint takes 4 inodes, 24 inodes are free" in text
+    assert not lacks(text, "5.0 h", "4 inodes", "24 inodes")
 
 
 def test_a_real_folder_is_measured(tmp_path):

@@ -13,6 +13,7 @@ from forge_plugin_health.elastic import Attempt, run_elastic
 from forge_plugin_health.spares import Spares
 from forge_testing import TINY_JOB
 from forge_testing.processes import HANG_S
+from forge_testing.refusals import lacks
 
 JOB = f"""
 [job]
@@ -89,8 +90,7 @@ def losses(folder):
 def test_a_run_whose_rank_was_killed_has_the_losses_of_one_that_was_not(elastic):
     code, err = elastic("--nproc", "2", "--hooks.trouble.killed=[4]")
     assert code == 0, err
-    assert "rank 1 was killed by SIGKILL" in err
-    assert "forge-run: restart 1 of 3, on 2 ranks, after step 3" in err
+    assert not lacks(err, "rank 1", "SIGKILL", "restart 1 of 3", "2 ranks", "step 3")
     assert elastic("--nproc", "2", "--job.name=calm", command="run")[0] == 0
     assert losses(elastic.folder / "runs/tiny") == losses(elastic.folder / "runs/calm")
 
@@ -100,7 +100,7 @@ def test_an_error_that_comes_again_at_the_same_step_is_the_jobs(elastic):
     code, err = elastic("--nproc", "2", "--max-restarts", "5", "--hooks.trouble.always=7")
     assert code == 1
     assert err.count("sample 7 is poisoned") == 2
-    assert err.splitlines()[-1] == "forge-run: the same error twice, after step 6: it is the job's or the data's"
+    assert not lacks(err.splitlines()[-1], "the same error", "step 6")
 
 
 @pytest.mark.slow
@@ -109,8 +109,9 @@ def test_ranks_that_cannot_be_started_are_left_out(elastic):
     keys = ("--hooks.trouble.killed=[5]", "--hooks.trouble.starting=true")
     code, err = elastic("--nproc", "2", "--min-nproc", "1", *keys)
     assert code == 0, err
-    assert "forge-run: restart 1 of 3, on 2 ranks, after step 4" in err
-    assert "forge-run: restart 2 of 3, on 1 rank, after step 4" in err
+    restarts = [line for line in err.splitlines() if line.startswith("forge-run: restart")]
+    assert not lacks(restarts[0], "1 of 3", "2 ranks", "step 4")
+    assert not lacks(restarts[1], "2 of 3", "1 rank", "step 4")
     elastic("--nproc", "2", "--job.name=calm", command="run")
     calm = losses(elastic.folder / "runs/calm")
     assert losses(elastic.folder / "runs/tiny") == pytest.approx(calm, rel=1e-5)
@@ -119,7 +120,7 @@ def test_ranks_that_cannot_be_started_are_left_out(elastic):
 def test_more_at_the_least_than_at_all_is_refused(elastic):
     code, err = elastic("--nproc", "2", "--min-nproc", "3")
     assert code == 2
-    assert "--min-nproc 3 is more than --nproc 2" in err
+    assert not lacks(err, "--min-nproc 3", "--nproc 2")
 
 
 class Scripted:

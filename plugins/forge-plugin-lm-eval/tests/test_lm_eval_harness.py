@@ -26,6 +26,7 @@ from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_lm_eval import command, model
 from forge_plugin_lm_eval.model import ForgeLM
 from forge_plugin_transformer.huggingface_names import to_huggingface
+from forge_testing.refusals import lacks, naming, refuses
 
 LENGTH = 48
 SENTENCE = "the cat dog bird sat ran flew on over a mat log tree and then it was red blue green"
@@ -303,26 +304,26 @@ def test_draws_follow_the_seed(lm):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "facts"),
     [
-        ({"num_beams": 3}, "generation_kwargs has num_beams, and Forge has do_sample, .*, until; set others by"),
-        ({"max_gen_toks": LENGTH}, "48 tokens to generate leave no room for a prompt in 48 positions"),
+        ({"num_beams": 3}, ["generation_kwargs", "num_beams", "do_sample", "until"]),
+        ({"max_gen_toks": LENGTH}, ["48 tokens", "48 positions"]),
     ],
 )
-def test_what_a_task_may_not_ask_for(lm, given, message):
-    with pytest.raises(ForgeError, match=message):
+def test_what_a_task_may_not_ask_for(lm, given, facts):
+    with pytest.raises(ForgeError, match=naming(*facts)):
         lm.generate_until([request("the cat", given)], disable_tqdm=True)
 
 
 def test_a_continuation_that_does_not_fit_is_refused(lm):
-    with pytest.raises(ForgeError, match=r"a continuation has \d+ tokens, and rows have 1 to 48"):
+    with pytest.raises(ForgeError, match=naming("90 tokens", "1 to 48")):
         lm.loglikelihood([request("the", " " + text(1, 90))], disable_tqdm=True)
 
 
 def test_chats_need_a_template(lm, runs):
-    with pytest.raises(ForgeError, match="chats were not asked for"):
+    with pytest.raises(ForgeError, match=naming("chats")):
         lm.apply_chat_template([{"role": "user", "content": "the cat"}])
-    with pytest.raises(ForgeError, match="this tokenizer has no chat template; train with"):
+    with refuses("", '"auto"', "chat_template", "--chat"):
         ForgeLM(lm._model, lm._tokenizer, max_length=LENGTH, chat=True)
 
 
@@ -402,10 +403,9 @@ def test_the_harness_tasks_are_read_only_where_they_may_be_meant(lm, runs, harne
 
 def test_wrong_tasks_are_named(lm, capsys):
     assert evaluate("--tasks", "choise,rolling") == 2
-    message = "lm-eval has no task 'choise' (your own are in a folder named by --include); did you mean 'choice'?"
-    assert message in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "'choise'", "--include", "did you mean 'choice'")
     assert main(["evaluate", "runs/plain", "--tasks", "choice", "--include", "nowhere"]) == 2
-    assert "--include: nowhere is not a folder" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "--include", "nowhere")
 
 
 def test_mistakes_are_one_message_and_a_bad_job(lm, runs, capsys):

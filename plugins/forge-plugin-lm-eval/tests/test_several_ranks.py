@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from forge_core import ForgeError, JobError, Trainer, load_model
+from forge_core import ForgeError, Trainer, load_model
 from forge_kit.ranks import executor_of
 from forge_plugin_lm_eval.model import ForgeLM
 from forge_plugin_lm_eval.shared_model import SharedLM
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import naming, refuses
 
 LENGTH, ROWS = 48, 3
 TEXT = "the cat sat on the mat and the dog sat on the log, and then the bird flew over the red tree\n"
@@ -159,16 +160,16 @@ def test_weights_are_those_that_evaluations_use(changes, runs):
 
 def test_what_ranks_cannot_do_is_refused(runs):
     def rank(number):
-        with pytest.raises(JobError, match=r"30 is not divisible by 4, and tp 2 divides sequences; take 28"):
+        with refuses("", 30, 4, "tp 2", 28):
             shared(runs / "dense", {"tp": {"degree": 2}}, max_length=30)
-        with pytest.raises(JobError, match=r"parallel: tp 3 = 3 does not divide the 2 ranks"):
+        with refuses("parallel", "tp 3 = 3", "2 ranks"):
             shared(runs / "dense", {"tp": {"degree": 3}})
-        with pytest.raises(JobError, match=r"parallel\.ep\.degree: 2 does not divide shard 1 x cp 1 = 1; add \[par"):
+        with refuses("parallel.ep.degree", 2, "shard 1 x cp 1 = 1", "[parallel.fsdp]"):
             shared(runs / "experts", {"ep": {"degree": 2}})
         lm = shared(runs / "dense", {"tp": {"degree": 2}})
-        with pytest.raises(ForgeError, match=r"ranks share the model \(tp 2\): run it by forge_kit"):
+        with pytest.raises(ForgeError, match=naming("tp 2", "forge_kit")):
             lm._trained([1, 2, 3])
-        with pytest.raises(ForgeError, match="ranks have different requests; give all of them the same tasks"):
+        with pytest.raises(ForgeError, match=naming("different", "tasks")):
             lm._loglikelihood_tokens([(None, [1], [number])], disable_tqdm=True)
 
     run_on_ranks(2, rank)

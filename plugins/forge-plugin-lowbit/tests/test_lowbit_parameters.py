@@ -19,9 +19,10 @@ from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing import TinyModel, job_problems, tiny_job
+from forge_testing import TinyModel, tiny_job
 from forge_testing.curves import train as train_curve
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, problems_of
 from forge_testing.runs import draw, tiny_run, whole
 from forge_testing.suites import OptimizerSuite
 
@@ -141,9 +142,9 @@ def test_gradients_that_would_add_up_in_16_bits_are_refused(tmp_path):
     settings = {"optimizer": AdamW8bit(**NARROW), "model": MODEL, **SIZES, "micro_batch_size": 1}
     zero_bubble = PipelineParallel(degree=2, schedule="interleaved_zero_bubble", stages_per_rank=1)
     job = tiny_job(str(tmp_path), parallel={"pp": zero_bubble}, **settings)
-    assert any("parallel.pp.schedule: interleaved_zero_bubble accumulates gradients" in p for p in job_problems(job, 2))
+    check_problems(problems_of(job, 2), at("parallel.pp.schedule", "interleaved_zero_bubble", "bf16"))
     job = tiny_job(str(tmp_path), parallel={"fsdp": FSDP(reduce_every_micro_batch=True)}, **settings)
-    assert "would add up in bf16; leave it out" in " ".join(job_problems(job, 2))
+    check_problems(problems_of(job, 2), at("parallel.fsdp.reduce_every_micro_batch", "bf16"))
 
 
 # --- layouts -----------------------------------------------------------------------------------------------------
@@ -266,6 +267,6 @@ def test_a_plan_counts_two_bytes_a_parameter(tmp_path):
 
 def test_what_cannot_be_done_with_them_is_refused(tmp_path):
     job = tiny_job(str(tmp_path), optimizer=AdamWBF16(**NARROW), precision="fp64")
-    assert any("optimizer.parameter_dtype: train.precision" in problem for problem in job_problems(job))
+    check_problems(problems_of(job), at("optimizer.parameter_dtype", "train.precision"))
     job = tiny_job(str(tmp_path), optimizer=AdamWBF16(**NARROW), plugins={"ema": EMA()})
-    assert any("plugins.ema: an average of parameters in bf16" in problem for problem in job_problems(job))
+    check_problems(problems_of(job), at("plugins.ema", "bf16"))

@@ -10,6 +10,7 @@ from proxy import Rule
 
 from forge_core.contracts.errors import CheckpointError
 from forge_plugin_object_store.bucket import Bucket
+from forge_testing.refusals import naming
 
 PART = 5 << 20
 """Bytes: the least that S3 takes."""
@@ -65,11 +66,9 @@ def test_an_upload_that_is_disturbed_is_tried_again_and_leaves_nothing(bucket, s
 @pytest.mark.parametrize(("action", "count"), [("503", 4), ("reset", 4)])
 def test_a_store_that_is_down_is_an_error_with_url_attempts_and_cause(bucket, proxy, store, large, action, count):
     proxy.rules.append(Rule("PUT", action))
-    with pytest.raises(CheckpointError) as failure:
+    name = f"s3://{store.name}/run/step-1/large"
+    with pytest.raises(CheckpointError, match=naming(name, f"{count} attempts")):
         bucket().upload(large, "step-1/large")
-    assert f"s3://{store.name}/run/step-1/large could not be uploaded in {count} attempts; the last: " in str(
-        failure.value
-    )
     assert store.contents() == []
 
 
@@ -122,7 +121,7 @@ def test_a_store_that_lost_bytes_is_noticed(bucket, store, large, monkeypatch):
         store.put(remote.partition("/")[2], bytes(large.stat().st_size))
 
     monkeypatch.setattr(ours._fs, "_put_file", put_other)
-    with pytest.raises(CheckpointError, match="the store has other bytes than were sent"):
+    with pytest.raises(CheckpointError, match=naming("other bytes")):
         ours.upload(large, "step-1/large")
 
 
@@ -136,7 +135,5 @@ def test_etags_that_are_no_md5_cost_one_look_and_no_failure(bucket, proxy, large
 
 
 def test_a_bucket_that_does_not_exist_is_refused_at_once(store):
-    with pytest.raises(
-        CheckpointError, match=r"s3://no-such-bucket-here/run cannot be written: .*bucket does not exist"
-    ):
+    with pytest.raises(CheckpointError, match=naming("s3://no-such-bucket-here/run", "bucket")):
         Bucket("s3://no-such-bucket-here/run", {"endpoint_url": store.endpoint}).check_access()

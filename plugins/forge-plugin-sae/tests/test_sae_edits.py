@@ -17,7 +17,7 @@ from forge_plugin_sae import LossRecovered, SAEEdit
 from forge_plugin_sae.model import load
 from forge_plugin_taps import Ablate
 from forge_testing import Numbers
-from forge_testing.tiny import job_problems
+from forge_testing.refusals import at, check_problems, naming, problems_of
 
 SINKS = {
     "sae": sae(),
@@ -135,24 +135,25 @@ def test_edits_that_cannot_be_are_refused(alone, tmp_path):
         "a": SAEEdit(point="layers.0.resid_post", folder=str(alone / "sae")),
         "b": SAEEdit(point="layers.0.resid_post", folder="nowhere", latents={"x": 1.0}),
     }
-    problems = "\n".join(job_problems(job(tmp_path, taps={"edits": edits}, evaluations={"e": LossRecovered(sink="s")})))
-    assert "edits.a.latents: none is set, so that with keep_error nothing changes" in problems
-    assert "edits.b.folder: nowhere does not exist" in problems
-    assert "edits.b.latents: 'x' is no number of a latent" in problems
-    assert "evaluations.e.sink: there is no sink 's' of type sae; the job has sae" in problems
+    check_problems(
+        problems_of(job(tmp_path, taps={"edits": edits}, evaluations={"e": LossRecovered(sink="s")})),
+        at("parallel.taps.edits.a.latents", "keep_error"),
+        at("parallel.taps.edits.b.latents", "'x'"),
+        at("parallel.taps.edits.b.folder", "nowhere"),
+        at("evaluations.e.sink", "'s'", "sae"),
+    )
     hidden = {"layers.0.mlp_hidden": TapPoint("layers.0.ffn.down", "input", axes="hidden")}
-    (problem,) = edits["a"].point_problems(hidden, Layout(tp=2))
-    assert "ranks divide layers.0.mlp_hidden" in str(problem)
+    check_problems(edits["a"].point_problems(hidden, Layout(tp=2)), at("point", "layers.0.mlp_hidden"))
     assert not list(edits["a"].point_problems(hidden, Layout()))
-    for point, latents, message in (
-        ("layers.7.resid_post", {"1": 1.0}, "has no autoencoder of layers.7.resid_post; it has layers.0.resid_post"),
-        ("layers.0.resid_post", {"24": 1.0}, "has 24 latents, and latents has number 24"),
+    for point, latents, facts in (
+        ("layers.7.resid_post", {"1": 1.0}, ["layers.7.resid_post", "layers.0.resid_post"]),
+        ("layers.0.resid_post", {"24": 1.0}, ["24 latents", "number 24"]),
     ):
         edit = SAEEdit(point="*", folder=str(alone / "sae"), latents=latents).build(context(), taps=None)
-        with pytest.raises(ForgeError, match=message):
+        with pytest.raises(ForgeError, match=naming(*facts)):
             edit.apply(torch.zeros(1, 1, 16), where(point))
     edit = SAEEdit(point="*", folder=str(alone / "transcoders"), latents={"1": 1.0}).build(context(), taps=None)
-    with pytest.raises(ForgeError, match="is a transcoder"):
+    with pytest.raises(ForgeError, match=naming("transcoder")):
         edit.apply(torch.zeros(1, 1, 16), where("layers.0.resid_pre"))
 
 

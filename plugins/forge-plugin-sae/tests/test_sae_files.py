@@ -12,6 +12,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_plugin_sae import L1, BatchTopK, JumpReLU, TopK
 from forge_plugin_sae.activation_modules import Activation
 from forge_plugin_sae.model import SparseCoder, load, save
+from forge_testing.refusals import naming
 
 KINDS = {
     "topk": (TopK(k=2), "topk", "topk_transcoder"),
@@ -79,25 +80,25 @@ def test_an_activation_of_ones_own_is_not_saved_as_another(tmp_path):
     coder.draw(torch.Generator().manual_seed(0))
     assert (coder.encode(torch.ones(1, 5)) < 0).any()
     save(coder, tmp_path, {})
-    with pytest.raises(ForgeError, match="the architecture is 'Absolute'"):
+    with pytest.raises(ForgeError, match=naming("'Absolute'")):
         load(tmp_path)
 
 
 def test_what_would_be_read_wrong_is_refused(tmp_path):
     save(coder_of(TopK(k=2)), tmp_path, {})
     config = json.loads((tmp_path / "cfg.json").read_text())
-    for key, value, message in (
-        ("architecture", "gated", "the architecture is 'gated'; known are jumprelu"),
-        ("normalize_activations", "layer_norm", "normalize_activations = 'layer_norm' is not supported, only 'none'"),
-        ("rescale_acts_by_decoder_norm", True, "rescale_acts_by_decoder_norm = True is not supported"),
+    for key, value, facts in (
+        ("architecture", "gated", ["'gated'", "jumprelu"]),
+        ("normalize_activations", "layer_norm", ["normalize_activations = 'layer_norm'", "'none'"]),
+        ("rescale_acts_by_decoder_norm", True, ["rescale_acts_by_decoder_norm = True"]),
     ):
         (tmp_path / "cfg.json").write_text(json.dumps({**config, key: value}))
-        with pytest.raises(ForgeError, match=message):
+        with pytest.raises(ForgeError, match=naming(*facts)):
             load(tmp_path)
     weights = load_file(tmp_path / "sae_weights.safetensors")
     save_file({**weights, "W_skip": torch.zeros(5, 5)}, tmp_path / "sae_weights.safetensors")
     (tmp_path / "cfg.json").write_text(json.dumps(config))
     with pytest.raises(ForgeError, match="W_skip"):
         load(tmp_path)
-    with pytest.raises(ForgeError, match="holds no sparse autoencoder"):
+    with pytest.raises(ForgeError, match=naming(f"{tmp_path}/elsewhere")):
         load(tmp_path / "elsewhere")

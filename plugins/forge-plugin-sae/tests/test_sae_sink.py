@@ -16,7 +16,7 @@ from forge_plugin_sae.model import load
 from forge_plugin_sae.training import Trainer
 from forge_plugin_taps import Store
 from forge_testing.processes import run_on_ranks
-from forge_testing.tiny import job_problems
+from forge_testing.refusals import at, check_problems, naming, problems_of
 
 TRANSCODERS = {"points": ("*.resid_pre", "*.mlp_out"), "output": "mlp_out", "folder": "transcoders"}
 SINKS = {
@@ -130,16 +130,20 @@ def test_each_point_is_trained_by_one_rank(tmp_path, monkeypatch):
 
 def test_mistakes_are_refused_when_the_job_is_checked(tmp_path):
     sinks = {"a": sae(batch=65), "b": sae(activation=TopK(k=25)), "c": sae(folder="c", activation=JumpReLU())}
-    problems = "\n".join(job_problems(job(tmp_path, sinks=sinks)))
-    assert "sinks.a.batch: 65 exceeds the buffer of 64 rows" in problems
-    assert "sinks.b.activation: k = 25 exceeds the 24 latents; lower k, or add latents" in problems
-    assert "sinks.b.folder: 'sae' is that of another sink too" in problems
-    assert "sinks.c.activation: target_l0 = 32 exceeds the 24 latents" in problems
+    sinks_at = "parallel.taps.sinks"
+    check_problems(
+        problems_of(job(tmp_path, sinks=sinks)),
+        at(f"{sinks_at}.a.batch", 65, "64 rows"),
+        at(f"{sinks_at}.a.folder", "'sae'"),
+        at(f"{sinks_at}.b.activation", "k = 25", "24 latents"),
+        at(f"{sinks_at}.b.folder", "'sae'"),
+        at(f"{sinks_at}.c.activation", "target_l0 = 32", "24 latents"),
+    )
 
 
 def test_an_output_that_is_not_captured_is_named(tmp_path):
     sinks = {"sae": sae(points=("*.resid_pre",), output="mlp_in")}
-    with pytest.raises(ForgeError, match=r"layers.0.mlp_in, the output for layers.0.resid_pre, is not captured"):
+    with pytest.raises(ForgeError, match=naming("layers.0.mlp_in", "layers.0.resid_pre")):
         run(job(tmp_path, sinks=sinks))
-    with pytest.raises(ForgeError, match=r"layers.0.resid_post has 16 features: k = 32 exceeds the 16 latents"):
+    with pytest.raises(ForgeError, match=naming("layers.0.resid_post", "16 features", "k = 32", "16 latents")):
         run(job(tmp_path, sinks={"sae": sae(latents=0, expansion=1, activation=TopK())}, job={"name": "b"}))

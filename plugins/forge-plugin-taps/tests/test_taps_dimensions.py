@@ -19,8 +19,8 @@ from forge_core.contracts.runtime import ParallelStage
 from forge_plugin_parallel.collectives import all_reduce, fan_out
 from forge_plugin_taps import Statistics, Store
 from forge_plugin_taps.reading import points_in, read_point, read_tokens, steps_of
-from forge_testing import job_problems
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, naming, problems_of
 
 LENGTH = 8
 BEFORE = {"taps": "they see what each rank has"}
@@ -131,26 +131,23 @@ def test_the_store_and_statistics_are_those_of_one_process(tmp_path, alone, stag
 
 
 @pytest.mark.parametrize(
-    ("stage", "message"),
+    ("stage", "facts"),
     [
-        (Strange(axes=None), "no stage says which part of activations each has"),
-        (Halves(axes=None), "no stage says which part of activations each has"),
-        (Halves(axes=()), "does not say that it divides positions"),
-        (Strange(axes=("colour",)), "divides 'colour', which taps do not know"),
+        (Strange(axes=None), ["no stage"]),
+        (Halves(axes=None), ["no stage"]),
+        (Halves(axes=()), ["positions"]),
+        (Strange(axes=("colour",)), ["'colour'"]),
     ],
 )
-def test_what_is_not_declared_is_refused_when_the_job_is_checked(tmp_path, stage, message):
-    [problem] = job_problems(job(tmp_path, stage), 2)
-    assert problem.startswith("parallel.taps: ")
-    assert message in problem
+def test_what_is_not_declared_is_refused_when_the_job_is_checked(tmp_path, stage, facts):
+    check_problems(problems_of(job(tmp_path, stage), 2), at("parallel.taps", *facts))
 
 
 def test_a_stage_without_an_order_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Strange, "before", {})
-    [problem] = job_problems(job(tmp_path, Columns()), 2)
-    assert "parallel.strange divides activations, and does not say whether taps see what it leaves" in problem
+    check_problems(problems_of(job(tmp_path, Columns()), 2), at("parallel.taps", "parallel.strange"))
 
 
 def test_divided_positions_without_places_are_refused_by_name(tmp_path):
-    with pytest.raises(AssertionError, match="no stage's `split` adds the entry `places`"):
+    with pytest.raises(AssertionError, match=naming("`split`", "`places`")):
         run_on_ranks(2, lambda rank: stranger.run(job(tmp_path, Halves(has_places=False))))

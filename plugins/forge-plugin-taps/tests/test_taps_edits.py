@@ -22,8 +22,9 @@ from forge_plugin_moe import MoE, SoftmaxTopK
 from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel
 from forge_plugin_taps import Ablate, Add, Mean, Replace, Taps, Zero
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
-from forge_testing import Numbers, job_problems, tiny_job
+from forge_testing import Numbers, tiny_job
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, naming, problems_of
 from forge_testing.runs import tiny_run
 
 LENGTH, DIM = 16, 16
@@ -178,12 +179,12 @@ def test_an_edit_that_a_cache_would_lose_is_refused(tmp_path):
     ids, where = torch.arange(12)[None], torch.arange(12)[None]
     latent = MultiHeadLatentAttention(heads=4, kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
     model = built_with(tmp_path, {"heads": Zero(point="layers.*.z", heads=(1,))}, evolve(MODEL, attention=latent))
-    with pytest.raises(ForgeError, match=r"layers.0.z is not passed where a cache holds .* take attn_out of its layer"):
+    with pytest.raises(ForgeError, match=naming("layers.0.z", "attn_out")):
         model.decode({"input_ids": ids, "positions": where}, model.new_cache(1, 12))
     model = built_with(tmp_path, {"keys": Zero(point="layers.0.k", positions=(1,))})
     cache = model.new_cache(1, 24)
     model.decode({"input_ids": ids, "positions": where}, cache)
-    with pytest.raises(ForgeError, match=r"layers.0.k has the keys or values of all positions so far"):
+    with pytest.raises(ForgeError, match=naming("layers.0.k", "keys or values")):
         model.decode({"input_ids": ids, "positions": where + 12}, cache)
 
 
@@ -193,22 +194,22 @@ def built_with(folder, changes, model=MODEL):
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("edit", "expected"),
     [
-        (Zero(point="layers.*.zz"), "edits.x.point: 'layers.*.zz' matches no point"),
-        (Zero(point="layers.0.resid_mid", heads=(1,)), "edits.x.heads: layers.0.resid_mid has no heads"),
-        (Zero(point="layers.1.z", experts=(1,)), "edits.x.experts: layers.1.z has no numbered experts"),
-        (Zero(point="layers.1.router_choices"), "layers.1.router_choices has whole numbers"),
-        (Add(point="layers.0.z"), "edits.x.values: the vector is either values"),
-        (Mean(point="layers.0.z", store="nowhere"), "edits.x.store: 'nowhere' has no step of a store"),
+        (Zero(point="layers.*.zz"), at("parallel.taps.edits.x.point", "'layers.*.zz'")),
+        (Zero(point="layers.0.resid_mid", heads=(1,)), at("parallel.taps.edits.x.heads", "layers.0.resid_mid")),
+        (Zero(point="layers.1.z", experts=(1,)), at("parallel.taps.edits.x.experts", "layers.1.z")),
+        (Zero(point="layers.1.router_choices"), at("parallel.taps.edits.x.point", "layers.1.router_choices")),
+        (Add(point="layers.0.z"), at("parallel.taps.edits.x.values", "values")),
+        (Mean(point="layers.0.z", store="nowhere"), at("parallel.taps.edits.x.store", "'nowhere'")),
     ],
 )
-def test_edits_that_cannot_be_made_are_refused_when_the_job_is_checked(tmp_path, edit, message):
+def test_edits_that_cannot_be_made_are_refused_when_the_job_is_checked(tmp_path, edit, expected):
     job = tiny_job(str(tmp_path), model=MODEL, parallel={"taps": Taps(edits={"x": edit})})
-    assert any(message in problem for problem in job_problems(job)), job_problems(job)
+    check_problems(problems_of(job), expected)
 
 
 def test_edits_in_training_are_refused_in_compiled_blocks(tmp_path):
     edit = Zero(point="layers.*.z", in_training=True)
     job = tiny_job(str(tmp_path), model=MODEL, parallel={"taps": Taps(edits={"x": edit}), "compile": Compile()})
-    assert any("edits.x.in_training: compiled blocks" in problem for problem in job_problems(job)), job_problems(job)
+    check_problems(problems_of(job), at("parallel.taps.edits.x.in_training", "compiled"))

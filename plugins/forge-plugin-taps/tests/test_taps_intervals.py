@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from attrs import frozen
 
-from forge_core.contracts.errors import JobError
 from forge_core.engine.trainer import Trainer
 from forge_plugin_taps import Sink, SinkComponent, Taps
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
+from forge_testing.refusals import refuses
 
 received: dict[str, list[int]] = {}
 
@@ -57,5 +56,5 @@ def test_a_sink_has_its_own_interval_and_first_step(tmp_path, catalog):
 
 
 def test_a_sink_that_would_receive_nothing_is_refused(tmp_path, catalog):
-    with pytest.raises(JobError, match=r"sinks\.late\.interval: no step from 8 to train\.steps 9"):
+    with refuses("parallel.taps.sinks.late.interval", "step from 8", "train.steps 9", 10):
         Trainer(job(tmp_path, catalog, late=Steps(name="late", first_step=8, interval=10))).run()

@@ -17,7 +17,7 @@ from forge_plugin_parallel import FSDP
 from forge_plugin_taps import Probe, Store
 from forge_plugin_taps.probe_sink import LinearProbe
 from forge_testing.processes import run_on_ranks
-from forge_testing.tiny import job_problems
+from forge_testing.refusals import at, check_problems, problems_of
 
 SETTINGS = {"interval": 1, "positions": "all", "points": ("layers.*.resid_post",), "checkpoint": {"interval": 4}}
 
@@ -105,7 +105,9 @@ def test_probes_are_the_same_on_two_ranks_and_continue_to_the_bit(alone, tmp_pat
 
 def test_unknown_targets_and_numbers_of_classes_are_refused(tmp_path):
     sinks = {"a": Probe(target="ids"), "b": Probe(folder="b"), "c": Probe(target="x:y", folder="c")}
-    problems = "\n".join(job_problems(job(tmp_path, sinks=sinks)))
-    assert "sinks.a.target: 'ids' is none of id, label, position, source" in problems
-    assert "sinks.b.classes: without a tokenizer, the number of classes of 'label' is not known; set it" in problems
-    assert "sinks.c.classes: the number of classes of x:y is not known; set it" in problems
+    check_problems(
+        problems_of(job(tmp_path, sinks=sinks)),
+        at("parallel.taps.sinks.a.target", "'ids'", "id, label, position, source"),
+        at("parallel.taps.sinks.b.classes", "tokenizer", "'label'"),
+        at("parallel.taps.sinks.c.classes", "x:y"),
+    )

@@ -17,7 +17,7 @@ from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
 from forge_plugin_taps import Statistics, Store
 from forge_plugin_taps.samples import LocalPart
 from forge_testing.processes import run_on_ranks
-from forge_testing.tiny import job_problems
+from forge_testing.refusals import at, check_problems, problems_of
 
 LAYOUTS = {
     "fsdp2_tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
@@ -109,6 +109,9 @@ def test_values_that_are_not_finite_are_counted():
 
 def test_edges_that_do_not_ascend_and_one_file_for_two_are_refused(tmp_path):
     sinks = {"a": Statistics(edges=(1.0, 1.0)), "b": Statistics()}
-    problems = "\n".join(job_problems(job(tmp_path, sinks=sinks)))
-    assert "parallel.taps.sinks.a.edges: must be at least one number, ascending, got [1.0, 1.0]" in problems
-    assert "parallel.taps.sinks.b.file: 'taps/statistics.jsonl' is that of another sink too" in problems
+    check_problems(
+        problems_of(job(tmp_path, sinks=sinks)),
+        at("parallel.taps.sinks.a.edges", "ascending", "[1.0, 1.0]"),
+        at("parallel.taps.sinks.a.file", "'taps/statistics.jsonl'"),
+        at("parallel.taps.sinks.b.file", "'taps/statistics.jsonl'"),
+    )

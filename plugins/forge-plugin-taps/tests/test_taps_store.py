@@ -22,6 +22,7 @@ from forge_plugin_taps.tensor_file import TensorFile
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import lacks
 
 
 @pytest.fixture
@@ -118,9 +119,7 @@ def test_a_full_disk_leaves_a_step_out_or_ends_the_training_by_key(tmp_path, job
     results = run_on_ranks(2, lambda rank: list(_full(rank, tmp_path, job)))
     [(_, warned), _] = results
     for message in (*(failed for failed, _ in results), next(text for text in warned if "cannot store" in text)):
-        assert "cannot store step 1: No space left on device" in message
-        assert "(rank 1)" in message
-        assert "`keep`" in message
+        assert not lacks(message, "step 1", "No space left on device", "rank 1", "`keep`")
     for name in ("fail", "warn"):
         assert list((tmp_path / name / "taps").iterdir()) == []
     assert len((tmp_path / "warn/metrics.jsonl").read_text().splitlines()) > 0

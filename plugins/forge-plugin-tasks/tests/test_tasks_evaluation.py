@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.contracts.errors import ForgeError
 from forge_core.engine.evaluation import evaluate
 from forge_plugin_moe import MoE
 from forge_plugin_tasks import Arithmetic, File, Item, Recall, TaskComponent, Tasks
 from forge_plugin_tasks import tasks as module
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing import Numbers, job_problems
+from forge_testing import Numbers
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, naming, problems_of, refuses
 from forge_testing.runs import tiny_run
 
 # Initial weights that are far from uniform guesses, in float64.
@@ -92,7 +93,7 @@ def test_long_items_are_refused_before_the_first_step_or_left_out(make_job, trai
     def job(**keys):
         return make_job(**CHANGES | {"evaluations": {"downstream": Tasks(tasks=(long,), **keys)}})
 
-    with pytest.raises(JobError, match=r"task recall: item 1 has 134 positions, and train.seq_len is 64; shorten it"):
+    with refuses("evaluations.downstream", "recall", "item 1", "134 positions", "train.seq_len is 64"):
         train(job())
     assert train(job(too_long="leave_out")).evaluation["downstream/recall/left_out"] == 1
 
@@ -101,12 +102,12 @@ def test_what_a_check_refuses(make_job, tmp_path):
     file = tmp_path / "recall.jsonl"
     file.write_text("{}\n")
     evaluation = Tasks(tasks=(Recall(), File(path=str(file))))
-    problems = job_problems(make_job(evaluations={"downstream": evaluation}))
-    assert problems == [
-        "evaluations.downstream: tasks are text, which needs a tokenizer; add [data.tokenizer], or leave this out",
-        "evaluations.downstream.tasks: 2 tasks are called 'recall' in the metrics; give all but one another `name`",
-        f"evaluations.downstream.tasks.1.path: {file}:1: lacks context and choices and answer",
-    ]
+    check_problems(
+        problems_of(make_job(evaluations={"downstream": evaluation})),
+        at("evaluations.downstream", "[data.tokenizer]"),
+        at("evaluations.downstream.tasks", "2 tasks", "'recall'", "`name`"),
+        at("evaluations.downstream.tasks.1.path", f"{file}:1", "context and choices and answer"),
+    )
 
 
 class Differs(TaskComponent):
@@ -122,7 +123,7 @@ def test_ranks_with_different_items_are_refused(make_job, train):
     job = make_job(**CHANGES | {"evaluations": {"x": Tasks(tasks=(Differs(),))}})
 
     def rank(number):
-        with pytest.raises(ForgeError, match="ranks have different items in their tasks"):
+        with pytest.raises(ForgeError, match=naming("different")):
             train(job)
 
     run_on_ranks(2, rank)

@@ -10,6 +10,7 @@ from forge_core.contracts.errors import DataError
 from forge_core.contracts.layout import Layout
 from forge_plugin_tasks import File, Item
 from forge_plugin_tasks.file import read_items
+from forge_testing.refusals import at, check_problems, naming
 
 LINE = {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}
 
@@ -32,26 +33,24 @@ def test_a_limit_spreads_items_over_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "facts"),
     [
-        ("{", "is not JSON: Expecting property name enclosed in double quotes at column 2"),
-        ("[1]", "is a list, not an object with context, choices and answer"),
-        ({"context": ""}, "lacks choices and answer"),
-        ({**LINE, "context": 3}, "context is a number, not text"),
-        ({**LINE, "choices": []}, "choices is not a list of at least one text"),
-        ({**LINE, "choices": [" a", 3]}, "choices is not a list of at least one text"),
-        ({**LINE, "choices": [" a", " "]}, "choice 1 is blank"),
-        ({**LINE, "answer": 2}, "answer is 2, not a number from 0 to 1"),
-        ({**LINE, "answer": -1}, "answer is -1, not a number from 0 to 1"),
-        ({**LINE, "answer": True}, "answer is True, not a number from 0 to 1"),
-        ({**LINE, "answer": " 4"}, "answer is ' 4', not a number from 0 to 1"),
+        ("{", ["JSON", "column 2"]),
+        ("[1]", ["list", "object"]),
+        ({"context": ""}, ["lacks", "choices and answer"]),
+        ({**LINE, "context": 3}, ["context", "number"]),
+        ({**LINE, "choices": []}, ["choices", "list"]),
+        ({**LINE, "choices": [" a", 3]}, ["choices", "list"]),
+        ({**LINE, "choices": [" a", " "]}, ["choice 1", "blank"]),
+        ({**LINE, "answer": 2}, ["answer", 2, "0 to 1"]),
+        ({**LINE, "answer": -1}, ["answer", -1, "0 to 1"]),
+        ({**LINE, "answer": True}, ["answer", True, "0 to 1"]),
+        ({**LINE, "answer": " 4"}, ["answer", "' 4'", "0 to 1"]),
     ],
 )
-def test_a_bad_line_is_named(line, message, tmp_path, make_job):
+def test_a_bad_line_is_named(line, facts, tmp_path, make_job):
     path = written(tmp_path / "bad.jsonl", LINE, line)
-    (problem,) = File(path=str(path)).problems(make_job(), Layout())
-    assert problem.path == "path"
-    assert problem.message == f"{path}:2: {message}"
+    check_problems(File(path=str(path)).problems(make_job(), Layout()), at("path", f"{path}:2", *facts))
 
 
 def test_many_bad_lines_are_counted(tmp_path):
@@ -61,10 +60,10 @@ def test_many_bad_lines_are_counted(tmp_path):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"absent.jsonl does not exist"):
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/absent.jsonl")):
         read_items(tmp_path / "absent.jsonl")
     (tmp_path / "latin.jsonl").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"latin.jsonl cannot be read: it is not UTF-8"):
+    with pytest.raises(DataError, match=naming("latin.jsonl", "UTF-8")):
         read_items(tmp_path / "latin.jsonl")
-    with pytest.raises(DataError, match="has no items"):
+    with pytest.raises(DataError, match=naming("empty.jsonl", "no items")):
         read_items(written(tmp_path / "empty.jsonl", ""))

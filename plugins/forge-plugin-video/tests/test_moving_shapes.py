@@ -11,7 +11,6 @@ import pytest
 import torch
 from video_rows import FORM, frames
 
-from forge_core import JobError
 from forge_core.engine.build import build_context, build_model
 from forge_plugin_images.decoding import BytesImage
 from forge_plugin_images.gallery import frames_of
@@ -22,9 +21,8 @@ from forge_plugin_video.motion_drawing import draw_motion, place
 from forge_plugin_video.motions import DIRECTIONS, Motion, split_motions
 from forge_plugin_video.moving_clips import encoded
 from forge_plugin_vision import VIDEO, Grid, Perceiver
-from forge_testing import job_problems
-from forge_testing.suites import DatasetSuite
 from forge_testing.refusals import at, check_problems, problems_of, refuses
+from forge_testing.suites import DatasetSuite
 
 FEW = {"colours": ("red", "blue"), "shapes": ("disc",), "directions": ("up", "down"), "size": (16, 16)}
 FEW |= {"frames": 4, "radius": (3, 4), "drawings": 2, "held_out": 2, "held_out_drawings": 3}
@@ -138,7 +136,9 @@ def test_what_has_no_room_is_refused(build):
 def test_a_model_to_which_frames_are_a_set_is_refused_and_to_it_they_are(make_job, catalog, tmp_path):
     apart, latents = MODEL, attrs.evolve(MODEL, vision=attrs.evolve(MODEL.vision, adapter=Perceiver(layers=1, heads=2)))
     keys = MovingShapes(**FEW, video=frames(4))
-    check_problems(problems_of(make_job(keys, model=latents)), at("data.sources.0", "order"), at("data.sources.0.video", "order"))
+    check_problems(
+        problems_of(make_job(keys, model=latents)), at("data.sources.0", "order"), at("data.sources.0.video", "order")
+    )
     assert problems_of(make_job(keys, model=apart)) == []
     for model, knows_order in ((apart, True), (latents, False)):
         job = make_job(keys, model=model)

@@ -32,6 +32,7 @@ from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Joint, VisionLangu
 from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import tiny_language, tiny_vision
 from forge_testing import TinyModel, job_problems
+from forge_testing.refusals import at, check_problems, problems_of
 
 S = 16
 LANGUAGE = Transformer(
@@ -264,22 +265,20 @@ MLA = MultiHeadLatentAttention(heads=4, kv_lora_rank=6, qk_nope_head_dim=6, qk_r
 
 
 @pytest.mark.parametrize(
-    ("language", "message"),
+    ("language", "facts"),
     [
-        (evolve(LANGUAGE, attention=MLA), "LatentAttention, the attention of layers.0, is causal everywhere"),
-        (evolve(LANGUAGE, attention=OwnAttention(heads=4)), "Windowed, the attention of layers.0, is causal"),
-        (TinyModel(), "the attention of layers.0, is causal everywhere"),
-        (evolve(LANGUAGE, mtp=MultiTokenPrediction()), "modules of multi-token prediction would see their own labels"),
+        (evolve(LANGUAGE, attention=MLA), ["LatentAttention", "layers.0", "causal"]),
+        (evolve(LANGUAGE, attention=OwnAttention(heads=4)), ["Windowed", "layers.0", "causal"]),
+        (TinyModel(), ["layers.0", "causal"]),
+        (evolve(LANGUAGE, mtp=MultiTokenPrediction()), ["multi-token prediction", "labels"]),
     ],
     ids=["mla", "an attention of one's own", "no attention", "mtp"],
 )
 def test_language_models_that_cannot_are_refused_when_the_job_is_checked(
-    language: ModelComponent, message: str, make_job: Callable[..., Any]
+    language: ModelComponent, facts: list[str], make_job: Callable[..., Any]
 ) -> None:
     component = VisionLanguage(language=language, vision=tiny_vision(), fusion=Joint(bidirectional=True))
-    (problem,) = job_problems(make_job(model=component))
-    assert problem.startswith("model.fusion.bidirectional: ")
-    assert message in problem
+    check_problems(problems_of(make_job(model=component)), at("model.fusion.bidirectional", *facts))
     assert not job_problems(make_job(model=evolve(component, fusion=Joint())))
 
 
@@ -288,9 +287,8 @@ def test_divided_sequences_are_refused(method: Any, make_job: Callable[..., Any]
     component = TestBidirectional.component
     parallel = {"cp": ContextParallel(degree=2, method=method)}
     job = make_job(model=component, parallel=parallel)
-    (problem,) = job_problems(job, ranks=2)
-    assert "model.fusion.bidirectional: cp of degree 2 divides sequences" in problem
+    check_problems(problems_of(job, ranks=2), at("model.fusion.bidirectional", "cp", 2))
     model = build(make_job(model=component)).model
-    (stage,) = parallel["cp"].model_problems(model, plan_layout(job, 2)[0])  # of any fusion that does so
-    assert "has no sequence_mixers(), so its sequences cannot be split" in str(stage)
+    stages = parallel["cp"].model_problems(model, plan_layout(job, 2)[0])  # of any fusion that does so
+    check_problems(stages, at("", "sequence_mixers()"))
     assert not job_problems(make_job(model=evolve(component, fusion=Joint()), parallel=parallel), ranks=2)

@@ -12,7 +12,7 @@ from forge_plugin_vision import Looking, VisionLanguage
 from forge_plugin_vision.kinds import GRIDS, PATCHES
 from forge_plugin_vision.looking import ImageRows
 from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
-from forge_testing import job_problems
+from forge_testing.refusals import at, check_problems, problems_of
 
 MODEL = VisionLanguage(language=tiny_language(), vision=tiny_vision())
 
@@ -57,5 +57,5 @@ def test_a_run_logs_the_losses_and_their_difference(make_job, train):
 
 
 def test_a_model_without_images_is_refused(make_job):
-    [problem] = job_problems(make_job(evaluations={"looking": Looking()}), 1)
-    assert problem == "evaluations.looking: TinyModel sees no images; leave this evaluation out"
+    problems = problems_of(make_job(evaluations={"looking": Looking()}))
+    check_problems(problems, at("evaluations.looking", "TinyModel"))

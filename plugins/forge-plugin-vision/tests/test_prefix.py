@@ -23,7 +23,7 @@ from forge_plugin_transformer.huggingface_names import to_huggingface
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint, VisionLanguage
 from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import tiny_language, tiny_vision
-from forge_testing import job_problems
+from forge_testing.refusals import at, check_problems, problems_of
 
 S, END = 16, 31
 
@@ -133,12 +133,12 @@ def test_no_position_sees_a_learned_token_before_it_is_said(
         learned = torch.rand(4, S, generator=generator) < 0.3
         batch["labels"] = batch["input_ids"].roll(-1, 1).where(learned, -100)
         hidden = model(batch)
-        for at in range(1, S):
+        for position in range(1, S):
             other = {**batch, "input_ids": batch["input_ids"].clone()}
-            tokens = other["input_ids"][:, at]
-            other["input_ids"][:, at] = (tokens + 1).where(tokens >= 0, tokens)
+            tokens = other["input_ids"][:, position]
+            other["input_ids"][:, position] = (tokens + 1).where(tokens >= 0, tokens)
             changed = (model(other) != hidden).any(-1)
-            assert not (changed & learned)[:, :at].any()
+            assert not (changed & learned)[:, :position].any()
 
 
 @torch.no_grad()
@@ -186,15 +186,13 @@ def test_a_prompt_is_a_prefix_and_what_follows_is_causal_with_and_without_a_cach
 
 def test_what_cannot_have_it_is_refused_when_the_job_is_checked(make_job: Callable[..., Any]) -> None:
     component = TestPrefix.component
-    for language, message in (
-        (evolve(LANGUAGE, attention=MLA), "LatentAttention, the attention of layers.0, is causal everywhere"),
-        (evolve(LANGUAGE, mtp=MultiTokenPrediction()), "modules of multi-token prediction would see their own labels"),
+    for language, facts in (
+        (evolve(LANGUAGE, attention=MLA), ["LatentAttention", "layers.0", "causal"]),
+        (evolve(LANGUAGE, mtp=MultiTokenPrediction()), ["multi-token prediction", "labels"]),
     ):
-        (problem,) = job_problems(make_job(model=evolve(component, language=language)))
-        assert problem.startswith("model.fusion.prefix: ")
-        assert message in problem
-    (problem,) = job_problems(make_job(model=component, parallel={"cp": ContextParallel(degree=2)}), ranks=2)
-    assert "model.fusion.prefix: cp of degree 2 divides sequences" in problem
+        problems = problems_of(make_job(model=evolve(component, language=language)))
+        check_problems(problems, at("model.fusion.prefix", *facts))
+    problems = problems_of(make_job(model=component, parallel={"cp": ContextParallel(degree=2)}), ranks=2)
+    check_problems(problems, at("model.fusion.prefix", "cp", 2))
     both = evolve(component, fusion=Joint(prefix=True, bidirectional=True))
-    (problem,) = job_problems(make_job(model=both))
-    assert "model.fusion.prefix: bidirectional is set as well" in problem
+    check_problems(problems_of(make_job(model=both)), at("model.fusion.prefix", "bidirectional"))

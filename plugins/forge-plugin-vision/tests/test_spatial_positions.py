@@ -14,11 +14,12 @@ from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.contracts.errors import ForgeError
 from forge_plugin_transformer import PlainRope
 from forge_plugin_vision import GRIDS, IMAGE, SECONDS, VIDEO, MultimodalRope
 from forge_plugin_vision.modules.mrope import MultimodalRotary, axes
 from forge_plugin_vision.modules.spatial_positions import SpatialPositions
+from forge_testing.refusals import naming, refuses
 
 S, N = 40, 4
 Grid = tuple[int, int, int]
@@ -165,7 +166,7 @@ def test_any_prompt_has_the_positions_of_transformers_alone_and_packed(family: s
 
 def test_videos_in_seconds_need_their_seconds() -> None:
     batch = {name: entry for name, entry in batch_of([ROWS["a video"]]).items() if name != SECONDS}
-    with pytest.raises(ForgeError, match="videos without `grid_seconds`, by which mrope"):
+    with pytest.raises(ForgeError, match=naming("`grid_seconds`", "mrope")):
         SpatialPositions(2, "seconds", 2.0)(batch)
 
 
@@ -220,5 +221,5 @@ def test_a_part_of_each_head_may_be_rotated() -> None:
     for actual, expected in zip(spatial(6, equal), plain(6, torch.arange(6)[None]), strict=True):
         assert actual.shape[-1] == 8
         assert torch.equal(actual, expected)
-    with pytest.raises(JobError, match="3 pairs, but heads of 16 have 4"):
+    with refuses("model.language.attention.rope.sections", "3 pairs", 16, 4):
         MultimodalRope(sections=(1, 1, 1), partial_rotary_factor=0.5).build(context, head_dim=16)

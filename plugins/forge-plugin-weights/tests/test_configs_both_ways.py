@@ -31,6 +31,7 @@ from forge_plugin_weights.tables import (
     resolved,
     write_config,
 )
+from forge_testing.refusals import at, check_problems
 
 CATALOG = Catalog.installed()
 READ_ONLY = [
@@ -174,8 +175,9 @@ def test_a_model_that_is_written_is_read_again(type_, data):
     except JobError:
         return  # it is no model of Forge
     if not (forms := forms_of(model)):
-        with pytest.raises(JobError, match="this model is none of"):
+        with pytest.raises(JobError) as caught:
             fitting_architectures(model, CATALOG)
+        check_problems(caught.value.problems[:1], at("model", *ARCHITECTURES))  # and why the nearest does not fit
     for name, architecture in forms.items():
         again = model_of(name, write_config(architecture, model, CATALOG))
         one, same = (resolved(architecture, flattened(to_toml(side, CATALOG))) for side in (model, again))

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_core.contracts.components import ModelComponent
-from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.commands import parse_component
 from forge_plugin_weights.exporting import find_form
 from forge_plugin_weights.kinds import Unsupported
 from forge_plugin_weights.tables import architectures, fitting_architectures, read_config, write_config
+from forge_testing.refusals import at, refuses_all
 
 CATALOG = Catalog.installed()
 ARCHITECTURES = architectures(CATALOG)
@@ -270,46 +270,45 @@ def test_names_of_kinds_say_what_they_are():
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "expected"),
     [
-        ('norm_placement = "post"', "norm_placement: 'post' has no counterpart in LlamaForCausalLM: it is 'pre' there"),
-        ('norm_placement = "both"', "norm_placement: 'both' has no counterpart"),
-        ('residual = "parallel"', "residual: 'parallel' has no counterpart"),
-        ("residual_scale = 0.5", "residual_scale: 0.5 has no counterpart"),
-        ("learned_positions = 4096", "learned_positions: 4096 has no counterpart"),
-        ("embedding_scale = 2.0", "embedding_scale: 2.0 has no counterpart"),
-        ("logit_scale = 2.0", "logit_scale: 2.0 has no counterpart"),
-        ("logit_soft_cap = 2.0", "logit_soft_cap: 2.0 has no counterpart"),
-        ("norm.offset = 1", "norm.offset: 1 has no counterpart"),
-        ('ffn.type = "geglu"', "ffn.type = 'forge-plugin-transformer/geglu' has no counterpart in hidden_act ('silu')"),
-        ("attention.window = 8", "attention.window: 8 has no counterpart"),
-        ("attention.scale = 0.5", "attention.scale: 0.5 has no counterpart"),
-        ("attention.soft_cap = 9.0", "attention.soft_cap: 9.0 has no counterpart"),
-        ("attention.sinks = true", "attention.sinks: True has no counterpart"),
-        ('attention.qk_norm = "all"', "attention.qk_norm: 'all' has no counterpart"),
+        ('norm_placement = "post"', [at("model.norm_placement", "'post'", "LlamaForCausalLM", "'pre'")]),
+        ('norm_placement = "both"', [at("model.norm_placement", "'both'")]),
+        ('residual = "parallel"', [at("model.residual", "'parallel'")]),
+        ("residual_scale = 0.5", [at("model.residual_scale", 0.5)]),
+        ("learned_positions = 4096", [at("model.learned_positions", 4096)]),
+        ("embedding_scale = 2.0", [at("model.embedding_scale", 2.0)]),
+        ("logit_scale = 2.0", [at("model.logit_scale", 2.0)]),
+        ("logit_soft_cap = 2.0", [at("model.logit_soft_cap", 2.0)]),
+        ("norm.offset = 1", [at("model.norm.offset", 1)]),
+        ('ffn.type = "geglu"', [at("", "ffn.type = 'forge-plugin-transformer/geglu'", "hidden_act", "'silu'")]),
+        ("attention.window = 8", [at("model.attention.window", 8)]),
+        ("attention.scale = 0.5", [at("model.attention.scale", 0.5)]),
+        ("attention.soft_cap = 9.0", [at("model.attention.soft_cap", 9.0)]),
+        ("attention.sinks = true", [at("model.attention.sinks", True)]),
+        ('attention.qk_norm = "all"', [at("model.attention.qk_norm", "'all'")]),
         (
             'attention.rope.type = "none"',
-            "attention.rope.type = 'forge-plugin-transformer/none' has no counterpart in rope_type",
+            [at("", "attention.rope.type = 'forge-plugin-transformer/none'", "rope_type")],
         ),
-        ("attention.rope.partial_rotary_factor = 0.5", "partial_rotary_factor: 0.5 has no counterpart"),
+        ("attention.rope.partial_rotary_factor = 0.5", [at("model.attention.rope.partial_rotary_factor", 0.5)]),
         (
             PATTERN.format(near="window = 8", far="window = 0"),
-            "attention.window: 8, 0 (by layer, repeated) has no count",
+            [at("model.attention.window", 8, 0)],
         ),
         (
             PATTERN.format(near="rope.theta = 5.0", far="window = 0"),
-            "rope_theta is one for all layers, not 5.0, 10000.0 (by layer, repeated)",
+            [at("", "rope_theta", 5.0, 10000.0)],
         ),
         (
             PATTERN.format(near="heads = 2", far="window = 0").replace("heads = 4, heads", "heads"),
-            "num_attention_heads",
+            [at("", "num_attention_heads", "2, 4"), at("", "num_key_value_heads", "2, 4"), at("", "head_dim", "16, 8")],
         ),
     ],
 )
-def test_what_a_llama_has_not_is_refused_by_its_key(keys, message):
-    with pytest.raises(JobError) as error:
+def test_what_a_llama_has_not_is_refused_by_its_key(keys, expected):
+    with refuses_all(*expected):
         write_config(ARCHITECTURES["llama"], of_job(keys), CATALOG)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("type_", ARCHITECTURES)
@@ -325,23 +324,22 @@ def test_a_model_of_other_keys_altogether_is_refused_and_not_stumbled_over(type_
 
 
 @pytest.mark.parametrize(
-    ("type_", "keys", "message"),
+    ("type_", "keys", "expected"),
     [
-        ("gemma2", {"layer_types": ["chunked_attention"] * 6}, "layer_types has 'chunked_attention'"),
-        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, where there are 6 layers"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True; attention is causal"),
-        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation = 'silu'; Forge has"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 6}, at("", "layer_types", "'chunked_attention'")),
+        ("gemma2", {"layer_types": ["full_attention"]}, at("", "layer_types", 1, 6)),
+        ("gemma2", {"use_bidirectional_attention": True}, at("", "use_bidirectional_attention = True", "causal")),
+        ("gemma2", {"hidden_activation": "silu"}, at("", "hidden_activation = 'silu'")),
         (
             "qwen2",
             {"layer_types": ["sliding_attention"] * 6},
-            "'sliding_attention', and sliding_window is missing, null or switched off",
+            at("", "'sliding_attention'", "sliding_window", "missing"),
         ),
-        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries, where there are 6 layers"),
-        ("olmo3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters has rope_theta; Forge has"),
-        ("mistral", {"layer_types": ["full_attention"] * 6}, "layer_types"),
+        ("smollm3", {"no_rope_layers": [1]}, at("", "no_rope_layers", 1, 6)),
+        ("olmo3", {"rope_parameters": {"rope_theta": 5.0}}, at("", "rope_parameters", "rope_theta")),
+        ("mistral", {"layer_types": ["full_attention"] * 6}, at("layer_types", "'full_attention'")),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused(type_, keys, message):
-    with pytest.raises(JobError) as error:
+def test_a_configuration_that_cannot_be_is_refused(type_, keys, expected):
+    with refuses_all(expected):
         read_config(ARCHITECTURES[type_], {**SIZES, **keys})
-    assert message in str(error.value)

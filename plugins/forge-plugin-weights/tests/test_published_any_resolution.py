@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 
 from forge_core.cli import main
-from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_images.processing import ImageProcessor
@@ -29,6 +27,7 @@ from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Grid
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
 from forge_plugin_weights.tables import HARMLESS, architecture_of, read_config
+from forge_testing.refusals import at, refuses_all
 
 PAIRS = [[1, 2], [2, 1], [2, 2], [3, 1], [1, 3]]
 CLIP = PLACEHOLDER + 1
@@ -307,23 +306,25 @@ def test_a_job_goes_on_from_a_published_model_and_is_exported(published, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
+    ("model_type", "changes", "expected"),
     [
         ("llava_next", {"image_grid_pinpoints": [[16, 24]]},
-         "image_grid_pinpoints = [[16, 24]] with vision_config.image_size = 16; Forge has whole square tiles"),
-        ("llava_onevision", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio = 'anyres'; Forge has anyres"),
+         [at("", "image_grid_pinpoints = [[16, 24]]", "vision_config.image_size = 16", "square")]),
+        ("llava_onevision", {"vision_aspect_ratio": "anyres"}, [at("", "vision_aspect_ratio = 'anyres'")]),
         ("llava_onevision", {"vision_config": {"model_type": "clip_vision_model"}},
-         "vision_config.model_type = 'clip_vision_model'; Forge has siglip_vision_model"),
-        ("llava_next", {"vision_feature_layer": [-2, -5]}, "features of several layers side by side are missing"),
-        ("llava_onevision", {"multimodal_patch_merge_type": "flat"}, "multimodal_patch_merge_type"),
+         [at("", "vision_config.model_type = 'clip_vision_model'", "siglip_vision_model"),
+          at("", "vision_feature_select_strategy = 'full'", "clip_vision_model"),
+          at("", "image_grid_pinpoints = [[16, 32]]", "vision_config.image_size = 224")]),
+        ("llava_next", {"vision_feature_layer": [-2, -5]}, [at("", "vision_feature_layer = [-2, -5]")]),
+        ("llava_onevision", {"multimodal_patch_merge_type": "flat"}, [at("multimodal_patch_merge_type", "'flat'")]),
     ],
 )  # fmt: skip
-def test_what_forge_does_not_compute_is_named(model_type, changes, message):
+def test_what_forge_does_not_compute_is_named(model_type, changes, expected):
     config = json.loads(MODELS[model_type].config().to_json_string(use_diff=False))
     config["vision_config"]["image_size"] = 16
     config = {**config, "image_grid_pinpoints": [[16, 32]], **changes}
     _, architecture = architecture_of(config, Catalog.installed())
-    with pytest.raises(JobError, match=re.escape(message)):
+    with refuses_all(*expected):
         read_config(architecture, config)
 
 
@@ -333,4 +334,4 @@ def test_other_pinpoints_of_the_processor_are_said(tmp_path):
     reference.image_grid_pinpoints = [[16, 16]]
     reference.save_pretrained(tmp_path / "published")
     run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
-    assert "# but image_grid_pinpoints are others there than in config.json" in (run / "start.toml").read_text()
+    assert "# but image_grid_pinpoints" in (run / "start.toml").read_text()

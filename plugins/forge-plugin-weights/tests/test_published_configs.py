@@ -24,6 +24,7 @@ from forge_kit.commands import parse_component
 from forge_plugin_weights.importing import import_folder
 from forge_plugin_weights.kinds import ArchitectureComponent
 from forge_plugin_weights.tables import architecture_of, load_architecture, read_config, write_config
+from forge_testing.refusals import lacks
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 CATALOG = Catalog.installed()
@@ -193,7 +194,7 @@ def test_kimi_is_exported_as_the_deepseek_that_it_is(tmp_path, capsys):
     assert main(["weights", "import", str(tmp_path / "published"), "--output", run, "--no-tokenizer"]) == 0
     export = ["weights", "export", run, "--output", str(tmp_path / "out")]
     assert main([*export, "--architecture", "kimi_k2"]) == 2
-    assert "transformers has no class for kimi_k2; export it as deepseek_v3" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "kimi_k2", "deepseek_v3")
     assert main(export) == 0
     again, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values())

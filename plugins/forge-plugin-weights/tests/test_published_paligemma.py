@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from forge_core.checkpoint.resume import locate
 from forge_core.config.load import parse_job
-from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_context, build_tokenizer
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_images.prompts import prompts_with_images
@@ -25,6 +23,7 @@ from forge_plugin_vision import GRIDS, IMAGE, PATCHES
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
 from forge_plugin_weights.tables import architecture_of, read_config
+from forge_testing.refusals import ExpectedProblem, at, lacks, refuses_all
 
 
 @pytest.mark.parametrize("name", ["paligemma", "paligemma, gemma2"])
@@ -61,17 +60,17 @@ def test_its_files_say_what_its_processor_needs(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "expected"),
     [
-        ({"text_config": {"model_type": "llama"}}, "text_config.model_type = 'llama'; PaliGemma has gemma or gemma2"),
-        ({"projection_dim": 7}, "projection_dim = 7, which must be text_config.hidden_size = 2048"),
-        ({"novelty": 7}, "novelty: 7 is not known to Forge"),
+        ({"text_config": {"model_type": "llama"}}, at("", "text_config.model_type = 'llama'", "PaliGemma", "gemma2")),
+        ({"projection_dim": 7}, at("", "projection_dim = 7", "text_config.hidden_size = 2048")),
+        ({"novelty": 7}, at("novelty", 7)),
     ],
 )
-def test_what_it_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
+def test_what_it_cannot_be_is_named(changes: dict[str, Any], expected: ExpectedProblem) -> None:
     config = {**CONFIGS["google/paligemma-3b-pt-224"], **changes}
     _, architecture = architecture_of(config, Catalog.installed())
-    with pytest.raises(JobError, match=re.escape(message)):
+    with refuses_all(expected):
         read_config(architecture, config)
 
 
@@ -104,7 +103,7 @@ def test_captions_and_prompts_have_the_ids_and_pixels_of_its_processor(tmp_path:
     pixels.save_pretrained(folder)
     fast.save_pretrained(folder)
     run = import_folder(folder, tmp_path / "run")
-    assert '# and below it [data.sources.tile_text] with after = "<bos>"' in (run / "start.toml").read_text()
+    assert not lacks((run / "start.toml").read_text(), "[data.sources.tile_text]", 'after = "<bos>"')
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 44, 3), np.uint8))
     picture.save(tmp_path / "a.png")
     _, manifest = locate(run, "full")

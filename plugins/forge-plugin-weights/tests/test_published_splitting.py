@@ -109,7 +109,7 @@ def test_chats_prompts_and_logits_are_those_of_the_published_processor(tmp_path,
     theirs = published(tmp_path / "published", name, rows=rows)
     run = import_folder(theirs.folder, tmp_path / "run")
     start, catalog = (run / "start.toml").read_text(), Catalog.installed()
-    assert '# and for chats image_token = "<image>"' in start
+    assert 'image_token = "<image>"' in start
     lines = []
     for number, size in enumerate(SIZES):
         photo(*size).save(tmp_path / f"{number}.png")

@@ -21,7 +21,6 @@ from forge_core import Trainer
 from forge_core.cli import main
 from forge_core.config.load import parse_job
 from forge_core.contracts.components import ModelComponent, TrainingHook
-from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.commands import parse_component
 from forge_plugin_generate.generate import Sampling, generate
@@ -30,6 +29,7 @@ from forge_plugin_vision.modules.images import Images
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
 from forge_plugin_weights.tables import HARMLESS, architecture_of, load_architecture, read_config, write_config
+from forge_testing.refusals import at, lacks, refuses_all
 
 FURTHER = (
     *("tie_word_embeddings", "vision_use_head", "layer_types", "max_window_layers"),
@@ -224,7 +224,7 @@ def test_the_tower_of_a_trained_model_is_exported_alone(tmp_path, capsys):
         assert torch.equal(tower(pixels).last_hidden_state, chosen)  # the block behind hands it on
     capsys.readouterr()
     assert main([*arguments, str(tmp_path / "siglip"), "--architecture", "siglip_vision_model"]) == 2
-    assert "vision.encoder.norm = False, where it has True always" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "vision.encoder.norm = False", True)
 
 
 def test_a_tower_is_not_trained_alone(tmp_path, capsys):
@@ -250,9 +250,7 @@ def test_a_tower_is_not_trained_alone(tmp_path, capsys):
     path.write_text(tomli_w.dumps({**job, "model": {**start["model"], "type": "vision_tower"}}))
     capsys.readouterr()
     assert main(["check", str(path)]) == 2
-    assert 'model: a vision tower alone predicts nothing that could be learned; take type = "vision_language"' in (
-        capsys.readouterr().err
-    )
+    assert not lacks(capsys.readouterr().err, "model", "vision tower", 'type = "vision_language"')
 
 
 def ours_at_start(path: Path) -> Mapping[str, Tensor]:
@@ -312,31 +310,40 @@ def test_models_that_are_not_supported_are_refused_with_what_there_is(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "expected"),
     [
-        ({"vision_feature_layer": [-2, -5]}, "features of several layers side by side are missing"),
-        ({"vision_feature_select_strategy": "full"}, "features of patches are all there are: no class token"),
-        ({"projector_hidden_act": "mish"}, "projector_hidden_act = 'mish'; Forge has 'gelu'"),
-        ({"text_config": {"model_type": "mamba"}}, "text_config.model_type = 'mamba'; Forge has deepseek_v3"),
+        ({"vision_feature_layer": [-2, -5]}, [at("", "vision_feature_layer = [-2, -5]")]),
+        (
+            {"vision_feature_select_strategy": "full"},
+            [at("", "vision_feature_select_strategy = 'full'", "clip_vision_model")],
+        ),
+        ({"projector_hidden_act": "mish"}, [at("", "projector_hidden_act = 'mish'", "'gelu'")]),
+        ({"text_config": {"model_type": "mamba"}}, [at("", "text_config.model_type = 'mamba'", "deepseek_v3")]),
         (
             {"text_config": {"model_type": "llama", "mlp_dropout": 1}},
-            "text_config.mlp_dropout: 1 is not known to Forge",
+            [at("", "text_config.mlp_dropout", 1)],
         ),
         (
             {"vision_config": {"model_type": "dinov2"}},
-            "vision_config.model_type = 'dinov2'; Forge has clip_vision_model",
+            [
+                at("", "vision_config.model_type = 'dinov2'", "clip_vision_model"),
+                at("", "vision_feature_select_strategy = 'default'", "dinov2"),
+            ],
         ),
-        ({"vision_config": {"model_type": "clip_vision_model", "num_channels": 1}}, "images are red, green and blue"),
+        (
+            {"vision_config": {"model_type": "clip_vision_model", "num_channels": 1}},
+            [at("", "num_channels = 1")],
+        ),
         (
             {"text_config": {"model_type": "gemma2", **SIZES, "final_logit_softcapping": 30.0}},
-            "model.language.logit_soft_cap = 30.0, which classes of transformers that see images leave out",
+            [at("", "model.language.logit_soft_cap = 30.0")],
         ),
     ],
 )
-def test_what_forge_does_not_compute_is_named(changes, message):
+def test_what_forge_does_not_compute_is_named(changes, expected):
     config = {**CONFIGS["llava-hf/llava-1.5-7b-hf"], **changes}
     _, architecture = architecture_of(config, Catalog.installed())
-    with pytest.raises(JobError, match=re.escape(message)):
+    with refuses_all(*expected):
         read_config(architecture, config)
 
 
@@ -344,7 +351,7 @@ def test_a_model_of_another_kind_is_not_exported_as_one_of_these(tmp_path, capsy
     _, run = imported(tmp_path, MODELS["idefics3"])
     arguments = ["weights", "export", str(run), "--output", str(tmp_path / "out"), "--architecture", "llava"]
     assert main(arguments) == 2
-    assert "vision.encoder.norm = True, where it has False always" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "vision.encoder.norm = True", False)
     assert not (tmp_path / "out").exists()
 
 

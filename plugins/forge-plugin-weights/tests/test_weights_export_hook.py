@@ -18,8 +18,9 @@ from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_plugin_weights import Export
 from forge_plugin_weights.exporting import export_run
-from forge_testing import job_problems, tiny_job
+from forge_testing import tiny_job
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, problems_of
 
 DENSE = Transformer(
     dim=32, layers=2, vocab_size=32, ffn=SwiGLU(hidden=48), attention=GroupedQueryAttention(heads=4, kv_heads=2)
@@ -92,17 +93,23 @@ def test_the_weights_that_are_evaluated_are_exported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("export", "message"),
+    ("export", "expected"),
     [
-        (Export(), "norm_placement: 'post' has no counterpart"),
-        (Export(architecture="mixtral"), "ffn.type = 'forge-plugin-transformer/swiglu'"),
+        (Export(), [at("hooks.export.model"), at("hooks.export.model.norm_placement", "'post'")]),
+        (
+            Export(architecture="mixtral"),
+            [
+                at("hooks.export", "ffn.type = 'forge-plugin-transformer/swiglu'"),
+                at("hooks.export", "ffn.router.type"),
+            ],
+        ),
     ],
 )
-def test_a_model_without_a_published_form_is_refused_when_the_job_is_checked(tmp_path, export, message):
+def test_a_model_without_a_published_form_is_refused_when_the_job_is_checked(tmp_path, export, expected):
     import attrs
 
     job = tiny_job(str(tmp_path), Catalog.installed(), model=attrs.evolve(DENSE, norm_placement="post"), seq_len=8)
     job = attrs.evolve(job, hooks={"export": export})
-    assert any(message in problem for problem in job_problems(job))
+    check_problems(problems_of(job), *expected)
     with pytest.raises(JobError):
         Trainer(job, echo=lambda line: None).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -15,6 +16,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder
 from forge_plugin_weights.verifying import compare_logits, open_side
+from forge_testing.refusals import lacks
 
 
 @pytest.fixture
@@ -28,9 +30,8 @@ def test_an_import_equals_its_source(folders, capsys):
     published, run = folders
     assert main(["weights", "verify", str(published), str(run)]) == 0
     out = capsys.readouterr().out
-    assert "0 with other values" in out
-    assert "logits: largest difference 0, divergence 0 nats" in out
-    assert "the same at 100.0% of 256 positions" in out
+    assert " 0 with other values" in out
+    assert not lacks(out, "difference 0", "divergence 0", "100.0%", "256 positions")
     assert main(["weights", "verify", str(published), str(run), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["model"] == []
@@ -80,7 +81,7 @@ def test_rounding_and_a_wrong_tensor_are_told_by_layer(folders, tmp_path, capsys
     save_file(tensors, path, {"format": "pt"})
     capsys.readouterr()
     assert main(["weights", "verify", str(published), str(wrong), "--report", str(report)]) == 1
-    assert "1 with other values\n  layers.1.ffn.up.weight: 2 of the largest number" in capsys.readouterr().out
+    assert re.search(r" 1 with other values\n  layers\.1\.ffn\.up\.weight: 2 ", capsys.readouterr().out)
     by_layer = json.loads(report.read_text())["computed"]["layers"]
     assert by_layer["0"] == 0
     assert by_layer["1"] > 0.1
@@ -109,6 +110,4 @@ def test_other_models_are_refused(folders, tmp_path, capsys):
     published, _ = folders
     MODELS["llama, tied"].write(tmp_path / "other")
     assert main(["weights", "verify", str(published), str(tmp_path / "other")]) == 2
-    assert (
-        "the models do not have the same tensors: layers.0.attention.k.bias (16,) / missing" in capsys.readouterr().err
-    )
+    assert not lacks(capsys.readouterr().err, "layers.0.attention.k.bias", "(16,)")
