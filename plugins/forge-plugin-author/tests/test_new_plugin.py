@@ -20,6 +20,7 @@ from forge_core.contracts.errors import ExitCode
 from forge_plugin_author.new_plugin import class_name, distribution_files, distribution_name, kinds, write
 from forge_testing.distribution import check_distribution
 from forge_testing.processes import HANG_S
+from forge_testing.refusals import lacks
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[3]
@@ -39,35 +40,26 @@ def generate(kind: str, name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "told"),
+    ("kind", "name", "facts"),
     [
-        ("optimiser", "mine", "there is no kind 'optimiser'; did you mean 'optimizer'?"),
-        ("every", "mine", "there is no kind 'every'. Kinds: dataset, evaluation, executor, "),
-        (
-            "ffn",
-            "mine",
-            "kind 'ffn' is declared by forge-plugin-transformer 0.2.0, and there are templates for kinds of",
-        ),
-        ("optimizer", "MyOptimizer-2", "'MyOptimizer-2' is no name for a type: small letters, digits and single under"),
-        ("optimizer", "MyOptimizer-2", "a letter first; take 'my_optimizer_2'"),
-        ("optimizer", "2nd", "a letter first; take 'nd'"),
-        ("optimizer", "../up", "; take 'up'"),
-        ("optimizer", "lambda", "'lambda' is a keyword of Python, and would be the name of a module; take 'my_lambda'"),
-        ("optimizer", "a" * 31, "has 31 characters; 30 are allowed"),
-        (
-            "optimizer",
-            "momentum",
-            "'momentum' cannot be told from a module 'momentum' that a new optimizer has already",
-        ),
-        ("plugin", "plugin", "'plugin' cannot be told from a 'Plugin' that a new plugin has already; take 'my_plugin'"),
+        ("optimiser", "mine", ["'optimiser'", "'optimizer'"]),
+        ("every", "mine", ["'every'", "dataset, evaluation, executor"]),
+        ("ffn", "mine", ["'ffn'", "forge-plugin-transformer 0.2.0"]),
+        ("optimizer", "MyOptimizer-2", ["'MyOptimizer-2'", "'my_optimizer_2'"]),
+        ("optimizer", "2nd", ["'2nd'", "'nd'"]),
+        ("optimizer", "../up", ["'up'"]),
+        ("optimizer", "lambda", ["'lambda'", "keyword", "'my_lambda'"]),
+        ("optimizer", "a" * 31, [31, 30]),
+        ("optimizer", "momentum", ["'momentum'", "module", "optimizer"]),
+        ("plugin", "plugin", ["'plugin'", "'Plugin'", "'my_plugin'"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_can(
-    forge_run: Run, tmp_path: Path, kind: str, name: str, told: str
+    forge_run: Run, tmp_path: Path, kind: str, name: str, facts: list[object]
 ) -> None:
     code, _, err = forge_run("new-plugin", kind, name, "--dir", str(tmp_path))
     assert code == ExitCode.BAD_JOB
-    assert told in err
+    assert not lacks(err, *facts)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -133,11 +125,9 @@ def test_it_requires_the_kit_if_it_imports_it(kind: str) -> None:
 def test_a_type_that_is_taken_is_written_with_a_warning(forge_run: Run, tmp_path: Path) -> None:
     code, _, err = forge_run("new-plugin", "optimizer", "muon", "--dir", str(tmp_path))
     assert code == 0
-    assert err.splitlines() == [
-        "warning: optimizer 'muon' is offered by forge-plugin-muon 0.2.0 too, so that jobs with both installed must "
-        "write forge-plugin-muon/muon",
-        "warning: forge-plugin-muon 0.2.0 is installed already; installing the new one replaces it",
-    ]
+    offered, installed = err.splitlines()
+    assert not lacks(offered, "warning", "'muon'", "forge-plugin-muon 0.2.0", "forge-plugin-muon/muon")
+    assert not lacks(installed, "warning", "forge-plugin-muon 0.2.0", "installed")
 
 
 # --- that it is good -----------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from forge_core.contracts.components import ParallelComponent
-from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_core.parallel.stages import order_stages
 from forge_plugin_compile import Compile
@@ -21,6 +20,7 @@ from forge_plugin_generate.generate import generate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, PenalisedModel, TinyModel
 from forge_testing.catalogs import with_components
+from forge_testing.refusals import at, check_problems, refuses
 from forge_testing.tiny_model import TinyNetwork
 
 TRACED = Compile(backend="aot_eager")
@@ -184,12 +184,12 @@ def test_parameters_keep_their_names(make_job, build):
 
 
 def test_an_unknown_backend_is_refused_before_training(make_job, build):
-    with pytest.raises(JobError, match=r"compile.backend: there is no 'indicator'; there are .*inductor.*eager"):
+    with refuses("parallel.compile.backend", "'indicator'", "inductor", "eager"):
         build(make_job(parallel={"compile": Compile(backend="indicator")}))
 
 
 def test_only_the_inductor_has_modes(make_job):
     job = make_job()
-    found = [str(problem) for problem in Compile(backend="eager", mode="max-autotune").problems(job, Layout())]
-    assert found == ["mode: 'max-autotune' is a mode of the inductor, but backend is 'eager'; leave it out"]
+    found = Compile(backend="eager", mode="max-autotune").problems(job, Layout())
+    check_problems(found, at("mode", "'max-autotune'", "inductor", "'eager'"))
     assert not list(Compile(mode="max-autotune").problems(job, Layout()))

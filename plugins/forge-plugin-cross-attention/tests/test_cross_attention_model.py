@@ -29,6 +29,7 @@ from forge_plugin_vision import (
 )
 from forge_plugin_vision.testing import RandomImages
 from forge_testing import TinyModel, job_problems
+from forge_testing.refusals import at, check_problems, naming, problems_of
 
 TEXT = "abcdefgh"
 
@@ -182,7 +183,7 @@ def test_generated_tokens_are_the_same_with_and_without_the_cache(make_model):
 
 def test_rows_of_another_size_than_in_training_are_refused(make_model):
     model, batch = make_model(model_of()), rows("iabcdefg")
-    with pytest.raises(ForgeError, match="room for 6 patches and 3 images; in training they have 18"):
+    with pytest.raises(ForgeError, match=naming("6 patches", "3 images", 18)):
         model({**batch, PATCHES: batch[PATCHES][:, :6]})
 
 
@@ -271,32 +272,28 @@ def test_a_language_model_without_attention_sees_images_too(make_model):
 
 
 @pytest.mark.parametrize(
-    ("keys", "where", "message"),
+    ("keys", "expected"),
     [
-        ({"heads": 3}, "model.fusion.heads", "3 does not divide 16"),
-        ({"every": 5}, "model.fusion.every", "has 4; take 4 or less"),
-        ({"layers": (1, 4)}, "model.fusion.layers", "4 is no layer"),
+        ({"heads": 3}, at("model.fusion.heads", 3, 16)),
+        ({"every": 5}, at("model.fusion.every", 5, 4)),
+        ({"layers": (1, 4)}, at("model.fusion.layers", 4)),
     ],
 )
-def test_sizes_that_do_not_fit_the_language_model_are_refused_when_the_job_is_checked(make_job, keys, where, message):
-    (problem,) = job_problems(make_job(model=model_of(CrossAttention(**keys)), seq_len=16))
-    assert where in problem
-    assert message in problem
+def test_sizes_that_do_not_fit_the_language_model_are_refused_when_the_job_is_checked(make_job, keys, expected):
+    check_problems(problems_of(make_job(model=model_of(CrossAttention(**keys)), seq_len=16)), expected)
 
 
 @pytest.mark.parametrize(
-    ("keys", "where", "message"),
+    ("keys", "expected"),
     [
-        ({"heads": 4, "kv_heads": 3}, "model.fusion.kv_heads", "3 does not divide heads, which is 4"),
-        ({"every": 2, "layers": (1,)}, "model.fusion.layers", "leave one of them out"),
-        ({"layers": (1, 1)}, "model.fusion.layers", "each once"),
-        ({"gate": "none", "gate_start": 0.5}, "model.fusion.gate_start", "there are no gates"),
+        ({"heads": 4, "kv_heads": 3}, at("model.fusion.kv_heads", 3, 4)),
+        ({"every": 2, "layers": (1,)}, at("model.fusion.layers", "every")),
+        ({"layers": (1, 1)}, at("model.fusion.layers", "once")),
+        ({"gate": "none", "gate_start": 0.5}, at("model.fusion.gate_start", "gates")),
     ],
 )
-def test_wrong_keys_are_refused(make_job, keys, where, message):
-    (problem,) = job_problems(make_job(model=model_of(CrossAttention(**keys)), seq_len=16))
-    assert where in problem
-    assert message in problem
+def test_wrong_keys_are_refused(make_job, keys, expected):
+    check_problems(problems_of(make_job(model=model_of(CrossAttention(**keys)), seq_len=16)), expected)
 
 
 def test_tensor_parallel_ranks_share_key_heads(make_job):

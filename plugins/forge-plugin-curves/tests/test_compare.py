@@ -352,7 +352,7 @@ def test_nothing_is_started_if_any_job_is_wrong(folder, capsys):
     )
     seen = capsys.readouterr().err
     assert "optimizer.lr" in seen
-    assert not lacks(seen, "train.stps", "did you mean 'steps'")
+    assert not lacks(seen, "train.stps", "'steps'")
     assert not Path("out").exists()
 
 

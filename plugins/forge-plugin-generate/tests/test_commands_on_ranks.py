@@ -56,7 +56,7 @@ REFUSED = {
     ("generate", "--nproc", "2", "--interactive"): ["--interactive", "standard input", "--prompt"],
     ("generate", "--nproc", "2", "--chat"): ["--chat", "standard input", "--prompt"],
     ("generate", "--parallel.tp.degree=2"): ["tp 2 = 2", "1 ranks", "--nproc"],
-    ("generate", "--parallel.tp.degre=2"): ["parallel.tp.degre", "did you mean 'degree'"],
+    ("generate", "--parallel.tp.degre=2"): ["parallel.tp.degre", "'degree'"],
     ("generate", "--optimizer.lr=2"): ["--optimizer.lr=2", "model, parallel"],
     ("chat", "--train.device=cpu"): ["--device"],
 }

@@ -52,7 +52,7 @@ def test_a_text_ends_at_a_further_stop(model):
     [
         (ValueError, ["max_tokens", 1, 0], "a", {"max_tokens": 0}),
         (ValueError, ["max_tokens", 1, "'8'"], "a", {"max_tokens": "8"}),
-        (TypeError, ["generate()", "'max_new_tokens'", "did you mean 'max_tokens'"], "a", {"max_new_tokens": 3}),
+        (TypeError, ["generate()", "'max_new_tokens'", "'max_tokens'"], "a", {"max_new_tokens": 3}),
         (ValueError, ["'temperature'", ">= 0", -1], "a", {"temperature": -1}),
         (TypeError, ["text", 3, "model(ids)"], [3], {}),
         (ForgeError, ["'ab'", "2 tokens"], "a", {"stop": ["ab"]}),

@@ -156,7 +156,7 @@ def test_commands_change_the_settings_of_what_follows(forge) -> None:
 @pytest.mark.parametrize(
     ("line", "facts"),
     [
-        ("/temprature 1", ["/temprature", "did you mean 'temperature'"]),
+        ("/temprature 1", ["/temprature", "'temperature'"]),
         ("/temperature -1", ["/temperature -1", 0]),
         ("/max-tokens 0", ["/max-tokens 0", 1]),
     ],

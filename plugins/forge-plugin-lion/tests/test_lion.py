@@ -20,6 +20,7 @@ from forge_plugin_parallel import FSDP, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import naming
 
 ROLES = {"embedding": (7, 4), "matrix": (5, 3), "norm": (4,), "bias": (4,), "head": (7, 4)}
 BETAS = (0.8, 0.95)
@@ -202,9 +203,16 @@ def test_the_curve_does_not_depend_on_the_layout(tmp_path, cautious):
 # --- the component --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [{"lr": 0.0}, {"betas": (0.9, 1.0)}, {"weight_decay": -1.0}])
-def test_values_out_of_range_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"must be|each must be"):
+@pytest.mark.parametrize(
+    ("wrong", "facts"),
+    [
+        ({"lr": 0.0}, ["'lr'", "> 0", 0.0]),
+        ({"betas": (0.9, 1.0)}, ["< 1", "[0.9, 1.0]"]),
+        ({"weight_decay": -1.0}, ["'weight_decay'", ">= 0", -1.0]),
+    ],
+)
+def test_values_out_of_range_are_refused(wrong, facts):
+    with pytest.raises(ValueError, match=naming(*facts)):
         Lion(**wrong)
 
 

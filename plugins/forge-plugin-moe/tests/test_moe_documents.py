@@ -13,6 +13,7 @@ from forge_plugin_packing import BestFit, Isolate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import tiny_job
 from forge_testing.documents import RandomDocuments
+from forge_testing.refusals import naming
 from forge_testing.runs import tiny_run
 
 OVER_SEQUENCES = {
@@ -51,5 +52,5 @@ def test_documents_of_a_dataset_are_refused_where_they_come(tmp_path, ffn):
     layer = tiny_run(tmp_path, model=model_of(ffn), seq_len=16).model.layers["0"].ffn
     layer.train()
     batch = {"input_ids": torch.zeros(1, 16, dtype=torch.int64), "document_ids": torch.zeros(1, 16, dtype=torch.int64)}
-    with pytest.raises(ForgeError, match="documents would change each other"):
+    with pytest.raises(ForgeError, match=naming("documents")):
         layer(torch.randn(1, 16, 16), batch)

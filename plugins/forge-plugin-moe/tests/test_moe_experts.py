@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_kit import products
 from forge_plugin_moe import Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_moe.modules.experts import Experts, SwiGLUForm
 from forge_plugin_transformer import GroupedQueryAttention, InitStd, Transformer
 from forge_testing import job_problems, tiny_job
+from forge_testing.refusals import at, check_problems, problems_of, refuses
 from forge_testing.runs import tiny_run
 
 T, K, E, D = 11, 3, 4, 8
@@ -154,22 +154,22 @@ def job(folder, **keys):
 
 class TestWhatIsRefused:
     def test_a_gate_of_no_experts(self, tmp_path):
-        found = job_problems(job(tmp_path, hidden=16, shared_gate=True))
-        assert found == ["model.ffn.shared_gate: is for shared experts, and there are none; set shared_experts"]
+        found = problems_of(job(tmp_path, hidden=16, shared_gate=True))
+        check_problems(found, at("model.ffn.shared_gate", "shared_experts"))
         assert not job_problems(job(tmp_path, hidden=16, shared_gate=True, shared_experts=1))
 
     @pytest.mark.parametrize(
-        ("router", "problem"),
+        ("router", "expected"),
         [
-            (SoftmaxTopK(groups=3), "groups: 3 groups do not divide 8 experts equally"),
-            (SigmoidTopK(top_k=9), "top_k: 9 of 8 experts; lower it"),
-            (SoftmaxTopK(top_k=5, groups=4, top_groups=2), "top_k: 5 of 4 experts in 2 groups; lower it"),
-            (SigmoidTopK(groups=2, top_groups=3), "top_groups: 3 of 2 groups; lower it, or raise groups"),
-            (Hash(top_k=9), "top_k: 9 of 8 experts; lower it"),
+            (SoftmaxTopK(groups=3), at("model.ffn.router.groups", "3 groups", "8 experts")),
+            (SigmoidTopK(top_k=9), at("model.ffn.router.top_k", "9 of 8")),
+            (SoftmaxTopK(top_k=5, groups=4, top_groups=2), at("model.ffn.router.top_k", "5 of 4", "2 groups")),
+            (SigmoidTopK(groups=2, top_groups=3), at("model.ffn.router.top_groups", "3 of 2")),
+            (Hash(top_k=9), at("model.ffn.router.top_k", "9 of 8")),
         ],
     )
-    def test_more_experts_or_groups_than_there_are(self, tmp_path, router, problem):
-        assert job_problems(job(tmp_path, experts=8, hidden=16, router=router)) == [f"model.ffn.router.{problem}"]
+    def test_more_experts_or_groups_than_there_are(self, tmp_path, router, expected):
+        check_problems(problems_of(job(tmp_path, experts=8, hidden=16, router=router)), expected)
 
     @pytest.mark.parametrize(
         "router",
@@ -180,13 +180,9 @@ class TestWhatIsRefused:
 
     def test_a_backend_that_cannot_compute(self, tmp_path):
         model = job(tmp_path, hidden=16, backend="grouped_mm").model
-        with pytest.raises(JobError) as caught:
+        names = ('"grouped_mm"', "float64", "cpu", '"loop"', '"auto"', "layers.0.ffn")
+        with refuses("model.ffn.backend", *names):
             tiny_run(tmp_path, model=model, precision="fp64")
-        [problem] = caught.value.problems
-        assert str(problem) == (
-            'model.ffn.backend: "grouped_mm" cannot compute float64 on cpu; take "loop", or "auto", which takes the '
-            "first that runs (building layers.0.ffn)"
-        )
         assert tiny_run(tmp_path, model=model, precision="fp32").model.layers["0"].ffn.backend == "grouped_mm"
 
 

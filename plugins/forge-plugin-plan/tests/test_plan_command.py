@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_core.cli import main
 from forge_core.parallel.mesh import leave_group
 from forge_plugin_plan.kernels import count_kernels
+from forge_testing.refusals import lacks
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
@@ -88,7 +89,7 @@ def test_it_needs_neither_data_nor_ranks(tmp_path: Path, capsys: pytest.CaptureF
         assert f"  {line}" in out
     assert "pipeline rank      weights    gradients    optimizer  activations       logits         peak" in out
     assert "of 141.00 GB (H200 SXM): fits" in out
-    assert re.search(r"  pp \(2 ranks, 1 a node\) +[\d.]+ ms   [\d.]+ [kM]B at 50 GB/s, over the network", out)
+    assert re.search(r"  pp \(2 ranks, 1 a node\) +[\d.]+ ms   [\d.]+ [kM]B at 50 GB/s", out)
 
 
 def test_without_a_gpu_there_are_no_times(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -110,18 +111,18 @@ def test_all_that_is_impossible_is_told_at_once(tmp_path: Path, capsys: pytest.C
     settings += ["--train.global_batch_size=6", "--model.attention.heads=3", "--model.attention.head_dim=16"]
     assert plan(tmp_path, "--world-size=30", *settings, "--model.ffn.hidden=176", command=command) == 2
     seen = capsys.readouterr().err
-    for problem in (
-        "parallel.tp.degree: layers.0.ffn.gate.weight has 176 rows, which 3 ranks cannot share equally",
-        "parallel.cp.method: each of 3 tensor-parallel ranks has 1 key/value heads, which 2 ranks cannot share equally",
-        "parallel.cp.degree: 2 pieces x tp 3 = 6 do not divide train.seq_len = 255",
-        "parallel.pp.degree: 5 stages, but the model has 4 layers",
-        "parallel.pp.schedule: 1f1b needs a micro-batch for each of the 5 stages, and there are 3",
-        "parallel.float8.exclude: 'layers.*.ffn.left' fits no linear layer",
+    for path, facts in (
+        ("parallel.tp.degree", ["layers.0.ffn.gate.weight", "176 rows", "3 ranks"]),
+        ("parallel.cp.method", ["3 tensor-parallel ranks", "1 key/value heads", "2 ranks"]),
+        ("parallel.cp.degree", ["2 pieces x tp 3 = 6", "train.seq_len = 255"]),
+        ("parallel.pp.degree", ["5 stages", "4 layers"]),
+        ("parallel.pp.schedule", ["1f1b", "5 stages", 3]),
+        ("parallel.float8.exclude", ["'layers.*.ffn.left'"]),
     ):
-        assert problem in seen
+        assert any(not lacks(line, path, *facts) for line in seen.splitlines()), (path, seen)
     assert "embedding.weight" not in seen, "510 rows are 170 for each of three"
     assert plan(tmp_path, "--world-size=7", "--parallel.tp.degree=2", command=command) == 2
-    assert "tp 2 = 2 does not divide the 7 ranks" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "tp 2 = 2", "7 ranks")
 
 
 def test_a_check_without_such_stages_imports_no_torch(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_what_cannot_be_played_is_unknown_with_the_reason(tmp_path: Path, capsys
     )
     assert plan(tmp_path, f"--loss.type={tmp_path}/deciding.py:Deciding", "--gpu=h200") == 0
     out = capsys.readouterr().out
-    assert "unknown   the step cannot be played: DataDependentOutputException" in out
+    assert not lacks(out, "unknown", "DataDependentOutputException")
     assert "  optimizer state" in out
 
 
@@ -194,7 +195,7 @@ def test_products_of_groups_count_as_many_flops_as_their_rows_make() -> None:
 
 def test_an_unknown_gpu_is_named_with_those_there_are(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert plan(tmp_path, "--gpu=h300") == 2
-    assert "--gpu h300: not in the table; there are a100" in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, "--gpu h300", "a100")
 
 
 @pytest.mark.slow

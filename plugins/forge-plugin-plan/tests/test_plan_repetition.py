@@ -29,6 +29,7 @@ from forge_plugin_plan.repetition import Repetition
 from forge_plugin_plan.simulate import RankPlan
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
 from forge_testing import Numbers, SplittableModel, tiny_job
+from forge_testing.refusals import lacks
 
 FULL = ActivationCheckpointing()
 SELECTIVE = ActivationCheckpointing(mode="selective")
@@ -143,7 +144,7 @@ def test_of_many_micro_batches_four_are_played(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Repetition, "_play", watched)
     _, reports = plans(job_of(micro_batches=20, parallel=pp()), 2)
     assert played == [0, 1, 18, 19] * 2
-    assert reports[1] == "simulating a step of pipeline rank 0 of 2, micro-batch 1 of 20"
+    assert not lacks(reports[1], "rank 0 of 2", "micro-batch 1 of 20")
 
 
 def test_micro_batches_that_differ_are_all_played(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from forge_plugin_profile.gap import gaps
 from forge_plugin_profile.operator_flops import operator_flops
 from forge_plugin_profile.report import report
 from forge_plugin_profile.trace import trace_of
+from forge_testing.refusals import lacks
 
 US = 1e-6
 
@@ -45,7 +46,7 @@ def test_communication_is_hidden_where_another_stream_computes(on_gpu):
     assert (row["kind"], row["phase"], row["block"], row["times"]) == ("all-gather", "forward", "layers.1", 1)
     assert row["exposed_s"] == pytest.approx(50 * US)
     text = report([{**on_gpu, "collectives": [row, {**row, "block": "layers.0", "exposed_s": 10 * US}]}])
-    assert "Least hidden: all-gather in forward, 0.06 ms of 0.4 ms, most of it in layers.1." in text
+    assert not lacks(text, "all-gather in forward", "0.06 ms of 0.4 ms", "layers.1")
 
 
 def test_kernels_count_for_the_layer_of_their_launch_and_in_backward_of_the_forward_operator(on_gpu):
@@ -69,7 +70,7 @@ def test_the_layer_furthest_from_its_bound_is_named(on_gpu):
         ("layers.0", 300),
         ("layers.1", 150),
     ]
-    assert "Largest gap: **layers.0** takes 0.34 ms, 8.5 times its bound" in report([on_gpu])
+    assert not lacks(report([on_gpu]), "**layers.0**", "0.34 ms", 8.5)
 
 
 def test_without_a_peak_layers_are_measured_by_each_other(on_gpu):
@@ -104,9 +105,9 @@ def test_operators_have_their_own_time_and_flops(on_gpu, on_cpu):
 def test_what_became_slower_is_named(on_gpu):
     slower = breakdown(trace_of(gpu_trace(slower=60)))
     text = compare(on_gpu, slower, ("before", "after"))
-    assert "Slower most, by layer: **layers.0**, 0.34 ms and 0.4 ms." in text
+    assert not lacks(text, "**layers.0**", "0.34 ms", "0.4 ms")
     assert "| layers.0 | 0.34 ms |  0.4 ms |   +0.06 ms | +17.6 % |" in text
-    assert "A step of after is 0.06 ms slower (6.9 %)." in text
+    assert not lacks(text, "0.06 ms slower", "6.9 %")
     assert "## Calls" not in text
 
 

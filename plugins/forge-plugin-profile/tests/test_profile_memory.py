@@ -13,6 +13,7 @@ from attrs import define, evolve
 from forge_core import TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_profile import Profile, profile
+from forge_testing.refusals import naming
 
 CUDA = torch.device("cuda", 0)
 
@@ -72,5 +73,5 @@ def test_another_error_leaves_none(recorder, train, make_job, tmp_path):
 
 def test_a_cpu_is_said_to_have_none(train, make_job):
     job = make_job(steps=2, hooks={"profile": Profile(start=1, steps=1, snapshot=True)})
-    with pytest.warns(UserWarning, match="only GPUs have memory snapshots, and this run is on the CPU"):
+    with pytest.warns(UserWarning, match=naming("GPUs", "CPU")):
         train(evolve(job, train=evolve(job.train, device="auto")))

@@ -20,9 +20,10 @@ from forge_plugin_profile import Profile
 from forge_plugin_profile.model_facts import layer_flops
 from forge_plugin_profile.profile import chosen_ranks
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing import job_problems, tiny_job
+from forge_testing import tiny_job
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, lacks, problems_of
 from forge_testing.runs import tiny_run
 from forge_testing.suites import HookSuite
 from forge_testing.suites.base import losses_of
@@ -119,18 +120,18 @@ def test_the_command_makes_the_same_summary_again_and_compares(profiled, capsys)
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "facts"),
     [
-        (["{run}/nowhere"], "does not exist"),
-        (["{run}", "--step", "4"], "--step 4: {run} has profiles that begin with step 3, 7"),
-        (["{run}", "--rank", "2"], "has traces of rank 0, 1"),
-        (["{run}/job.toml"], "is a file, and no run folder"),
-        (["{run}/.."], "add [hooks.profile] to the job"),
+        (["{run}/nowhere"], ["{run}/nowhere", "exist"]),
+        (["{run}", "--step", "4"], ["--step 4", "{run}", "3, 7"]),
+        (["{run}", "--rank", "2"], ["rank 0, 1"]),
+        (["{run}/job.toml"], ["{run}/job.toml", "file"]),
+        (["{run}/.."], ["[hooks.profile]"]),
     ],
 )
-def test_what_is_not_there_is_said_by_name(profiled, capsys, argv, words):
+def test_what_is_not_there_is_said_by_name(profiled, capsys, argv, facts):
     assert main(["profile", *(part.format(run=profiled) for part in argv)]) == 2
-    assert words.format(run=profiled) in " ".join(capsys.readouterr().err.split())
+    assert not lacks(" ".join(capsys.readouterr().err.split()), *(fact.format(run=profiled) for fact in facts))
 
 
 def test_the_bounds_of_the_plan_stand_beside_what_was_measured(profiled, capsys):
@@ -235,16 +236,16 @@ def test_ranks_are_one_of_each_pipeline_stage():
 
 
 @pytest.mark.parametrize(
-    ("hook", "words"),
+    ("hook", "expected"),
     [
-        (Profile(start=9), "hooks.profile.start: is step 9, and train.steps is 4: it would never begin"),
-        (Profile(start=1, ranks=(0, 2)), "hooks.profile.ranks: there is no rank 2: the job has 2, from 0"),
-        (Profile(start=1, ranks=()), "hooks.profile.ranks: is empty"),
-        (Profile(start=1, ranks=(1, 1)), "hooks.profile.ranks: names a rank twice"),
-        (Profile(start=1, steps=3, every=3), "hooks.profile.every: is 3: windows would overlap"),
-        (Profile(start=1, snapshot=True), 'hooks.profile.snapshot: train.device is "cpu": only GPUs have memory'),
+        (Profile(start=9), at("hooks.profile.start", "step 9", "train.steps is 4")),
+        (Profile(start=1, ranks=(0, 2)), at("hooks.profile.ranks", "rank 2", 2, 0)),
+        (Profile(start=1, ranks=()), at("hooks.profile.ranks", "empty")),
+        (Profile(start=1, ranks=(1, 1)), at("hooks.profile.ranks", "twice")),
+        (Profile(start=1, steps=3, every=3), at("hooks.profile.every", 3, "overlap")),
+        (Profile(start=1, snapshot=True), at("hooks.profile.snapshot", 'train.device is "cpu"')),
     ],
 )
-def test_what_cannot_work_is_refused_when_the_job_is_checked(tmp_path, hook, words):
+def test_what_cannot_work_is_refused_when_the_job_is_checked(tmp_path, hook, expected):
     job = tiny_job(str(tmp_path), Catalog.installed(), device="cpu", hooks={"profile": hook})
-    assert any(problem.startswith(words) for problem in job_problems(job, 2)), job_problems(job, 2)
+    check_problems(problems_of(job, 2), expected)

@@ -81,7 +81,7 @@ def test_more_epochs_explain_more_of_what_was_held_out(stored, capsys):
     ("arguments", "facts"),
     [
         (["{run}", "--sae.latents=8"], ["sae.activation", "k = 32", "8 latents"]),
-        (["{run}", "--sae.latent=8"], ["did you mean 'latents'"]),
+        (["{run}", "--sae.latent=8"], ["'latents'"]),
         (["{run}"], ["/sae", "empty"]),
         (["{run}", "--sae.points=['*.z']", "--out={run}/y"], ["*.z", "layers.0.mlp_out"]),
         (["{run}/sae"], ["/sae", "samples"]),

@@ -14,6 +14,7 @@ from forge_core.cli import main
 from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_plugin_schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+from forge_testing.refusals import naming
 from forge_testing.runs import tiny_run
 
 COMPONENTS = [
@@ -97,7 +98,7 @@ def test_an_interrupted_run_equals_the_whole_and_exports_its_average(make_job, t
 
 
 def test_a_first_beta_of_zero_is_refused():
-    with pytest.raises(ValueError, match="the first must be > 0"):
+    with pytest.raises(ValueError, match=naming("first", "> 0")):
         ScheduleFreeAdamW(betas=(0.0, 0.9))
 
 

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from forge_core.config.load import load_job
-from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_plugin_schedules import InverseSqrt, NoSchedule
+from forge_testing.refusals import at, check_problems, refuses
 
 JOB = """
 [job]
@@ -53,8 +53,7 @@ def test_inverse_sqrt_falls_by_its_timescale():
 
 
 def test_inverse_sqrt_needs_a_timescale(make_job):
-    [problem] = InverseSqrt().problems(make_job(), Layout())
-    assert str(problem) == "timescale: is 0, and so is warmup_steps, which it stands for; give one of them"
+    check_problems(InverseSqrt().problems(make_job(), Layout()), at("timescale", 0, "warmup_steps"))
 
 
 def sequential(tmp_path, catalog, parts):
@@ -95,19 +94,25 @@ def parts(*ends, type_="constant"):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "path", "facts"),
     [
-        (parts(None, None), "parts.0.until: is missing: each part but the last says when it ends"),
-        (parts(2, 5), "parts.1.until: is 5, but the last part ends with the run; leave it out"),
-        (parts(5, 5, None), "parts.1.until: 5 must be more than 5, where the part begins"),
-        (parts(10, None), "parts.0.until: 10 leaves nothing for the next part; train.steps is 10"),
-        (THREE.replace("warmup_steps = 2", "warmup_steps = 4"), "4 is longer than the run; train.steps is 3 (in this"),
-        (THREE.replace("warmup_steps = 2", "warmup_steps = 11"), "11 is longer than the run; train.steps is 10"),
-        ("parts = []", "parts"),
+        (parts(None, None), "parts.0.until", ["missing"]),
+        (parts(2, 5), "parts.1.until", [5, "last part"]),
+        (parts(5, 5, None), "parts.1.until", ["more than 5"]),
+        (parts(10, None), "parts.0.until", [10, "train.steps is 10"]),
+        (
+            THREE.replace("warmup_steps = 2", "warmup_steps = 4"),
+            "parts.0.schedule.warmup_steps",
+            [4, "train.steps is 3", "3 updates"],
+        ),
+        (
+            THREE.replace("warmup_steps = 2", "warmup_steps = 11"),
+            "parts.0.schedule.warmup_steps",
+            [11, "train.steps is 10"],
+        ),
+        ("parts = []", "parts", ["empty"]),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(tmp_path, catalog, wrong, message):
-    with pytest.raises(JobError) as error:
+def test_parts_that_do_not_fit_are_refused(tmp_path, catalog, wrong, path, facts):
+    with refuses(f"scheduler.{path}", *facts):
         sequential(tmp_path, catalog, wrong)
-    assert len(error.value.problems) == 1
-    assert message in str(error.value)

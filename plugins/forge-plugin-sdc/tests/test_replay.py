@@ -14,6 +14,7 @@ from forge_core import Trainer, TrainingHook
 from forge_core.cli import main
 from forge_plugin_sdc import SDC
 from forge_plugin_sdc.verdict import Replay
+from forge_testing.refusals import lacks
 
 PARTS = Path(flipped_bits.__file__)
 TEXT = "the cat sat on the mat and the dog sat on the log\n"
@@ -74,7 +75,8 @@ def test_a_poisoned_document_is_found_in_a_run_that_skipped_updates_and_was_resu
     for name in ("recorded", "again"):
         assert f"  {name:<9} loss {rows[step]['loss']!r}, grad norm {rows[step]['grad_norm']!r}" in shown
     assert len(set(re.findall(r"^  (?:recorded|again) +([0-9a-f]{16})$", shown, re.MULTILINE))) == 1
-    assert "Loss and norm, and the digests of the gradients, come out again to the bit" in shown
+    assert "HARDWARE" not in shown
+    assert not lacks(shown, "gradients", "to the bit")
     assert re.search(r"DATA: \d of 8 sequences stands? out", shown)
     worst = shown.partition("in nats a token\n")[2].splitlines()
     assert len(worst) == 3
@@ -86,8 +88,7 @@ def test_a_poisoned_document_is_found_in_a_run_that_skipped_updates_and_was_resu
 def test_a_weight_that_flipped_is_hardware_from_the_step_after_it_on(tmp_path, capsys):
     summary = train(job_of(tmp_path), FlipsWeight(rank=0, step=9, name="layers."))
     shown = replay(capsys, summary.folder, "--step", 11, "--worst", 1)
-    assert "HARDWARE: from step 10 on, the run recorded other numbers than come out here" in shown
-    assert "the steps before it come out again to the bit" in shown
+    assert not lacks(shown, "HARDWARE: from step 10 on", "to the bit")
 
 
 @pytest.mark.thorough
@@ -96,24 +97,25 @@ def test_ranks_of_a_run_are_replayed_by_as_many(tmp_path, capsys):
         [rows, _] = curve(tmp_path, layout="fsdp2", plugins={"sdc": SDC(every=3)}, checkpoint={"interval": 2})
     shown = replay(capsys, tmp_path / "run", "--step", 6, "--digest", "--nproc", 2)
     assert f"  again     loss {rows[5][1]!r}, grad norm {rows[5][2]!r}" in shown
-    assert "Loss and norm, and the digests of the gradients, come out again to the bit" in shown
+    assert "HARDWARE" not in shown
+    assert not lacks(shown, "gradients", "to the bit")
     assert "worst 8 of 8 sequences" in shown
     with_one = replay(capsys, tmp_path / "run", "--step", 6)
-    assert "to the bit" in with_one or "rounding, if the run had another number of ranks" in with_one
+    assert "to the bit" in with_one or "rounding" in with_one
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "code", "facts"),
     [
-        (["nowhere", "--step", "1"], 2, "nowhere is no run folder: it has no job.toml"),
-        (["run", "--step", "9"], 1, "has no record of step 9; its last is 4"),
+        (["nowhere", "--step", "1"], 2, ["nowhere", "job.toml"]),
+        (["run", "--step", "9"], 1, ["step 9", 4]),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(make_job, train, monkeypatch, tmp_path, capsys, arguments, code, message):
+def test_what_cannot_be_replayed_is_refused(make_job, train, monkeypatch, tmp_path, capsys, arguments, code, facts):
     train(make_job(job={"name": "run"}))
     monkeypatch.chdir(tmp_path)
     assert main(["replay", *arguments]) == code
-    assert message in capsys.readouterr().err
+    assert not lacks(capsys.readouterr().err, *facts)
 
 
 class TestVerdict:
@@ -125,20 +127,20 @@ class TestVerdict:
         return " ".join(Replay(**values | changes).verdict())
 
     def test_all_sequences_worse_than_usual_are_weights(self):
-        assert "WEIGHTS: no sequence stands out" in self.verdict()
+        assert "WEIGHTS:" in self.verdict()
 
     def test_one_sequence_is_data(self):
-        assert "DATA: 1 of 4 sequences stands out, from 20.0000 on" in self.verdict(losses=[3.0, 3.1, 2.9, 20.0])
-        assert "DATA: 1 of 4 sequences stands out, from inf on" in self.verdict(losses=[3.0, 3.1, 2.9, float("inf")])
+        assert not lacks(self.verdict(losses=[3.0, 3.1, 2.9, 20.0]), "DATA: 1 of 4", "20.0000")
+        assert not lacks(self.verdict(losses=[3.0, 3.1, 2.9, float("inf")]), "DATA: 1 of 4", "inf")
 
     def test_another_rank_is_named_by_its_gradients(self):
-        assert "the gradients of rank 1" in self.verdict(gradients=["a", "c"])
+        assert not lacks(self.verdict(gradients=["a", "c"]), "gradients", "rank 1")
 
     def test_small_differences_from_the_first_step_on_may_be_rounding(self):
         again = {step: (loss * (1 + 1e-6), norm) for step, (loss, norm) in self.RECORDED.items()}
-        assert "rounding, if the run had another number of ranks" in self.verdict(again=again, gradients=[])
+        assert "rounding" in self.verdict(again=again, gradients=[])
         again[1] = self.RECORDED[1]
-        assert "HARDWARE: from step 2 on" in self.verdict(again=again)
+        assert not lacks(self.verdict(again=again), "HARDWARE: from step 2")
 
     def test_numbers_that_are_not_finite_are_the_same_again(self):
         rows = {1: (4.0, 1.0), 2: (float("nan"), float("inf"))}

@@ -151,7 +151,7 @@ def test_bfloat16_becomes_float32_and_the_command_says_so(tmp_path, inside, caps
     [
         (["extract", "runs/run", "--out", "acts"], ["--out acts"]),
         (["extract", "runs/run", "--out", "new", "--step", "7"], ["step 7", "1, 2"]),
-        (["extract", "runs/run", "--out", "new", "--points", "layers.*.resid_pots"], ["did you mean"]),
+        (["extract", "runs/run", "--out", "new", "--points", "layers.*.resid_pots"], ["'layers.*.resid_post'"]),
         (["taps", "show", "runs/run"], ["runs/run", "store"]),
         (["taps", "export", "early", "--to", "saelens", "--out", "x"], ["SAELens", "--positions all"]),
     ],

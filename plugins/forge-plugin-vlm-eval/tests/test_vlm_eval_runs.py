@@ -22,9 +22,10 @@ from forge_plugin_text import Bytes
 from forge_plugin_vision import MultimodalRope
 from forge_plugin_vlm_eval import Anls, Captions, ExactMatch, MultipleChoice, captions
 from forge_plugin_vlm_eval.generated import GeneratedAnswers
-from forge_testing import Numbers, job_problems
+from forge_testing import Numbers
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
+from forge_testing.refusals import at, check_problems, naming, problems_of, refuses
 from forge_testing.runs import tiny_run
 
 CHOICES = ["red", "green", "a very deep blue"]
@@ -200,10 +201,10 @@ def test_choices_that_all_questions_share_are_compared_with_the_learned_text(cha
     assert {name for name in metrics if "colour" in name} == {"colour/acc", "colour/acc_stderr"}
     missing = MultipleChoice(options=("red", "green"))
     run = tiny_run(tmp_path, **changes | {"evaluations": {"colour": missing}})
-    with pytest.raises(JobError, match="the learned text is 'blue', which is 0 of the choices"):
+    with refuses("", "row 1", "'blue'", 0, "['red', 'green']"):
         evaluate(run, 0)
     long = MultipleChoice(options=("red", "green", "blue", "white", "black", "x" * 40))
-    with pytest.raises(JobError, match=r"positions, and train.seq_len is 40"):
+    with refuses("", "row 0", "41 positions", "train.seq_len is 40"):
         evaluate(tiny_run(tmp_path, **changes | {"evaluations": {"colour": long}}), 0)
 
 
@@ -218,21 +219,21 @@ def test_what_a_check_refuses(make_job, changes, monkeypatch):
         "d": MultipleChoice(options=("yes", " ")),
         "e": MultipleChoice(options="options"),
     }
-    found = job_problems(make_job(**changes | {"evaluations": evaluations}))
-    key = "is a key of records, and held-out rows of the job do not know theirs; add [evaluations.NAME.source] with"
-    assert found == [
-        f"evaluations.a.references: 'answers' {key} its own files",
-        "evaluations.b.agreement: 'vqa' counts the answers of several people; set references to their key",
-        "evaluations.c: CIDEr needs pycocoevalcap, which is not installed; "
-        'pip install "forge-plugin-vlm-eval[captions]"',
-        "evaluations.c.words: 'ptb' runs Java, and there is no command java; install a JRE, or take 'treebank'",
-        "evaluations.d.options: holds ['yes', ' ']; at least two are needed, and none may be blank",
-        f"evaluations.e.options: 'options' {key} its own files",
-    ]
-    assert job_problems(make_job(evaluations={"a": ExactMatch()}, data={"sources": (Numbers(),)})) == [
-        "evaluations.a: TinyModel sees no images; leave this evaluation out",
-        "evaluations.a: answers are text, which needs a tokenizer; add [data.tokenizer], or leave this out",
-    ]
+    of_records = ("records", "[evaluations.NAME.source]")
+    check_problems(
+        problems_of(make_job(**changes | {"evaluations": evaluations})),
+        at("evaluations.a.references", "'answers'", *of_records),
+        at("evaluations.b.agreement", "'vqa'", "references"),
+        at("evaluations.c", "CIDEr", 'pip install "forge-plugin-vlm-eval[captions]"'),
+        at("evaluations.c.words", "'ptb'", "java", "'treebank'"),
+        at("evaluations.d.options", "['yes', ' ']"),
+        at("evaluations.e.options", "'options'", *of_records),
+    )
+    check_problems(
+        problems_of(make_job(evaluations={"a": ExactMatch()}, data={"sources": (Numbers(),)})),
+        at("evaluations.a", "TinyModel", "images"),
+        at("evaluations.a", "[data.tokenizer]"),
+    )
 
 
 def test_captions_have_cider_among_each_other(changes, write, tmp_path):
@@ -242,7 +243,7 @@ def test_captions_have_cider_among_each_other(changes, write, tmp_path):
     metrics = evaluate(tiny_run(tmp_path, **changes | {"evaluations": asked}), 0)
     assert metrics["captions/cider"] == 0 == metrics["captions/cider_stderr"]
     one = {"captions": Captions(source=ImageText(path=write([{}], "one")))}
-    with pytest.raises((JobError, ForgeError), match="which one question does not tell; ask more"):
+    with pytest.raises((JobError, ForgeError), match=naming("CIDEr", "one question")):
         evaluate(tiny_run(tmp_path, **changes | {"evaluations": one}), 0)
 
 
@@ -251,6 +252,6 @@ def test_a_model_that_cannot_generate_is_refused_before_the_first_step(changes, 
 
     monkeypatch.setattr(answers, "Generates", type("Never", (), {}))
     job = make_job(**changes | {"steps": 1})
-    with pytest.raises(ForgeError, match="cannot generate: it has no new_cache and decode"):
+    with pytest.raises(ForgeError, match=naming("new_cache and decode")):
         train(job)
     assert "loss" not in (Path(job.job.output) / "run" / "metrics.jsonl").read_text()

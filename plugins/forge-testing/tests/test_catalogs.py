@@ -10,6 +10,7 @@ from forge_core.contracts.errors import PluginError
 from forge_core.contracts.hookspecs import hookimpl
 from forge_core.plugins.catalog import Catalog
 from forge_testing import TinyAdamW
+from forge_testing.refusals import naming
 
 
 @frozen(kw_only=True)
@@ -63,5 +64,5 @@ def test_plugins_that_do_not_fit_are_refused(plugins_with):
     class Idle(Plugin):
         pass
 
-    with pytest.raises(PluginError, match="implements no hook"):
+    with pytest.raises(PluginError, match=naming("idle", "hook")):
         plugins_with(idle=Idle())

