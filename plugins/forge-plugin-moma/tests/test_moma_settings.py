@@ -38,9 +38,9 @@ def problems_with(folder, router, model=None, **changes):
     return problems_of(job)
 
 
-ROUTER = "model.ffn.router"
+ROUTER = "model.language.ffn.router"
 REFUSED = {
-    "no modality": (MoMa(experts={"text": 5, "smell": 1}), at(f"{ROUTER}.experts.smell", "text, i")),
+    "no modality": (MoMa(experts={"text": 5, "smell": 1}), at(f"{ROUTER}.experts.smell", "text, image, video, sound")),
     "no experts": (MoMa(experts={"text": 6, "image": 0}), at(f"{ROUTER}.experts.image", 0, 1)),
     "no text": (MoMa(experts={"image": 6}), at(f"{ROUTER}.experts", "text")),
     "another number": (
