@@ -141,7 +141,7 @@ def test_the_same_error_after_the_same_step_twice_in_a_row_is_the_jobs_fault() -
     again = failed("RuntimeError: file 4 is gone", 120)  # numbers may differ: a process, an address
     ended = decided(again, first, saved=110)
     assert ended.action == ENDED
-    assert "job" in ended.reason
+    assert "its data" in ended.reason
     assert decided(failed("RuntimeError: file 3 is gone", 121), first, saved=110).action == QUEUED
     assert decided(failed("KeyError: 'x'", 120), first, saved=110).action == QUEUED
     assert decided(FAILED, first, decided(Outcome(code=75, preempted=True)), saved=110).action == QUEUED
