@@ -84,7 +84,7 @@ def write_config(architecture: ArchitectureComponent, model: ModelComponent, cat
     Raises:
         JobError: the model is not of the architecture; names the keys of `[model]` that it lacks.
     """
-    form = _form(architecture, model, catalog)
+    form = _form(architecture, model, flattened(to_toml(model, catalog)), catalog)
     if form.problems:
         raise JobError(form.problems)
     return form.config
@@ -111,8 +111,9 @@ class _Form:
         return len(self.contradicted), len(self.lost), self.unsaid
 
 
-def _form(architecture: ArchitectureComponent, model: ModelComponent, catalog: Catalog) -> _Form:
-    flat = resolved(architecture, flattened(to_toml(model, catalog)))
+def _form(architecture: ArchitectureComponent, model: ModelComponent, table: Flat, catalog: Catalog) -> _Form:
+    """Returns the form of a model, whose keys `table` has: many architectures are tried with the same ones."""
+    flat = resolved(architecture, table)
     config: dict[str, Any] = {}
     contradicted = []
     for field in architecture.fields():
@@ -250,7 +251,8 @@ def fitting_architectures(
         JobError: there is none; names the keys that the nearest lacks.
     """
     known = architectures(catalog) if among is None else among
-    forms = {name: _form(architecture, model, catalog) for name, architecture in known.items()}
+    table = flattened(to_toml(model, catalog))
+    forms = {name: _form(architecture, model, table, catalog) for name, architecture in known.items()}
     if fitting := {name: known[name] for name, form in forms.items() if not form.problems}:
         return fitting
     nearest = min(forms, key=lambda name: (*forms[name].distance(), name != "llama", name))
