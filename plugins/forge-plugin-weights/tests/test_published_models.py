@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from attrs import frozen
 from published_models import MODELS, ids_of, logits, ours, wide_logits
 from safetensors.torch import load_file
 
@@ -29,10 +33,31 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@frozen
+class Trip:
+    """A published model, the run folder of its import, and what is exported of that."""
+
+    theirs: Any
+    published: Path
+    run: Path
+    out: Path
+
+
+@pytest.fixture(scope="module")
+def trip(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trip]:
+    @cache
+    def of(name: str) -> Trip:
+        folder = tmp_path_factory.mktemp("trip")
+        theirs = MODELS[name].write(folder / "published")
+        run = import_folder(folder / "published", folder / "run", tokenizer=False)
+        return Trip(theirs, folder / "published", run, export_run(run, folder / "out"))
+
+    return of
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_in_and_goes_out(tmp_path, name):
-    theirs = MODELS[name].write(tmp_path / "published")
-    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
+def test_a_model_comes_in_and_goes_out(trip, name):
+    theirs, run, out = trip(name).theirs, trip(name).run, trip(name).out
     ids = ids_of()
     with torch.no_grad():
         expected = theirs(ids).logits
@@ -40,8 +65,7 @@ def test_a_model_comes_in_and_goes_out(tmp_path, name):
     assert (logits(ours(run), ids) - expected).abs().max() < 1e-4
     assert (logits(ours(run, "fp64"), ids) - wide_logits(theirs, ids)).abs().max() < 1e-9
 
-    out = export_run(run, tmp_path / "out")
-    before, after = tensors_of(tmp_path / "published"), tensors_of(out)
+    before, after = tensors_of(trip(name).published), tensors_of(out)
     assert after.keys() == before.keys()
     assert all(bytes_of(after[key]) == bytes_of(before[key]) for key in before)
     again, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -53,10 +77,8 @@ def test_a_model_comes_in_and_goes_out(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_configuration_is_written_as_it_was_read(tmp_path, name):
-    MODELS[name].write(tmp_path / "published")
-    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
-    folders = tmp_path / "published", export_run(run, tmp_path / "out")
+def test_a_configuration_is_written_as_it_was_read(trip, name):
+    folders = trip(name).published, trip(name).out
     before, after = (json.loads((folder / "config.json").read_text()) for folder in folders)
     _, architecture = architecture_of(before, Catalog.installed())
     meaningless = HARMLESS | set(architecture.harmless)
