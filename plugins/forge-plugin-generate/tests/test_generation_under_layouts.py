@@ -73,39 +73,45 @@ def test_rows_end_at_different_times(expected):
     assert len({len(row) for row in expected[1]}) > 1
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_two_ranks(name, tmp_path, expected):
+def check_layouts(folder, names, expected, **parts):
+    """Two ranks, started once, generate the tokens of one process under each layout."""
+
     def rank(number):
-        network = built(tmp_path, LAYOUTS[name]).model
-        return rows(network), rows(network, use_cache=False)
+        return {name: rows(built(folder, LAYOUTS[name], **parts).model) for name in names}
 
-    for cached, plain in run_on_ranks(2, rank):
-        assert cached == expected
-        assert plain == expected
+    assert run_on_ranks(2, rank) == [dict.fromkeys(names, expected)] * 2
 
 
-@pytest.mark.parametrize("name", TWO_BY_TWO)
-def test_four_ranks(name, tmp_path, expected):
-    parts = {"model": model(ffn=MoE(experts=4))} if "ep" in name else {}
-    expected = rows(built(tmp_path, **parts).model) if parts else expected
-    for found in run_on_ranks(4, lambda rank: rows(built(tmp_path, TWO_BY_TWO[name], **parts).model)):
-        assert found == expected
+def test_two_ranks(tmp_path, expected):
+    def rank(number):
+        networks = {name: built(tmp_path, stages).model for name, stages in LAYOUTS.items()}
+        return {name: (rows(network), rows(network, use_cache=False)) for name, network in networks.items()}
+
+    assert run_on_ranks(2, rank) == [dict.fromkeys(LAYOUTS, (expected, expected))] * 2
 
 
-@pytest.mark.parametrize("name", ["tp", "pp", "cp, ring"])
-def test_latent_attention(name, tmp_path):
+def test_four_ranks(tmp_path, expected):
+    experts = {"model": model(ffn=MoE(experts=4))}
+    parts = {name: experts if "ep" in name else {} for name in TWO_BY_TWO}
+
+    def rank(number):
+        return {name: rows(built(tmp_path, stages, **parts[name]).model) for name, stages in TWO_BY_TWO.items()}
+
+    mixed = rows(built(tmp_path, **experts).model)
+    assert run_on_ranks(4, rank) == [{name: mixed if parts[name] else expected for name in TWO_BY_TWO}] * 4
+
+
+def test_latent_attention(tmp_path):
     parts = {"model": model(attention=MultiHeadLatentAttention(heads=4))}
-    expected = rows(built(tmp_path, **parts).model)
-    assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
+    check_layouts(tmp_path, ["tp", "pp", "cp, ring"], rows(built(tmp_path, **parts).model), **parts)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", "pp, interleaved", "cp, ring"])
-def test_learned_positions_and_norms_over_all_heads(name, tmp_path):
+def test_learned_positions_and_norms_over_all_heads(tmp_path):
     attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all")
     keys = {"norm_placement": "both", "residual": "parallel", "learned_positions": 32, "logit_soft_cap": 5.0}
     parts = {"model": model(attention=attention, **keys)}
-    expected = rows(built(tmp_path, **parts).model)
-    assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
+    names = ["fsdp", "tp", "pp, interleaved", "cp, ring"]
+    check_layouts(tmp_path, names, rows(built(tmp_path, **parts).model), **parts)
 
 
 @frozen(kw_only=True)
@@ -116,8 +122,7 @@ class LongInFirstLayers(LongRope):
         return super().build(context, head_dim) if context.layer < 2 else NoRope().build(context, head_dim)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", "pp", "cp, ring"])
-def test_rows_that_become_long_whichever_layers_know_it(name, tmp_path):
+def test_rows_that_become_long_whichever_layers_know_it(tmp_path):
     rope = LongInFirstLayers(
         short_factor=(1.0, 1.5), long_factor=(2.0, 9.0), original_max_position_embeddings=8, factor=2.0
     )
@@ -125,17 +130,15 @@ def test_rows_that_become_long_whichever_layers_know_it(name, tmp_path):
     network = built(tmp_path, **parts).model
     expected = rows(network)
     assert expected == rows(network, use_cache=False)
-    assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
+    check_layouts(tmp_path, ["fsdp", "tp", "pp", "cp, ring"], expected, **parts)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", "pp", "cp, ring"])
-def test_windows_patterns_sinks_and_other_blocks(name, tmp_path):
+def test_windows_patterns_sinks_and_other_blocks(tmp_path):
     full, window = (GroupedQueryAttention(heads=4, kv_heads=2, sinks=True, window=window) for window in (0, 4))
     pattern = AttentionPattern(layers=("full", "window"), kinds={"full": full, "window": window})
     blocks = {"norm_placement": "both", "embedding_scale": 4.0, "logit_soft_cap": 5.0}
     parts = {"model": model(attention=pattern, **blocks)}
-    expected = rows(built(tmp_path, **parts).model)
-    assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
+    check_layouts(tmp_path, ["fsdp", "tp", "pp", "cp, ring"], rows(built(tmp_path, **parts).model), **parts)
 
 
 def attend_by_the_mixer(network):
@@ -192,7 +195,7 @@ def rows_until(network, prompts, end):
 
 def test_training_goes_on_with_fresh_weights_after_a_generation(tmp_path):
     def losses(parallel, generates):
-        run = built(tmp_path, parallel)
+        run = built(tmp_path, parallel, micro_batch_size=2)
         if generates:
             generate(run.model, PROMPTS, 4, END, GREEDY)
         run.model.train()
@@ -202,13 +205,13 @@ def test_training_goes_on_with_fresh_weights_after_a_generation(tmp_path):
     def local(parameter):
         return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
-    for parallel in ({"fsdp": {"reshard_after_forward": False}}, {"tp": {"degree": 2}}, {"pp": {"degree": 2}}):
+    layouts = ({"fsdp": {"reshard_after_forward": False}}, {"tp": {"degree": 2}}, {"pp": {"degree": 2}})
 
-        def rank(number, parallel=parallel):
-            return losses(parallel, False), losses(parallel, True)
+    def rank(number):
+        return [[losses(parallel, generates) for parallel in layouts] for generates in (False, True)]
 
-        for without, after in run_on_ranks(2, rank):
-            assert after == without
+    for without, after in run_on_ranks(2, rank):
+        assert after == without
 
 
 def test_draws_without_a_seed_are_refused_where_ranks_must_draw_alike(tmp_path):
@@ -230,6 +233,7 @@ def test_logits_are_those_of_the_whole_vocabulary_on_every_rank(tmp_path):
             return joint_generation(network).next_logits(batch, network.new_cache(1, 3))
 
     whole = logits(built(tmp_path).model)
-    for name in ("tp", "pp"):
-        for found in run_on_ranks(2, lambda rank, name=name: logits(built(tmp_path, LAYOUTS[name]).model)):
+    names = ("tp", "pp")
+    for of_rank in run_on_ranks(2, lambda rank: [logits(built(tmp_path, LAYOUTS[name]).model) for name in names]):
+        for found in of_rank:
             torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-12)

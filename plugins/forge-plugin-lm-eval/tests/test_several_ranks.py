@@ -41,6 +41,7 @@ LAYOUTS = {
     "cp, ulysses": {"cp": {"degree": 2, "method": "ulysses"}},
 }
 QUICK = ("fsdp", "tp", "pp")
+OTHERS = tuple(name for name in LAYOUTS if name not in QUICK)
 FOUR = {
     "fsdp x tp": {"fsdp": {}, "tp": {"degree": 2}},
     "fsdp x pp": {"fsdp": {}, "pp": {"degree": 2}},
@@ -111,19 +112,21 @@ def check(found, expected):
         assert found[subject] == expected[subject]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in LAYOUTS]
-)
-def test_two_ranks(name, runs, expected):
-    for found in run_on_ranks(2, lambda rank: asked(shared(runs / "dense", LAYOUTS[name]))):
-        check(found, expected["dense"])
+def check_layouts(ranks, layouts, runs, expected):
+    """Ranks, started once, have the answers of one process under each layout."""
+    for of_rank in run_on_ranks(ranks, lambda rank: [asked(shared(runs / "dense", each)) for each in layouts]):
+        for found in of_rank:
+            check(found, expected["dense"])
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["quick", "others"])
+def test_two_ranks(names, runs, expected):
+    check_layouts(2, [LAYOUTS[name] for name in names], runs, expected)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", FOUR)
-def test_four_ranks(name, runs, expected):
-    for found in run_on_ranks(4, lambda rank: asked(shared(runs / "dense", FOUR[name]))):
-        check(found, expected["dense"])
+def test_four_ranks(runs, expected):
+    check_layouts(4, [*FOUR.values()], runs, expected)
 
 
 @pytest.mark.thorough
