@@ -256,9 +256,11 @@ class MeteredLoss:
 
     loss: Any
     meter: Meter | None = None
+    around: Callable[[Callable[[], Any], Any], Any] | None = None
+    """Is called in place of the loss, with what calls the loss and with the arguments."""
 
     def __call__(self, *args: Any) -> Any:
         if self.meter is None:
             return self.loss(*args)
         with self.meter.making(Purpose.LOGITS):
-            return self.loss(*args)
+            return self.loss(*args) if self.around is None else self.around(lambda: self.loss(*args), args)

@@ -166,7 +166,8 @@ class _Rank:
             raise
         except Exception as error:
             failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self._update_by_zeros()
+            if not repeats:  # else a step without repetition is simulated next
+                self._update_by_zeros()
         return self._planned(self._sizes(), memory, traffic, failure)
 
     def outline(self, states: StateLog) -> RankPlan:
@@ -274,7 +275,7 @@ class _Rank:
         self._loss.meter = meter
         meter.storages.assign(_state(run), Purpose.OPTIMIZER)
         _name(meter, run)
-        repeating = Repetition(meter, run.model, count, self._report).applied() if self._repeats else nullcontext()
+        repeating = self._repetition(meter, count).applied() if self._repeats else nullcontext()
         with meter.watching(), self._surroundings():
             stepper = Stepper(run)
             with repeating:
@@ -285,6 +286,9 @@ class _Rank:
         meter.storages.assign(_state(run), Purpose.OPTIMIZER)
         _name(meter, run)  # again: fsdp has put others in their place
         return meter
+
+    def _repetition(self, meter: Meter, count: int) -> Repetition:
+        return Repetition(meter, self._run.model, self._loss, count, self._report)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:

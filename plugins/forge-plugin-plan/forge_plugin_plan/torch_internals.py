@@ -18,6 +18,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 # The store of the backend "fake", whose collectives send nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forge_kit.torch_internals import FakeTensor, FakeTensorMode
 
@@ -31,6 +32,8 @@ __all__ = [
     "hook_gradient_first",
     "identity_of",
     "schema_of",
+    "tree_flatten",
+    "tree_unflatten",
     "without_vote",
 ]
 
@@ -115,9 +118,11 @@ def group_named(name: str) -> dist.ProcessGroup:
 def hook_gradient_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` with the gradient of a tensor, before all other hooks of the tensor."""
     handle = tensor.register_hook(hook)
-    # Python's hooks of a tensor run in the order of this dictionary; fsdp registers some during the forward pass.
+    # Python's hooks of a tensor run in the order in which they were put into this dictionary, whose `move_to_end` the
+    # engine does not see; fsdp registers some during the forward pass.
     hooks: Any = tensor._backward_hooks
-    hooks.move_to_end(handle.id, last=False)
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)
 
 
 def around_questions_of_dtensors(ask: Callable[[Callable[[], Any]], Any]) -> AbstractContextManager[Any]:
