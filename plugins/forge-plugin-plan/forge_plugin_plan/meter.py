@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.mesh import local_part
-from forge_kit.torch_internals import TorchDispatchMode, tree_leaves
+from forge_kit.torch_internals import TorchDispatchMode
 from forge_plugin_plan.storages import Piece, Purpose, Storages
 from forge_plugin_plan.torch_internals import around_questions_of_dtensors, group_named, schema_of
 
@@ -204,7 +204,14 @@ class Meter(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Returns the tensors among arguments or results: one by one, or in lists, tuples and dictionaries."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [tensor for branch in tree for tensor in _tensors(branch)]
 
 
 @cache
