@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 
 from forge_core.contracts.layout import Layout
 from forge_core.job import Job
@@ -55,33 +57,88 @@ def make_plan(job: Job, catalog: Catalog, world_size: int, report: Callable[[str
         JobError: it cannot be built on this number of ranks; lists the problems of every stage.
         ForgeError: this process has a process group.
     """
-    device = "cpu" if job.train.device == "cpu" else "cuda"
     layout, _ = plan_layout(job, world_size)
-    broadcasts, ranks_per_stage = BroadcastLog(), world_size // layout.pp
-    states = StateLog()
+    player = _Player(job, catalog, layout, report)
+    with _quick_collections():
+        if layout.pp <= PLAYED:
+            ranks = [player.rank(number, play=True) for number in range(layout.pp)]
+        else:
+            ranks = player.some_ranks()
+    return Plan(job=job, layout=layout, device=player.device, ranks=ranks)
 
-    def rank(number: int, play: bool) -> RankPlan:
+
+@define
+class _Player:
+    """Builds ranks of a job, one after the other, and simulates steps of them."""
+
+    job: Job
+    catalog: Catalog
+    layout: Layout
+    report: Callable[[str], object]
+    broadcasts: BroadcastLog = field(factory=BroadcastLog)
+    states: StateLog = field(factory=StateLog)
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.job.train.device == "cpu" else "cuda"
+
+    def rank(self, number: int, play: bool) -> RankPlan:
+        """Returns the plan of a rank of pipeline rank `number`; without a step unless `play`."""
         work = "simulating a step of" if play else "building"
-        work = f"{work} pipeline rank {number} of {layout.pp}" if layout.pp > 1 else f"{work} a rank"
-        report(work)
+        work = f"{work} pipeline rank {number} of {self.layout.pp}" if self.layout.pp > 1 else f"{work} a rank"
+        self.report(work)
         return simulate(
-            job,
-            catalog,
-            world_size,
-            number * ranks_per_stage,
-            broadcasts,
-            torch.device(device),
-            states if not play else None,
-            report=lambda text: report(f"{work}, {text}"),
+            self.job,
+            self.catalog,
+            self.layout.world_size,
+            number * (self.layout.world_size // self.layout.pp),
+            self.broadcasts,
+            torch.device(self.device),
+            self.states,
+            play,
+            report=lambda text: self.report(f"{work}, {text}"),
         )
 
-    if layout.pp <= PLAYED:
-        ranks = [rank(number, play=True) for number in range(layout.pp)]
-    else:
+    def some_ranks(self) -> list[RankPlan]:
+        """Returns the plans of all pipeline ranks, with a step of the first, of the last and of the fullest."""
         # Rank 0 first: it broadcasts what the others receive. Which has most weights is known once all are built.
-        last = layout.pp - 1
-        ranks = [rank(number, play=number in (0, last)) for number in range(layout.pp)]
-        fullest = max(range(layout.pp), key=lambda number: sum(ranks[number].training_state.values()))
-        if fullest not in (0, last):
-            ranks[fullest] = rank(fullest, play=True)
-    return Plan(job=job, layout=layout, device=device, ranks=ranks)
+        last = self.layout.pp - 1
+        ranks = [self.rank(number, play=number in (0, last)) for number in range(self.layout.pp)]
+        fullest = self._fullest(ranks)
+        if not self._confirmed(ranks, fullest):
+            for number in range(1, last):
+                self.states = StateLog()  # so that nothing is predicted
+                ranks[number] = self.rank(number, play=False)
+            fullest = self._fullest(ranks)
+        if ranks[fullest].memory is None and not ranks[fullest].failure:
+            ranks[fullest] = self.rank(fullest, play=True)
+        return ranks
+
+    def _confirmed(self, ranks: list[RankPlan], fullest: int) -> bool:
+        """Whether a rank has the sizes that were predicted from those of others; replaces its plan by the true one."""
+        number = fullest if fullest not in (0, self.layout.pp - 1) else 1
+        predicted, states = ranks[number], self.states
+        if number == fullest:
+            ranks[number] = self.rank(number, play=True)
+        else:
+            self.states = StateLog()  # so that nothing is predicted
+            ranks[number] = self.rank(number, play=False)
+            self.states = states
+        confirmed = ranks[number]
+        return (predicted.gradients, predicted.optimizer) == (confirmed.gradients, confirmed.optimizer)
+
+    @staticmethod
+    def _fullest(ranks: Sequence[RankPlan]) -> int:
+        return max(range(len(ranks)), key=lambda number: sum(ranks[number].training_state.values()))
+
+
+@contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Within this context, the garbage collector does not search what existed before: mostly torch's modules."""
+    frozen_before = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen_before:
+            gc.unfreeze()

@@ -72,7 +72,10 @@ class Shape:
 
 @define(eq=False)
 class Visit:
-    """A micro-batch in a section, or in the loss. It holds no tensor, or these would live longer than in a step without it."""
+    """A micro-batch in a section, or in the loss.
+
+    It holds no tensor, or these would live longer than in a step without it.
+    """
 
     number: int
     inputs: list[weakref.ref[Tensor]]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import attrs
 import torch
@@ -31,13 +32,33 @@ from forge_plugin_plan.kernels import FusedAttention, count_kernels
 from forge_plugin_plan.meter import Meter, Transfer
 from forge_plugin_plan.repetition import Repetition
 from forge_plugin_plan.storages import Memory, Purpose
+from forge_plugin_plan.torch_internals import identity_of
+
+NAMES = ("names", "param_names")
+"""Keys of a parameter group under which it may list the names of its parameters."""
+Sizes = tuple[int, int]
+"""Bytes of gradients and of optimizer state."""
 
 
 @define
 class StateLog:
-    """Bytes of gradients and of optimizer state of ranks, by their parameters: the middle of a pipeline is alike."""
+    """Gradients and optimizer state of parameters, by all that they depend on: most layers of a pipeline are alike."""
 
-    sizes: dict[Hashable, tuple[int, int]] = field(factory=dict)
+    sizes: dict[Hashable, set[Sizes]] = field(factory=dict)
+    """Sizes of each kind of parameter on the ranks that were updated."""
+
+    def add(self, parameters: Iterable[Hashable], sizes: Iterable[Sizes]) -> None:
+        """Add the sizes of each parameter of a rank."""
+        for parameter, size in zip(parameters, sizes, strict=True):
+            self.sizes.setdefault(parameter, set()).add(size)
+
+    def predict(self, parameters: Iterable[Hashable]) -> Sizes | None:
+        """Returns the sizes of a rank; None if some parameter is new, or equal ones had different sizes."""
+        known = [self.sizes.get(parameter, set()) for parameter in parameters]
+        if any(len(sizes) != 1 for sizes in known):
+            return None
+        both = [size for sizes in known for size in sizes]
+        return sum(gradient for gradient, _ in both), sum(state for _, state in both)
 
 
 @frozen(kw_only=True)
@@ -95,6 +116,7 @@ def simulate(
     log: BroadcastLog,
     device: torch.device,
     states: StateLog | None = None,
+    play: bool = True,
     repeat: bool = True,
     report: Callable[[str], object] = lambda text: None,
 ) -> RankPlan:
@@ -107,8 +129,9 @@ def simulate(
         rank: the rank that this process takes the place of.
         log: broadcasts of ranks with lower numbers; those of this rank are appended.
         device: device that the job will run on; it need not exist.
-        states: if given, no step is simulated, and there are only the figures that need none; sizes of ranks with
-            equal parameters are taken from it, and those of this rank are added.
+        states: sizes of parameters of ranks that were simulated, to which this rank's are added.
+        play: whether to simulate a step; otherwise there are only the figures that need none, and sizes of parameters
+            are taken from `states` where it has all of them.
         repeat: whether most micro-batches of a pipeline may repeat what a few did, where they are alike; the figures
             are the same.
         report: receives the micro-batch that is simulated next.
@@ -116,17 +139,18 @@ def simulate(
     Raises:
         JobError: the job cannot be built on this number of ranks.
     """
+    states = StateLog() if states is None else states
     pipelined = plan_layout(job, world_size)[0].pp > 1
-    if repeat and states is None and pipelined:
+    if repeat and play and pipelined:
         attempt = BroadcastLog([*log.broadcasts])
         with _rank(job, catalog, world_size, rank, attempt, device, pipelined) as simulated:
-            planned = simulated.plan(repeats=True, report=report)
+            planned = simulated.plan(states, repeats=True, report=report)
         if not planned.failure:
             log.broadcasts[:] = attempt.broadcasts
             return planned
         # Micro-batches are not alike, or the step fails in any case. What was built has stopped half way in a step.
     with _rank(job, catalog, world_size, rank, log, device, pipelined) as simulated:
-        return simulated.plan(repeats=False, report=report) if states is None else simulated.outline(states)
+        return simulated.plan(states, repeats=False, report=report) if play else simulated.outline(states)
 
 
 @contextmanager
@@ -152,12 +176,14 @@ class _Rank:
         self._on_gpu = device.type == "cuda"
         self._compiled = is_compiled(built.run.model)
         self._gradients = 0
+        self._each_gradient: list[int] = []
+        """Bytes of each parameter's gradient, which may be a part of a storage."""
         self._repeats = False
         self._report: Callable[[str], object] = lambda text: None
         count_kernels()
 
-    def plan(self, repeats: bool, report: Callable[[str], object]) -> RankPlan:
-        """Simulate a step."""
+    def plan(self, states: StateLog, repeats: bool, report: Callable[[str], object]) -> RankPlan:
+        """Simulate a step; adds the sizes of its parameters to `states`."""
         self._repeats, self._report = repeats, report
         memory, traffic, failure = None, None, ""
         try:
@@ -168,18 +194,33 @@ class _Rank:
             failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if not repeats:  # else a step without repetition is simulated next
                 self._update_by_zeros()
+        if not (repeats and failure):
+            self._log(states)
         return self._planned(self._sizes(), memory, traffic, failure)
 
     def outline(self, states: StateLog) -> RankPlan:
         """Returns the figures that need no step; equal parameters have equal gradients and optimizer state."""
-        parameters = self._parameters()
-        if parameters not in states.sizes:
+        sizes = states.predict(self._parameters())
+        if sizes is None:
             self._update_by_zeros()
-            states.sizes[parameters] = self._sizes()
-        return self._planned(states.sizes[parameters])
+            self._log(states)
+            sizes = self._sizes()
+        return self._planned(sizes)
 
-    def _sizes(self) -> tuple[int, int]:
+    def _sizes(self) -> Sizes:
         return self._gradients, Meter().storages.assign(_state(self._run), Purpose.OPTIMIZER)
+
+    def _measure_gradients(self, meter: Meter) -> None:
+        self._gradients = meter.storages.assign(_gradients(self._run), Purpose.GRADIENTS)
+        gradients = [item.parameter.grad for item in self._run.parameters]
+        self._each_gradient = [0 if gradient is None else local_part(gradient).nbytes for gradient in gradients]
+
+    def _log(self, states: StateLog) -> None:
+        optimizer = self._run.optimizer
+        state = [_bytes(_tensors_of(optimizer.state.get(item.parameter, {}))) for item in self._run.parameters]
+        # Else parameters share memory, or there is more than they take, and no size is that of one of them.
+        if (sum(self._each_gradient), sum(state)) == self._sizes():
+            states.add(self._parameters(), zip(self._each_gradient, state, strict=True))
 
     def _planned(
         self, sizes: tuple[int, int], memory: Memory | None = None, traffic: Traffic | None = None, failure: str = ""
@@ -202,7 +243,7 @@ class _Rank:
         """Returns all that gradients and optimizer state depend on: names without numbers, roles, shapes, groups."""
         groups: dict[int, str] = {}
         for number, group in enumerate(self._run.optimizer.param_groups):
-            settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            settings = {name: value for name, value in group.items() if name not in ("params", *NAMES)}
             groups |= dict.fromkeys(map(id, group["params"]), f"{number} {settings}")
         return tuple(
             (
@@ -281,7 +322,7 @@ class _Rank:
             with repeating:
                 _, sums = stepper.gradients(batches, step=0)
             norm = stepper.norm()
-            self._gradients = meter.storages.assign(_gradients(run), Purpose.GRADIENTS)
+            self._measure_gradients(meter)
             stepper.update(_step_context(run, norm), sums["loss_sum"])
         meter.storages.assign(_state(run), Purpose.OPTIMIZER)
         _name(meter, run)  # again: fsdp has put others in their place
@@ -310,7 +351,7 @@ class _Rank:
             for item in self._run.parameters:
                 p = item.parameter
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.requires_grad else None
-        self._gradients = Meter().storages.assign(_gradients(self._run), Purpose.GRADIENTS)
+        self._measure_gradients(Meter())
         self._run.optimizer.step()
 
 
@@ -342,8 +383,16 @@ def _gradients(run: Run) -> list[Tensor]:
 
 
 def _state(run: Run) -> list[Tensor]:
-    values = (value for state in run.optimizer.state.values() for value in state.values())
-    return [value for value in values if isinstance(value, Tensor)]
+    return [tensor for state in run.optimizer.state.values() for tensor in _tensors_of(state)]
+
+
+def _tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = [local_part(tensor).untyped_storage() for tensor in tensors]
+    return sum({identity_of(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _step_context(run: Run, norm: Tensor) -> StepContext:

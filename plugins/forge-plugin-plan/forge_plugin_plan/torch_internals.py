@@ -166,8 +166,11 @@ class _Recipe:
         several = type(result) in (list, tuple)
         tensors = result if several else [result]
         parts = [part for tensor in tensors if (part := _Part.of(tensor, args, mode)) is not None]
-        own = [identity_of(tensor.untyped_storage()) for tensor, part in zip(tensors, parts) if part.argument < 0]
-        if len(parts) != len(tensors) or len(set(own)) != len(own):
+        if len(parts) != len(tensors):
+            return None
+        pairs = zip(tensors, parts, strict=True)
+        new = [identity_of(tensor.untyped_storage()) for tensor, part in pairs if part.argument < 0]
+        if len(set(new)) != len(new):  # results that share one new storage
             return None
         recipe = cls(parts, type(result))
         made = recipe.follow(args)
