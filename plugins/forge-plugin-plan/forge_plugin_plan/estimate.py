@@ -134,11 +134,13 @@ class _Player:
 
 @contextmanager
 def _quick_collections() -> Iterator[None]:
-    """Within this context, the garbage collector does not search what existed before: mostly torch's modules."""
-    frozen_before = gc.get_freeze_count()
+    """Within this context, the garbage collector searches more rarely, and not what existed before: torch's modules."""
+    frozen_before, thresholds = gc.get_freeze_count(), gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(10_000, *thresholds[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         if not frozen_before:
             gc.unfreeze()

@@ -17,9 +17,15 @@ from torch.utils.flop_counter import flop_registry
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.mesh import local_part
-from forge_kit.torch_internals import TorchDispatchMode
+from forge_kit.torch_internals import FakeTensor
 from forge_plugin_plan.storages import Piece, Purpose, Storages
-from forge_plugin_plan.torch_internals import around_questions_of_dtensors, group_named, schema_of
+from forge_plugin_plan.torch_internals import (
+    DEVICE,
+    PlainDispatchMode,
+    around_questions_of_dtensors,
+    group_named,
+    schema_of,
+)
 
 Sent = Callable[[int, int], float]
 """(bytes of the whole tensor, ranks) -> bytes that each rank sends."""
@@ -88,7 +94,7 @@ class Transfer:
         return next(sent for kind, sent in KINDS.values() if kind == self.kind)(self.whole, self.ranks)
 
 
-class Meter(TorchDispatchMode):
+class Meter(PlainDispatchMode):
     """Watches within `with meter.watching():`."""
 
     def __init__(self) -> None:
@@ -145,6 +151,8 @@ class Meter(TorchDispatchMode):
     # --- every operation ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if any(issubclass(type_, DTensor) for type_ in types):
             return NotImplemented  # it is made of operations on this rank's part, which come here
         kwargs = kwargs or {}

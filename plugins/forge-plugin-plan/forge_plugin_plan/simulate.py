@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -269,7 +269,7 @@ class _Rank:
         count, _ = micro_batches(self._run.job, self._layout)
         pipeline = self._layout.pp
         if pipeline > 1:
-            with self._surroundings():
+            with self._surroundings(), self._attention():
                 self._run.executor.evaluate([self._batch()])  # the first call also negotiates shapes
         first = pipeline if self._may_run(pipeline) else 2 * pipeline
         more = next(
@@ -319,7 +319,7 @@ class _Rank:
         repeating = self._repetition(meter, count).applied() if self._repeats else nullcontext()
         with meter.watching(), self._surroundings():
             stepper = Stepper(run)
-            with repeating:
+            with repeating, self._attention():
                 _, sums = stepper.gradients(batches, step=0)
             norm = stepper.norm()
             self._measure_gradients(meter)
@@ -331,15 +331,13 @@ class _Rank:
     def _repetition(self, meter: Meter, count: int) -> Repetition:
         return Repetition(meter, self._run.model, self._loss, count, self._report)
 
-    @contextmanager
-    def _surroundings(self) -> Iterator[None]:
-        """Attention as on the planned device, and blocks as they are."""
-        with ExitStack() as stack:
-            if self._on_gpu:
-                stack.enter_context(FusedAttention())
-            if self._compiled:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
+    def _surroundings(self) -> AbstractContextManager[object]:
+        """Blocks as they are, even if the job compiles them."""
+        return torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
+
+    def _attention(self) -> AbstractContextManager[object]:
+        """Attention as on the planned device."""
+        return FusedAttention() if self._on_gpu else nullcontext()
 
     def _batch(self) -> Batch:
         return zero_batch(self._run.job, micro_batches(self._run.job, self._layout)[1])

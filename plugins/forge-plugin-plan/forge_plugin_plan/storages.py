@@ -207,7 +207,8 @@ class Storages:
     def memory(self) -> Memory:
         """Returns the memory over the step, in which persistent storages exist from the beginning."""
         alive = {id(piece) for piece in self._pieces.values()}
-        purposes = {id(piece): piece.classified() for piece, _ in self._log}
+        pieces = {id(piece): piece for piece, _ in self._log}
+        purposes = {key: piece.classified() for key, piece in pieces.items()}
         kept = {key for key, purpose in purposes.items() if purpose in PERSISTENT and key in alive}
         now = dict.fromkeys(Purpose, 0)
         for piece in self._pieces.values():

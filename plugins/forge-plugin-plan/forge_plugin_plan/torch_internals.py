@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -21,10 +21,12 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from forge_kit.torch_internals import FakeTensor, FakeTensorMode
+from forge_kit.torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode
 
 __all__ = [
+    "DEVICE",
     "FakeStore",
+    "PlainDispatchMode",
     "QuickFakeTensorMode",
     "around_questions_of_dtensors",
     "backward_pass",
@@ -42,6 +44,22 @@ __all__ = [
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
+DEVICE = torch.ops.prim.device.default
+"""The question of Python for the device of a fake tensor."""
+
+
+class PlainDispatchMode(TorchDispatchMode):
+    """A mode whose `__torch_dispatch__` is called as it is.
+
+    torch wraps it, in each subclass, in what keeps `torch.compile` from tracing it. Nothing is compiled in a plan, and
+    the wrapper takes longer than most operations do.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 class QuickFakeTensorMode(FakeTensorMode):
     """A FakeTensorMode that finds operations in its cache sooner.
 
@@ -54,17 +72,22 @@ class QuickFakeTensorMode(FakeTensorMode):
     the key decides about a result from its cache, and that attributes of fake tensors are in their `__dict__`.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._recipes: dict[tuple[object, ...], _Recipe] = {}
+    _recipes: ClassVar[dict[tuple[object, ...], _Recipe]] = {}
+    """Of all modes, as torch's cache is: their settings are the same."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # see `PlainDispatchMode`
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         kwargs = kwargs or {}
         key: list[object] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         plain = _identify(key, args, self) and (not kwargs or _identify(key, tuple(kwargs.items()), self))
         recipe = self._recipes.get(tuple(key)) if plain else None
         if recipe is not None:
-            return recipe.follow(args)
+            return recipe.follow(args, self)
         before = self._served()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         # One hit and nothing else: torch has made it from its cache, and not by operations that were in the cache.
@@ -135,10 +158,10 @@ class _Part:
             offset=tensor.storage_offset(),
             dtype=tensor.dtype,
             device=tensor.device,
-            attributes={} if same else dict(vars(tensor)),
+            attributes={} if same else {name: value for name, value in vars(tensor).items() if name != "fake_mode"},
         )
 
-    def make(self, args: Sequence[Any]) -> Any:
+    def make(self, args: Sequence[Any], mode: FakeTensorMode) -> Any:
         if self.same:
             return args[self.argument]
         meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
@@ -149,6 +172,7 @@ class _Part:
         )
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(self.attributes)
+        fake.fake_mode = mode
         return fake
 
 
@@ -173,16 +197,16 @@ class _Recipe:
         if len(set(new)) != len(new):  # results that share one new storage
             return None
         recipe = cls(parts, type(result))
-        made = recipe.follow(args)
+        made = recipe.follow(args, mode)
         for first, second in zip(tensors, made if several else [made], strict=True):
             if _identity(first) != _identity(second) or first.device != second.device:
                 return None
         return recipe
 
-    def follow(self, args: Sequence[Any]) -> Any:
+    def follow(self, args: Sequence[Any], mode: FakeTensorMode) -> Any:
         if self.kind is FakeTensor:
-            return self.parts[0].make(args)
-        return self.kind(part.make(args) for part in self.parts)
+            return self.parts[0].make(args, mode)
+        return self.kind(part.make(args, mode) for part in self.parts)
 
 
 def _plain(tensor: FakeTensor, mode: FakeTensorMode) -> bool:
