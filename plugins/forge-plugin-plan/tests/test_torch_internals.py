@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+from forge_kit.torch_internals import FakeTensorMode
 from forge_plugin_plan import torch_internals
 
 
@@ -63,3 +64,46 @@ def test_the_vote_of_a_pipeline_takes_the_arguments_that_its_stand_in_takes():
             stand_in = inspect.signature(schedules._PipelineSchedule._warmup_p2p)
         assert len(stand_in.parameters) == len(inspect.signature(vote).parameters)
         assert schedules.InferenceMode.STATIC
+
+
+def test_the_first_hook_of_a_gradient_precedes_those_that_were_registered_before():
+    order = []
+    tensor = 2 * torch.ones(1, requires_grad=True)
+    tensor.register_hook(lambda _: order.append("fsdp"))
+    torch_internals.hook_gradient_first(tensor, lambda _: order.append("model"))
+    torch_internals.hook_gradient_first(tensor, lambda _: order.append("loss"))
+    tensor.sum().backward()
+    assert order == ["loss", "model", "fsdp"]
+
+
+def test_results_by_recipes_are_those_of_torch():
+    def results(mode):
+        with mode:
+            x = torch.empty(4, 6, dtype=torch.bfloat16)
+            view, added = x.t()[1:], x + 1.5
+            parts = torch.split(x, 3, dim=1)
+            values = torch.topk(x, 2)
+            return x, [view, added, x.mul_(2), *parts, *values, x.float().sum(0), torch.zeros(3, dtype=torch.int32)]
+
+    mode = torch_internals.QuickFakeTensorMode()
+    for _ in range(4):  # torch's cache is filled by the first, recipes by the next
+        x, quick = results(mode)
+    plain_x, plain = results(FakeTensorMode())
+    assert torch_internals.QuickFakeTensorMode._recipes
+    for first, second in zip(quick, plain, strict=True):
+        for fact in ("shape", "dtype", "device", "requires_grad"):
+            assert getattr(first, fact) == getattr(second, fact)
+        assert (first.stride(), first.storage_offset()) == (second.stride(), second.storage_offset())
+        assert (first is x) == (second is plain_x)
+        shared = [
+            tensor.untyped_storage()._cdata == own.untyped_storage()._cdata
+            for tensor, own in ((first, x), (second, plain_x))
+        ]
+        assert shared[0] == shared[1]
+        assert vars(first).keys() == vars(second).keys()
+        assert first.fake_mode is mode
+
+
+def test_the_device_of_a_fake_tensor_is_known_without_torch():
+    with torch_internals.QuickFakeTensorMode():
+        assert torch.empty(2).device == torch.device("cpu")
