@@ -16,6 +16,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -32,10 +33,13 @@ from typing import Any, ClassVar, NamedTuple
 REAL = "FORGE_TESTS_REAL_STARTS"
 READ_AT_START = ("PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "TORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA")
 """Variables that interpreters and libraries read once: with other values than here, a process is started by `exec`."""
+TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED")
+"""Those that a fork takes over all the same."""
 MODULES = ("forge_core", "forge_plugin_doctor.rank")
 MEASURED = {"COV_CORE_SOURCE", "COVERAGE_PROCESS_START"}
 """Variables by which pytest-cov measures processes, from their start on."""
 PR_SET_CHILD_SUBREAPER = 36
+PR_GET_CHILD_SUBREAPER = 37
 
 _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
@@ -86,7 +90,8 @@ def _is_ours(args: Any) -> bool:
 
 def _alike(environment: dict[str, str]) -> bool:
     def read(variables: Any) -> dict[str, str]:
-        return {name: variables[name] for name in variables if name.startswith(READ_AT_START) and name != "PYTHONPATH"}
+        names = [name for name in variables if name.startswith(READ_AT_START) and name not in TAKEN_OVER]
+        return {name: variables[name] for name in names}
 
     same = read(environment) == read(os.environ) and not MEASURED & environment.keys()
     return REAL not in environment and same and not any(map(_changes_what_is_imported, _python_path(environment)))
@@ -130,13 +135,16 @@ class _Template:
         message = json.dumps(start).encode()
         with self._lock:
             # The template's child forks and ends; what it leaves behind goes to the next ancestor that wants orphans
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            wanted = ctypes.c_int()
+            prctl = ctypes.CDLL(None).prctl
+            prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(wanted), 0, 0, 0)
+            prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 socket.send_fds(self._socket, [len(message).to_bytes(4, "big")], streams)
                 self._socket.sendall(message)
                 return int.from_bytes(_receive(self._socket, 4), "big")
             finally:
-                ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+                prctl(PR_SET_CHILD_SUBREAPER, wanted.value, 0, 0, 0)
 
     def _close(self) -> None:
         self._socket.close()
@@ -226,9 +234,10 @@ def _become(start: Start, streams: Sequence[int], kept: Sequence[int] = ()) -> N
     signal.set_wakeup_fd(-1)
     os.chdir(start.directory)
     direct = bool(start.environment.get("PYTHONUNBUFFERED"))
-    sys.stdin, sys.stdout, sys.stderr = map(_stream, range(3), "rww", (sys.stdin, sys.stdout, sys.stderr))
+    sys.stdin, sys.stdout, sys.stderr = map(
+        _stream, range(3), "rww", (sys.stdin, sys.stdout, sys.stderr), (direct,) * 3
+    )
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
-    sys.stdout.reconfigure(write_through=direct)  # type: ignore[union-attr]
     sys.argv[1:] = start.arguments
     entries = _python_path(os.environ)
     os.environ.clear()
@@ -237,8 +246,11 @@ def _become(start: Start, streams: Sequence[int], kept: Sequence[int] = ()) -> N
     sys.path[:] = [start.directory, *_python_path(os.environ), *others]
 
 
-def _stream(number: int, mode: str, old: Any) -> Any:
+def _stream(number: int, mode: str, old: Any, direct: bool) -> Any:
     options: dict[str, Any] = {"encoding": old.encoding, "errors": old.errors}
+    if direct and mode == "w":  # as `python -u`: without a buffer, and not only with one that passes text on
+        file = os.fdopen(number, "wb", buffering=0, closefd=False)
+        return io.TextIOWrapper(file, **options, write_through=True)  # type: ignore[arg-type]
     return os.fdopen(number, mode, buffering=1 if number == 2 else -1, closefd=False, **options)
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
-MARK = "FORGE_DRILL"
-"""Variable that identifies the processes of an attempt, also when their parent has died."""
+PR_SET_CHILD_SUBREAPER = 36
+"""Option of prctl(2)."""
 POLL_S = 0.02
 GONE_S = 10.0
 """Seconds in which the processes of a run that has ended must be gone."""
@@ -37,11 +38,12 @@ class Attempt:
         """Exit code, negative after a signal; None while it runs, or if it did not end in time."""
         self.left: list[int] = []
         """Processes that were still there after its end, and were killed."""
-        self._identity = uuid.uuid4().hex
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        environment |= {MARK: self._identity, "PYTHONUNBUFFERED": "1"}
+        environment |= {"PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "forge_core", *map(str, files)]
         command += ["--nproc", str(ranks)] if ranks > 1 else []
+        _adopt_orphans(True)
+        self._other_children = {process.pid for process in _every_process() if process.parent == os.getpid()}
         self.began = time.time()
         with log.open("wb") as output:
             # In a session of its own: the terminal's Ctrl-C reaches the drill alone, which then ends all of it
@@ -63,6 +65,7 @@ class Attempt:
         try:
             self.kill()
         finally:
+            _adopt_orphans(False)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait(self, deadline: Callable[[], float], show: Callable[[], object]) -> None:
@@ -100,10 +103,47 @@ class Attempt:
         return "\n".join(lines[-count:])
 
     def _processes(self) -> list[int]:
-        """Its processes: ranks are in sessions of their own, and lose their parent when the launcher dies."""
-        mark, found = f"{MARK}={self._identity}".encode(), []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-        return found
+        """Its living processes, in whatever session they are, and whichever of their parents has died."""
+        # Twice if there is none: /proc is not read in one moment, and a process whose parent dies meanwhile is listed
+        # below a parent that is not
+        return self._descendants() or self._descendants()
+
+    def _descendants(self) -> list[int]:
+        children: dict[int, list[_Process]] = defaultdict(list)
+        for process in _every_process():
+            if process.pid not in self._other_children:
+                children[process.parent].append(process)
+        for process in children[os.getpid()]:
+            if process.ended and process.pid != self._process.pid:
+                with suppress(ChildProcessError):
+                    os.waitpid(process.pid, os.WNOHANG)
+        living: list[int] = []
+        parents = [os.getpid()]
+        while parents:
+            below = [process.pid for process in children[parents.pop()] if not process.ended]
+            living += below
+            parents += below
+        return living
+
+
+class _Process(NamedTuple):
+    pid: int
+    parent: int
+    ended: bool
+    """Whether it only waits for its parent to read its exit code."""
+
+
+def _every_process() -> Iterator[_Process]:
+    """The processes of this machine, without any where there is no /proc."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended since
+            # pid (name) state parent ..., where the name may hold spaces and parentheses
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            yield _Process(int(path.parent.name), int(parent), state in "ZX")
+
+
+def _adopt_orphans(adopts: bool) -> None:
+    """Make this process the parent of descendants whose parent dies, instead of the first process of the machine."""
+    # A rank outlives its launcher, and so may what it has started: they stay below this process in /proc
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)

@@ -76,6 +76,10 @@ def test_every_fault_is_either_drilled_or_has_a_reason():
     assert {case.fault.name for case in cases} | set(refused) == set(FAULTS)
     assert all(refused.values())
     assert [case.key for case in cases][:4] == ["killed-0", "killed-1", "frozen-0", "frozen-1"]
+    both = {f"{name}-{rank}" for name in ("killed", "frozen", "frozen-at-end", "raises") for rank in (0, 1)}
+    first = {f"{name}-0" for name in ("long-export", "stop", "second-signal", "save", "disk-full", "damaged")}
+    assert {case.key for case in cases} == both | first | {"deadlock-1", "infinite-1"}
+    assert set(refused) == {"spike", "gradient-bit", "weight-bit", "slow"}
 
 
 def test_faults_can_be_named_with_a_rank():
