@@ -42,6 +42,8 @@ class FlipsGradient(Plugin):
     step: int = 4
     wrong: tuple[int, ...] = (0,)
     """Numbers of the computations of the step that are wrong."""
+    bit: int = 25
+    """The one that flips in the first of them, of 32: a factor of 16, which the curve shows at the next step."""
 
     @hookimpl
     def forge_training_hooks(self, job):
@@ -73,7 +75,7 @@ class Wrong:
     def train_step(self, batches, denominator):
         plugin, number = self.plugin, getattr(self.plugin, "number", 0)
         here = (getattr(plugin, "now", 0), global_rank()) == (plugin.step, plugin.rank)
-        handles = self.break_it(18 + number) if here and number in plugin.wrong else []
+        handles = self.break_it(plugin.bit - number) if here and number in plugin.wrong else []
         try:
             return self.inner.train_step(batches, denominator)
         finally:
@@ -145,7 +147,9 @@ def drop(part):
 
 @torch.no_grad()
 def flip(tensor, bit):
-    local_part(tensor).view(torch.int32).view(-1)[3] ^= 1 << bit
+    """Flip a bit of the largest element, in place: of a small one, it may not change the curve."""
+    elements = local_part(tensor).view(-1)
+    elements.view(torch.int32)[elements.abs().argmax()] ^= 1 << bit
     return tensor
 
 
@@ -156,20 +160,32 @@ def counts_of(row):
 
 def curve(folder, name="run", layout="one", model=None, **changes):
     """Train; of each rank the loss and gradient norm of each step, or the error that ended the run."""
+    return curves(folder, layout, model, {name: changes})[name]
+
+
+def curves(folder, layout, model, runs):
+    """Train once for each name, with its changes, by one start of the ranks; of each name what `curve` returns."""
     ranks, stages = LAYOUTS[layout]
-    attention = GroupedQueryAttention(heads=4, kv_heads=2)
-    experts = {"ffn": MoE(experts=4, hidden=16, router=SigmoidTopK(top_k=2))} if model == "moe" else {}
-    network = Transformer(vocab_size=32, dim=16, layers=2, attention=attention, **experts)
-    parts = {"model": network, "parallel": stages, "data": {"sources": (Numbers(held_out=5),)}, "job": {"name": name}}
-    parts |= {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "seq_len": 16}
-    parts["metrics"] = MetricsSection(counts_interval=1)
 
     def work(rank):
-        job = tiny_job(str(folder), Catalog.installed(), **parts | changes)
-        try:
-            Trainer(job, echo=lambda text: None).run()
-        except Exception as error:
-            return type(error).__name__, getattr(error, "exit_code", None), str(error)
-        return [(row["step"], row["loss"], row["grad_norm"], *counts_of(row)) for row in read_metrics(folder / name)]
+        return {name: train(folder, name, stages, model, changes) for name, changes in runs.items()}
 
-    return run_on_ranks(ranks, work)
+    of_ranks = run_on_ranks(ranks, work)
+    return {name: [each[name] for each in of_ranks] for name in runs}
+
+
+def train(folder, name, stages, model, changes):
+    """Train on this rank; see `curve`."""
+    attention = GroupedQueryAttention(heads=4, kv_heads=2)
+    experts = {"ffn": MoE(experts=4, hidden=16, router=SigmoidTopK(top_k=2))} if model == "moe" else {}
+    layers = 2 if "pp" in stages else 1  # one for each stage of a pipeline
+    network = Transformer(vocab_size=32, dim=16, layers=layers, attention=attention, **experts)
+    parts = {"model": network, "parallel": stages, "data": {"sources": (Numbers(held_out=5),)}, "job": {"name": name}}
+    parts |= {"steps": 5, "global_batch_size": 8, "micro_batch_size": 2, "seq_len": 16}
+    parts["metrics"] = MetricsSection(counts_interval=1)
+    job = tiny_job(str(folder), Catalog.installed(), **parts | changes)
+    try:
+        Trainer(job, echo=lambda text: None).run()
+    except Exception as error:
+        return type(error).__name__, getattr(error, "exit_code", None), str(error)
+    return [(row["step"], row["loss"], row["grad_norm"], *counts_of(row)) for row in read_metrics(folder / name)]

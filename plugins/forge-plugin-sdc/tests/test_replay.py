@@ -94,7 +94,8 @@ def test_a_weight_that_flipped_is_hardware_from_the_step_after_it_on(tmp_path, c
 @pytest.mark.thorough
 def test_ranks_of_a_run_are_replayed_by_as_many(tmp_path, capsys):
     with capsys.disabled():  # ranks need a standard error with a number
-        [rows, _] = curve(tmp_path, layout="fsdp2", plugins={"sdc": SDC(every=3)}, checkpoint={"interval": 2})
+        plugins = {"sdc": SDC(every=3)}
+        [rows, _] = curve(tmp_path, layout="fsdp2", steps=6, plugins=plugins, checkpoint={"interval": 2})
     shown = replay(capsys, tmp_path / "run", "--step", 6, "--digest", "--nproc", 2)
     assert f"  again     loss {rows[5][1]!r}, grad norm {rows[5][2]!r}" in shown
     assert "HARDWARE" not in shown

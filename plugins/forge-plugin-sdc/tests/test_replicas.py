@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flipped_bits import LAYOUTS, FlipsWeight, curve
+from flipped_bits import LAYOUTS, FlipsWeight, curve, curves
 
 from forge_core.contracts.layout import Layout
 from forge_plugin_parallel import FSDP
@@ -36,7 +36,7 @@ def test_of_two_copies_both_are_named(tmp_path):
 
 
 def test_there_is_a_comparison_before_each_save_too(tmp_path):
-    [(_, _, text), _] = curve(tmp_path, layout="ddp2", checkpoint={"interval": 5}, **hooks(every=100))
+    [(_, _, text), _] = curve(tmp_path, layout="ddp2", steps=6, checkpoint={"interval": 5}, **hooks(every=100))
     assert not lacks(text, "step 5")
     assert not (tmp_path / "run/checkpoints").exists()
 
@@ -50,10 +50,11 @@ def test_copies_of_sharded_weights_are_those_of_one_shard(tmp_path):
 
 
 def test_clean_copies_give_no_alarm_and_with_warn_the_run_goes_on(tmp_path):
-    clean = curve(tmp_path, layout="ddp2", **hooks(every=1, rank=99))
-    assert [row[0] for row in clean[0]] == [1, 2, 3, 4, 5, 6]
-    assert clean == curve(tmp_path, "plain", "ddp2")
-    assert len(curve(tmp_path, "warned", "ddp2", **hooks(on_fault="warn"))[0]) == 6
+    runs = {"clean": hooks(every=1, rank=99), "plain": {}, "warned": hooks(on_fault="warn")}
+    made = curves(tmp_path, "ddp2", None, runs)
+    assert [row[0] for row in made["clean"][0]] == [1, 2, 3, 4, 5]
+    assert made["clean"] == made["plain"]
+    assert len(made["warned"][0]) == 5
 
 
 def test_a_job_without_copies_is_refused():
