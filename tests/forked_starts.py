@@ -59,6 +59,12 @@ def install() -> None:
     subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
 
 
+def prepare() -> None:
+    """Start the process that others are forks of, which the first of them does otherwise: for those that measure."""
+    if not _Template.below:
+        _template().wait()
+
+
 def _fork_or_execute(
     self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
     startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
@@ -146,6 +152,12 @@ class _Template:
             finally:
                 prctl(PR_SET_CHILD_SUBREAPER, wanted.value, 0, 0, 0)
 
+    def wait(self) -> None:
+        """Wait until it has imported torch."""
+        with self._lock:
+            self._socket.sendall(bytes(4))
+            _receive(self._socket, 4)
+
     def _close(self) -> None:
         self._socket.close()
         self._process.wait()
@@ -171,6 +183,9 @@ def _serve(connection: socket.socket) -> tuple[Start, list[int]] | None:
         size, streams, _, _ = socket.recv_fds(connection, 4, 3)
         if not size:
             return None
+        if not any(size):  # of `wait`
+            connection.sendall(size)
+            continue
         fields = json.loads(_receive(connection, int.from_bytes(size, "big")))
         told, telling = os.pipe()
         if (middle := os.fork()) == 0:

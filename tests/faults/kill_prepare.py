@@ -24,6 +24,9 @@ COMMAND = [sys.executable, "-m", "forge_core", "prepare-data", "texts", "--token
 SMALL = ["--shard-tokens=40000", "--held-out-every=7", "--workers=2"]
 """Many shards of each split, so that kills come between files as well as in them."""
 
+START_UP = 0.3
+"""Share of its life in which the command starts interpreters and has written nothing."""
+
 
 def kill_at_random(folder: Path, kills: int, seed: int, say: Callable[[str], object]) -> str:
     """Kill so many commands in a new `folder`; returns how a finished one differs, empty if none does."""
@@ -35,7 +38,10 @@ def kill_at_random(folder: Path, kills: int, seed: int, say: Callable[[str], obj
     shutil.move(folder / "data", folder / "whole")
     expected, killed = _content(folder / "whole"), 0
     while killed < kills:
-        finished = _finish(folder, random.uniform(0, life))
+        began = time.monotonic()
+        finished = _finish(folder, random.uniform(START_UP, 1) * life)
+        if finished:  # sooner than it has lived before, as the machine is less busy
+            life = time.monotonic() - began
         killed += not finished
         if not finished and (folder / "data/manifest.json").exists() and (folder / "data/unfinished.json").exists():
             return f"after {killed} kills data is finished and unfinished at once"

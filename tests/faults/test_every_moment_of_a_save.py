@@ -44,9 +44,15 @@ def save_and_die(folder, step, operation):
     os._exit(0)
 
 
-def exit_code(function, *arguments):
-    leave_group()  # an earlier test's: no thread of it survives the fork, and a collective would wait for one
+@pytest.fixture
+def ready_to_fork():
+    """Without a group of an earlier test: no thread of it survives a fork, and a collective would wait for one."""
+    leave_group()
     gc.collect()
+    gc.freeze()  # nothing of it is garbage for the forks, which would copy each page that they look through
+
+
+def exit_code(function, *arguments):
     process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     process.start()
     process.join()
@@ -55,7 +61,7 @@ def exit_code(function, *arguments):
 
 @pytest.mark.filterwarnings("error:passing over")
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step that is there"])
-def test_a_save_that_dies_leaves_the_one_before_or_itself_whole(tmp_path, step):
+def test_a_save_that_dies_leaves_the_one_before_or_itself_whole(tmp_path, step, ready_to_fork):
     before, folder = tmp_path / "before", tmp_path / "now"
     save(before, 1)
     save(before, 2)

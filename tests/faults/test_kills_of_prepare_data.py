@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_prepared_data_is_as_if_nobody_had_killed_the_command(tmp_path):
-    assert kill_at_random(tmp_path / "prepared", kills=15, seed=1, say=print) == ""
+    assert kill_at_random(tmp_path / "prepared", kills=10, seed=1, say=print) == ""
 
 
 def test_a_file_that_differs_is_noticed(tmp_path, monkeypatch):

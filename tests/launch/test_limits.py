@@ -21,7 +21,7 @@ LEAST_S, LOOKED_S = 1.0, 1.5
 class TwoRanks:
     """The connection of rank 0 of two; the other one has always stood still for long."""
 
-    world, hang_timeout_s, heartbeat_s, silence_s = World(rank=0, size=2), 1000.0, 0.02, 1000.0
+    world, hang_timeout_s, heartbeat_s, silence_s = World(rank=0, size=2), 1000.0, 0.05, 1000.0
 
     def __init__(self):
         self.beats, self.report, self.found = {}, None, threading.Event()

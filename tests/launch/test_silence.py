@@ -15,7 +15,7 @@ from forge_core.contracts.run_end import Cause
 from forge_testing.refusals import lacks
 
 from .conftest import TIME_LIMIT_S, children, wait_for_step, wait_until
-from .networks import machines, reason_against
+from .networks import ENTER, machines, reason_against
 from .test_other_launchers import free_port, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -81,12 +81,12 @@ def test_ranks_that_were_all_stopped_blame_nobody_when_they_continue(job):
 def test_a_machine_whose_link_goes_down_is_named_by_the_other(job, vanished):
     if reason := reason_against():
         pytest.skip(reason)
+    (job.folder / "machine.py").write_text(ENTER)
     with machines() as net:
         port = str(free_port())
         ranks = [
             job.start(
-                *(*STEPS, *job.trouble(pause_s=0.2)),
-                launcher=(*net.inside(rank), sys.executable),
+                *(*STEPS, "--hooks.machine.type=./machine.py:Machine", *job.trouble(pause_s=0.2)),
                 **net.environment(rank),
                 RANK=str(rank),
                 WORLD_SIZE="2",
