@@ -19,35 +19,53 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-DOCUMENTS = 4_000
-COMMAND = [sys.executable, "-m", "forge_core", "prepare-data", "texts", "--tokenizer=bytes", "--output=data"]
-SMALL = ["--shard-tokens=40000", "--held-out-every=7", "--workers=2"]
+DOCUMENTS = 8_000
+COMMAND = [sys.executable, "often.py", "prepare-data", "texts", "--tokenizer=bytes", "--output=data"]
+OFTEN = """
+import sys
+
+from forge_core.cli import main
+from forge_plugin_memmap.prepare import inputs, run
+
+inputs.CHUNK, run.SAVE_EVERY_S = 20_000, 0.02
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+"""`forge-run` that reads and saves in small parts, as of files that take a day, so that killed commands go on."""
+SMALL = ["--shard-tokens=40000", "--held-out-every=7"]
 """Many shards of each split, so that kills come between files as well as in them."""
 
-START_UP = 0.3
-"""Share of its life in which the command starts interpreters and has written nothing."""
+WORKERS = (1, 2)
+"""Without processes of its own, and with them; the result is the same."""
+POLL_S = 0.002
+SHORTEST_S = 0.05
+"""Life of a command from its first saved state on, of which kills come at some share."""
 
 
 def kill_at_random(folder: Path, kills: int, seed: int, say: Callable[[str], object]) -> str:
     """Kill so many commands in a new `folder`; returns how a finished one differs, empty if none does."""
     random = Random(seed)
     _write_texts(folder / "texts", random)
-    began = time.monotonic()
-    assert _finish(folder, None), "the command itself fails"
-    life = time.monotonic() - began
-    shutil.move(folder / "data", folder / "whole")
+    (folder / "often.py").write_text(OFTEN)
+    lives_s: dict[int, float] = {}
+    for workers in WORKERS:
+        shutil.rmtree(folder / "whole", ignore_errors=True)
+        finished, lives_s[workers] = _finish(folder, workers)
+        assert finished, "the command itself fails"
+        shutil.move(folder / "data", folder / "whole")
     expected, killed = _content(folder / "whole"), 0
     while killed < kills:
-        began = time.monotonic()
-        finished = _finish(folder, random.uniform(START_UP, 1) * life)
-        if finished:  # sooner than it has lived before, as the machine is less busy
-            life = time.monotonic() - began
+        workers = random.choice(WORKERS)
+        finished, life_s = _finish(folder, workers, random.uniform(0, lives_s[workers]))
+        if finished:  # one that continues has less to do, and the machine may be less busy
+            lives_s[workers] = max(min(life_s, lives_s[workers]), SHORTEST_S)
         killed += not finished
         if not finished and (folder / "data/manifest.json").exists() and (folder / "data/unfinished.json").exists():
             return f"after {killed} kills data is finished and unfinished at once"
         if not finished and killed < kills:
             continue
-        if not finished and not _finish(folder, None):
+        if not finished and not _finish(folder, workers)[0]:
             return f"after {killed} kills the same command does not go on"
         if differing := sorted(name for name, _ in expected.items() ^ _content(folder / "data").items()):
             return f"after {killed} kills of seed {seed} these files differ: {', '.join(differing)}"
@@ -63,16 +81,34 @@ def _write_texts(folder: Path, random: Random) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def _finish(folder: Path, seconds: float | None) -> bool:
-    """Run the command, and kill it and its workers after so many seconds; returns whether it ended before that."""
+def _finish(folder: Path, workers: int, delay_s: float | None = None) -> tuple[bool, float]:
+    """Run the command; returns whether it finished, and for how many seconds it has written.
+
+    With `delay_s`, the command and its workers are killed so long after the first state that it saves: before, it
+    starts interpreters.
+    """
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([*COMMAND, *SMALL], cwd=folder, start_new_session=True, **quiet)
+    command = [*COMMAND, *SMALL, f"--workers={workers}"]
+    before = _time_of_state(folder)
+    process = subprocess.Popen(command, cwd=folder, start_new_session=True, **quiet)
+    while process.poll() is None and _time_of_state(folder) == before:
+        time.sleep(POLL_S)
+    began = time.monotonic()
     try:
-        return process.wait(seconds) == 0
+        finished = process.wait(delay_s) == 0
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return False
+        finished = False
+    return finished, time.monotonic() - began
+
+
+def _time_of_state(folder: Path) -> int:
+    state = folder / "data/unfinished.json"
+    try:
+        return state.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _content(folder: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_prepared_data_is_as_if_nobody_had_killed_the_command(tmp_path):
-    assert kill_at_random(tmp_path / "prepared", kills=10, seed=1, say=print) == ""
+    assert kill_at_random(tmp_path / "prepared", kills=5, seed=1, say=print) == ""
 
 
 def test_a_file_that_differs_is_noticed(tmp_path, monkeypatch):
@@ -17,9 +17,9 @@ def test_a_file_that_differs_is_noticed(tmp_path, monkeypatch):
 
     finish = kill_prepare._finish
 
-    def damaging(folder, seconds):
-        finished = finish(folder, None)
-        if (folder / "whole").exists():
+    def damaging(folder, workers, delay_s=None):
+        finished = finish(folder, workers)
+        if delay_s is not None:
             next((folder / "data").glob("*.bin")).write_bytes(b"")
         return finished
 
