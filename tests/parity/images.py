@@ -27,7 +27,6 @@ from layouts import (
 from forge_core.contracts.components import ModelComponent
 from forge_core.job import Job
 from forge_core.parallel.stages import Replicate
-from forge_core.plugins.catalog import Catalog
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_moe import MoE
 from forge_plugin_mot import MixtureOfTransformers
@@ -36,6 +35,7 @@ from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_plugin_vision import Joint, VisionLanguage
 from forge_plugin_vision.testing import RandomImages, tiny_vision
 from forge_testing import tiny_job
+from forge_testing.catalogs import installed
 
 SEQ_LEN = 24
 
@@ -95,7 +95,7 @@ class ImageRow(Row):
         settings |= {"steps": steps, "global_batch_size": 8, "seq_len": SEQ_LEN, "grad_clip_norm": 0.5}
         if parallel:
             settings |= {"parallel": dict(self.stages), "micro_batch_size": self.micro_batch_size}
-        return tiny_job(folder, Catalog.installed(), **settings)
+        return tiny_job(folder, installed(), **settings)
 
 
 def row(name: str, ranks: int, fusion: str, stages: dict[str, Any], reduction: str, **more: Any) -> ImageRow:

@@ -19,7 +19,6 @@ from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Batch
 from forge_core.job import Job
 from forge_core.parallel.stages import Replicate
-from forge_core.plugins.catalog import Catalog
 from forge_kit.modules import Linear
 from forge_kit.routers import RouterComponent
 from forge_plugin_compile import Compile
@@ -36,6 +35,7 @@ from forge_plugin_parallel import (
 from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 from forge_testing import Numbers, RandomDocuments, tiny_job
+from forge_testing.catalogs import installed
 
 FORMS = {
     "fsdp": ("replicate",),
@@ -120,7 +120,7 @@ class Row:
             from forge_plugin_losses import ChunkedCrossEntropy
 
             settings["loss"] = ChunkedCrossEntropy(chunk_tokens=24, z_loss=1e-2)
-        return tiny_job(folder, Catalog.installed(), **settings)
+        return tiny_job(folder, installed(), **settings)
 
 
 def tp(**keys: Any) -> TensorParallel:

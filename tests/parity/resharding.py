@@ -28,13 +28,13 @@ from torch import Tensor
 
 from forge_core.engine.trainer import Trainer
 from forge_core.job import Job
-from forge_core.plugins.catalog import Catalog
 from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_tensors import read_whole
 from forge_plugin_moe import MoE, SigmoidTopK
 from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
+from forge_testing.catalogs import installed
 from forge_testing.processes import run_on_ranks
 
 DENSE, EXPERTS = "dense", "experts"
@@ -142,7 +142,7 @@ def job(folder: Path, layout: Layout, steps: int, model: str) -> Job:
     settings |= {"micro_batch_size": 2, "grad_clip_norm": 0.5, "eval": {"interval": 1}}
     data = {"sources": (Numbers(ignored=5, held_out=5),)}
     return tiny_job(
-        str(folder), Catalog.installed(), model=language, data=data, parallel=dict(layout.stages), **settings
+        str(folder), installed(), model=language, data=data, parallel=dict(layout.stages), **settings
     )
 
 

@@ -14,7 +14,7 @@ from forge_plugin_parallel import FSDP
 from forge_testing.curves import Curve, Difference, train
 from forge_testing.processes import run_on_ranks
 
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(scope="module")

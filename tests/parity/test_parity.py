@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from unittest import mock
@@ -23,7 +24,7 @@ from layouts import (
 )
 
 from forge_plugin_parallel.fsdp_stage import FSDPStage
-from forge_testing.curves import Curve, Difference, train
+from forge_testing.curves import Curve, Difference, first_norm, train
 from forge_testing.processes import run_on_ranks
 
 APPLY = FSDPStage.apply
@@ -32,7 +33,7 @@ WEIGHTS = 1e-7
 FLOAT32 = 1e-4
 SABOTAGED = [row for row in ROWS if "compile" not in row.stages]
 """Compiled rows make the sums of others, and would be compiled a second time."""
-STEPS = 3
+STEPS = 2
 """In float64; the table makes five."""
 
 
@@ -77,26 +78,28 @@ def without(reduction: str) -> AbstractContextManager:
 
 
 @pytest.fixture(scope="module")
-def curves(request, tmp_path_factory) -> Callable[[Row], list[tuple[Curve, Curve | None]]]:
-    """What each rank of a row found: trained as it is and, if the tests want that, without one of its reductions. Those
-    rows of the session that take equally many ranks are run by the same processes."""
+def curves(request, alone, tmp_path_factory) -> Callable[[Row], list[tuple[Curve, float]]]:
+    """What each rank of a row found: its curve and, if the tests want that, the first norm without one of its
+    reductions. Those rows of the session that take equally many ranks are run by the same processes."""
     folder = str(tmp_path_factory.mktemp("runs"))
     items = [item for item in request.session.items if not item.get_closest_marker("skip")]
     cases = [item.callspec.params for item in items if hasattr(item, "callspec")]
     names = {case["row"].name for case in cases if isinstance(case.get("row"), Row)}
     wanted = any(item.name.startswith("test_each_row_fails") for item in items)
-    found: dict[str, list[tuple[Curve, Curve | None]]] = {}
+    found: dict[str, list[tuple[Curve, float]]] = {}
 
-    def both(row: Row) -> tuple[Curve, Curve | None]:
+    def both(row: Row) -> tuple[Curve, float]:
         curve = train(row.job(folder, steps=STEPS))
         if not wanted or row not in SABOTAGED:
-            return curve, None
+            return curve, math.nan
         with without(row.reduction):  # here, where torch has seen all of the row's operations
-            return curve, train(row.job(folder, steps=1))
+            return curve, first_norm(row.job(folder, steps=1))
 
     def run(row: Row) -> list[tuple[Curve, Curve | None]]:
         rows = [other for other in ROWS if other.ranks == row.ranks and (wanted or other.name in names)]
         if row.name not in found:
+            for other in rows:
+                alone(other)  # here, so that ranks inherit what the models import
             ranks = run_on_ranks(row.ranks, lambda rank: [both(other) for other in rows])
             found.update(zip([other.name for other in rows], map(list, zip(*ranks, strict=True)), strict=True))
         return found[row.name]
@@ -145,9 +148,9 @@ def test_a_layout_trains_like_one_process(curves, alone, row):
 @pytest.mark.thorough
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in SABOTAGED])
 def test_each_row_fails_without_one_of_its_reductions(curves, alone, row):
-    expected, (_, wrong) = alone(row), curves(row)[0]
-    errors = [(wrong.gradients[name] - gradient).abs().max().item() for name, gradient in expected.gradients.items()]
-    assert max(*errors, abs(wrong.norms[0] - expected.norms[0])) > 1e-4, f"right without {row.reduction}"
+    """The norm is a function of all gradients, and the first test compares it: that it differs is enough."""
+    (_, wrong) = curves(row)[0]
+    assert abs(wrong - alone(row).norms[0]) > 100 * FLOAT64, f"right without {row.reduction}"
 
 
 def test_in_float32_losses_stay_together_for_twenty_steps(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,12 @@ from forge_core.plugins.manager import Plugins
 
 Components = Mapping[str, Mapping[str, type[Component]]]
 """Kind -> type -> class."""
+
+
+@functools.cache
+def installed() -> Catalog:
+    """Return the catalog of everything installed. It is read once per process, as that takes longer than a step."""
+    return Catalog.installed()
 
 
 def catalog_of(components: Components | None = None, name: str = "in-memory") -> Catalog:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
@@ -16,8 +16,13 @@ from forge_core.engine.build import Run, build_context, build_run
 from forge_core.engine.evaluation import evaluate
 from forge_core.engine.step import Stepper
 from forge_core.job import Job
-from forge_core.parallel.mesh import gather_objects, pipeline_group
+from forge_core.parallel.mesh import gather_objects, local_part, world_size
 from forge_core.plugins.catalog import Catalog
+from forge_kit.whole_matrices import own_box
+from forge_testing.catalogs import installed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @frozen
@@ -73,11 +78,9 @@ def train(job: Job, catalog: Catalog | None = None) -> Curve:
     Returns:
         The curve, with whole tensors on every rank.
     """
-    context = build_context(job, catalog or Catalog.installed(), None)
-    run = build_run(job, context)
-    stepper, loader = Stepper(run), TrainLoader(job, run.datasets, context)
-    pipeline = pipeline_group(context.mesh)
-    initial = _whole({item.name: item.parameter.detach() for item in run.parameters}, pipeline)
+    run, stepper, loader = _start(job, catalog)
+    mesh = run.context.mesh
+    initial = _whole({item.name: item.parameter.detach() for item in run.parameters}, mesh)
     losses, norms, gradients = [], [], dict[str, Tensor]()
     for step in range(job.train.steps):
         run.rates.apply(step, 0)
@@ -85,13 +88,31 @@ def train(job: Job, catalog: Catalog | None = None) -> Curve:
         norm = stepper.norm()
         if step == 0:
             there = {item.name: item.parameter.grad for item in run.parameters if item.parameter.grad is not None}
-            gradients = _whole(there, pipeline)
+            gradients = _whole(there, mesh)
         stepper.update(_step_context(run, step, norm), sums["loss_sum"])
         losses.append((sums["loss_sum"] / sums["count"]).item())
         norms.append(norm.item())
     loader.close()
-    weights = _whole({item.name: item.parameter.detach() for item in run.parameters}, pipeline)
+    weights = _whole({item.name: item.parameter.detach() for item in run.parameters}, mesh)
     return Curve(losses, norms, initial, gradients, weights, evaluate(run, job.train.steps))
+
+
+def first_norm(job: Job, catalog: Catalog | None = None) -> float:
+    """Return the gradient norm of a job's first step: the first of the norms of `train`, at a fraction of the cost.
+
+    Collective.
+    """
+    _, stepper, loader = _start(job, catalog)
+    stepper.gradients(loader.next_step(), 0)
+    norm = stepper.norm().item()
+    loader.close()
+    return norm
+
+
+def _start(job: Job, catalog: Catalog | None) -> tuple[Run, Stepper, TrainLoader]:
+    context = build_context(job, catalog or installed(), None)
+    run = build_run(job, context)
+    return run, Stepper(run), TrainLoader(job, run.datasets, context)
 
 
 def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
@@ -106,14 +127,23 @@ def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
     )
 
 
-def _whole(tensors: Mapping[str, Any], pipeline: Any) -> dict[str, Tensor]:
-    """Return whole tensors of all pipeline ranks. A tensor on which ranks disagree becomes infinite."""
-    own = {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
-    actual: dict[str, Tensor] = {}
-    for part in gather_objects(own, pipeline) if pipeline is not None else [own]:
-        unequal = [name for name in part.keys() & actual.keys() if not torch.equal(part[name], actual[name])]
-        actual |= part | {name: torch.full_like(part[name], torch.inf) for name in unequal}
-    return actual
+def _whole(tensors: Mapping[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
+    """Return whole tensors, joined from the parts of all ranks. Values on which ranks disagree become infinite."""
+    if world_size() == 1:
+        return {name: local_part(tensor).clone() for name, tensor in tensors.items()}
+    # One message for all tensors: `full_tensor` of each one takes most of the time of such a short run.
+    boxes = [(name, tensor.shape, tensor.dtype, own_box(tensor, mesh)) for name, tensor in tensors.items()]
+    parts = [local_part(tensor).reshape(-1).to("cpu", torch.float64) for tensor in tensors.values()]
+    joined: dict[str, Tensor] = {}
+    for described, values in gather_objects((boxes, torch.cat(parts) if parts else torch.empty(0))):
+        start = 0
+        for name, shape, dtype, box in described:
+            target = joined.setdefault(name, torch.full(shape, torch.nan, dtype=dtype))[box]
+            part = values[start : start + target.numel()].view(target.shape).to(dtype)
+            equal = target.isnan() | (target == part)
+            target.copy_(part.where(equal, torch.inf))
+            start += target.numel()
+    return joined
 
 
 def _largest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

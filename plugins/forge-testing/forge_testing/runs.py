@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run, build_context, build_run
 from forge_core.engine.step import Stepper
-from forge_core.plugins.catalog import Catalog
+from forge_testing.catalogs import installed
 from forge_testing.tiny import tiny_job
 
 
 def tiny_run(folder: Path | str, **changes: Any) -> Run:
     """Build the run of a `tiny_job` with these changes, with everything installed. Collective."""
-    catalog = Catalog.installed()
+    catalog = installed()
     job = tiny_job(str(folder), catalog, **changes)
     return build_run(job, build_context(job, catalog, None))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from forge_core.plugins.manager import RunContext
 from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_tensors import read_whole
 from forge_testing import tiny_job
+from forge_testing.catalogs import installed
 
 
 class Suite:
@@ -56,7 +56,7 @@ class Suite:
     @property
     def catalog(self) -> Catalog:
         """Catalog of stages and default components: by default, everything installed."""
-        return _installed()
+        return installed()
 
     def tiny_job(self, folder: Path, **changes: Any) -> Job:
         """Build the job of a component, with changes that override `job`. Runs go to `folder`."""
@@ -73,11 +73,6 @@ class Suite:
     def train(self, job: Job, *hooks: TrainingHook) -> Summary:
         """Run a job to its end, silently."""
         return Trainer(job, hooks=hooks, catalog=self.catalog, echo=lambda text: None).run()
-
-
-@functools.cache
-def _installed() -> Catalog:
-    return Catalog.installed()
 
 
 @define(kw_only=True, slots=False)
