@@ -141,9 +141,7 @@ def job(folder: Path, layout: Layout, steps: int, model: str) -> Job:
     settings: dict[str, Any] = {"steps": steps, "global_batch_size": 8, "seq_len": 16, "precision": "fp64"}
     settings |= {"micro_batch_size": 2, "grad_clip_norm": 0.5, "eval": {"interval": 1}}
     data = {"sources": (Numbers(ignored=5, held_out=5),)}
-    return tiny_job(
-        str(folder), installed(), model=language, data=data, parallel=dict(layout.stages), **settings
-    )
+    return tiny_job(str(folder), installed(), model=language, data=data, parallel=dict(layout.stages), **settings)
 
 
 def uninterrupted(folder: Path, model: str) -> Outcome:

@@ -16,10 +16,9 @@ from forge_core.contracts.optimizer import NamedParameter, NamedParameters
 from forge_core.engine.trainer import Trainer
 from forge_plugin_lion import Lion
 from forge_plugin_lion import optimizer as implementation
-from forge_plugin_parallel import FSDP, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
-from forge_testing.processes import run_on_ranks
+from forge_testing.laws import Case, layout_law
 from forge_testing.refusals import naming
 
 ROLES = {"embedding": (7, 4), "matrix": (5, 3), "norm": (4,), "bias": (4,), "head": (7, 4)}
@@ -173,31 +172,31 @@ def test_a_frozen_parameter_stays_and_trains_once_unfrozen(make_job, train):
 
 # --- layouts --------------------------------------------------------------------------------------------------------
 
-STAGES = {
-    "fsdp2": (2, {"fsdp": FSDP()}),
-    "tp2": (2, {"tp": TensorParallel(degree=2)}),
-    "fsdp2 x tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
-}
+
+def curve_of(cautious):
+    def curve(folder, changes):
+        attention = GroupedQueryAttention(heads=4, kv_heads=2)
+        model = Transformer(vocab_size=34, dim=16, layers=1, attention=attention)  # fsdp x tp shares 34 as 9, 8, 9, 8
+        sources = (Numbers(held_out=4, ignored=3),)
+        settings = {"steps": 5, "global_batch_size": 8, "seq_len": 16, "precision": "fp64", "model": model}
+        settings |= {"optimizer": Lion(lr=3e-3, cautious=cautious), "data": {"sources": sources}, **changes}
+        summary = Trainer(tiny_job(str(folder), **settings), echo=lambda text: None).run()
+        records = [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
+        return [record[key] for record in records for key in ("loss", "grad_norm", "eval/loss") if key in record]
+
+    return curve
 
 
-def train_on(folder, stages, cautious):
-    attention = GroupedQueryAttention(heads=4, kv_heads=2)
-    model = Transformer(vocab_size=34, dim=16, layers=1, attention=attention)  # fsdp x tp shares 34 as 9, 8, 9, 8
-    sources = (Numbers(held_out=4, ignored=3),)
-    settings = {"steps": 5, "global_batch_size": 8, "seq_len": 16, "precision": "fp64", "model": model}
-    settings |= {"optimizer": Lion(lr=3e-3, cautious=cautious), "data": {"sources": sources}, "parallel": stages}
-    summary = Trainer(tiny_job(str(folder), **settings), echo=lambda text: None).run()
-    records = [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
-    return [record[key] for record in records for key in ("loss", "grad_norm", "eval/loss") if key in record]
+def same_curve(ranks, alone):
+    assert len(alone) == 11
+    assert ranks[0] == pytest.approx(alone, rel=1e-9)
 
 
-@pytest.mark.parametrize("cautious", [False, True])
-def test_the_curve_does_not_depend_on_the_layout(tmp_path, cautious):
-    single = train_on(tmp_path / "single", {}, cautious)
-    assert len(single) == 11
-    for name, (ranks, stages) in STAGES.items():
-        found = run_on_ranks(ranks, lambda rank, n=name, s=stages: train_on(tmp_path / n, s, cautious))
-        assert found[0] == pytest.approx(single, rel=1e-9), name
+NAMES = ("fsdp2", "tp2", "fsdp2_tp2")
+test_layouts = layout_law(
+    Case("lion", observe=curve_of(cautious=False), compare=same_curve, layouts=NAMES),
+    Case("lion, cautious", observe=curve_of(cautious=True), compare=same_curve, layouts=NAMES),
+)
 
 
 # --- the component --------------------------------------------------------------------------------------------------

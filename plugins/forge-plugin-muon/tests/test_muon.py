@@ -16,13 +16,12 @@ from forge_plugin_muon import Muon, newton_schulz
 from forge_plugin_muon import optimizer as optimizer_module
 from forge_plugin_muon.newton_schulz import orthogonalise
 from forge_plugin_muon.optimizer import MuonOptimizer
-from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_plan.storages import Purpose
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TinyModel, tiny_job
+from forge_testing.laws import Case, layout_law
 from forge_testing.memory import peak_of
-from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import naming
 from forge_testing.runs import advance, draw, tiny_run, whole
 
@@ -214,53 +213,37 @@ def test_a_vector_among_matrices_is_refused():
 MODEL = Transformer(
     dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), tie_embeddings=True
 )
-LAYOUTS = {
-    "fsdp4": {"fsdp": FSDP()},
-    "hsdp 2x2": {"fsdp": FSDP(shard=2, replicate=2)},
-    "fsdp2 x tp2": {"fsdp": FSDP(), "tp": TensorParallel(degree=2)},
-    "fsdp2 x pp2": {"fsdp": FSDP(), "pp": PipelineParallel(degree=2, schedule="gpipe")},
-    "fsdp2 x cp2": {"fsdp": FSDP(), "cp": ContextParallel(degree=2)},
-    "replicate2 x tp2": {"tp": TensorParallel(degree=2)},
-}
 
 
-def trained(folder, stages):
+def trained(folder, changes):
     """This rank's weights after three steps, whole, and how many of its matrices it has orthogonalised itself."""
-    sizes = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
-    run = tiny_run(folder, parallel=stages, optimizer=Muon(ns_dtype="fp32", lr=0.1), model=MODEL, **sizes)
+    sizes = {"seq_len": 16, "global_batch_size": 8, "precision": "fp64"}
+    run = tiny_run(folder, optimizer=Muon(ns_dtype="fp32", lr=0.1), model=MODEL, **sizes, **changes)
     advance(run, 3)
     weights = {item.name: whole(item.parameter) for item in run.parameters}
     return weights, len(run.optimizer.matrices.owned(range(len(weights))))
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Every layout's weights and shares of the work, of all ranks."""
-    folder = tmp_path_factory.mktemp("runs")
-    by_rank = run_on_ranks(4, lambda rank: [trained(folder, stages) for stages in LAYOUTS.values()])
-    return {"one process": [trained(folder, {})], **dict(zip(LAYOUTS, zip(*by_rank, strict=True), strict=True))}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_changes_nothing(found, name):
-    ((expected, _),) = found["one process"]
+def same_weights_and_divided_work(ranks, alone):
+    """Each matrix is orthogonalised by one rank alone, and no rank does twice its share."""
+    expected, all_of_them = alone
     merged = {}
-    for weights, _ in found[name]:
+    for weights, _ in ranks:
         for key in merged.keys() & weights.keys():
             torch.testing.assert_close(weights[key], merged[key], rtol=0, atol=0)
         merged |= weights
     assert merged.keys() == expected.keys()
     for key, weight in expected.items():
-        torch.testing.assert_close(merged[key], weight, rtol=1e-9, atol=1e-10, msg=f"{name}: {key}")
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_divide_the_work(found, name):
-    """Each matrix is orthogonalised by one rank alone, and no rank does twice its share."""
-    ((_, all_of_them),) = found["one process"]
-    shares = [share for _, share in found[name]]
+        torch.testing.assert_close(merged[key], weight, rtol=1e-9, atol=1e-10, msg=key)
+    shares = [share for _, share in ranks]
     assert sum(shares) == all_of_them == 14
     assert max(shares) < 2 * all_of_them / len(shares)
+
+
+NAMES = ("fsdp4", "hsdp2x2", "fsdp2_tp2", "fsdp2_pp2", "fsdp2_cp2", "replicate2_tp2")
+test_layouts = layout_law(
+    Case("muon", observe=trained, compare=same_weights_and_divided_work, layouts=NAMES),
+)
 
 
 # --- training ----------------------------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
 from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_tensors import read_whole
-from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_soap import SOAP
 from forge_plugin_soap.eigenbasis import first_columns, next_columns, orthonormal
 from forge_plugin_soap.optimizer import SOAPOptimizer
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TinyModel, tiny_job
+from forge_testing.laws import Case, layout_law
 from forge_testing.memory import peak_of
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks
@@ -230,61 +231,44 @@ MODEL = Transformer(
     dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), tie_embeddings=True
 )
 LAYOUTS = {
-    "replicate2": (2, {}),
-    "fsdp2": (2, {"fsdp": FSDP()}),
+    "fsdp4": (4, {"fsdp": FSDP()}),
     "tp2": (2, {"tp": TensorParallel(degree=2)}),
     "pp2": (2, {"pp": PipelineParallel(degree=2, schedule="gpipe")}),
-    "fsdp4": (4, {"fsdp": FSDP()}),
-    "hsdp 2x2": (4, {"fsdp": FSDP(shard=2, replicate=2)}),
     "fsdp2 x tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
-    "fsdp2 x pp2": (4, {"fsdp": FSDP(), "pp": PipelineParallel(degree=2, schedule="gpipe")}),
-    "fsdp2 x cp2": (4, {"fsdp": FSDP(), "cp": ContextParallel(degree=2)}),
-    "replicate2 x tp2": (4, {"tp": TensorParallel(degree=2)}),
 }
 SIZES = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
 OPTIMIZER = SOAP(lr=0.02, precondition_frequency=2)
 
 
-def trained(folder, stages):
+def trained(folder, changes):
     """This rank's weights after five steps, whole, and of how many matrices it has state."""
-    run = tiny_run(folder, parallel=stages, optimizer=OPTIMIZER, model=MODEL, **SIZES)
+    run = tiny_run(folder, optimizer=OPTIMIZER, model=MODEL, **SIZES | changes)
     advance(run, 5)
     weights = {item.name: whole(item.parameter) for item in run.parameters}
     return weights, sum("left" in state for state in run.optimizer.state.values())
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Every layout's weights and shares of the work, of all ranks; layouts of as many ranks in the same processes."""
-    folder = tmp_path_factory.mktemp("runs")
-    results = {"one process": [trained(folder, {})]}
-    for ranks in (2, 4):
-        names = [name for name, (wanted, _) in LAYOUTS.items() if wanted == ranks]
-        by_rank = run_on_ranks(ranks, lambda rank: [trained(folder, LAYOUTS[n][1]) for n in names])  # noqa: B023
-        results |= dict(zip(names, zip(*by_rank, strict=True), strict=True))
-    return results
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_changes_nothing(found, name):
-    ((expected, _),) = found["one process"]
+def same_weights_and_divided_state(ranks, alone):
+    """One rank alone has the state of a matrix, and none has twice its share."""
+    expected, all_of_them = alone
     merged = {}
-    for weights, _ in found[name]:
+    for weights, _ in ranks:
         for key in merged.keys() & weights.keys():
             torch.testing.assert_close(weights[key], merged[key], rtol=0, atol=0)
         merged |= weights
     assert merged.keys() == expected.keys()
     for key, weight in expected.items():
-        torch.testing.assert_close(merged[key], weight, rtol=1e-7, atol=1e-8, msg=f"{name}: {key}")
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_divide_work_and_state(found, name):
-    """One rank alone has the state of a matrix, and none has twice its share."""
-    ((_, all_of_them),) = found["one process"]
-    shares = [share for _, share in found[name]]
+        torch.testing.assert_close(merged[key], weight, rtol=1e-7, atol=1e-8, msg=key)
+    shares = [share for _, share in ranks]
     assert sum(shares) == all_of_them == 14
     assert max(shares) < 2 * all_of_them / len(shares)
+
+
+NAMES = ("replicate2", "fsdp2", "tp2", "pp2", "fsdp4", "hsdp2x2")
+NAMES += ("fsdp2_tp2", "fsdp2_pp2", "fsdp2_cp2", "replicate2_tp2")
+test_layouts = layout_law(
+    Case("soap", observe=trained, compare=same_weights_and_divided_state, layouts=NAMES),
+)
 
 
 CHAIN = ["one process", "fsdp4", "tp2", "pp2", "fsdp2 x tp2", "one process"]

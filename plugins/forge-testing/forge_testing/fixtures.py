@@ -21,12 +21,33 @@ from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins
 from forge_testing import catalogs, tiny_job
+from forge_testing.laws import TOGETHER, ranks_of
 from forge_testing.processes import prepare_to_fork
 
 
 def pytest_collection_finish() -> None:
     """Prepare for `run_on_ranks` before the first test can run anything."""
     prepare_to_fork()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let each worker of pytest-xdist know whether the scheduler below is used."""
+    node.workerinput[TOGETHER] = node.config.getoption("dist") == "loadfile"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, send all tests of laws that need the same number of ranks to one worker."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class Scheduler(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return ranks_of(nodeid) or super()._split_scope(nodeid)
+
+    return Scheduler(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,10 @@ class LayoutCase:
         tables = {name: dict(table) for name, table in self.parallel.items()}
         return read_value(tables, Mapping[str, ParallelComponent], catalog)
 
+    def changes(self, catalog: Catalog) -> Mapping[str, Any]:
+        """Return the settings of the layout, as `forge_testing.tiny_job` takes them."""
+        return {"parallel": self.stages(catalog), "micro_batch_size": self.micro_batch_size}
+
 
 LAYOUTS: Mapping[str, LayoutCase] = {
     "replicate2": LayoutCase(ranks=2, parallel={"replicate": {}}, micro_batch_size=2),
@@ -53,6 +57,17 @@ LAYOUTS: Mapping[str, LayoutCase] = {
     "cp2": LayoutCase(ranks=2, parallel={"cp": {"degree": 2}}, needs="sequence_mixers"),
     "checkpointing2": LayoutCase(ranks=2, parallel={"fsdp": {}, "activation_checkpointing": {}}),
     "compiled": LayoutCase(ranks=1, parallel={"compile": {"backend": "aot_eager"}}),
+    "fsdp4": LayoutCase(ranks=4, parallel={"fsdp": {}}, micro_batch_size=2),
+    "hsdp2x2": LayoutCase(ranks=4, parallel={"fsdp": {"shard": 2, "replicate": 2}}, micro_batch_size=2),
+    "replicate2_tp2": LayoutCase(
+        ranks=4, parallel={"tp": {"degree": 2}}, micro_batch_size=2, needs="tensor_parallel_plan"
+    ),
+    "fsdp2_pp2": LayoutCase(
+        ranks=4, parallel={"fsdp": {}, "pp": {"degree": 2, "schedule": "gpipe"}}, micro_batch_size=2, needs="ends"
+    ),
+    "fsdp2_cp2": LayoutCase(
+        ranks=4, parallel={"fsdp": {}, "cp": {"degree": 2}}, micro_batch_size=2, needs="sequence_mixers"
+    ),
     "fsdp2_tp2": LayoutCase(ranks=4, parallel={"fsdp": {}, "tp": {"degree": 2}}, needs="tensor_parallel_plan"),
     "fsdp2_ep2": LayoutCase(ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}}, needs="expert_stacks"),
     "fsdp4_ep2": LayoutCase(

@@ -1,0 +1,133 @@
+"""Laws: one start of ranks for many cases, of which one that fails leaves the others alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_testing import fixtures, laws
+from forge_testing.laws import Case, Observations, layout_law, ranks_of
+
+
+def rank_and_world(folder, changes):
+    return (dist.get_rank(), dist.get_world_size()) if changes else (0, 1)
+
+
+def raises_on_one_rank(folder, changes):
+    """The other rank waits in a collective for it."""
+    if changes and dist.get_rank() == 1:
+        raise ValueError("no such block")
+    if changes:
+        dist.all_reduce(torch.ones(1))
+
+
+def dies_on_one_rank(folder, changes):
+    if changes and dist.get_rank() == 1:
+        os._exit(3)
+    if changes:
+        dist.all_reduce(torch.ones(1))
+
+
+def fails_alone(folder, changes):
+    raise KeyError("head")
+
+
+def case(name, observe):
+    return Case(name, observe=observe, compare=lambda ranks, alone: None, layouts=("replicate2",))
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """The numbers of ranks that were started."""
+    started = []
+    run = laws.run_on_ranks
+    monkeypatch.setattr(laws, "run_on_ranks", lambda ranks, function: [started.append(ranks), run(ranks, function)][1])
+    return started
+
+
+def test_cases_of_one_number_of_ranks_share_a_start(starts):
+    observations = Observations()
+    pairs = [(case(name, rank_and_world), "replicate2") for name in "ab"]
+    observations.collect(pairs)
+    assert starts == [2]
+    assert [observations.ranks[pair] for pair in pairs] == [[(0, 2), (1, 2)]] * 2
+    assert [*observations.alone.values()] == [(0, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(raises_on_one_rank, "ValueError: no such block"), (dies_on_one_rank, "died|by peer")],
+)
+def test_a_case_that_fails_is_named_and_the_others_count(starts, wrong, message):
+    observations = Observations()
+    pairs = [(case(o.__name__, o), "replicate2") for o in (rank_and_world, wrong, rank_and_world)]
+    observations.collect(pairs)
+    assert starts == [2, 2]
+    good, bad, last = (observations.ranks[pair] for pair in pairs)
+    assert good == last == [(0, 2), (1, 2)]
+    assert re.search(message, bad)
+
+
+def test_a_case_that_fails_in_one_process_is_not_started_on_ranks(starts):
+    observations, pair = Observations(), (case("alone", fails_alone), "replicate2")
+    observations.collect([pair])
+    assert starts == []
+    assert "KeyError: 'head'" in observations.ranks[pair]
+
+
+def test_one_process_is_observed_once_per_case():
+    calls = []
+    counted = case("counted", lambda folder, changes: calls.append(bool(changes)))
+    observations = Observations()
+    for layout in ("replicate2", "replicate2"):
+        observations.collect([(counted, layout)])
+    assert calls == [False]
+
+
+def request_of(paths, config):
+    items = [
+        SimpleNamespace(
+            path=path,
+            nodeid=f"{path}::test_layouts[a-replicate2-2ranks]",
+            get_closest_marker=lambda name: None,
+            callspec=SimpleNamespace(params={"case": case(path, rank_and_world), "layout": "replicate2"}),
+        )
+        for path in paths
+    ]
+    return SimpleNamespace(config=config, path=paths[0], session=SimpleNamespace(items=items))
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (SimpleNamespace(), ["one.py", "other.py"]),
+        (SimpleNamespace(workerinput={laws.TOGETHER: True}), ["one.py", "other.py"]),
+        (SimpleNamespace(workerinput={}), ["one.py"]),
+    ],
+)
+def test_all_files_share_a_start_where_one_process_has_all_of_their_laws(config, names):
+    pairs = laws._pairs_of(request_of(["one.py", "other.py"], config), 2)
+    assert [one.name for one, _ in pairs] == names
+    assert laws._pairs_of(request_of(["one.py"], config), 4) == []
+
+
+def test_xdist_sends_laws_by_ranks_and_other_tests_by_file():
+    [mark] = layout_law(case("lion", rank_and_world)).pytestmark
+    [param] = mark.args[1]
+    assert param.id == "lion-replicate2-2ranks"
+    assert ranks_of(f"a/test_x.py::test_layouts[{param.id}]") == "laws, 2 ranks"
+    assert ranks_of("a/test_x.py::test_y[3ranks of 4]") == ""
+    chosen = {"dist": "loadfile", "tx": ["2*popen"], "maxschedchunk": None, "loadscopereorder": False}
+    config: Any = SimpleNamespace(getoption=chosen.__getitem__, getvalue=chosen.__getitem__)
+    scheduler = fixtures.pytest_xdist_make_scheduler(config, MagicMock())
+    assert scheduler._split_scope(f"a/test_x.py::test_layouts[{param.id}]") == "laws, 2 ranks"
+    assert scheduler._split_scope("a/test_x.py::test_y") == "a/test_x.py"
+    chosen["dist"] = "load"
+    assert fixtures.pytest_xdist_make_scheduler(config, MagicMock()) is None
