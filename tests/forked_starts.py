@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -207,7 +208,11 @@ def _serve(connection: socket.socket) -> tuple[Start, list[int]] | None:
 def _fork_here(start: Start, streams: Sequence[int], kept: Sequence[int]) -> int:
     """Start a rank, as a fork of this process, which is one itself."""
     begun, beginning = os.pipe()
-    if child := os.fork():
+    with warnings.catch_warnings():
+        # From Python 3.12 on, of a fork beside threads, on standard error, which tests read
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
         os.close(beginning)
         os.read(begun, 1)
         os.close(begun)
