@@ -1,9 +1,10 @@
-"""`python -m forge_core …`, started by tests through `subprocess`, as a fork of a process that has imported torch.
+"""`python -m forge_core …` and `python -m pytest …`, started by tests, as forks of a process that has imported torch.
 
 A process of `forge-run` takes 0.4 CPU seconds instead of 3.4 then: most of the cost of tests of launchers, signals and
-kills. `install` replaces the step of `subprocess.Popen` that forks and executes, so tests, and the launchers that they
-start, are written as for users. The process is a child of the one that asked for it, has its own standard streams,
-directory, environment, session and passed sockets, and runs `forge_core.__main__`.
+kills. One of pytest takes half: its garbage collections skip all of torch, too. `install` replaces the step of
+`subprocess.Popen` that forks and executes, so tests, and the launchers that they start, are written as for users. The
+process is a child of the one that asked for it, has its own standard streams, directory, environment, session and
+passed sockets, and runs the module's `__main__`.
 
 It has no interpreter of its own from the start: the hash seed is that of its siblings, torch is there before the job is
 read, nothing can hit it while it imports torch, and `/proc/PID/environ` is another process's. A test for which that
@@ -36,7 +37,7 @@ READ_AT_START = ("PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "TORCH", "LD_", "MAL
 """Variables that interpreters and libraries read once: with other values than here, a process is started by `exec`."""
 TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED")
 """Those that a fork takes over all the same."""
-MODULES = ("forge_core", "forge_plugin_doctor.rank")
+MODULES = ("forge_core", "forge_plugin_doctor.rank", "pytest")
 MEASURED = {"COV_CORE_SOURCE", "COVERAGE_PROCESS_START"}
 """Variables by which pytest-cov measures processes, from their start on."""
 PR_SET_CHILD_SUBREAPER = 36
