@@ -30,7 +30,7 @@ from forge_plugin_lowbit.bf16 import BF16AdamW
 from forge_plugin_lowbit.formats import EIGHT_BIT
 from forge_plugin_lowbit.quantised import QuantisedAdamW
 from forge_plugin_lowbit.rounding import place_of, random_bits, round_with
-from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TinyAdamW, TinyModel, tiny_job
@@ -161,8 +161,6 @@ LAYOUTS = {
     "fsdp4": (4, {"fsdp": FSDP()}),
     "hsdp 2x2": (4, {"fsdp": FSDP(shard=2, replicate=2)}),
     "fsdp2 x tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
-    "fsdp2 x pp2": (4, {"fsdp": FSDP(), "pp": PipelineParallel(degree=2, schedule="gpipe")}),
-    "fsdp2 x cp2": (4, {"fsdp": FSDP(), "cp": ContextParallel(degree=2)}),
 }
 OPTIMIZERS = {
     "adamw_8bit": AdamW8bit(lr=0.05, block_size=8, min_size=1, **EAGER),
@@ -172,12 +170,14 @@ OPTIMIZERS = {
     "adamw_bf16": AdamWBF16(lr=0.05, **EAGER),
 }
 SIZES = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
+# The quantised formats share the code that cuts blocks. An optimizer sees only how its parameters are cut: context and
+# pipeline parallelism beside fsdp would show nothing more. For bf16 on four ranks see test_lowbit_parameters.py.
 UNDER = {
-    "adamw_8bit": LAYOUTS,
+    "adamw_8bit": ("replicate2", "fsdp2", "tp2", "pp2", "fsdp2 x tp2"),
     "adamw_8bit, blocks of two rows": ("fsdp4", "hsdp 2x2"),  # tp would cut them
-    "adamw_4bit": ("fsdp2", "tp2", "fsdp2 x tp2"),
-    "adamw_float8": ("fsdp2", "tp2", "fsdp2 x tp2"),
-    "adamw_bf16": LAYOUTS,
+    "adamw_4bit": ("fsdp2 x tp2",),
+    "adamw_float8": ("fsdp2 x tp2",),
+    "adamw_bf16": ("fsdp2", "tp2", "pp2"),
 }
 PAIRS = [(layout, name) for layout in LAYOUTS for name in OPTIMIZERS if layout in UNDER[name]]
 
@@ -224,7 +224,7 @@ def test_a_layout_changes_nothing(found, layout, name):
 
 
 TP = {"tp": TensorParallel(degree=2)}
-CHAIN = ["one process", "fsdp4", "tp2", "pp2", "fsdp2 x tp2", "one process"]
+CHAIN = ["one process", "fsdp2 x tp2", "pp2", "fsdp2", "one process"]
 
 
 @pytest.fixture(scope="module")

@@ -36,10 +36,9 @@ LAYOUTS = {
     "fsdp2": (2, {"fsdp": FSDP()}),
     "tp2": (2, {"tp": TensorParallel(degree=2)}),
     "pp2": (2, {"pp": PipelineParallel(degree=2, schedule="1f1b")}),
+    "cp2": (2, {"cp": ContextParallel(degree=2)}),
     "hsdp 2x2": (4, {"fsdp": FSDP(shard=2, replicate=2)}),
     "fsdp2 x tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
-    "fsdp2 x pp2": (4, {"fsdp": FSDP(), "pp": PipelineParallel(degree=2, schedule="1f1b")}),
-    "fsdp2 x cp2": (4, {"fsdp": FSDP(), "cp": ContextParallel(degree=2)}),
 }
 SIZES = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp32"}
 
@@ -194,7 +193,7 @@ def test_rounding_is_the_same_under_every_layout(weights, layout, name):
 
 
 def curve_of(folder, stages):
-    changes = {"optimizer": AdamWBF16(lr=0.01, **NARROW), "model": MODEL, "steps": 8, **SIZES}
+    changes = {"optimizer": AdamWBF16(lr=0.01, **NARROW), "model": MODEL, "steps": 5, **SIZES}
     return train_curve(tiny_job(str(folder), Catalog.installed(), parallel=stages, **changes)).losses
 
 
@@ -202,11 +201,10 @@ def test_every_layout_trains_alike(tmp_path):
     """As far as rounding lets it: gradients differ in their last bits, and fsdp rounds them."""
     expected = curve_of(tmp_path, {})
     assert expected[-1] < 0.95 * expected[0]
-    for ranks in (2, 4):
-        layouts = [stages for size, stages in LAYOUTS.values() if size == ranks]
-        for found in run_on_ranks(ranks, lambda rank: [curve_of(tmp_path, stages) for stages in layouts]):  # noqa: B023
-            for curve in found:
-                assert curve == pytest.approx(expected, rel=5e-3)
+    layouts = [stages for ranks, stages in LAYOUTS.values() if ranks == 2]
+    for found in run_on_ranks(2, lambda rank: [curve_of(tmp_path, stages) for stages in layouts]):
+        for curve in found:
+            assert curve == pytest.approx(expected, rel=5e-3)
 
 
 # --- runs --------------------------------------------------------------------------------------------------------
