@@ -124,7 +124,10 @@ def train(folder: Path, layout: Layout, steps: int, model: str = DENSE) -> None:
         with redirect_stdout(io.StringIO()):
             Trainer(job(folder, layout, steps, model), echo=len).run()
 
-    run_on_ranks(layout.ranks, go_on)
+    if layout.ranks == 1:
+        go_on(0)  # in this process, from which ranks inherit what a run imports
+    else:
+        run_on_ranks(layout.ranks, go_on)
 
 
 def job(folder: Path, layout: Layout, steps: int, model: str) -> Job:

@@ -18,7 +18,7 @@ STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def trained(request, tmp_path_factory) -> Callable[[int], Mapping[str, Sequence[Curve]]]:
+def trained(request, alone, tmp_path_factory) -> Callable[[int], Mapping[str, Sequence[Curve]]]:
     """Each rank's curve of the rows of this session that take so many ranks, which run in the same processes."""
     folder = str(tmp_path_factory.mktemp("runs"))
     items = [item for item in request.session.items if not item.get_closest_marker("skip")]
@@ -28,6 +28,8 @@ def trained(request, tmp_path_factory) -> Callable[[int], Mapping[str, Sequence[
     @functools.cache
     def run(ranks: int) -> Mapping[str, Sequence[Curve]]:
         rows = [row for row in IMAGE_ROWS if row.ranks == ranks and row.id in names]
+        for each in rows:
+            alone(each)  # here, so that ranks inherit what the models import
         found = run_on_ranks(ranks, lambda rank: [train(row.job(folder, steps=STEPS)) for row in rows])
         return {row.id: curves for row, curves in zip(rows, zip(*found, strict=True), strict=True)}
 

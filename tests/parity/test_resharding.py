@@ -32,9 +32,9 @@ CHAIN = [layout for layout in WHOLE_CHAIN if runs(layout)]
 
 
 def test_a_run_goes_on_exactly_under_every_layout(tmp_path):
+    train(tmp_path / "one", ONE, len(CHAIN))
     for number, layout in enumerate(CHAIN, 1):
         train(tmp_path / "chain", layout, number)
-    train(tmp_path / "one", ONE, len(CHAIN))
     difference = compare(outcome(tmp_path / "chain"), outcome(tmp_path / "one"))
     assert difference.numbers < 1e-9, difference
     assert difference.state < 1e-9, difference
@@ -45,9 +45,9 @@ WITH_EXPERTS = [FSDP4_EP4, ONE, FSDP4_EP4, FSDP2_EP2, FSDP4_EP2, FSDP2_PP2_EP2, 
 
 def test_experts_go_on_exactly_under_every_layout(tmp_path):
     """All of them, with their moments, the router's bias, and what the step before counted."""
+    train(tmp_path / "one", ONE, len(WITH_EXPERTS), model=EXPERTS)
     for number, layout in enumerate(WITH_EXPERTS, 1):
         train(tmp_path / "chain", layout, number, model=EXPERTS)
-    train(tmp_path / "one", ONE, len(WITH_EXPERTS), model=EXPERTS)
     chain, one = outcome(tmp_path / "chain"), outcome(tmp_path / "one")
     difference = compare(chain, one)
     assert difference.numbers < 1e-9, difference
@@ -70,9 +70,9 @@ WITH_IMAGES = {
 def test_vision_language_models_go_on_exactly_under_every_layout(tmp_path, fusion):
     """Tower, adapter and what the fusion adds, with their moments; some sequences have no image."""
     layouts = [layout for layout in WITH_IMAGES[fusion] if runs(layout)]
+    train(tmp_path / "one", ONE, len(layouts), fusion)
     for number, layout in enumerate(layouts, 1):
         train(tmp_path / "chain", layout, number, fusion)
-    train(tmp_path / "one", ONE, len(layouts), fusion)
     chain, one = outcome(tmp_path / "chain"), outcome(tmp_path / "one")
     difference = compare(chain, one)
     assert difference.numbers < 1e-9, difference
