@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 
-import forked_starts
 import pytest
 
 from forge_plugin_drill import attempt
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(("number", "is_real"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_an_interrupted_drill_leaves_no_process_behind(number, is_real, start, folder, processes, monkeypatch):
     if is_real:
-        monkeypatch.setenv(forked_starts.REAL, "1")
+        monkeypatch.setenv("FORGE_TESTS_REAL_STARTS", "1")
     process = start("--nproc=2", "--only=frozen-1")
     frozen = folder / "runs" / "tiny.drill" / "frozen-1" / "injected.json"
     until = time.monotonic() + 300

@@ -103,7 +103,8 @@ class Stragglers(TrainingHook):
 
         mine = Look(
             host=socket.gethostname(),
-            own_s=max(passed - waited, 0.0) / steps,
+            # The meter's resolution, at least: at zero now and then, ratios to it would look like a machine's noise
+            own_s=max(passed - waited, SAMPLE_S) / steps,
             waited=min(waited / passed, 1.0),
             matmul_ms=matmul_ms(next(context.model.parameters()).device),
         )

@@ -129,7 +129,7 @@ FAULTS = {
     not_a_number: [NORM, "NaN"],
     truncate: ["truncated or damaged"],
     rename_a_file: ["No such file"],
-    exchange_two_files: ["is in model-0"],
+    exchange_two_files: ["model.safetensors.index.json", "model.layers.0.input_layernorm.weight"],
     rename_a_tensor: [NORM, "model.nrom.weight"],
     other_config: ["model.embed_tokens.weight", "[64, 32]", "[64, 64]"],
     other_head: ["lm_head.weight", "model.embed_tokens.weight", "config.json"],
