@@ -233,7 +233,7 @@ def test_the_stages_of_vision_language_models_fit(
         ("llama-7b-1gpu", 1, 4),
         ("llama-8b-4gpu", 4, 16),
         pytest.param("llama-34b-8gpu", 8, 16, marks=pytest.mark.thorough),
-        ("llama-70b-64gpu", 64, 64),
+        pytest.param("llama-70b-64gpu", 64, 64, marks=pytest.mark.thorough),
     ],
 )
 def test_the_configs_fit_their_gpus(name: str, ranks: int, sequences: int, capsys: pytest.CaptureFixture) -> None:
