@@ -239,8 +239,8 @@ class _Rank:
             compiled=self._compiled,
         )
 
-    def _parameters(self) -> Hashable:
-        """Returns all that gradients and optimizer state depend on: names without numbers, roles, shapes, groups."""
+    def _parameters(self) -> tuple[Hashable, ...]:
+        """Returns of each parameter all that gradients and optimizer state depend on: names without numbers, roles, shapes, groups."""
         groups: dict[int, str] = {}
         for number, group in enumerate(self._run.optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name not in ("params", *NAMES)}
