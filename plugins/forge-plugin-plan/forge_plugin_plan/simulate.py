@@ -240,7 +240,10 @@ class _Rank:
         )
 
     def _parameters(self) -> tuple[Hashable, ...]:
-        """Returns of each parameter all that gradients and optimizer state depend on: names without numbers, roles, shapes, groups."""
+        """Returns all that each parameter's gradient and optimizer state depend on.
+
+        That is its name without numbers, role, shape, dtype and parameter group.
+        """
         groups: dict[int, str] = {}
         for number, group in enumerate(self._run.optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name not in ("params", *NAMES)}
