@@ -11,13 +11,15 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
+import torch
 from attrs import evolve
 
-from forge_plugin_health.stragglers import Look, Noise, describe, slow_ranks
+from forge_plugin_health.stragglers import Look, Noise, Stragglers, describe, slow_ranks
 from forge_testing import TINY_JOB
-from forge_testing.refusals import lacks
+from forge_testing.refusals import lacks, naming
 
 JOB = f"""
 [job]
@@ -156,6 +158,20 @@ def test_a_rank_that_is_slow_at_every_look_is_named_on_a_busy_machine_too(ratio,
     first, second = alarms(ratio, sigma)
     assert first == 0
     assert second > 0
+
+
+def test_a_slow_rank_is_named_beside_one_whose_time_the_meter_does_not_resolve(monkeypatch):
+    monkeypatch.setattr("forge_core.parallel.mesh.gather_objects", lambda mine: [mine, evolve(mine, own_s=1.0)])
+    logged = {}
+    context = SimpleNamespace(model=torch.nn.Linear(2, 2), step=3, log=logged.__setitem__)
+    hook = Stragglers(every=1)
+    hook.on_train_begin(context)
+    hook.on_train_end(context)
+    for waited in (0.99, 1.0):
+        hook._look(context, 1, 1.0, waited)
+    with pytest.warns(UserWarning, match=naming("rank 1")):
+        hook._look(context, 1, 1.0, 0.99)
+    assert logged["faulty_rank"] == 1
 
 
 def test_a_single_rank_has_no_stragglers():
