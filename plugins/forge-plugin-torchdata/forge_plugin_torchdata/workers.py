@@ -6,6 +6,7 @@ process per executor, the death of a worker is the failure of exactly the unit t
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -140,6 +141,9 @@ class _Worker:
 
 def _begin(reader: SampleReader, parent: int) -> None:
     """Initialise a worker process."""
+    # Collections of garbage leave alone what a fork inherits. To search it would copy its memory, and to free an object
+    # of another library may wait for threads that a fork does not copy: a decoder of FFmpeg hung there.
+    gc.freeze()
     _Worker.reader = reader
     torch.set_num_threads(1)
     # Ctrl-C and a scheduler's signal reach the whole process group. The run then saves before it ends, and for that it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -109,6 +110,8 @@ class Special(Numbers):
                     raise OSError("disk on fire")
                 if event == "sleep":
                     time.sleep(0.05)
+                if event == "collect":
+                    gc.collect()
                 return super().__getitem__(index)
 
             def where(self, index):
@@ -163,6 +166,26 @@ def test_closing_ends_every_process_and_thread(make_job, build):
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threading.active_count() == before
+
+
+def test_a_worker_does_not_free_the_garbage_that_it_inherits(make_job, build, tmp_path):
+    """An object of FFmpeg waits for its threads then, which a fork does not copy."""
+
+    class Traced:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            (tmp_path / str(os.getpid())).touch()
+
+    gc.disable()
+    try:
+        Traced()
+        load(make_job(data={"sources": (Special(event="collect"),), "workers": 1}), build, 1)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir() if path.name.isdigit()] == [str(os.getpid())]
 
 
 def test_threads_that_start_later_have_the_threads_of_torch_that_they_had(make_job, build):
