@@ -4,14 +4,16 @@
     python tests/mistakes/draw.py --seed 32 --count 100 --list   # the changes only
     python tests/mistakes/draw.py --score                        # the score of the table
 
-Each change is made in a copy of the repository. The test files that are nearest to it run first, then wider ones. A
-test that fails counts only if it passes without the change. The table, `drawn.toml`, is written after each change; a
-person adds `note` to a change that survived: `equivalent: ...` if it changes nothing, `test added: ...` otherwise.
+Each change is made in a copy of the repository, and the tests run that enter the changed function, by a record of the
+whole suite that `reached.py` makes. A test that fails counts only if it passes without the change. The table,
+`drawn.toml`, is written after each change; a person adds `note` to a change that survived: `equivalent: ...` if it
+changes nothing, `test added: ...` otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import re
@@ -21,19 +23,22 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import reached
 import tomli_w
 from operators import OPERATORS, Change, changes
 from run import FAILED, PASSED, ROOT, Copy, sources
 
 TABLE = Path(__file__).with_name("drawn.toml")
-NEAREST, WIDER = 3, 6
-"""Test files that run first, and after those."""
-LIMITS_S = (300.0, 600.0)
-"""Seconds for each of the two. A change that makes ranks wait for each other takes all of them, which is not a kill."""
+BUDGETS_S = (120.0, 180.0)
+"""Seconds, as recorded, of tests of the change's own distribution, and of tests of others."""
+OVERHEAD_S = 0.02
+"""Seconds of pytest itself for each test."""
+LIMIT_S = 900.0
+"""Seconds for each list of tests. A change that makes ranks wait for each other takes all of them."""
 KEPT = 160
 """Characters of a replaced text that the table keeps."""
 
@@ -57,61 +62,70 @@ def draw(seed: int, count: int, root: Path) -> list[Change]:
 # --- which tests ---------------------------------------------------------------------------------------------------
 
 
-def nearest(change: Change, root: Path) -> list[str]:
-    """Returns the test files by how much of the change's surroundings they name, the nearest first."""
-    path = root / change.file
-    module = ".".join(
-        path.relative_to(root / "plugins" / path.relative_to(root).parts[1] if _plugin(change) else root)
-        .with_suffix("")
-        .parts
-    )
-    public = set(re.findall(r"^(?:def|class) ([A-Za-z]\w+)", path.read_text(), re.MULTILINE))
-    scores = {}
-    for test in _test_files(root):
-        text = test.read_text()
-        name = str(test.relative_to(root))
-        scores[name] = (
-            5 * bool(re.search(rf"\b{re.escape(module)}\b", text))
-            + 3 * sum(bool(re.search(rf"\b{re.escape(part)}\b", text)) for part in change.inside)
-            + min(4, sum(bool(re.search(rf"\b{part}\b", text)) for part in public))
-            + 4 * (name.startswith(_home(change)))
-        )
-    return sorted((name for name, score in scores.items() if score > 3), key=lambda name: (-scores[name], name))
+class Reached:
+    """Which tests enter which functions, as `reached.py` recorded it."""
 
+    def __init__(self, root: Path, folder: Path) -> None:
+        """
+        Raises:
+            FileNotFoundError: Nothing was recorded in this folder.
+        """
+        self._root = root
+        self._tests = reached.read(folder)
+        self._seconds = reached.read_seconds(folder)
+        if not self._tests:
+            raise FileNotFoundError(f"{folder} has no record of reached.py")
 
-def _plugin(change: Change) -> str:
-    parts = Path(change.file).parts
-    return parts[1] if parts[0] == "plugins" else ""
+    def stages(self, change: Change) -> list[list[str]]:
+        """Returns the tests to run one list after the other: those of its own distribution, and those of others.
+
+        First those that enter the changed function, then the others in their files, which may observe what these have
+        made: the quickest first, for as long as `BUDGETS_S`. A change outside of functions acts through its whole file.
+        """
+        own = reached.key(change.file, ".".join(change.inside))
+        keys = [own] if own in self._tests else [*reached.keys_of(self._root / change.file, change.file)]
+        entering = set[str]().union(*(self._tests.get(each, ()) for each in keys))
+        files = {name.partition("::")[0] for name in entering}
+        beside = {name for name in self._seconds if name.partition("::")[0] in files} - entering
+        home = _home(change)
+        stages = []
+        for is_own, budget_s in zip((True, False), BUDGETS_S, strict=True):
+            ordered = [
+                name
+                for group in (entering, beside)
+                for name in sorted(group, key=lambda name: (self._seconds.get(name, 0.0), name))
+                if name.startswith(home) == is_own
+            ]
+            total = itertools.accumulate(self._seconds.get(name, 0.0) + OVERHEAD_S for name in ordered)
+            stages.append([name for name, until in zip(ordered, total, strict=True) if until <= budget_s])
+        return [stage for stage in stages if stage]
 
 
 def _home(change: Change) -> str:
     """Where the tests of its distribution, or of its part of the core, are."""
-    plugin = _plugin(change)
-    return f"plugins/{plugin}/tests/" if plugin else f"tests/{Path(change.file).parts[1]}/"
-
-
-def _test_files(root: Path) -> Iterator[Path]:
-    for folder in (root / "tests", *sorted((root / "plugins").glob("*/tests"))):
-        yield from (path for path in sorted(folder.rglob("test_*.py")) if "gpu" not in path.parts)
+    parts = Path(change.file).parts
+    return f"plugins/{parts[1]}/tests/" if parts[0] == "plugins" else f"tests/{parts[1]}/"
 
 
 # --- one change ----------------------------------------------------------------------------------------------------
 
 
-def run_tests(copy: Copy, tests: Sequence[str], limit_s: float, left_out: Sequence[str] = ()) -> tuple[int, str]:
+def run_tests(copy: Copy, tests: Sequence[str], left_out: Sequence[str] = ()) -> tuple[int, str]:
     """Run tests in the copy.
 
     Returns:
         The exit code of pytest, -1 if it took too long; and the first test that failed.
     """
-    options = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *(f"--deselect={name}" for name in left_out)]
+    options = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
+    arguments = copy.folder.with_name(f"{copy.folder.name}.tests")
+    arguments.write_text("\n".join(name for name in tests if name not in left_out))
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *tests],
+        [sys.executable, "-m", "pytest", *options, f"@{arguments}"],
         cwd=copy.folder, env=copy.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=limit_s)
+        output, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # ranks that wait for each other, too
         process.wait()
@@ -120,31 +134,32 @@ def run_tests(copy: Copy, tests: Sequence[str], limit_s: float, left_out: Sequen
     return process.returncode, found[1] if found else ""
 
 
-def try_change(change: Change, copy: Copy) -> dict[str, Any]:
+def try_change(change: Change, copy: Copy, stages: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Returns the entry of the table: `killed`, `survived` or `hangs` (a stage of the tests took too long)."""
     path = copy.folder / change.file
     text = path.read_text()
-    files, unsure, result, killer = nearest(change, copy.folder), [], "survived", ""
+    unsure: list[str] = []
+    result, killer = "survived", ""
     began = time.monotonic()
-    stages = [(files[:NEAREST], LIMITS_S[0]), (files[NEAREST : NEAREST + WIDER], LIMITS_S[1])]
-    while stages and result != "killed":
-        tests, limit_s = stages[0]
+    left = list(stages)
+    while left and result == "survived":
         path.write_text(change.apply(text))
         try:
-            code, failed = run_tests(copy, tests, limit_s, unsure) if tests else (PASSED, "")
+            code, failed = run_tests(copy, left[0], unsure)
         finally:
             path.write_text(text)
         if code == -1:
-            result = "hangs" if run_tests(copy, tests, limit_s, unsure)[0] == PASSED else result
-        if code > FAILED or (code == FAILED and run_tests(copy, [failed], limit_s)[0] == PASSED):
+            result = "hangs" if run_tests(copy, left[0], unsure)[0] == PASSED else result
+        elif code > FAILED or (code == FAILED and run_tests(copy, [failed])[0] == PASSED):
             result, killer = "killed", failed or "collection"
         elif code == FAILED and failed not in unsure:
             unsure.append(failed)  # fails without the change, too: once more without it
             continue
-        stages.pop(0)
+        left.pop(0)
     entry = {"file": change.file, "line": change.line, "operator": change.operator}
     entry |= {"old": change.old[:KEPT], "new": change.new[:KEPT], "result": result, "killer": killer}
-    return entry | {"seconds": round(time.monotonic() - began)} | ({"unsure": unsure} if unsure else {})
+    entry |= {"tests": sum(map(len, stages)), "seconds": round(time.monotonic() - began)}
+    return entry | ({"unsure": unsure} if unsure else {})
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
@@ -167,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=32)
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--reached", type=Path, help="folder of a record that reached.py has made")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no change after these")
     parser.add_argument("--list", action="store_true", help="print the changes only")
     parser.add_argument("--score", action="store_true", help="print the score of the table only")
@@ -180,13 +196,16 @@ def main() -> None:
         for change in drawn:
             print(f"{change.file}:{change.line} {change.operator}: {change.old[:60]!r} -> {change.new[:60]!r}")
         return
+    if options.reached is None:
+        parser.error("which tests enter a function? --reached FOLDER, see reached.py")
+    record = Reached(ROOT, options.reached)
     until = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(ROOT, Path(folder))
         for change in drawn[len(entries) :]:
             if time.monotonic() > until:
                 break
-            entries.append(try_change(change, copy))
+            entries.append(try_change(change, copy, record.stages(change)))
             TABLE.write_text(tomli_w.dumps({"change": entries}))
             last = entries[-1]
             place = f"{change.file}:{change.line} {change.operator}"

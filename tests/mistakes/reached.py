@@ -8,11 +8,13 @@ functions that the test, or a process that it started, entered. `draw.py --reach
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
 import os
 import sys
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -78,6 +80,37 @@ class Recorder:
 def pytest_runtest_logstart() -> None:
     """Watch all functions again."""
     sys.monitoring.restart_events()
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Write down how long a test took, its fixtures included."""
+    if not hasattr(report, "node"):  # one that a worker of xdist has sent is written there
+        with open(Path(os.environ[FOLDER]) / f"{os.getpid()}.seconds", "a") as file:
+            file.write(f"{report.duration:.3f} {report.nodeid}\n")
+
+
+def read_seconds(folder: Path) -> dict[str, float]:
+    """Returns how long each test took."""
+    seconds: dict[str, float] = defaultdict(float)
+    for path in folder.glob("*.seconds"):
+        for line in path.read_text().splitlines():
+            duration, _, test = line.partition(" ")
+            seconds[test] += float(duration)
+    return seconds
+
+
+def keys_of(path: Path, file: str) -> Iterator[str]:
+    """Yields the keys of all functions of a file."""
+
+    def inside(node: ast.AST, names: tuple[str, ...]) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                yield key(file, ".".join((*names, child.name)))
+                yield from inside(child, (*names, child.name))
+            else:
+                yield from inside(child, names)
+
+    yield from inside(ast.parse(path.read_text()), ())
 
 
 def read(folder: Path) -> dict[str, set[str]]:

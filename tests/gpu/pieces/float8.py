@@ -21,10 +21,23 @@ ROUNDING = 6e-2
 def float8(bench: Bench) -> None:
     if not bench.on_gpu:
         bench.notes.append("A CPU has no float8 units: the products of torch's CPU kernels are compared.")
-    for recipe in RECIPES:
+    recipes = RECIPES if bench.on_gpu or _has_rows_on_cpu() else RECIPES[:1]
+    if recipes != RECIPES:
+        bench.notes.append("This torch has no kernel with a scale per row for CPUs: tensorwise products only.")
+    for recipe in recipes:
         with bench.case(recipe):
             _compare(bench, recipe)
             _time(bench, recipe)
+
+
+def _has_rows_on_cpu() -> bool:
+    """Whether torch multiplies with a scale per row on CPUs: 2.11 does not."""
+    operand, scales = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(operand, operand.t(), scales, scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _layer(bench: Bench, size: int, recipe: str | None, emulate: bool) -> Linear:
