@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from attrs import frozen
@@ -234,3 +236,19 @@ class TestDeleting:
         with pytest.warns(UserWarning, match=naming("Read-only file system")):
             checkpoints.save(2, State({}, {}))
         assert checkpoints.storage.steps() == [1, 2]
+
+    def test_a_deletion_that_is_cut_short_leaves_no_part_under_the_name_of_a_checkpoint(self, tmp_path, monkeypatch):
+        def cut_short(path, **options):
+            next(Path(path).iterdir()).unlink()
+            raise KeyboardInterrupt
+
+        checkpoints = self.checkpoints(tmp_path)
+        checkpoints.save(1, State({}, {"which": "first"}))
+        checkpoints.save(2, State({}, {"which": "second"}))
+        with monkeypatch.context() as cut:
+            cut.setattr(shutil, "rmtree", cut_short)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.storage.delete(1)
+        assert checkpoints.storage.steps() == [2]
+        checkpoints.save(3, State({}, {}))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
