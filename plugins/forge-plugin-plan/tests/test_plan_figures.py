@@ -202,6 +202,9 @@ def test_bytes_sent_are_those_of_theory_and_of_a_run(name: str) -> None:
     found: Counter[tuple[str, int]] = Counter()
     for transfer, times in planned.traffic.transfers.items():
         found[transfer.kind, transfer.whole] += times
+    for kind in ("send", "receive"):
+        # Neighbours of torch 2.11 open their connections by one number in the first step, which a plan has played
+        del found[kind, FLOAT]
     measured: Counter[tuple[str, int]] = Counter()
     for (operation, size), times in of_run[0]["collectives"].items():
         measured[KINDS[operation][0], size] += times
