@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import queue
 import random
 import re
 import signal
@@ -24,6 +25,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from operators import OPERATORS, Change, changes
 from run import FAILED, PASSED, ROOT, Copy, sources
 
 TABLE = Path(__file__).with_name("drawn.toml")
-BUDGETS_S = (120.0, 180.0)
+BUDGETS_S = (90.0, 60.0)
 """Seconds, as recorded, of tests of the change's own distribution, and of tests of others."""
 OVERHEAD_S = 0.02
 """Seconds of pytest itself for each test."""
@@ -183,6 +185,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=32)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--reached", type=Path, help="folder of a record that reached.py has made")
+    parser.add_argument("--jobs", type=int, default=1, help="changes that are tried at the same time")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no change after these")
     parser.add_argument("--list", action="store_true", help="print the changes only")
     parser.add_argument("--score", action="store_true", help="print the score of the table only")
@@ -200,16 +203,27 @@ def main() -> None:
         parser.error("which tests enter a function? --reached FOLDER, see reached.py")
     record = Reached(ROOT, options.reached)
     until = time.monotonic() + 60 * options.minutes
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(ROOT, Path(folder))
-        for change in drawn[len(entries) :]:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        copies = queue.SimpleQueue[Copy]()
+        for number in range(options.jobs):
+            (own := Path(folder) / str(number)).mkdir()
+            copies.put(Copy(ROOT, own))
+
+        def tried(change: Change) -> dict[str, Any] | None:
             if time.monotonic() > until:
-                break
-            entries.append(try_change(change, copy, record.stages(change)))
+                return None
+            copy = copies.get()
+            try:
+                return try_change(change, copy, record.stages(change))
+            finally:
+                copies.put(copy)
+
+        # In the order of the draw, so that the table can be continued
+        for entry in itertools.takewhile(bool, pool.map(tried, drawn[len(entries) :])):
+            entries.append(entry)
             TABLE.write_text(tomli_w.dumps({"change": entries}))
-            last = entries[-1]
-            place = f"{change.file}:{change.line} {change.operator}"
-            print(f"{len(entries)} {place}: {last['result']} {last['killer']} ({last['seconds']} s)", flush=True)
+            place = f"{entry['file']}:{entry['line']} {entry['operator']}"
+            print(f"{len(entries)} {place}: {entry['result']} {entry['killer']} ({entry['seconds']} s)", flush=True)
     print(score(entries))
 
 
