@@ -134,7 +134,7 @@ def test_a_wrong_table_is_refused_when_the_job_is_checked(make_job, train, keys,
         train(make_job(steps=1, loggers={"trackio": Trackio(**keys)}))
 
 
-def test_another_folder_than_that_of_the_process_is_refused(make_job, train, tmp_path):
+def test_another_folder_than_that_of_the_process_is_refused(make_job, train, storage, tmp_path):
     with pytest.raises(ForgeError, match=naming("elsewhere", "TRACKIO_DIR")):
         train(make_job(steps=1, loggers={"trackio": Trackio(folder=str(tmp_path / "elsewhere"))}))
 
