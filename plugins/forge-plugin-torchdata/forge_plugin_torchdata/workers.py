@@ -141,8 +141,8 @@ class _Worker:
 
 def _begin(reader: SampleReader, parent: int) -> None:
     """Initialise a worker process."""
-    # Collections of garbage leave alone what a fork inherits. To search it would copy its memory, and to free an object
-    # of another library may wait for threads that a fork does not copy: a decoder of FFmpeg hung there.
+    # Collections of garbage leave alone what a fork inherits: to search it would copy its memory, and to free an object
+    # of another library may wait for ever for threads that a fork does not copy.
     gc.freeze()
     _Worker.reader = reader
     torch.set_num_threads(1)

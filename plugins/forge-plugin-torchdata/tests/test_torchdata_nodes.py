@@ -169,7 +169,7 @@ def test_closing_ends_every_process_and_thread(make_job, build):
 
 
 def test_a_worker_does_not_free_the_garbage_that_it_inherits(make_job, build, tmp_path):
-    """An object of FFmpeg waits for its threads then, which a fork does not copy."""
+    """Some objects wait for their threads then, which a fork does not copy."""
 
     class Traced:
         def __init__(self):

@@ -37,7 +37,8 @@ def decode(path):
     """PyAV's own decoding of the whole clip: times and frames."""
     with av.open(str(path)) as container:
         frames = list(container.decode(video=0))
-    return [frame.time for frame in frames], [frame.to_ndarray(format="rgb24") for frame in frames]
+    # One thread: PyAV keeps others with the converter of this thread, and a fork by another thread would wait for them
+    return [frame.time for frame in frames], [frame.to_ndarray(format="rgb24", threads=1) for frame in frames]
 
 
 @pytest.mark.parametrize("name", ENCODERS)
