@@ -240,15 +240,29 @@ class Terminal:
                 new += os.read(self._terminal, 4096).decode(errors="replace")
         return new
 
-    def code(self) -> int:
-        while True:  # until the other side has ended
-            try:
-                if not os.read(self._terminal, 4096):
-                    break
-            except OSError:
-                break
+    def leave(self) -> int:
+        """Type Ctrl-D until the process has ended, since one that arrives between two prompts is lost.
+
+        Returns:
+            Its exit code.
+        """
+        deadline = time.monotonic() + HANG_S
+        while not self._ends_within(2.0):
+            assert time.monotonic() < deadline, "Ctrl-D does not end it"
+            self.type("\x04")
         os.close(self._terminal)
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+    def _ends_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([self._terminal], [], [], left)[0]:
+                try:
+                    if not os.read(self._terminal, 4096):
+                        return True
+                except OSError:  # the other side is closed
+                    return True
+        return False
 
 
 @pytest.mark.slow
@@ -266,6 +280,5 @@ def test_on_a_terminal_ctrl_c_ends_a_text_and_ctrl_d_leaves(folder) -> None:
     time.sleep(1.0)
     terminal.type("\n")
     terminal.wait_for("Ctrl-D leaves")
-    terminal.type("\x04")
-    assert terminal.code() == 0
+    assert terminal.leave() == 0
     assert "an alle" in (folder / ".local/state/forge-run/chat_history").read_text()
