@@ -78,6 +78,8 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+    # pytest's `faulthandler_timeout` is a thread, which a fork does not copy, and ranks would wait for its end
+    faulthandler.cancel_dump_traceback_later()
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     sys.stdout.flush()
