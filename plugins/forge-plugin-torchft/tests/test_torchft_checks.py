@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from forge_core.contracts.runtime import State
 from forge_core.data.loader import TrainLoader
 from forge_core.parallel.layout import batch_problems, micro_batches
 from forge_plugin_torchft import DiLoCo, LocalSGD, TorchFT
+from forge_plugin_torchft.groups import Groups
 from forge_plugin_torchft.secret import group_secret
 from forge_plugin_torchft.transport import StateTransport, read_state, write_state
 from forge_testing import Numbers, tiny_job
@@ -243,3 +246,15 @@ def test_the_lighthouse_listens_on_loopback_unless_told_otherwise():
 )
 def test_a_machine_is_reached_on_loopback_where_the_lighthouse_is(lighthouse, host, reached):
     assert evolve(STAGE, lighthouse=lighthouse, host=host).reached_at == reached
+
+
+def test_weights_are_compared_at_the_interval_and_not_after_a_skipped_update():
+    compared = []
+    session = mock.Mock(every_step=True, compare_weights=compared.append, quorum=lambda commits, context: None)
+    session.anywhere.return_value = False
+    hook = Groups(settings=SimpleNamespace(session=session, check_every=3))
+    for step in range(1, 12):
+        context = mock.Mock(step=step, skipped="a group was lost" if step == 6 else "", model=f"after {step}")
+        context.job.train.steps = 100
+        hook.on_step_end(context)
+    assert compared == ["after 3", "after 9"]
