@@ -108,6 +108,17 @@ def test_ids_are_those_of_apply_chat_template(pretrained, auto, style: str) -> N
     assert auto(folder).chat(CONVERSATION).ids.tolist() == expected
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_texts_of_prompts_are_those_of_apply_chat_template(pretrained, auto, style: str) -> None:
+    folder = pretrained(STYLES[style][0], bos_token="<|im_start|>")
+    reference = AutoTokenizer.from_pretrained(folder)
+    tokenizer = auto(folder)
+    prompt = reference.apply_chat_template(CONVERSATION[:-1], tokenize=False, add_generation_prompt=True)
+    begun = reference.apply_chat_template(CONVERSATION, tokenize=False, continue_final_message=True)
+    assert tokenizer.chat_text(CONVERSATION[:-1]) == prompt
+    assert tokenizer.chat_text(CONVERSATION, goes_on=True) == begun
+
+
 def test_where_marks_stand_outside_of_macros_learned_is_what_apply_chat_template_says(pretrained, auto) -> None:
     folder = pretrained(CHATML_MARKED)
     asked = {"return_dict": True, "return_assistant_tokens_mask": True}
