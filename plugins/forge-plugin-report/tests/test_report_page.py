@@ -241,6 +241,14 @@ class TestMarkdown:
             assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
         assert "````text\n" in text  # a sample with a fence of its own
 
+    def test_a_curve_has_its_first_least_largest_and_last_value(self, tmp_path: Path) -> None:
+        values = [3.0, math.inf, 1.0, 4.0, 2.0]
+        text = json.dumps(steps(5, **{"train/x": values})).replace("Infinity", '"inf"')
+        out = tmp_path / "report.md"
+        write_report([write_run(tmp_path / "a", json.loads(text))], out, curves=["train/x"])
+        [row] = [line for line in out.read_text().splitlines() if line.startswith("| train/x ")]
+        assert [cell.strip() for cell in row.split("|")][2:7] == ["a", "3", "1", "4", "2"]
+
 
 class TestCommand:
     def test_a_trained_run(
