@@ -1,9 +1,9 @@
-"""Records which functions of the product each test executes, as a pytest plugin (Python 3.12 and later).
+"""Records which functions of the product each test enters, as a pytest plugin (Python 3.12 and later).
 
-    PYTHONPATH=tests/mistakes REACHED=folder python -m pytest -p reached ...
+    PYTHONPATH=tests/mistakes/recording REACHED=folder python -m pytest -p reached ...
 
-Each process of a run, its forks included, appends to a file of its own: a line `T id` for each test, and below it the
-functions that the test, or a process that it started, entered. `draw.py --reached folder` reads them.
+Each process of a run, those that tests start included, appends to a file of its own: a line `T id` for each test, and
+below it the functions that it entered. `draw.py --reached folder` reads them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Recorder:
     def __init__(self, root: Path, folder: Path) -> None:
         self.root = root
         self.folder = folder
-        self.keys: dict[CodeType, str] = {}
+        self.keys: dict[int, tuple[str, CodeType]] = {}
+        """By `id`, since equal codes of two files are equal; a code that is kept keeps its `id`."""
         self.process = 0
         self.test = ""
         self.file = -1
@@ -58,7 +59,7 @@ class Recorder:
         importlib.machinery.SourceFileLoader.get_code = watched  # type: ignore[method-assign]
 
     def _watch(self, code: CodeType, file: str) -> None:
-        self.keys[code] = key(file, code.co_qualname.replace(".<locals>", ""))
+        self.keys[id(code)] = key(file, code.co_qualname.replace(".<locals>", "")), code
         sys.monitoring.set_local_events(sys.monitoring.PROFILER_ID, code, sys.monitoring.events.PY_START)
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
@@ -69,7 +70,7 @@ class Recorder:
             self.process, self.test = os.getpid(), ""
             self.file = os.open(self.folder / f"{self.process}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        lines = self.keys[code] + "\n"
+        lines = f"{self.keys[id(code)][0]}\n"
         if test != self.test:
             self.test = test
             lines = f"T {test}\n{lines}"
