@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forge_core import load_model
+from forge_core import Trainer, load_job, load_model
 from forge_core.cli import main
 from forge_core.data.reading import collate
 from forge_core.engine.build import build_datasets
@@ -99,6 +99,13 @@ def test_a_store_is_the_same_under_every_layout(inside, name):
         assert torch.equal(columns(f"acts-{name}", column), columns("acts", column))
     for point in points_in(steps_of(Path("acts"))[0]):
         assert (whole(f"acts-{name}", point) - whole("acts", point)).abs().max() < 1e-12
+
+
+def test_one_process_reads_a_run_of_several_ranks(inside):
+    overrides = ["job.name=two", "parallel.tp.degree=2"]
+    run_on_ranks(2, lambda _: Trainer(load_job("job.toml", overrides=overrides), echo=lambda text: None).run().step)
+    assert main(["extract", "runs/two", "--points", POINTS[0], "--out", "acts-of-two"]) == 0
+    assert whole("acts-of-two", "layers.0.resid_post").shape == whole("acts", "layers.0.resid_post").shape
 
 
 def test_an_earlier_checkpoint_some_positions_and_an_edit_of_the_command(inside, capsys):
