@@ -50,7 +50,7 @@ class Record:
 
     def append(self, path: Path) -> None:
         """Append it in one call to the kernel: a kill leaves all of it or nothing."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(descriptor, f"{json.dumps(asdict(self))}\n".encode())
         finally:

@@ -90,7 +90,7 @@ class EventLog:
         self.sync()
 
     def _open(self) -> None:
-        self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # half a line, of a process that was killed
             self._unwritten = b"\n" + self._unwritten

@@ -313,3 +313,14 @@ def test_lines_of_steps_have_the_share_of_waits_where_a_hook_before_measures_it(
         (0.25, 1),
         (None, None),
     ]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002])
+def test_the_umask_decides_who_may_read_and_append_events(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        EventLog(tmp_path / "events.jsonl", {})
+        (tmp_path / "other").touch()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "events.jsonl").stat().st_mode == (tmp_path / "other").stat().st_mode
