@@ -12,7 +12,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.initialise import BLOCK, SeededFill, materialise
 from forge_kit.modules import Linear
 from forge_testing import TinyModel
-from forge_testing.refusals import naming
+from forge_testing.refusals import naming, refuses
 from forge_testing.tiny import VOCABULARY
 from forge_testing.tiny_model import TinyNetwork
 
@@ -64,6 +64,25 @@ class Placed(nn.Module):
 
     def init_buffers(self, device):
         self.seen = device
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trained", "needed"), [("float32", True, 8), ("bfloat16", True, 6), ("float32", False, 4)]
+)
+def test_weights_and_gradients_that_do_not_fit_are_refused(tmp_path, monkeypatch, dtype, trained, needed):
+    """A gradient of bfloat16 is summed in float32."""
+
+    def module() -> Linear:
+        with torch.device("meta"):
+            return Linear(1 << 18, 4, std=0.02).to(getattr(torch, dtype)).requires_grad_(trained)
+
+    count = sum(parameter.numel() for parameter in module().parameters())
+    monkeypatch.setattr("forge_core.parallel.initialise.MEMINFO", meminfo := tmp_path / "meminfo")
+    meminfo.write_text(f"MemAvailable: {count * needed // 1024 + 1} kB\n")
+    materialise(module(), torch.device("cpu"), seed=0)
+    meminfo.write_text(f"MemAvailable: {count * needed // 1024 - 1} kB\n")
+    with refuses("model", f"{count:,}", "forge-run plan"):
+        materialise(module(), torch.device("cpu"), seed=0)
 
 
 def test_parameters_may_live_elsewhere_than_buffers():

@@ -111,6 +111,20 @@ def test_attempts_come_at_growing_distance(bucket, proxy, large, monkeypatch):
     ] == 4 * [True]
 
 
+@pytest.mark.parametrize(("parallel", "threads", "at_once"), [(8, 1, 8), (8, 3, 2), (2, 4, 1)])
+def test_parts_on_their_way_at_a_time_are_shared_among_files(bucket, large, monkeypatch, parallel, threads, at_once):
+    ours, asked = bucket(parallel=parallel), []
+    put = ours._fs._put_file
+
+    async def watched(local, remote, chunksize=0, max_concurrency=0, **settings):
+        asked.append((chunksize, max_concurrency))
+        await put(local, remote, chunksize=chunksize, max_concurrency=max_concurrency, **settings)
+
+    monkeypatch.setattr(ours._fs, "_put_file", watched)
+    ours.upload(large, "large", threads=threads)
+    assert asked == [(PART, at_once)]
+
+
 def test_a_store_that_lost_bytes_is_noticed(bucket, store, large, monkeypatch):
     """The server says it has the object, of the same size, with other bytes."""
     ours = bucket(retries=0)
