@@ -11,7 +11,7 @@ from forge_plugin_compile import Compile
 from forge_plugin_features import Features
 from forge_plugin_vision.testing import RandomImages
 from forge_testing.refusals import naming
-from forge_testing.suites.base import Stop
+from forge_testing.outcomes import Stop
 
 CASES = [
     ("joint", "fp32"),

@@ -26,7 +26,7 @@ from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, lacks, problems_of
 from forge_testing.runs import tiny_run
 from forge_testing.suites import HookSuite
-from forge_testing.suites.base import losses_of
+from forge_testing.outcomes import losses_of
 
 MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=2))
 

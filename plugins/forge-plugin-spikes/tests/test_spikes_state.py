@@ -19,7 +19,7 @@ from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_testing import TinyAdamW
 from forge_testing.refusals import naming
 from forge_testing.routed import RoutedModel
-from forge_testing.suites.base import losses_of, state_differences
+from forge_testing.outcomes import losses_of, state_differences
 
 BACK = AT + 3
 """Step at whose end the run goes back: the third spike in a row."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
-import torch
 from attrs import frozen
 from torch import Tensor
 
@@ -16,13 +14,9 @@ from forge_core.engine.build import Run, build_context, build_run
 from forge_core.engine.evaluation import evaluate
 from forge_core.engine.step import Stepper
 from forge_core.job import Job
-from forge_core.parallel.mesh import gather_objects, local_part, world_size
 from forge_core.plugins.catalog import Catalog
-from forge_kit.whole_matrices import own_box
 from forge_testing.catalogs import installed
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from forge_testing.runs import whole_tensors
 
 
 @frozen
@@ -80,7 +74,7 @@ def train(job: Job, catalog: Catalog | None = None) -> Curve:
     """
     run, stepper, loader = _start(job, catalog)
     mesh = run.context.mesh
-    initial = _whole({item.name: item.parameter.detach() for item in run.parameters}, mesh)
+    initial = whole_tensors({item.name: item.parameter.detach() for item in run.parameters}, mesh)
     losses, norms, gradients = [], [], dict[str, Tensor]()
     for step in range(job.train.steps):
         run.rates.apply(step, 0)
@@ -88,12 +82,12 @@ def train(job: Job, catalog: Catalog | None = None) -> Curve:
         norm = stepper.norm()
         if step == 0:
             there = {item.name: item.parameter.grad for item in run.parameters if item.parameter.grad is not None}
-            gradients = _whole(there, mesh)
+            gradients = whole_tensors(there, mesh)
         stepper.update(_step_context(run, step, norm), sums["loss_sum"])
         losses.append((sums["loss_sum"] / sums["count"]).item())
         norms.append(norm.item())
     loader.close()
-    weights = _whole({item.name: item.parameter.detach() for item in run.parameters}, mesh)
+    weights = whole_tensors({item.name: item.parameter.detach() for item in run.parameters}, mesh)
     return Curve(losses, norms, initial, gradients, weights, evaluate(run, job.train.steps))
 
 
@@ -125,25 +119,6 @@ def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
         step=step + 1,
         grad_norm=norm,
     )
-
-
-def _whole(tensors: Mapping[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
-    """Return whole tensors, joined from the parts of all ranks. Values on which ranks disagree become infinite."""
-    if world_size() == 1:
-        return {name: local_part(tensor).clone() for name, tensor in tensors.items()}
-    # One message for all tensors: `full_tensor` of each one takes most of the time of such a short run.
-    boxes = [(name, tensor.shape, tensor.dtype, own_box(tensor, mesh)) for name, tensor in tensors.items()]
-    parts = [local_part(tensor).reshape(-1).to("cpu", torch.float64) for tensor in tensors.values()]
-    joined: dict[str, Tensor] = {}
-    for described, values in gather_objects((boxes, torch.cat(parts) if parts else torch.empty(0))):
-        start = 0
-        for name, shape, dtype, box in described:
-            target = joined.setdefault(name, torch.full(shape, torch.nan, dtype=dtype))[box]
-            part = values[start : start + target.numel()].view(target.shape).to(dtype)
-            equal = target.isnan() | (target == part)
-            target.copy_(part.where(equal, torch.inf))
-            start += target.numel()
-    return joined
 
 
 def _largest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

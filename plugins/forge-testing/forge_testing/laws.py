@@ -1,10 +1,14 @@
-"""Laws of layouts: what a case computes under any layout is what one process computes.
+"""Laws: what must not depend on the layout of a run, nor on its interruptions.
 
     test_layouts = layout_law(Case("lion", observe=curve, compare=near, layouts=("fsdp2", "tp2")))
 
 is one test per case and layout. All cases of a session that need the same number of ranks share one start of ranks.
 With pytest-xdist, name the plugin `forge_testing.fixtures` and run with `--dist loadfile`; otherwise each file starts
 its own ranks.
+
+    test_resumption = resumption_law(Interrupted("lion", changes=lambda: {"optimizer": Lion()}))
+
+is one test per case and way of interrupting it, in one process; all of a case share the run that is not interrupted.
 """
 
 from __future__ import annotations
@@ -20,13 +24,21 @@ import pytest
 import torch.distributed as dist
 from attrs import field, frozen
 
+from forge_core.contracts.components import TrainingHook
+from forge_core.engine.trainer import Summary, Trainer
+from forge_testing import tiny_job
 from forge_testing.catalogs import installed
-from forge_testing.layouts import LAYOUTS
+from forge_testing.layouts import LAYOUTS, LayoutCase
+from forge_testing.outcomes import PowerCut, Stop, metrics_differences, some, state_differences
 from forge_testing.processes import run_on_ranks
 
 Observe = Callable[[Path, Mapping[str, Any]], Any]
 TOGETHER = "forge_laws_together"
 """Key of an xdist worker's input: whether the tests of one number of ranks are all sent to the same worker."""
+
+
+def _by_name(layouts: Sequence[str] | Mapping[str, LayoutCase]) -> Mapping[str, LayoutCase]:
+    return layouts if isinstance(layouts, Mapping) else {name: LAYOUTS[name] for name in layouts}
 
 
 @frozen(eq=False)
@@ -41,25 +53,25 @@ class Case:
     none in one process."""
     compare: Callable[[Sequence[Any], Any], None] = field(kw_only=True)
     """`compare(ranks, alone)` asserts that the observations of all ranks agree with the one of a single process."""
-    layouts: Sequence[str] = field(kw_only=True)
-    """Names in `forge_testing.layouts.LAYOUTS`."""
+    layouts: Mapping[str, LayoutCase] = field(kw_only=True, converter=_by_name)
+    """Layouts by name, which is part of the ids of tests; or names in `forge_testing.layouts.LAYOUTS`."""
 
 
 def layout_law(*cases: Case) -> Callable[..., None]:
     """Return a test function, to be assigned to a name that starts with `test_`, of all layouts of the cases."""
     pairs = [
-        pytest.param(case, layout, id=f"{case.name}-{layout}-{LAYOUTS[layout].ranks}ranks")
+        pytest.param(case, name, id=f"{case.name}-{name}-{layout.ranks}ranks")
         for case in cases
-        for layout in case.layouts
+        for name, layout in case.layouts.items()
     ]
 
     @pytest.mark.parametrize(("case", "layout"), pairs)
     def test_layout(request: pytest.FixtureRequest, case: Case, layout: str) -> None:
-        if missing := LAYOUTS[layout].missing(installed()):
+        if missing := case.layouts[layout].missing(installed()):
             pytest.skip(f"{layout}: no installed distribution offers the stage {' or '.join(missing)}")
         observations = request.session.stash.setdefault(_OBSERVATIONS, Observations())
         if (case, layout) not in observations.ranks:
-            observations.collect(_pairs_of(request, LAYOUTS[layout].ranks))
+            observations.collect(_pairs_of(request, case.layouts[layout].ranks))
         found = observations.ranks[case, layout]
         if isinstance(found, str):
             pytest.fail(found, pytrace=False)
@@ -94,7 +106,7 @@ class Observations:
         while left:
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    by_rank = run_on_ranks(LAYOUTS[left[0][1]].ranks, lambda rank: _observe_all(left, Path(folder)))
+                    by_rank = run_on_ranks(_layout(left[0]).ranks, lambda rank: _observe_all(left, Path(folder)))
                 except AssertionError as error:
                     failed = left[_failed(Path(folder))]
                     self.ranks[failed] = str(error)
@@ -125,7 +137,12 @@ def _pairs_of(request: pytest.FixtureRequest, ranks: int) -> list[Pair]:
     items: list[Any] = [item for item in request.session.items if whole_session or item.path == request.path]
     params = [item.callspec.params for item in items if _is_chosen(item)]
     pairs = [(each["case"], each["layout"]) for each in params if isinstance(each.get("case"), Case)]
-    return [pair for pair in pairs if LAYOUTS[pair[1]].ranks == ranks and not LAYOUTS[pair[1]].missing(installed())]
+    return [pair for pair in pairs if _layout(pair).ranks == ranks and not _layout(pair).missing(installed())]
+
+
+def _layout(pair: Pair) -> LayoutCase:
+    case, name = pair
+    return case.layouts[name]
 
 
 def _is_chosen(item: Any) -> bool:
@@ -137,12 +154,11 @@ def _observe_all(pairs: Sequence[Pair], folder: Path) -> list[Any]:
 
 
 def _observe(pair: Pair, number: int, folder: Path) -> Any:
-    case, layout = pair
     own = folder / str(number)
     own.mkdir(exist_ok=True)  # the last one tells which case a rank died in
     dist.barrier()  # no rank is in a later case than another, whose failure would be taken for one of that case
     try:
-        return case.observe(own, LAYOUTS[layout].changes(installed()))
+        return pair[0].observe(own, _layout(pair).changes(installed()))
     except BaseException:
         (folder / f"{number}.failed").touch()
         raise
@@ -152,3 +168,68 @@ def _failed(folder: Path) -> int:
     """Return the number of the first case that raised, or in which a rank died without an exception."""
     raised = [int(path.stem) for path in folder.glob("*.failed")]
     return min(raised) if raised else max(int(path.name) for path in folder.iterdir())
+
+
+@frozen(eq=False)
+class Interrupted:
+    """A job that must end with the same bits however often it is interrupted."""
+
+    name: str
+    """Part of the ids of its tests."""
+    changes: Callable[[], Mapping[str, Any]] = field(kw_only=True)
+    """Returns the settings of the job for `tiny_job`; of 6 steps, if it does not name `steps`. Called for each start
+    of the run, as a process does not have the objects of the one before."""
+    interruptions: Sequence[Sequence[TrainingHook]] = field(kw_only=True, default=((Stop(step=3),),))
+    """Ways of interrupting it, one test each: a hook for each start but the last one, `Stop` or `Die` of
+    `forge_testing.outcomes`."""
+    hooks: Callable[[], Sequence[TrainingHook]] = field(kw_only=True, default=tuple)
+    """Returns further hooks for each start, which are not of the job file."""
+    also: Callable[[Summary], Any] = field(kw_only=True, default=lambda summary: None)
+    """What else must be equal: a value read from the files of a finished run."""
+
+    def run(self, folder: Path, interruptions: Sequence[TrainingHook] = ()) -> Summary:
+        """Run the job to its end, with interruptions."""
+        for interruption in interruptions:
+            try:
+                summary = self._start(folder, interruption)
+            except PowerCut:
+                continue
+            assert summary.stopped, f"the run was over before it could {interruption}"
+        return self._start(folder)
+
+    def _start(self, folder: Path, *interruption: TrainingHook) -> Summary:
+        settings: Mapping[str, Any] = {"steps": 6, "gc_interval": 0, **self.changes()}
+        job = tiny_job(str(folder), installed(), **settings)
+        hooks = [*self.hooks(), *interruption]
+        return Trainer(job, hooks=hooks, catalog=installed(), echo=lambda text: None).run()
+
+
+def resumption_law(*cases: Interrupted) -> Callable[..., None]:
+    """Return a test function, to be assigned to a name that starts with `test_`, of all interruptions of the cases.
+
+    Metrics lines without times, and all of the last checkpoint, must equal to the bit those of a run that was not
+    interrupted: weights, state of the optimizer, of hooks and of plugins, and progress.
+    """
+    wholes: dict[Interrupted, Summary] = {}
+    pairs = [
+        pytest.param(case, interruptions, id=f"{case.name}-{', '.join(map(str, interruptions))}")
+        for case in cases
+        for interruptions in case.interruptions
+    ]
+
+    @pytest.mark.parametrize(("case", "interruptions"), pairs)
+    def test_resumption(
+        tmp_path_factory: pytest.TempPathFactory, case: Interrupted, interruptions: Sequence[TrainingHook]
+    ) -> None:
+        if case not in wholes:
+            wholes[case] = case.run(tmp_path_factory.mktemp("whole"))
+        whole, parts = wholes[case], case.run(tmp_path_factory.mktemp("parts"), interruptions)
+        # Lines after the first one that differs say little.
+        differ = metrics_differences(parts, whole)[:1] + state_differences(parts, whole)
+        assert not differ, (
+            f"{case.name}: interrupted ({', '.join(map(str, interruptions))}), a run ends with other values of "
+            f"{some(differ)}; what a component remembers from step to step must be in its state"
+        )
+        assert case.also(parts) == case.also(whole)
+
+    return test_resumption

@@ -1,4 +1,4 @@
-"""Laws: one start of ranks for many cases, of which one that fails leaves the others alone."""
+"""Laws: one start of ranks for many cases; what an interruption must not change."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+from attrs import define, field
 
+from forge_core import TrainingHook
 from forge_testing import fixtures, laws
-from forge_testing.laws import Case, Observations, layout_law, ranks_of
+from forge_testing.laws import Case, Interrupted, Observations, layout_law, ranks_of, resumption_law
+from forge_testing.layouts import LayoutCase
+from forge_testing.outcomes import Die, Stop
+from forge_testing.refusals import naming
 
 
 def rank_and_world(folder, changes):
@@ -82,6 +87,18 @@ def test_a_case_that_fails_in_one_process_is_not_started_on_ranks(starts):
     assert "KeyError: 'head'" in observations.ranks[pair]
 
 
+def test_a_case_may_have_layouts_of_its_own():
+    own = LayoutCase(ranks=2, parallel={"fsdp": {"reshard_after_forward": False}}, micro_batch_size=1)
+    seen = Case("own", observe=settings, compare=lambda ranks, alone: None, layouts={"gathered": own})
+    observations = Observations()
+    observations.collect([(seen, "gathered")])
+    assert observations.ranks[seen, "gathered"] == [(False, 1)] * 2
+
+
+def settings(folder, changes):
+    return changes and (changes["parallel"]["fsdp"].reshard_after_forward, changes["micro_batch_size"])
+
+
 def test_one_process_is_observed_once_per_case():
     calls = []
     counted = case("counted", lambda folder, changes: calls.append(bool(changes)))
@@ -131,3 +148,85 @@ def test_xdist_sends_laws_by_ranks_and_other_tests_by_file():
     assert scheduler._split_scope("a/test_x.py::test_y") == "a/test_x.py"
     chosen["dist"] = "load"
     assert fixtures.pytest_xdist_make_scheduler(config, MagicMock()) is None
+
+
+# --- resumption ------------------------------------------------------------------------------------------------------
+
+
+@define(kw_only=True, slots=False)
+class Fading(TrainingHook):
+    """Scales gradients by a factor that falls from step to step, and that a checkpoint has."""
+
+    factor: float = field(init=False, default=1.0)
+
+    def on_gradients(self, context):
+        self.factor *= 0.8
+        for parameter in context.model.parameters():
+            parameter.grad.mul_(self.factor)
+
+
+@define(kw_only=True, slots=False)
+class Forgetful(Fading):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@define(kw_only=True, slots=False)
+class ForgetfulLog(TrainingHook):
+    """Changes nothing, and logs a count that no checkpoint has."""
+
+    def __attrs_post_init__(self):
+        self.steps = 0
+
+    def on_step_end(self, context):
+        self.steps += 1
+        context.log("count", self.steps)
+
+
+@pytest.fixture
+def follow(tmp_path_factory):
+    """Try a law of one case as pytest does, an interruption after the other."""
+
+    def run(interrupted):
+        law = resumption_law(interrupted)
+        for param in law.pytestmark[0].args[1]:
+            law(tmp_path_factory, *param.values)
+
+    return run
+
+
+WAYS = ((Stop(step=2),), (Stop(step=1), Die(step=3, event="begin"), Die(step=4), Stop(step=5)))
+
+
+def interrupted(hook, ways=WAYS, **options):
+    return Interrupted("hook", changes=lambda: {"hooks": {"own": hook()}}, interruptions=ways, **options)
+
+
+def test_a_run_with_all_of_its_state_equals_the_whole_that_runs_once(follow, monkeypatch):
+    starts = []
+    run = Interrupted.run
+    monkeypatch.setattr(
+        Interrupted, "run", lambda self, folder, ways=(): [starts.append(ways), run(self, folder, ways)][1]
+    )
+    follow(interrupted(Fading))
+    assert starts == [(), *WAYS]
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=["once", "often"])
+@pytest.mark.parametrize(("hook", "names"), [(Forgetful, ["line 3", "loss"]), (ForgetfulLog, ["count"])])
+def test_a_component_that_forgets_its_state_fails(follow, hook, names, ways):
+    with pytest.raises(AssertionError, match=naming("hook", "stop", *names)):
+        follow(interrupted(hook, (ways,)))
+
+
+def test_what_else_must_be_equal_is_compared(follow):
+    with pytest.raises(AssertionError):
+        follow(interrupted(Fading, also=lambda summary: str(summary.folder)))
+
+
+def test_an_interruption_after_the_end_is_an_error(follow):
+    with pytest.raises(AssertionError, match=naming("stop 7")):
+        follow(interrupted(Fading, ((Stop(step=7),),)))

@@ -18,8 +18,9 @@ from forge_core.contracts.contexts import TrainContext
 from forge_core.engine.hooks import EVENTS
 from forge_core.engine.trainer import Summary
 from forge_core.job import Job
+from forge_testing.outcomes import Stop, losses_of, saved_state, some, state_differences
 from forge_testing.processes import run_on_ranks
-from forge_testing.suites.base import Stop, Suite, explained, losses_of, saved_state, some, state_differences
+from forge_testing.suites.base import Suite, explained
 
 STEPS = 6
 

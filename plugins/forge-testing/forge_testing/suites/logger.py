@@ -13,7 +13,8 @@ import pytest
 from forge_core.contracts.components import LoggerComponent
 from forge_core.contracts.errors import ExitCode
 from forge_core.contracts.runtime import LearnsEnd, Logger, TakesArtifacts
-from forge_testing.suites.base import Stop, Suite, explained, losses_of
+from forge_testing.outcomes import Stop, losses_of
+from forge_testing.suites.base import Suite, explained
 
 
 def training_line(step: int) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from forge_core.contracts.model import Role
 from forge_core.contracts.optimizer import NamedParameter, NamedParameters, Schedule
 from forge_core.engine.groups import check_groups
 from forge_testing import TinyModel
-from forge_testing.suites.base import Stop, explained, losses_of, some, state_differences
+from forge_testing.outcomes import Stop, losses_of, some, state_differences
+from forge_testing.suites.base import explained
 from forge_testing.suites.parity import ParitySuite
 
 SHAPES: Mapping[str, tuple[Role, tuple[int, ...]]] = {
