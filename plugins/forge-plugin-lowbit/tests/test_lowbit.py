@@ -8,9 +8,9 @@ import math
 import attrs
 import pytest
 import torch
+from attrs import define
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW4bit as TorchaoAdamW4bit
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 from torchao.optim import AdamWFp8 as TorchaoAdamWFp8
@@ -24,19 +24,22 @@ from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
 from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_tensors import read_whole
-from forge_plugin_checkpoints.differences import compare_tensors
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
 from forge_plugin_lowbit.bf16 import BF16AdamW
 from forge_plugin_lowbit.formats import EIGHT_BIT
 from forge_plugin_lowbit.quantised import QuantisedAdamW
 from forge_plugin_lowbit.rounding import place_of, random_bits, round_with
-from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
+from forge_plugin_parallel import FSDP, TensorParallel
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TinyAdamW, TinyModel, tiny_job
+from forge_testing.catalogs import installed
+from forge_testing.laws import Case, Interrupted, layout_law, resumption_law
+from forge_testing.layouts import LAYOUTS
+from forge_testing.outcomes import Stop
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, naming, refuses
-from forge_testing.runs import advance, draw, tiny_run
+from forge_testing.runs import advance, draw, tiny_run, whole_tensors
 
 QUANTISED = {AdamW8bit: TorchaoAdamW8bit, AdamW4bit: TorchaoAdamW4bit, AdamWFloat8: TorchaoAdamWFp8}
 EAGER = {"compile": False}
@@ -110,17 +113,26 @@ def test_a_compiled_kernel_has_the_random_bits_of_an_eager_one():
         assert torch.equal(found, bits_of(place, [3, 4]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("component", [AdamW8bit, AdamWBF16])
-def test_an_interrupted_run_with_compiled_steps_equals_the_whole(make_job, train, component):
-    """The second half compiles again, as a process of its own does."""
-    settings = {"optimizer": component(), "model": TinyModel(dim=64), "checkpoint": {"interval": 3}}
-    whole_run = train(make_job(steps=6, job={"name": "whole"}, **settings))
-    train(make_job(steps=3, job={"name": "cut"}, **settings))
-    torch.compiler.reset()
-    continued = train(make_job(steps=6, job={"name": "cut"}, **settings))
-    ends = [summary.folder / "checkpoints/step-6" for summary in (continued, whole_run)]
-    assert compare_tensors(*ends).equal == len(stored_tensors(ends[0]))
+@define(kw_only=True, slots=False)
+class StopAndForgetKernels(Stop):
+    """The run that continues compiles again, as a process of its own does."""
+
+    def on_train_end(self, context):
+        torch.compiler.reset()
+
+
+def compiled(component):
+    return lambda: {"optimizer": component(), "model": TinyModel(dim=64, layers=1), "steps": 4}
+
+
+test_resumption_with_compiled_steps = pytest.mark.slow(
+    resumption_law(
+        *(
+            Interrupted(component.__name__, changes=compiled(component), interruptions=[[StopAndForgetKernels(step=2)]])
+            for component in (AdamW8bit, AdamWBF16)
+        )
+    )
+)
 
 
 @pytest.mark.parametrize(
@@ -153,15 +165,6 @@ def test_small_and_excluded_parameters_keep_float32_moments(tmp_path):
 MODEL = Transformer(
     dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), tie_embeddings=True
 )
-LAYOUTS = {
-    "replicate2": (2, {}),
-    "fsdp2": (2, {"fsdp": FSDP()}),
-    "tp2": (2, {"tp": TensorParallel(degree=2)}),
-    "pp2": (2, {"pp": PipelineParallel(degree=2, schedule="gpipe")}),
-    "fsdp4": (4, {"fsdp": FSDP()}),
-    "hsdp 2x2": (4, {"fsdp": FSDP(shard=2, replicate=2)}),
-    "fsdp2 x tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
-}
 OPTIMIZERS = {
     "adamw_8bit": AdamW8bit(lr=0.05, block_size=8, min_size=1, **EAGER),
     "adamw_8bit, blocks of two rows": AdamW8bit(lr=0.05, block_size=32, min_size=1, **EAGER),
@@ -170,61 +173,48 @@ OPTIMIZERS = {
     "adamw_bf16": AdamWBF16(lr=0.05, **EAGER),
 }
 SIZES = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
+
+
+def observation(optimizer):
+    """Weights and moments after two steps: the second reads the moments that the first wrote."""
+
+    def trained(folder, changes):
+        run = tiny_run(folder, optimizer=optimizer, model=MODEL, **SIZES | changes)
+        advance(run, 2)
+        tensors = gather_state(run.model, run.optimizer, Progress(), {}).tensors
+        return whole_tensors(tensors, run.context.mesh)
+
+    return trained
+
+
+def same_state(ranks, alone):
+    """Codes, scales and rounded moments too."""
+    for tensors in ranks:
+        assert tensors.keys() == alone.keys()
+        assert any(key.endswith("_scale") or tensor.dtype == torch.bfloat16 for key, tensor in tensors.items())
+        for key, tensor in alone.items():
+            torch.testing.assert_close(tensors[key], tensor, rtol=1e-6, atol=1e-9, msg=key)
+
+
 # The quantised formats share the code that cuts blocks. An optimizer sees only how its parameters are cut: context and
 # pipeline parallelism beside fsdp would show nothing more. For bf16 on four ranks see test_lowbit_parameters.py.
 UNDER = {
-    "adamw_8bit": ("replicate2", "fsdp2", "tp2", "pp2", "fsdp2 x tp2"),
-    "adamw_8bit, blocks of two rows": ("fsdp4", "hsdp 2x2"),  # tp would cut them
-    "adamw_4bit": ("fsdp2 x tp2",),
-    "adamw_float8": ("fsdp2 x tp2",),
+    "adamw_8bit": ("replicate2", "fsdp2", "tp2", "pp2", "fsdp2_tp2"),
+    "adamw_8bit, blocks of two rows": ("fsdp4", "hsdp2x2"),  # tp would cut them
+    "adamw_4bit": ("fsdp2_tp2",),
+    "adamw_float8": ("fsdp2_tp2",),
     "adamw_bf16": ("fsdp2", "tp2", "pp2"),
 }
-PAIRS = [(layout, name) for layout in LAYOUTS for name in OPTIMIZERS if layout in UNDER[name]]
-
-
-def trained(folder, stages, optimizer):
-    """This rank's weights and moments after two steps, whole: the second reads the moments that the first wrote."""
-    run = tiny_run(folder, parallel=stages, optimizer=optimizer, model=MODEL, **SIZES)
-    advance(run, 2)
-    tensors = gather_state(run.model, run.optimizer, Progress(), {}).tensors
-    return {name: whole(tensor) for name, tensor in tensors.items()}
-
-
-def whole(tensor):
-    if isinstance(tensor, DTensor):
-        tensor = tensor.float().full_tensor() if tensor.dtype.itemsize == 1 else tensor.full_tensor()
-    return tensor.detach().double()
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Weights and moments of every optimizer under every layout, of all ranks together."""
-    folder = tmp_path_factory.mktemp("runs")
-    results = {("one process", name): trained(folder, {}, optimizer) for name, optimizer in OPTIMIZERS.items()}
-    for ranks in (2, 4):
-        pairs = [(layout, name) for layout, name in PAIRS if LAYOUTS[layout][0] == ranks]
-        by_rank = run_on_ranks(
-            ranks,
-            lambda rank: [trained(folder, LAYOUTS[layout][1], OPTIMIZERS[name]) for layout, name in pairs],  # noqa: B023
-            timeout=200,
-        )
-        for pair, parts in zip(pairs, zip(*by_rank, strict=True), strict=True):
-            results[pair] = {key: tensor for part in parts for key, tensor in part.items()}
-    return results
-
-
-@pytest.mark.parametrize(("layout", "name"), PAIRS)
-def test_a_layout_changes_nothing(found, layout, name):
-    """Codes, scales and rounded moments too."""
-    expected, seen = found["one process", name], found[layout, name]
-    assert seen.keys() == expected.keys()
-    assert name == "adamw_bf16" or any(key.endswith("_scale") for key in seen)
-    for key, tensor in expected.items():
-        torch.testing.assert_close(seen[key], tensor, rtol=1e-6, atol=1e-9, msg=f"{layout}, {name}: {key}")
+test_layouts = layout_law(
+    *(
+        Case(name, observe=observation(OPTIMIZERS[name]), compare=same_state, layouts=layouts)
+        for name, layouts in UNDER.items()
+    )
+)
 
 
 TP = {"tp": TensorParallel(degree=2)}
-CHAIN = ["one process", "fsdp2 x tp2", "pp2", "fsdp2", "one process"]
+CHAIN = ["one process", "fsdp2_tp2", "pp2", "one process"]
 
 
 @pytest.fixture(scope="module")
@@ -234,15 +224,18 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
 
     def train(which, layout, steps):
-        ranks, stages = LAYOUTS.get(layout, (1, {}))
+        parallel = LAYOUTS[layout].changes(installed()) if layout in LAYOUTS else {}
+        changes = {"steps": steps, "gc_interval": 0, **SIZES, **parallel}
         jobs = [
-            tiny_job(
-                str(folder / which / name), model=MODEL, optimizer=optimizer, parallel=stages, steps=steps, **SIZES
-            )
+            tiny_job(str(folder / which / name), model=MODEL, optimizer=optimizer, **changes)
             for name, optimizer in OPTIMIZERS.items()
             if "rows" not in name
         ]
-        run_on_ranks(ranks, lambda rank: [Trainer(job, echo=len).run().step for job in jobs])
+
+        def steps_of(rank):
+            return [Trainer(job, catalog=installed(), echo=len).run().step for job in jobs]
+
+        run_on_ranks(LAYOUTS[layout].ranks, steps_of) if layout in LAYOUTS else steps_of(0)
 
     for number, layout in enumerate(CHAIN, 1):
         train("chain", layout, number)
@@ -270,7 +263,13 @@ def test_a_run_continues_under_every_layout(checkpoints, name):
 def test_a_stage_that_cuts_blocks_is_refused_with_a_size_that_it_does_not_cut(tmp_path, block_size, names):
     def refused(rank):
         with refuses("optimizer.block_size", *names, f"{block_size} elements", 8, "optimizer.exclude"):
-            trained(tmp_path, TP, AdamW8bit(block_size=block_size, min_size=1, **EAGER))
+            tiny_run(
+                tmp_path,
+                parallel=TP,
+                optimizer=AdamW8bit(block_size=block_size, min_size=1, **EAGER),
+                model=MODEL,
+                **SIZES,
+            )
 
     run_on_ranks(2, refused)
 
@@ -292,7 +291,7 @@ def test_blocks_that_fsdp_cuts_are_refused_when_the_job_is_checked(tmp_path):
 
 def test_parameters_whose_blocks_are_cut_may_be_excluded(tmp_path):
     optimizer = AdamW8bit(block_size=32, min_size=1, exclude=("*.o.weight",), **EAGER)
-    (state, _) = run_on_ranks(2, lambda rank: trained(tmp_path, TP, optimizer))
+    (state, _) = run_on_ranks(2, lambda rank: observation(optimizer)(tmp_path, {"parallel": TP}))
     assert "optimizer.layers.0.attention.o.weight.exp_avg_scale" not in state
     assert "optimizer.layers.0.attention.q.weight.exp_avg_scale" in state
 

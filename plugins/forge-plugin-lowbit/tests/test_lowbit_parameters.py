@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,17 +14,18 @@ from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
 from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_matrices import own_box
-from forge_plugin_checkpoints.differences import compare_tensors
 from forge_plugin_ema import EMA
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
-from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_parallel import FSDP, PipelineParallel
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TinyModel, tiny_job
+from forge_testing.catalogs import installed
 from forge_testing.curves import train as train_curve
-from forge_testing.processes import run_on_ranks
+from forge_testing.laws import Case, Interrupted, layout_law, resumption_law
+from forge_testing.layouts import LAYOUTS, LayoutCase
 from forge_testing.refusals import at, check_problems, problems_of
-from forge_testing.runs import draw, tiny_run, whole
+from forge_testing.runs import draw, tiny_run, whole_tensors
 from forge_testing.suites import OptimizerSuite
 
 NARROW = {"parameter_dtype": "bf16", "compile": False}
@@ -31,15 +33,6 @@ OPTIMIZERS = [AdamWBF16(**NARROW), AdamW8bit(**NARROW), AdamW4bit(**NARROW), Ada
 MODEL = Transformer(
     dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), tie_embeddings=True
 )
-LAYOUTS = {
-    "replicate2": (2, {}),
-    "fsdp2": (2, {"fsdp": FSDP()}),
-    "tp2": (2, {"tp": TensorParallel(degree=2)}),
-    "pp2": (2, {"pp": PipelineParallel(degree=2, schedule="1f1b")}),
-    "cp2": (2, {"cp": ContextParallel(degree=2)}),
-    "hsdp 2x2": (4, {"fsdp": FSDP(shard=2, replicate=2)}),
-    "fsdp2 x tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
-}
 SIZES = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp32"}
 
 
@@ -114,27 +107,50 @@ def test_a_compiled_step_is_an_eager_one(tmp_path):
 # --- gradients ---------------------------------------------------------------------------------------------------
 
 
-def gradients_of(folder, stages, micro_batch_size):
+def gradients_of(folder, changes):
     """Whole gradients of a step over 64 sequences, in one line, and their dtypes."""
-    sizes = SIZES | {"global_batch_size": 64, "micro_batch_size": micro_batch_size, "steps": 1}
-    job = tiny_job(
-        str(folder), Catalog.installed(), parallel=stages, optimizer=AdamWBF16(**NARROW), model=MODEL, **sizes
-    )
+    sizes = SIZES | {"global_batch_size": 64, "micro_batch_size": 64, "steps": 1} | changes
+    model = attrs.evolve(MODEL, layers=1)
+    job = tiny_job(str(folder), installed(), optimizer=AdamWBF16(**NARROW), model=model, **sizes)
     gradients = train_curve(job).gradients
     return torch.cat([gradients[name].double().flatten() for name in sorted(gradients)]), {
         gradient.dtype for gradient in gradients.values()
     }
 
 
-@pytest.mark.parametrize("layout", ["one process", "replicate2", "fsdp2", "tp2"])
-def test_gradients_add_up_in_float32(tmp_path, layout):
-    """Those of single micro-batches have 8 bits, and so has what fsdp keeps of their sum. Of 64 of them that makes half
-    a percent; adding up in bfloat16 would make one."""
-    expected, _ = gradients_of(tmp_path, {}, 64)
-    ranks, stages = LAYOUTS.get(layout, (1, {}))
-    for found, dtypes in run_on_ranks(ranks, lambda rank: gradients_of(tmp_path, stages, 1)):
-        assert dtypes == {torch.bfloat16 if layout == "fsdp2" else torch.float32}
-        assert ((found - expected).norm() / expected.norm()).item() < 7e-3
+def near(dtype):
+    def compare(ranks, alone):
+        expected, _ = alone
+        for gradients, dtypes in ranks:
+            assert dtypes == {dtype}
+            assert ((gradients - expected).norm() / expected.norm()).item() < 7e-3
+
+    return compare
+
+
+# Those of single micro-batches have 8 bits, and so has what fsdp keeps of their sum. Of 64 of them that makes half a
+# percent; adding up in bfloat16 would make one.
+test_gradients_add_up_in_float32 = layout_law(
+    Case(
+        "gradients",
+        observe=gradients_of,
+        compare=near(torch.float32),
+        layouts={
+            name: attrs.evolve(layout, micro_batch_size=1)
+            for name, layout in {
+                "one process": LayoutCase(ranks=1, parallel={}),
+                "replicate2": LAYOUTS["replicate2"],
+                "tp2": LAYOUTS["tp2"],
+            }.items()
+        },
+    ),
+    Case(
+        "sharded gradients",
+        observe=gradients_of,
+        compare=near(torch.bfloat16),
+        layouts={"fsdp2": attrs.evolve(LAYOUTS["fsdp2"], micro_batch_size=1)},
+    ),
+)
 
 
 def test_gradients_that_would_add_up_in_16_bits_are_refused(tmp_path):
@@ -149,62 +165,61 @@ def test_gradients_that_would_add_up_in_16_bits_are_refused(tmp_path):
 # --- layouts -----------------------------------------------------------------------------------------------------
 
 
-def stepped(folder, stages, optimizer):
+def rounded(optimizer):
     """Whole weights after updates by gradients that are the same under every layout."""
-    run = tiny_run(folder, parallel=stages, optimizer=optimizer, model=MODEL, **SIZES)
-    for step in range(3):
-        for item in run.parameters:
-            gradient = draw(item.name, item.parameter.shape, step).bfloat16()
-            if isinstance(item.parameter, DTensor):
-                mesh, placements = item.parameter.device_mesh, item.parameter.placements
-                part = gradient[own_box(item.parameter, run.context.mesh)].contiguous()
-                gradient = DTensor.from_local(
-                    part, mesh, placements, shape=gradient.shape, stride=gradient.stride(), run_check=False
-                )
-            item.parameter.grad = gradient.to(item.parameter.grad_dtype)
-        run.optimizer.step()
-    return {item.name: whole(item.parameter) for item in run.parameters}
+
+    def stepped(folder, changes):
+        run = tiny_run(folder, optimizer=optimizer, model=MODEL, **SIZES | changes)
+        for step in range(3):
+            for item in run.parameters:
+                gradient = draw(item.name, item.parameter.shape, step).bfloat16()
+                if isinstance(item.parameter, DTensor):
+                    mesh, placements = item.parameter.device_mesh, item.parameter.placements
+                    part = gradient[own_box(item.parameter, run.context.mesh)].contiguous()
+                    gradient = DTensor.from_local(
+                        part, mesh, placements, shape=gradient.shape, stride=gradient.stride(), run_check=False
+                    )
+                item.parameter.grad = gradient.to(item.parameter.grad_dtype)
+            run.optimizer.step()
+        return whole_tensors({item.name: item.parameter for item in run.parameters}, run.context.mesh)
+
+    return stepped
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    folder, found = tmp_path_factory.mktemp("runs"), {}
-    optimizers = {"bf16": AdamWBF16(**NARROW), "8bit": AdamW8bit(min_size=1, block_size=8, **NARROW)}
-    for name, optimizer in optimizers.items():
-        found["one process", name] = stepped(folder, {}, optimizer)
-    for ranks in (2, 4):
-        cases = [(layout, name) for layout in LAYOUTS if LAYOUTS[layout][0] == ranks for name in optimizers]
-        by_rank = run_on_ranks(
-            ranks,
-            lambda rank: [stepped(folder, LAYOUTS[layout][1], optimizers[name]) for layout, name in cases],  # noqa: B023
-        )
-        for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
-            found[case] = {name: weight for part in parts for name, weight in part.items()}
-    return found
-
-
-@pytest.mark.parametrize("name", ["bf16", "8bit"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rounding_is_the_same_under_every_layout(weights, layout, name):
+def equal_weights(ranks, alone):
     """To the bit."""
-    expected = weights["one process", name]
-    assert weights[layout, name].keys() == expected.keys()
-    assert [key for key, weight in expected.items() if not torch.equal(weights[layout, name][key], weight)] == []
+    for weights in ranks:
+        assert weights.keys() == alone.keys()
+        assert [key for key, weight in alone.items() if not torch.equal(weights[key], weight)] == []
 
 
-def curve_of(folder, stages):
-    changes = {"optimizer": AdamWBF16(lr=0.01, **NARROW), "model": MODEL, "steps": 5, **SIZES}
-    return train_curve(tiny_job(str(folder), Catalog.installed(), parallel=stages, **changes)).losses
+NAMES = ("replicate2", "fsdp2", "tp2", "pp2", "cp2", "hsdp2x2", "fsdp2_tp2")
+test_rounding_under_layouts = layout_law(
+    Case("bf16", observe=rounded(AdamWBF16(**NARROW)), compare=equal_weights, layouts=NAMES),
+    Case(
+        "8bit",
+        observe=rounded(AdamW8bit(min_size=1, block_size=8, **NARROW)),
+        compare=equal_weights,
+        layouts=NAMES,
+    ),
+)
 
 
-def test_every_layout_trains_alike(tmp_path):
+def losses(folder, changes):
+    settings = {"optimizer": AdamWBF16(lr=0.01, **NARROW), "model": MODEL, "steps": 5, **SIZES, **changes}
+    return train_curve(tiny_job(str(folder), installed(), **settings)).losses
+
+
+def near_losses(ranks, alone):
     """As far as rounding lets it: gradients differ in their last bits, and fsdp rounds them."""
-    expected = curve_of(tmp_path, {})
-    assert expected[-1] < 0.95 * expected[0]
-    layouts = [stages for ranks, stages in LAYOUTS.values() if ranks == 2]
-    for found in run_on_ranks(2, lambda rank: [curve_of(tmp_path, stages) for stages in layouts]):
-        for curve in found:
-            assert curve == pytest.approx(expected, rel=5e-3)
+    assert alone[-1] < 0.95 * alone[0]
+    for curve in ranks:
+        assert curve == pytest.approx(alone, rel=5e-3)
+
+
+test_curves_under_layouts = layout_law(
+    Case("losses", observe=losses, compare=near_losses, layouts=("replicate2", "fsdp2", "tp2", "pp2", "cp2")),
+)
 
 
 # --- runs --------------------------------------------------------------------------------------------------------
@@ -218,18 +233,13 @@ def test_it_trains_as_well_as_32_bits(make_job, train, lines):
     assert narrow[-1]["loss"] == pytest.approx(full[-1]["loss"], rel=0.03)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_interrupted_run_equals_the_whole(make_job, train, lines, optimizer):
-    settings = {"optimizer": optimizer, "model": TinyModel(dim=64), "checkpoint": {"interval": 3}, "precision": "bf16"}
-    whole_run = train(make_job(steps=6, job={"name": "whole"}, **settings))
-    train(make_job(steps=3, job={"name": "cut"}, **settings))
-    continued = train(make_job(steps=6, job={"name": "cut"}, **settings))
-    assert [record["loss"] for record in lines(continued)] == [record["loss"] for record in lines(whole_run)]
-    ends = [summary.folder / "checkpoints/step-6" for summary in (continued, whole_run)]
-    assert compare_tensors(*ends).equal == len(stored_tensors(ends[0]))
-    assert {dtype for name, (_, dtype) in stored_tensors(ends[0]).items() if name.startswith("model.")} == {
-        torch.bfloat16
-    }
+def narrow(optimizer):
+    return lambda: {"optimizer": optimizer, "model": TinyModel(dim=64), "precision": "bf16"}
+
+
+test_resumption = resumption_law(
+    *(Interrupted(type(optimizer).__name__, changes=narrow(optimizer)) for optimizer in OPTIMIZERS)
+)
 
 
 def test_a_checkpoint_of_float32_may_be_continued(make_job, train):

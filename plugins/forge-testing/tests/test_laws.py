@@ -216,7 +216,7 @@ def test_a_run_with_all_of_its_state_equals_the_whole_that_runs_once(follow, mon
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=["once", "often"])
-@pytest.mark.parametrize(("hook", "names"), [(Forgetful, ["line 3", "loss"]), (ForgetfulLog, ["count"])])
+@pytest.mark.parametrize(("hook", "names"), [(Forgetful, ["the metrics", "loss"]), (ForgetfulLog, ["count"])])
 def test_a_component_that_forgets_its_state_fails(follow, hook, names, ways):
     with pytest.raises(AssertionError, match=naming("hook", "stop", *names)):
         follow(interrupted(hook, (ways,)))
