@@ -10,9 +10,11 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from forge_core import Catalog, Trainer, TrainingHook
+from forge_core import Trainer, TrainingHook
 from forge_plugin_freeze import Freeze, Stage
 from forge_testing import SplittableModel, tiny_job
+from forge_testing.catalogs import installed
+from forge_testing.runs import whole_tensors
 
 STAGES = (
     Stage(train=("layers.1.*", "head.*"), steps=2),
@@ -22,16 +24,25 @@ STAGES = (
 )
 STEPS = 7
 LAST_STEPS = (2, 4, 5, STEPS)
+SETTINGS: dict[str, Any] = {
+    "model": SplittableModel(),
+    "precision": "fp64",
+    "steps": STEPS,
+    "global_batch_size": 8,
+    "seq_len": 16,
+    "gc_interval": 0,
+}
 
 
 @frozen
 class Step:
-    """What a step did, by names of parameters; of one rank."""
+    """What a step did, by names of parameters."""
 
     changed: frozenset[str]
     gradients: frozenset[str]
+    """Those that have one on this rank."""
     state: frozenset[str]
-    """Those that have state of the optimizer after it."""
+    """Those that have state of the optimizer after it on this rank."""
     norm: float
 
 
@@ -64,36 +75,24 @@ class Watch(TrainingHook):
         self.steps.append(Step(changed, self._gradients, state, context.grad_norm.item()))
 
 
-@define(kw_only=True, slots=False)
-class StopAt(TrainingHook):
-    """Stops the run after a step."""
-
-    last: int
-
-    def on_step_end(self, context: Any) -> None:
-        if context.step == self.last:
-            context.request_stop("test")
-
-
 def _own(context: Any) -> list[tuple[str, Tensor]]:
     groups = context.optimizer.param_groups
     return [pair for group in groups for pair in zip(group["names"], group["params"], strict=True)]
 
 
 def _whole(context: Any) -> dict[str, Tensor]:
-    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in _own(context)}
+    return whole_tensors(dict(_own(context)), context.build.mesh)
 
 
 def run(
     folder: Path, name: str = "run", *, stages: Any = STAGES, hooks: Any = (), patience: int = 100, **changes: Any
 ) -> Outcome:
     """Train in stages, in float64 if not said otherwise. Collective."""
-    settings: dict[str, Any] = {"precision": "fp64", "steps": STEPS, "global_batch_size": 8, "seq_len": 16}
-    settings |= {"model": SplittableModel(), "job": {"name": name, "output": str(folder)}}
     plugins = {"freeze": Freeze(stages=stages, patience=patience), **changes.pop("plugins", {})}
-    catalog, watch = Catalog.installed(), Watch()
-    job = tiny_job(str(folder), catalog, **settings | changes, plugins=plugins)
-    summary = Trainer(job, hooks=[*hooks, watch], catalog=catalog, echo=lambda line: None).run()
+    settings = {**SETTINGS, "job": {"name": name, "output": str(folder)}, **changes}
+    watch = Watch()
+    job = tiny_job(str(folder), installed(), **settings, plugins=plugins)
+    summary = Trainer(job, hooks=[*hooks, watch], catalog=installed(), echo=lambda line: None).run()
     lines = map(json.loads, (summary.folder / "metrics.jsonl").read_text().splitlines())
     return Outcome(watch.steps, watch.weights, [line["loss"] for line in lines if "loss" in line])
 

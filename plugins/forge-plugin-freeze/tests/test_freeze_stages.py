@@ -8,14 +8,14 @@ from typing import ClassVar
 import pytest
 import torch
 from attrs import define, frozen
-from staged import LAST_STEPS, STAGES, STEPS, StopAt, run, selected
+from staged import LAST_STEPS, SETTINGS, STAGES, run, selected
 
 import forge_plugin_freeze.audit as audit
 from forge_core import CheckpointError, ForgeError, SchedulerComponent, TrainingHook
 from forge_core.contracts.components import ParameterGroup
 from forge_plugin_adamw import AdamW
 from forge_plugin_ema import EMA
-from forge_plugin_freeze import Stage
+from forge_plugin_freeze import Freeze, Stage
 from forge_plugin_freeze.audit import BITS, digest
 from forge_plugin_lion import Lion
 from forge_plugin_moe import SigmoidTopK
@@ -23,6 +23,8 @@ from forge_plugin_muon import Muon
 from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_plugin_soap import SOAP
 from forge_testing import RoutedModel, TinyAdamW
+from forge_testing.laws import Interrupted, resumption_law
+from forge_testing.outcomes import Stop
 from forge_testing.refusals import naming
 
 OPTIMIZERS = {
@@ -76,23 +78,18 @@ def test_rates_of_parts_are_those_of_the_groups(tmp_path):
 # --- resume --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("last", [1, 2, 5])  # in the middle of a stage, and at borders
-def test_a_run_that_stopped_anywhere_continues_to_the_bit(tmp_path, whole_run, last):
-    run(tmp_path, hooks=[StopAt(last=last)], plugins={"ema": EMA()})
-    rest = run(tmp_path, plugins={"ema": EMA()})
-    assert len(rest.steps) == STEPS - last
-    assert rest.steps == whole_run.steps[last:]
-    assert rest.losses == whole_run.losses
-    assert all(torch.equal(rest.weights[name], weight) for name, weight in whole_run.weights.items())
-
-
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("whole"), plugins={"ema": EMA()})
+test_resumption = resumption_law(
+    Interrupted(
+        "stages",
+        changes=lambda: {**SETTINGS, "plugins": {"freeze": Freeze(stages=STAGES), "ema": EMA()}},
+        interruptions=[[Stop(step=1)], [Stop(step=2)], [Stop(step=5)]],  # in the middle of a stage, and at borders
+        ignored_metrics=["freeze/stage", "freeze/changed"],  # of the first step of a stage, and of a process
+    )
+)
 
 
 def test_other_stages_are_another_run(tmp_path):
-    run(tmp_path, hooks=[StopAt(last=2)])
+    run(tmp_path, hooks=[Stop(step=2)])
     with pytest.raises(CheckpointError, match=r"plugins.freeze.stages"):
         run(tmp_path, stages=(*STAGES[:1], Stage(train=("norm.*",), steps=2), *STAGES[2:]))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,8 @@ class Interrupted:
     `forge_testing.outcomes`."""
     hooks: Callable[[], Sequence[TrainingHook]] = field(kw_only=True, default=tuple)
     """Returns further hooks for each start, which are not of the job file."""
+    ignored_metrics: Collection[str] = field(kw_only=True, default=())
+    """Metrics that differ by design, for example because a plugin logs them in its first step."""
     also: Callable[[Summary], Any] = field(kw_only=True, default=lambda summary: None)
     """What else must be equal: a value read from the files of a finished run."""
 
@@ -225,7 +227,7 @@ def resumption_law(*cases: Interrupted) -> Callable[..., None]:
             wholes[case] = case.run(tmp_path_factory.mktemp("whole"))
         whole, parts = wholes[case], case.run(tmp_path_factory.mktemp("parts"), interruptions)
         # Lines after the first one that differs say little.
-        differ = metrics_differences(parts, whole)[:1] + state_differences(parts, whole)
+        differ = metrics_differences(parts, whole, case.ignored_metrics)[:1] + state_differences(parts, whole)
         assert not differ, (
             f"{case.name}: interrupted ({', '.join(map(str, interruptions))}), a run ends with other values of "
             f"{some(differ)}; what a component remembers from step to step must be in its state"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -84,14 +84,14 @@ def losses_of(summary: Summary) -> list[float]:
     return [record["loss"] for record in metrics_of(summary) if "loss" in record]
 
 
-def metrics_differences(actual: Summary, expected: Summary) -> list[str]:
-    """Return, for each metrics line that differs, its number and keys, without times."""
+def metrics_differences(actual: Summary, expected: Summary, ignored: Collection[str] = ()) -> list[str]:
+    """Return, for each metrics line that differs, its number and keys, without times and ignored keys."""
     pairs = zip_longest(metrics_of(actual), metrics_of(expected), fillvalue={})
     differ = []
     for number, (one, other) in enumerate(pairs, 1):
         # NaN, which is not equal to itself, is written as text.
-        keys = [key for key in {**other, **one} if (key in one, one.get(key)) != (key in other, other.get(key))]
-        if keys:
+        differ_in = [key for key in {**other, **one} if (key in one, one.get(key)) != (key in other, other.get(key))]
+        if keys := [key for key in differ_in if key not in ignored]:
             differ.append(f"line {number} of the metrics ({', '.join(keys)})")
     return differ
 

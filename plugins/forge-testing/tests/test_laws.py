@@ -222,6 +222,10 @@ def test_a_component_that_forgets_its_state_fails(follow, hook, names, ways):
         follow(interrupted(hook, (ways,)))
 
 
+def test_metrics_may_be_ignored(follow):
+    follow(interrupted(ForgetfulLog, ignored_metrics=["count"]))
+
+
 def test_what_else_must_be_equal_is_compared(follow):
     with pytest.raises(AssertionError):
         follow(interrupted(Fading, also=lambda summary: str(summary.folder)))
