@@ -10,8 +10,8 @@ from forge_core import ForgeError, TrainingHook
 from forge_plugin_compile import Compile
 from forge_plugin_features import Features
 from forge_plugin_vision.testing import RandomImages
-from forge_testing.refusals import naming
 from forge_testing.outcomes import Stop
+from forge_testing.refusals import naming
 
 CASES = [
     ("joint", "fp32"),

@@ -17,6 +17,7 @@ from forge_core.job import MetricsSection
 from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing.laws import Interrupted, resumption_law
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import advance, tiny_run
 
@@ -191,14 +192,11 @@ def test_a_step_that_the_device_skips_leaves_the_bias(tmp_path, monkeypatch):
     assert biases == [0.0, 0.5]
 
 
-def test_an_interrupted_run_equals_the_whole(make_job, train, lines):
-    """Biases and the counts of the step before are in the checkpoint."""
-    router = SigmoidTopK(top_k=K, bias_rate=0.05, batch_balance=1.0)
-    settings = {"model": model_of(router, layers=2), "checkpoint": {"interval": 3}, **SIZES}
-    whole = train(make_job(steps=6, job={"name": "whole"}, **settings))
-    train(make_job(steps=3, job={"name": "cut"}, **settings))
-    cut = train(make_job(steps=6, job={"name": "cut"}, **settings))
-    assert [record["loss"] for record in lines(cut)] == [record["loss"] for record in lines(whole)]
+# Biases and the counts of the step before are in the checkpoint.
+BALANCED = SigmoidTopK(top_k=K, bias_rate=0.05, batch_balance=1.0)
+test_resumption = resumption_law(
+    Interrupted("balance", changes=lambda: {"model": model_of(BALANCED, layers=2), **SIZES})
+)
 
 
 def test_what_is_logged_of_the_load(make_job, train, lines):

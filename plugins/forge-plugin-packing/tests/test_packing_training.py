@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import numpy as np
@@ -27,7 +28,8 @@ from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_transformer.modules import segment_attention
 from forge_testing import Numbers, tiny_job
 from forge_testing.documents import ListedDocuments, RandomDocuments
-from forge_testing.processes import run_on_ranks
+from forge_testing.laws import Case, Interrupted, layout_law, resumption_law
+from forge_testing.outcomes import Stop
 from forge_testing.refusals import lacks, refuses
 
 SEQ_LEN = 24
@@ -169,9 +171,13 @@ def test_layers_that_are_run_one_by_one_give_the_same_without_what_is_prepared(p
 
 
 def job(folder: Path, packing: Any, **changes: Any) -> Any:
+    return tiny_job(str(folder), None, **(settings_of(packing) | changes))
+
+
+def settings_of(packing: Any) -> dict[str, Any]:
     data = {"sources": (RandomDocuments(longest=60, count=40),), "packing": packing}
     settings = {"global_batch_size": 8, "seq_len": SEQ_LEN, "precision": "fp64", "eval": {"interval": 2}, "data": data}
-    return tiny_job(str(folder), None, **(settings | {"model": model()} | changes))
+    return {**settings, "model": model(), "gc_interval": 0}
 
 
 def curve(folder: Path) -> list[dict[str, float]]:
@@ -184,14 +190,27 @@ def train(folder: Path, packing: Any, **changes: Any) -> None:
     Trainer(job(folder, packing, **changes), echo=lambda text: None).run()
 
 
-@pytest.mark.parametrize("packing", PACKINGS, ids=["isolate", "best_fit"])
-def test_two_ranks_have_the_curve_of_one(tmp_path: Path, packing: Any) -> None:
-    train(tmp_path / "one", packing)
-    run_on_ranks(2, lambda rank: train(tmp_path / "two", packing, micro_batch_size=2))
-    found, expected = curve(tmp_path / "two"), curve(tmp_path / "one")
+def observation(packing: Any) -> Callable[[Path, Mapping[str, Any]], list[dict[str, float]]]:
+    def observe(folder: Path, changes: Mapping[str, Any]) -> list[dict[str, float]]:
+        # Ranks are started by any test, without the fixtures of this module.
+        with mock.patch.object(segment_attention, "TOGETHER", 12):
+            train(folder, packing, **changes)
+        return curve(folder)
+
+    return observe
+
+
+def same_curve(ranks: Sequence[list[dict[str, float]]], expected: list[dict[str, float]]) -> None:
     assert len(expected) >= 6
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-9)
+    for actual in ranks:
+        for one, other in zip(actual, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-9)
+
+
+test_layouts = layout_law(
+    Case("isolate", observe=observation(Isolate()), compare=same_curve, layouts=["replicate2"]),
+    Case("best fit", observe=observation(BestFit()), compare=same_curve, layouts=["replicate2"]),
+)
 
 
 def test_compiled_blocks_keep_the_curve(tmp_path: Path) -> None:
@@ -213,12 +232,9 @@ def test_packings_have_curves_of_their_own(tmp_path: Path) -> None:
     assert len(set(found)) == 3
 
 
-def test_a_run_that_stops_and_continues_has_the_same_losses_to_the_bit(tmp_path: Path) -> None:
-    train(tmp_path / "whole", BestFit(), steps=4)
-    train(tmp_path / "parts", BestFit(), steps=2)
-    train(tmp_path / "parts", BestFit(), steps=4)
-    losses = [[line["loss"] for line in curve(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
-    assert losses[0] == losses[1]
+test_resumption = resumption_law(
+    Interrupted("best fit", changes=lambda: {**settings_of(BestFit()), "steps": 4}, interruptions=[[Stop(step=2)]])
+)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

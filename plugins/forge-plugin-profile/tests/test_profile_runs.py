@@ -22,11 +22,11 @@ from forge_plugin_profile.profile import chosen_ranks
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import tiny_job
 from forge_testing.layouts import LAYOUTS
+from forge_testing.outcomes import losses_of
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, lacks, problems_of
 from forge_testing.runs import tiny_run
 from forge_testing.suites import HookSuite
-from forge_testing.outcomes import losses_of
 
 MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=2))
 

@@ -14,6 +14,7 @@ from forge_core.cli import main
 from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_plugin_schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+from forge_testing.laws import Interrupted, resumption_law
 from forge_testing.refusals import naming
 from forge_testing.runs import tiny_run
 
@@ -81,20 +82,23 @@ class Falling(SchedulerComponent):
         return lambda step, steps: 1.0 if step < 2 else 0.2
 
 
-@pytest.mark.parametrize("component", COMPONENTS, ids=lambda component: type(component).__name__)
-def test_an_interrupted_run_equals_the_whole_and_exports_its_average(make_job, train, lines, tmp_path, component):
-    settings = {"optimizer": component, "scheduler": Falling(), "eval": {"interval": 2}, "micro_batch_size": 2}
-    whole = train(make_job(steps=6, job={"name": "whole"}, **settings))
-    train(make_job(steps=3, job={"name": "cut"}, **settings))
-    cut = train(make_job(steps=6, job={"name": "cut"}, **settings))
-    assert lines(cut)[-1]["loss"] == lines(whole)[-1]["loss"]
-    assert cut.evaluation["eval/loss"] == whole.evaluation["eval/loss"]
-    weights = []
-    for folder in (whole.folder, cut.folder):
-        path = tmp_path / f"{folder.name}.safetensors"
-        assert main(["checkpoints", str(folder), "export", "--output", str(path)]) == 0
-        weights.append(load_file(path))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+def average_of(summary):
+    """The exported weights of a run."""
+    path = summary.folder / "average.safetensors"
+    assert main(["checkpoints", str(summary.folder), "export", "--output", str(path)]) == 0
+    return {name: weight.tolist() for name, weight in load_file(path).items()}
+
+
+def evaluated(component):
+    return lambda: {"optimizer": component, "scheduler": Falling(), "eval": {"interval": 2}, "micro_batch_size": 2}
+
+
+test_resumption = resumption_law(
+    *(
+        Interrupted(f"{type(component).__name__}{number}", changes=evaluated(component), also=average_of)
+        for number, component in enumerate(COMPONENTS)
+    )
+)
 
 
 def test_a_first_beta_of_zero_is_refused():

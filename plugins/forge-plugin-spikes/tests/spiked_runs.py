@@ -23,11 +23,14 @@ def make_spikes(**keys):
 
 def watched_job(folder, catalog, hook, name="run", **changes):
     """A job that saves every five steps, with the hook if there is one."""
+    return tiny_job(str(folder), catalog, job={"name": name, "output": str(folder)}, **watched(hook, **changes))
+
+
+def watched(hook, **changes):
+    """The settings of `watched_job`."""
     checkpoint = {"interval": 5, "interval_minutes": 0, **changes.pop("checkpoint", {})}
     hooks = {"spikes": hook} if hook else {}
-    where = {"name": name, "output": str(folder)}
-    steps = changes.pop("steps", STEPS)
-    return tiny_job(str(folder), catalog, steps=steps, checkpoint=checkpoint, job=where, hooks=hooks, **changes)
+    return {"steps": STEPS, "gc_interval": 0, "checkpoint": checkpoint, "hooks": hooks, **changes}
 
 
 @define(kw_only=True, slots=False)

@@ -8,91 +8,46 @@ from typing import ClassVar
 import pytest
 import torch
 from attrs import define, field
-from spiked_runs import AT, Disturb, Note, Poison, make_spikes, watched_job
+from spiked_runs import AT, Disturb, Note, Poison, make_spikes, watched
 
-from forge_core import Trainer, TrainingHook
+from forge_core import TrainingHook
 from forge_plugin_ema import EMA
 from forge_plugin_lion import Lion
 from forge_plugin_moe import SigmoidTopK
 from forge_plugin_muon import Muon
 from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_testing import TinyAdamW
+from forge_testing.laws import Interrupted, resumption_law
+from forge_testing.outcomes import Die, PowerCut, Stop
 from forge_testing.refusals import naming
 from forge_testing.routed import RoutedModel
-from forge_testing.outcomes import losses_of, state_differences
 
 BACK = AT + 3
 """Step at whose end the run goes back: the third spike in a row."""
 
 
-@define(kw_only=True, slots=False)
-class Die(TrainingHook):
-    """Ends the process's run without a word to anybody, at an event of a step."""
-
-    event: str
-    step: int
-
-    def _die(self, event, step):
-        if (event, step) == (self.event, self.step):
-            raise RuntimeError("power cut")
-
-    def on_step_begin(self, context):
-        self._die("begin", context.step)
-
-    def on_step_end(self, context):
-        self._die("end", context.step)
-
-    def on_checkpoint_save(self, context):
-        self._die("save", context.step)
-
-    def on_rollback(self, context, step, reason):
-        self._die("rollback", context.step)
-
-
-@define(kw_only=True, slots=False)
-class Stop(TrainingHook):
-    """Asks for a stop after some step, as a signal does."""
-
-    step: int
-    resumes_as = "safe"
-
-    def on_step_end(self, context):
-        if context.step == self.step:
-            context.request_stop("as the test says")
-
-
-@pytest.fixture(scope="module")
-def whole(catalog, tmp_path_factory):
-    """A run that nothing cut off."""
-    job = watched_job(tmp_path_factory.mktemp("whole"), catalog, make_spikes(leave_out=5))
-    return Trainer(job, hooks=[Disturb()], catalog=catalog, echo=lambda text: None).run()
-
-
-@pytest.mark.parametrize(
-    ("event", "step"),
-    [
-        ("end", AT + 2),  # between the second and the third; the newest checkpoint is in the middle of the row
-        ("end", BACK),  # the roll-back is asked for
-        ("rollback", BACK),  # it is made, and nothing is saved since
-        ("save", BACK + 3),  # while data are left out
-        ("begin", BACK + 6),  # before the first step after them
-    ],
+test_resumption = resumption_law(
+    Interrupted(
+        "spikes",
+        changes=lambda: watched(make_spikes(leave_out=5)),
+        hooks=lambda: [Disturb()],
+        interruptions=[
+            # Between the second and the third spike; the newest checkpoint is in the middle of the row.
+            [Die(step=AT + 2)],
+            # The roll-back is requested.
+            [Die(step=BACK)],
+            # It is made, and nothing is saved since.
+            [Die(step=BACK, event="rollback")],
+            # Data are left out.
+            [Die(step=BACK + 3, event="save")],
+            # Before the first step after them.
+            [Die(step=BACK + 6, event="begin")],
+            # A run that was not stopped has no checkpoint of that step: it must not go back to it.
+            [Stop(step=AT - 2)],
+            [Stop(step=BACK + 6)],
+        ],
+    )
 )
-def test_a_run_that_was_killed_continues_as_if_it_had_not_been(spiked, spikes, train, whole, event, step):
-    with pytest.raises(RuntimeError, match="power cut"):
-        train(spiked(spikes(leave_out=5), "cut"), Disturb(), Die(event=event, step=step))
-    cut = train(spiked(spikes(leave_out=5), "cut"), Disturb())
-    assert losses_of(cut) == losses_of(whole)
-    assert state_differences(cut, whole) == []
-
-
-@pytest.mark.parametrize("step", [AT - 2, BACK + 6])
-def test_a_run_that_was_stopped_does_not_go_back_to_where_it_stopped(spiked, spikes, train, whole, step):
-    """A run that was not stopped has no checkpoint of that step."""
-    train(spiked(spikes(leave_out=5), "parts"), Disturb(), Stop(step=step))
-    parts = train(spiked(spikes(leave_out=5), "parts"), Disturb())
-    assert losses_of(parts) == losses_of(whole)
-    assert state_differences(parts, whole) == []
 
 
 def test_what_a_roll_back_has_left_behind_is_remembered(spiked, spikes, train):
@@ -102,7 +57,7 @@ def test_what_a_roll_back_has_left_behind_is_remembered(spiked, spikes, train):
         train(job, Disturb(at=(AT, AT + 10)), note, *hooks)
         return note.back
 
-    with pytest.raises(RuntimeError, match="power cut"):
+    with pytest.raises(PowerCut):
         go(Die(event="begin", step=AT + 8))  # after the save of step 30
     # The first left 20 and 25 behind; 35 is disturbed, so that 30 is the newest, and 15 the one before
     assert [tuple(pair) for pair in go()] == [(BACK, 15), (AT + 13, 15)]
