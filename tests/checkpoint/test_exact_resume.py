@@ -24,32 +24,15 @@ from forge_core.contracts.data import StreamedDocument
 from forge_core.job import Phase
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 from forge_testing import Numbers, TinyModel
+from forge_testing.laws import Interrupted, resumption_law
+from forge_testing.outcomes import Die, PowerCut, Stop
 from forge_testing.processes import run_on_ranks
 from forge_testing.tiny import VOCABULARY
 
 TEXT = Path(__file__).parent.parent / "faults/parts/text"
 STEPS = 7
-ONCE = [("stop", 1)]
-OFTEN = [("stop", 3), ("die", 5), ("stop", 6)]
+OFTEN = [Stop(step=3), Die(step=5), Stop(step=6)]
 """How a run is interrupted: it stops after a step, which is saved, or dies at the end of one, which is not."""
-
-
-class PowerCut(Exception):
-    """Ends a run where it is."""
-
-
-@define(kw_only=True, slots=False)
-class Interruption(TrainingHook):
-    """Stops after a step, or dies at the end of it."""
-
-    how: str = ""
-    step: int = 0
-
-    def on_step_end(self, context):
-        if (self.how, self.step) == ("die", context.step):
-            raise PowerCut
-        if (self.how, self.step) == ("stop", context.step):
-            context.request_stop("interrupted")
 
 
 @define(kw_only=True, slots=False)
@@ -146,24 +129,35 @@ def outcome(make_job, train, tmp_path):
 
     def run(changes, *interruptions):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        for how, step in (*interruptions, ("", 0)):
+        for interruption in (*interruptions, None):
             with suppress(PowerCut):
                 job = make_job(steps=STEPS, gc_interval=0, **changes())
-                summary = train(job, Seen(), Interruption(how=how, step=step))
-                assert bool(summary.stopped) == (how == "stop")
+                summary = train(job, Seen(), *([interruption] if interruption else []))
+                assert bool(summary.stopped) == isinstance(interruption, Stop)
         return {what: value for what, value in read_outcome(tmp_path / "run").items() if what != "checkpoints"}
 
     return run
 
 
-@pytest.mark.parametrize("feature", features())
-def test_an_interrupted_run_equals_the_whole(outcome, feature):
-    def changes():
-        return features()[feature]
+def left_by(summary):
+    """All that the run left, but not which checkpoints are there: a stop adds one."""
+    left = read_outcome(summary.folder)
+    manifest = {key: value for key, value in left["manifest"].items() if key != "job"}
+    return left | {"manifest": manifest, "checkpoints": None}
 
-    whole = outcome(changes)
-    assert differences(whole, outcome(changes, *ONCE)) == []
-    assert differences(whole, outcome(changes, *OFTEN)) == []
+
+test_resumption = resumption_law(
+    *(
+        Interrupted(
+            name,
+            changes=lambda name=name: {"steps": STEPS, **features()[name]},
+            hooks=lambda: [Seen()],
+            interruptions=[[Stop(step=1), Die(step=4), Stop(step=6)]],
+            also=left_by,
+        )
+        for name in features()
+    )
+)
 
 
 @pytest.mark.parametrize("packing", installed("packing"))
@@ -192,7 +186,7 @@ def test_a_run_that_dies_in_its_first_step_continues_from_step_0(outcome):
             "eval": {"interval": 2, "at_start": True},
         }
 
-    assert differences(outcome(changes), outcome(changes, ("die", 1), ("die", 1))) == []
+    assert differences(outcome(changes), outcome(changes, Die(step=1), Die(step=1))) == []
 
 
 @pytest.mark.parametrize("feature", ["mixture", "hook with numbers and tensors", "optimizer with modes"])
@@ -219,7 +213,7 @@ def test_evaluating_with_an_optimizer_that_has_modes_changes_no_state(outcome):
 
 def test_a_finished_run_that_is_started_again_stays_as_it_is(outcome, make_job, train, tmp_path):
     before = outcome(dict)
-    summary = train(make_job(steps=STEPS, gc_interval=0), Seen(), Interruption())
+    summary = train(make_job(steps=STEPS, gc_interval=0), Seen())
     after = read_outcome(summary.folder)
     assert differences(before, {what: after[what] for what in before}) == []
     assert summary.evaluation.keys() >= {"eval/loss"}
@@ -246,7 +240,7 @@ def test_a_process_that_dies_while_it_shortens_the_metrics_loses_no_line(
     before = outcome(dict)
     monkeypatch.setattr("forge_core.metrics.jsonl.os.replace", die)
     with pytest.raises(PowerCut):
-        train(make_job(steps=STEPS, gc_interval=0), Seen(), Interruption())
+        train(make_job(steps=STEPS, gc_interval=0), Seen())
     assert read_outcome(tmp_path / "run")["metrics"] == before["metrics"]
 
 

@@ -17,9 +17,9 @@ from forge_kit.checkpoints import stored_tensors
 from forge_plugin_losses.teacher import load_trained
 from forge_testing import curves
 from forge_testing.curves import Difference
+from forge_testing.outcomes import Stop, losses_of, state_differences
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, naming, refuses, refuses_all
-from forge_testing.outcomes import Stop, losses_of, state_differences
 
 FILE = Path(__file__).with_name("lora.py")
 LOAD = 'checkpoint.load = {{ path = "{base}", exclude = ["*.lora.*"] }}\n'

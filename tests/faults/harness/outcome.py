@@ -14,10 +14,9 @@ import torch
 from forge_core.checkpoint.storage import MANIFEST
 from forge_core.checkpoint.tensors import load_tensors
 from forge_kit.checkpoints import stored_tensors
+from forge_testing.outcomes import is_time
 from harness.launch import committed
 
-TIMES = {"time", "tokens_per_second", "step_seconds", "mfu", "data_wait", "peak_memory_gb"}
-"""Metrics that no two runs share."""
 OF_THE_SAVE = {"time", "files", "provenance"}
 """Entries of a manifest that tell of the process that saved; tensors are compared by what they hold."""
 
@@ -74,11 +73,7 @@ def _bits(tensor: torch.Tensor) -> str:
 
 
 def _untimed(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if not _is_time(name)}
-
-
-def _is_time(name: str) -> bool:
-    return name in TIMES or name.startswith("seconds/")
+    return {name: value for name, value in record.items() if not is_time(name)}
 
 
 def _samples(run: Path) -> dict[int, list[list[str]]]:
@@ -99,7 +94,7 @@ def _events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # else it tells of each start after a kill
     events = EventAccumulator(str(folder)).Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not _is_time(tag.removeprefix("train/"))]
+    tags = [tag for tag in events.Tags()["scalars"] if not is_time(tag.removeprefix("train/"))]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
