@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-import pytest
 from cross_attention_models import LANGUAGE, SMALL, Open
 
-from forge_core.job import Job
-from forge_core.plugins.catalog import Catalog
-from forge_plugin_compile import Compile
-from forge_plugin_parallel import ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_vision import LinearAdapter, MLPAdapter, TiledViT, VisionLanguage, VisionPart, ViT
 from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing import tiny_job
-from forge_testing.curves import Curve, Difference, train
-from forge_testing.processes import run_on_ranks
+from forge_testing.catalogs import installed
+from forge_testing.curves import Curve, same_curve, train
+from forge_testing.laws import Case, layout_law
+from forge_testing.layouts import LayoutCase
 
 
 class TestCrossAttention(VisionModelSuite):
@@ -56,43 +54,29 @@ NINE_FEATURES = VisionPart(
 FOUR_LAYERS = VisionLanguage(
     language=LANGUAGE, vision=NINE_FEATURES, fusion=Open(every=2, sees="all", place="after", **SMALL)
 )
-STAGES: dict[str, dict[str, Any]] = {
-    "tp2": {"tp": TensorParallel(degree=2)},
-    "tp2 without sequence parallel": {"tp": TensorParallel(degree=2, sequence_parallel=False, loss_parallel=False)},
-    "cp2, ulysses": {"cp": ContextParallel(degree=2, method="ulysses")},
-    "compiled without graph breaks": {"compile": Compile(backend="eager", fullgraph=True)},
+TABLES: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": {"degree": 2}},
+    "tp2 without sequence parallel": {"tp": {"degree": 2, "sequence_parallel": False, "loss_parallel": False}},
+    "cp2, ulysses": {"cp": {"degree": 2, "method": "ulysses"}},
 }
 if splits_backward(version("torch")):
-    STAGES["pp2, zero bubble"] = {"pp": PipelineParallel(degree=2, schedule="interleaved_zero_bubble")}
+    TABLES["pp2, zero bubble"] = {"pp": {"degree": 2, "schedule": "interleaved_zero_bubble"}}
+LAYOUTS = {name: LayoutCase(ranks=2, parallel=tables, micro_batch_size=2) for name, tables in TABLES.items()}
+COMPILED = LayoutCase(ranks=1, parallel={"compile": {"backend": "eager", "fullgraph": True}}, micro_batch_size=2)
+"""On one rank: a second one would trace the same graphs."""
 
 
-def job(folder: Any, catalog: Catalog, **changes: Any) -> Job:
+def curve(folder: Path, changes: Mapping[str, Any]) -> Curve:
     settings = {"model": FOUR_LAYERS, "data": {"sources": (RandomImages(),)}, "precision": "fp64"}
-    return tiny_job(str(folder), catalog, **settings, steps=2, global_batch_size=8, seq_len=16, **changes)
+    sizes = {"steps": 2, "global_batch_size": 8, "seq_len": 16}
+    return train(tiny_job(str(folder), installed(), **settings, **sizes, **changes))
 
 
-@pytest.fixture(scope="module")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Curve, dict[str, Curve]]:
-    """The curve of one process, and those of all `STAGES`."""
-    catalog = Catalog.installed()
-    make = partial(job, tmp_path_factory.mktemp("run"), catalog)
-    jobs = {name: make(parallel=stages, micro_batch_size=2) for name, stages in STAGES.items()}
-    # Compiled once: a second rank would trace the same graphs.
-    compiled = {name: jobs.pop(name) for name in [*jobs] if "compile" in STAGES[name]}
-    others = {}
-    for ranks, of_ranks in ((1, compiled), (2, jobs)):
-
-        def curves_of(rank: int, of_ranks: dict[str, Job] = of_ranks) -> dict[str, Curve]:
-            return {name: train(each, catalog) for name, each in of_ranks.items()}
-
-        others |= run_on_ranks(ranks, curves_of)[0]
-    return train(make(), catalog), others
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_other_forms_of_the_stages_have_the_same_curve(curves, name):
-    one, others = curves
-    difference = Difference.between(others[name], one)
-    assert difference.initial == 0
-    assert max(difference.loss, difference.norm, difference.gradient, difference.evaluation) < 1e-12
-    assert difference.weights < 1e-10
+test_layouts = layout_law(
+    Case(
+        "further stages",
+        observe=curve,
+        compare=same_curve,
+        layouts={**LAYOUTS, "compiled without graph breaks": COMPILED},
+    )
+)

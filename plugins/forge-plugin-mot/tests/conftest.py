@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +14,12 @@ from torch import Tensor
 from forge_core.data.reading import collate
 from forge_core.parallel.initialise import materialise
 from forge_plugin_mot import MixtureOfTransformers
-from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
-from forge_plugin_vision import GRIDS, IMAGE, VIDEO, FusionComponent, VisionLanguage
-from forge_plugin_vision.testing import RandomImages, tiny_vision
+from forge_plugin_vision import GRIDS, IMAGE, VIDEO, FusionComponent
+from forge_plugin_vision.testing import RandomImages
 
-LENGTH = 24
-ATTENTION = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
-LANGUAGE = Transformer(vocab_size=32, dim=16, layers=2, attention=ATTENTION, ffn=SwiGLU(hidden=24), init_std=0.3)
+sys.path.append(str(Path(__file__).parent))
 
-
-def vision_language(fusion: FusionComponent, language: Any = LANGUAGE) -> VisionLanguage:
-    return VisionLanguage(language=language, vision=tiny_vision(), fusion=fusion)
+from mot_models import LANGUAGE, LENGTH, rows, vision_language
 
 
 @pytest.fixture
@@ -77,8 +74,6 @@ def tiny_rows(make_job: Callable[..., Any]) -> Callable[..., Any]:
     """tiny_rows(fusion, language=…, **changes): a job of three steps, in which every third row has no image."""
 
     def make(fusion: FusionComponent, language: Any = LANGUAGE, **changes: Any) -> Any:
-        settings = {"precision": "fp64", "steps": 3, "global_batch_size": 4, "seq_len": LENGTH}
-        settings["data"] = {"sources": (RandomImages(held_out=3),)}
-        return make_job(**{"model": vision_language(fusion, language), **settings, **changes})
+        return make_job(**{**rows(fusion, language), **changes})
 
     return make

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
 from attrs import frozen
+from mot_models import LANGUAGE, rows
 from torch import Tensor, nn
 
 from forge_plugin_moe import MoE
@@ -18,9 +20,11 @@ from forge_plugin_mot.modules.routing import Route
 from forge_plugin_transformer import GELU, AttentionPattern, FFNComponent, GroupedQueryAttention, LayerNorm
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint
 from forge_plugin_vision.testing import RandomImages
-from forge_testing.curves import Difference, train
+from forge_testing import tiny_job
+from forge_testing.catalogs import installed
+from forge_testing.curves import Curve, same_curve, train
+from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LAYOUTS, LayoutCase
-from forge_testing.processes import run_on_ranks
 
 S, M = 9, 4
 
@@ -124,38 +128,40 @@ SINKING = GroupedQueryAttention(heads=4, kv_heads=2, window=5, sinks=True)
 WINDOWS = {
     "attention": AttentionPattern(layers=("near", "full"), kinds={"near": SINKING, "full": BIASED["attention"]}),
 }
-FURTHER: list[tuple[MixtureOfTransformers, dict[str, Any], dict[str, Any]]] = [
-    (MixtureOfTransformers(), {}, {"tp": {"degree": 2, "sequence_parallel": False}}),
-    (MixtureOfTransformers(norm="after", modalities=("image", "video")), BIASED, {"tp": {"degree": 2}}),
-    (
-        MixtureOfTransformers(norm="after", untie=("attention", "norm")),
-        {"ffn": MoE(experts=4, hidden=8, router=MoMa(experts={"text": 2, "image": 2}, sequence_balance=0.01))},
+
+
+def observation(fusion: MixtureOfTransformers, **language: Any) -> Callable[[Path, Mapping[str, Any]], Curve]:
+    def curve(folder: Path, changes: Mapping[str, Any]) -> Curve:
+        return train(tiny_job(str(folder), installed(), **rows(fusion, attrs.evolve(LANGUAGE, **language)), **changes))
+
+    return curve
+
+
+def case(name: str, parallel: Mapping[str, Any], fusion: MixtureOfTransformers, **language: Any) -> Case:
+    layout = LayoutCase(ranks=2, parallel=parallel)
+    return Case(name, observe=observation(fusion, **language), compare=same_curve, layouts={"further": layout})
+
+
+ROUTED = MoE(experts=4, hidden=8, router=MoMa(experts={"text": 2, "image": 2}, sequence_balance=0.01))
+test_further_layouts = layout_law(
+    case("whole sequences", {"tp": {"degree": 2, "sequence_parallel": False}}, MixtureOfTransformers()),
+    case("biased", {"tp": {"degree": 2}}, MixtureOfTransformers(norm="after", modalities=("image", "video")), **BIASED),
+    case(
+        "experts",
         {"fsdp": {}, "ep": {"degree": 2}, "activation_checkpointing": {}},
+        MixtureOfTransformers(norm="after", untie=("attention", "norm")),
+        ffn=ROUTED,
     ),
-    (MixtureOfTransformers(untie=("ffn",)), {}, {"cp": {"degree": 2, "method": "ulysses"}}),
-    (MixtureOfTransformers(), WINDOWS, {"tp": {"degree": 2}}),
-]
-
-
-def test_further_layouts_have_one_curve(tiny_rows: Callable[..., Any], language: Any, catalog: Any) -> None:
-    one = [tiny_rows(fusion, attrs.evolve(language, **changes)) for fusion, changes, _ in FURTHER]
-    stages = [LayoutCase(ranks=2, parallel=tables).stages(catalog) for _, _, tables in FURTHER]
-    two = [attrs.evolve(job, parallel=parallel) for job, parallel in zip(one, stages, strict=True)]
-    curves = run_on_ranks(2, lambda rank: [train(job, catalog) for job in two])[0]
-    for case, job, curve in zip(FURTHER, one, curves, strict=True):
-        difference = Difference.between(curve, train(job, catalog))
-        assert difference.initial == 0, case
-        assert max(difference.loss, difference.norm, difference.gradient, difference.evaluation) < 1e-12, case
-        assert difference.weights < 1e-10, case
+    case("ulysses", {"cp": {"degree": 2, "method": "ulysses"}}, MixtureOfTransformers(untie=("ffn",))),
+    case("windows", {"tp": {"degree": 2}}, MixtureOfTransformers(), **WINDOWS),
+)
 
 
 def test_compiled_blocks_have_the_same_curve(tiny_rows: Callable[..., Any], catalog: Any) -> None:
     data = {"sources": (RandomImages(held_out=0),)}
     job = tiny_rows(MixtureOfTransformers(), steps=2, data=data)
     compiled = attrs.evolve(job, parallel=LAYOUTS["compiled"].stages(catalog))
-    difference = Difference.between(train(compiled, catalog), train(job, catalog))
-    assert max(difference.loss, difference.norm, difference.gradient) < 1e-12
-    assert difference.weights < 1e-10
+    same_curve([train(compiled, catalog)], train(job, catalog))
 
 
 class ByToken(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import frozen
 from torch import Tensor
@@ -89,6 +89,15 @@ def train(job: Job, catalog: Catalog | None = None) -> Curve:
     loader.close()
     weights = whole_tensors({item.name: item.parameter.detach() for item in run.parameters}, mesh)
     return Curve(losses, norms, initial, gradients, weights, evaluate(run, job.train.steps))
+
+
+def same_curve(ranks: Sequence[Curve], alone: Curve) -> None:
+    """Assert that rank 0 has the curve of one process, in float64: `compare` of `forge_testing.laws.Case`."""
+    difference = Difference.between(ranks[0], alone)
+    near = max(difference.loss, difference.norm, difference.gradient, difference.evaluation)
+    assert not difference.initial, difference
+    assert near < 1e-12, difference
+    assert difference.weights < 1e-10, difference
 
 
 def first_norm(job: Job, catalog: Catalog | None = None) -> float:

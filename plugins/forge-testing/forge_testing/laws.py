@@ -232,8 +232,6 @@ def resumption_law(*cases: Interrupted) -> Callable[..., None]:
             f"{case.name}: interrupted ({', '.join(map(str, interruptions))}), a run ends with other values of "
             f"{some(differ)}; what a component remembers from step to step must be in its state"
         )
-        assert case.also(parts) == case.also(whole), (
-            f"{case.name}: `also` returns another value after interruptions"
-        )
+        assert case.also(parts) == case.also(whole), f"{case.name}: `also` returns another value after interruptions"
 
     return test_resumption
