@@ -9,7 +9,6 @@ import torch
 from attrs import frozen
 
 from forge_core.contracts.errors import ForgeError
-from forge_core.plugins.catalog import Catalog
 from forge_kit.generation import joint_generation
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_mla import MultiHeadLatentAttention
@@ -17,6 +16,8 @@ from forge_plugin_moe import MoE
 from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, LongRope, NoRope, Transformer
 from forge_plugin_transformer.modules.rotary import rotate
+from forge_testing.catalogs import installed
+from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LayoutCase
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import naming
@@ -44,7 +45,6 @@ TWO_BY_TWO = {
     "fsdp x tp": {"fsdp": {}, "tp": {"degree": 2}},
     "fsdp x pp": {"fsdp": {}, "pp": {"degree": 2}},
     "tp x pp": {"tp": {"degree": 2}, "pp": {"degree": 2}},
-    "fsdp x ep": {"fsdp": {}, "ep": {"degree": 2}},
 }
 
 
@@ -53,9 +53,12 @@ def model(**parts):
 
 
 def built(folder, parallel=None, **changes):
+    return network_of(folder, {"parallel": LayoutCase(ranks=2, parallel=parallel or {}).stages(installed()), **changes})
+
+
+def network_of(folder, changes):
     keys = {"model": model(), "precision": "fp64", "global_batch_size": 8, "micro_batch_size": 1}
-    stages = LayoutCase(ranks=2, parallel=parallel or {})
-    run = tiny_run(folder, **keys | changes, parallel=stages.stages(Catalog.installed()))
+    run = tiny_run(folder, **keys | changes)
     run.model.eval()
     return run
 
@@ -64,54 +67,32 @@ def rows(network, prompts=PROMPTS, **options):
     return [generate(network, prompts, 12, END, sampling, seed=5, **options) for sampling in (GREEDY, DRAWN)]
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    return rows(built(tmp_path_factory.mktemp("one")).model)
+def observation(**parts):
+    return lambda folder, changes: rows(network_of(folder, {**parts, **changes}).model)
 
 
-def test_rows_end_at_different_times(expected):
-    assert len({len(row) for row in expected[1]}) > 1
+def with_and_without_a_cache(folder, changes):
+    network = network_of(folder, changes).model
+    return rows(network), generate(network, PROMPTS, 12, END, GREEDY, use_cache=False)
 
 
-def check_layouts(folder, names, expected, **parts):
-    """Two ranks, started once, generate the tokens of one process under each layout."""
-
-    def rank(number):
-        return {name: rows(built(folder, LAYOUTS[name], **parts).model) for name in names}
-
-    assert run_on_ranks(2, rank) == [dict.fromkeys(names, expected)] * 2
+def same_tokens(ranks, alone):
+    assert ranks == [alone] * len(ranks)
 
 
-def test_two_ranks(tmp_path, expected):
-    def rank(number):
-        networks = {name: built(tmp_path, stages).model for name, stages in LAYOUTS.items()}
-        return {name: (rows(network), rows(network, use_cache=False)) for name, network in networks.items()}
-
-    assert run_on_ranks(2, rank) == [dict.fromkeys(LAYOUTS, (expected, expected))] * 2
-
-
-def test_four_ranks(tmp_path, expected):
-    experts = {"model": model(ffn=MoE(experts=4))}
-    parts = {name: experts if "ep" in name else {} for name in TWO_BY_TWO}
-
-    def rank(number):
-        return {name: rows(built(tmp_path, stages, **parts[name]).model) for name, stages in TWO_BY_TWO.items()}
-
-    mixed = rows(built(tmp_path, **experts).model)
-    assert run_on_ranks(4, rank) == [{name: mixed if parts[name] else expected for name in TWO_BY_TWO}] * 4
+def tokens_of_the_cache_too(ranks, alone):
+    (greedy, drawn), uncached = alone
+    assert len({len(row) for row in drawn}) > 1, "rows end at different times"
+    assert greedy == uncached
+    same_tokens(ranks, alone)
 
 
-def test_latent_attention(tmp_path):
-    parts = {"model": model(attention=MultiHeadLatentAttention(heads=4))}
-    check_layouts(tmp_path, ["tp", "pp", "cp, ring"], rows(built(tmp_path, **parts).model), **parts)
+def named(*names):
+    return {name: LayoutCase(ranks=2, parallel=LAYOUTS[name], micro_batch_size=1) for name in names}
 
 
-def test_learned_positions_and_norms_over_all_heads(tmp_path):
-    attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all")
-    keys = {"norm_placement": "both", "residual": "parallel", "learned_positions": 32, "logit_soft_cap": 5.0}
-    parts = {"model": model(attention=attention, **keys)}
-    names = ["fsdp", "tp", "pp, interleaved", "cp, ring"]
-    check_layouts(tmp_path, names, rows(built(tmp_path, **parts).model), **parts)
+def four(**tables):
+    return {name: LayoutCase(ranks=4, parallel=table, micro_batch_size=1) for name, table in tables.items()}
 
 
 @frozen(kw_only=True)
@@ -122,23 +103,61 @@ class LongInFirstLayers(LongRope):
         return super().build(context, head_dim) if context.layer < 2 else NoRope().build(context, head_dim)
 
 
-def test_rows_that_become_long_whichever_layers_know_it(tmp_path):
-    rope = LongInFirstLayers(
-        short_factor=(1.0, 1.5), long_factor=(2.0, 9.0), original_max_position_embeddings=8, factor=2.0
-    )
-    parts = {"model": model(attention=GroupedQueryAttention(heads=4, kv_heads=2, rope=rope))}
-    network = built(tmp_path, **parts).model
-    expected = rows(network)
-    assert expected == rows(network, use_cache=False)
-    check_layouts(tmp_path, ["fsdp", "tp", "pp", "cp, ring"], expected, **parts)
+LONG = LongInFirstLayers(
+    short_factor=(1.0, 1.5), long_factor=(2.0, 9.0), original_max_position_embeddings=8, factor=2.0
+)
+LEARNED = model(
+    attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all"),
+    norm_placement="both",
+    residual="parallel",
+    learned_positions=32,
+    logit_soft_cap=5.0,
+)
+SINKS = {
+    name: GroupedQueryAttention(heads=4, kv_heads=2, sinks=True, window=window)
+    for name, window in {"full": 0, "window": 4}.items()
+}
+PATTERN = model(
+    attention=AttentionPattern(layers=("full", "window"), kinds=SINKS),
+    norm_placement="both",
+    embedding_scale=4.0,
+    logit_soft_cap=5.0,
+)
+SEVERAL = named("fsdp", "tp", "pp", "cp, ring")
+test_layouts = layout_law(
+    Case("model", observe=with_and_without_a_cache, compare=tokens_of_the_cache_too, layouts=named(*LAYOUTS)),
+    Case("model", observe=observation(), compare=same_tokens, layouts=four(**TWO_BY_TWO)),
+    Case(
+        "experts",
+        observe=observation(model=model(ffn=MoE(experts=4))),
+        compare=same_tokens,
+        layouts=four(**{"fsdp x ep": {"fsdp": {}, "ep": {"degree": 2}}}),
+    ),
+    Case(
+        "latent attention",
+        observe=observation(model=model(attention=MultiHeadLatentAttention(heads=4))),
+        compare=same_tokens,
+        layouts=named("tp", "pp", "cp, ring"),
+    ),
+    Case(
+        "learned positions and norms over all heads",
+        observe=observation(model=LEARNED),
+        compare=same_tokens,
+        layouts=named("fsdp", "tp", "pp, interleaved", "cp, ring"),
+    ),
+    Case("windows, patterns and sinks", observe=observation(model=PATTERN), compare=same_tokens, layouts=SEVERAL),
+    Case(
+        "rows that become long, whichever layers see it",
+        observe=observation(model=model(attention=GroupedQueryAttention(heads=4, kv_heads=2, rope=LONG))),
+        compare=same_tokens,
+        layouts=SEVERAL,
+    ),
+)
 
 
-def test_windows_patterns_sinks_and_other_blocks(tmp_path):
-    full, window = (GroupedQueryAttention(heads=4, kv_heads=2, sinks=True, window=window) for window in (0, 4))
-    pattern = AttentionPattern(layers=("full", "window"), kinds={"full": full, "window": window})
-    blocks = {"norm_placement": "both", "embedding_scale": 4.0, "logit_soft_cap": 5.0}
-    parts = {"model": model(attention=pattern, **blocks)}
-    check_layouts(tmp_path, ["fsdp", "tp", "pp", "cp, ring"], rows(built(tmp_path, **parts).model), **parts)
+def test_rows_that_become_long_are_the_same_without_a_cache(tmp_path):
+    network = built(tmp_path, model=model(attention=GroupedQueryAttention(heads=4, kv_heads=2, rope=LONG))).model
+    assert rows(network) == rows(network, use_cache=False)
 
 
 def attend_by_the_mixer(network):

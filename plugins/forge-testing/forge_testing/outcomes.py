@@ -86,7 +86,8 @@ def losses_of(summary: Summary) -> list[float]:
 
 def metrics_differences(actual: Summary, expected: Summary, ignored: Collection[str] = ()) -> list[str]:
     """Return, for each metrics line that differs, its number and keys, without times and ignored keys."""
-    pairs = zip_longest(metrics_of(actual), metrics_of(expected), fillvalue={})
+    nothing: dict[str, Any] = {}
+    pairs = zip_longest(metrics_of(actual), metrics_of(expected), fillvalue=nothing)
     differ = []
     for number, (one, other) in enumerate(pairs, 1):
         # NaN, which is not equal to itself, is written as text.
