@@ -227,7 +227,7 @@ def test_metrics_may_be_ignored(follow):
 
 
 def test_what_else_must_be_equal_is_compared(follow):
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=naming("`also`")):
         follow(interrupted(Fading, also=lambda summary: str(summary.folder)))
 
 
