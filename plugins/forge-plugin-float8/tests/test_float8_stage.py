@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 from attrs import frozen
@@ -21,7 +22,7 @@ from forge_core.engine.build import build_context, build_run
 from forge_core.engine.reporting import describe_run
 from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
-from forge_core.parallel.stages import Replicate, order_stages
+from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
 from forge_kit.modules import Linear
 from forge_plugin_compile import Compile
@@ -33,6 +34,8 @@ from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing import Numbers, TinyModel, tiny_job
 from forge_testing.catalogs import with_components
+from forge_testing.laws import Case, layout_law
+from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, lacks, problems_of, refuses
 from forge_testing.tiny_model import TinyNetwork
@@ -40,7 +43,6 @@ from forge_testing.tiny_model import TinyNetwork
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 FSDP2 = {"fsdp": FSDP()}
 TP2 = {"tp": TensorParallel(degree=2)}
-REPLICATE2 = {"replicate": Replicate()}
 ROUNDING = 1e-6
 """Relative, of losses and norms of a first step."""
 FLIPS = 0.02
@@ -108,16 +110,23 @@ def test_it_changes_the_curve_a_little(alone, recipe):
     assert 1e-6 < difference < 1e-3
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_on_two_ranks_it_trains_like_one_process(tmp_path, alone, recipe):
-    layouts = {"replicate": REPLICATE2, "fsdp": FSDP2, "tp": TP2}
-    stages = {"float8": Float8(recipe=recipe)}
-    run_on_ranks(
-        2,
-        lambda rank: [train(tmp_path / name, {**stages, **layout}) for name, layout in layouts.items()],
-    )
-    for name in layouts:
-        assert close(curve(tmp_path / name), alone(recipe)), name
+def observation(recipe):
+    def observe(folder, changes):
+        train(folder, **{**changes, "parallel": {"float8": Float8(recipe=recipe), **changes.get("parallel", {})}})
+        return curve(folder)
+
+    return observe
+
+
+def same_curve(ranks, expected):
+    assert close(ranks[0], expected)
+
+
+NAMES = ("replicate2", "fsdp2", "tp2")
+LAYOUTS_OF_TWO = {name: attrs.evolve(LAYOUTS[name], micro_batch_size=4) for name in NAMES}
+test_layouts = layout_law(
+    *(Case(recipe, observe=observation(recipe), compare=same_curve, layouts=LAYOUTS_OF_TWO) for recipe in RECIPES)
+)
 
 
 @pytest.mark.parametrize(
