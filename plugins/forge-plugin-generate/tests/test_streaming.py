@@ -153,6 +153,11 @@ def test_commands_change_the_settings_of_what_follows(forge) -> None:
     assert "/system" not in out
 
 
+def test_a_line_with_two_slashes_is_a_text_that_begins_with_one(forge) -> None:
+    text = forge("generate", "runs/run", "--prompt", "/seed 7", *DRAWN)[1]
+    assert forge("generate", "runs/run", "--interactive", *DRAWN, stdin="//seed 7\n")[:2] == (0, text)
+
+
 @pytest.mark.parametrize(
     ("line", "facts"),
     [
