@@ -18,12 +18,12 @@ from matplotlib.image import imread
 from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.job import EvalSection
-from forge_plugin_curves.compare import child, processes
-from forge_plugin_curves.compare.grid import Distribution, label_of, read_setting, read_space, trials_of
+from forge_plugin_curves.compare import child, picture, processes
+from forge_plugin_curves.compare.grid import Cell, Distribution, Trial, label_of, read_setting, read_space, trials_of
 from forge_plugin_curves.compare.halving import kept, rungs_of
 from forge_plugin_curves.compare.processes import Finished, Processes
 from forge_plugin_curves.compare.record import Record
-from forge_plugin_curves.compare.results import read_outcome, rows_of
+from forge_plugin_curves.compare.results import CellResult, Outcome, read_outcome, rows_of
 from forge_plugin_curves.compare.search import Search
 from forge_testing import TINY_JOB
 from forge_testing.refusals import lacks, naming, refuses
@@ -391,3 +391,23 @@ def test_losses_that_are_not_finite_come_last(tmp_path):
         (tmp_path / trial.name / "metrics.jsonl").write_text(line + "\n")
     rows = rows_of([read_outcome(trial, tmp_path / trial.name) for trial in trials])
     assert [row.cell.label for row in rows] == ["optimizer.lr=3", "optimizer.lr=2", "optimizer.lr=1"]
+
+
+def test_curves_beyond_the_colours_are_dashed(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(picture, "write_figure", lambda figure, path, form: figures.append(figure))
+    count = len(picture.COLORS) + 2
+    rows = []
+    for number in range(count):
+        cell = Cell(job=tmp_path / "job.toml", settings={}, label=str(number))
+        trial = Trial(cell=cell, seed="", name=str(number), overrides=())
+        run = Outcome(
+            trial=trial, folder=tmp_path, ended="", step=2, tokens=[8, 16], losses=[3.0, 2.0], evaluations={},
+            step_seconds=1.0,
+        )  # fmt: skip
+        rows.append(CellResult(cell=cell, outcomes=[run], by="loss"))
+    picture.draw(rows, tmp_path / "curves.png")
+    [figure] = figures
+    lines = figure.axes[0].get_lines()
+    assert [line.get_linestyle() for line in lines] == ["-"] * len(picture.COLORS) + ["--"] * 2
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
@@ -123,6 +124,25 @@ def test_parts_on_their_way_at_a_time_are_shared_among_files(bucket, large, monk
     monkeypatch.setattr(ours._fs, "_put_file", watched)
     ours.upload(large, "large", threads=threads)
     assert asked == [(PART, at_once)]
+
+
+@pytest.mark.parametrize(("parallel", "items", "at_once"), [(3, 12, 3), (8, 2, 2), (0, 2, 1)])
+def test_no_more_calls_than_wanted_are_made_at_a_time(bucket, parallel, items, at_once):
+    lock, running, most = threading.Lock(), 0, 0
+
+    def action(name):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        with lock:
+            running -= 1
+        return name
+
+    names = [str(number) for number in range(items)]
+    assert bucket(parallel=parallel).in_parallel(action, names) == names
+    assert most == at_once
 
 
 def test_a_store_that_lost_bytes_is_noticed(bucket, store, large, monkeypatch):

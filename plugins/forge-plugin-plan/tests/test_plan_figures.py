@@ -218,3 +218,14 @@ def test_what_a_rank_sends_is_that_of_rings() -> None:
     kinds = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "receive")
     sent = [Transfer(kind, "0", 800, 8).sent for kind in kinds]
     assert sent == [700, 700, 1400, 700, 800, 0]
+
+
+def test_weights_that_are_cast_or_gathered_are_counted_as_copies() -> None:
+    copies = {}
+    for name in ("plain", "one process, bf16", "fsdp2, kept"):
+        memory = both(name)[0].ranks[0].memory
+        assert memory is not None
+        copies[name] = memory.most[Purpose.COPIES]
+    assert copies["plain"] <= FLOAT  # of a scalar
+    assert copies["one process, bf16"] == 2 * (PARAMETERS - TABLE)  # rows of the embedding are looked up, then cast
+    assert copies["fsdp2, kept"] >= FLOAT * PARAMETERS
