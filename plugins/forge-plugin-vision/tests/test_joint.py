@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import pytest
 import torch
 
 from forge_core.parallel.initialise import materialise
@@ -38,3 +39,17 @@ def test_factors_on_embeddings_are_of_tokens_alone(make_job, build):
     (x,), features = model.embed(prepared), model.vision(prepared)
     expected = torch.where((ids < 0)[..., None], features, 4 * model.embedding.weight[ids.clamp(min=0)])
     torch.testing.assert_close(x, expected)
+
+
+def test_the_suite_refuses_a_model_that_is_blind_in_one_row_of_the_batch(tmp_path):
+    class Blind(VisionModelSuite):
+        component = TestJoint.component
+
+        def _model(self, *args, **keys):
+            model = super()._model(*args, **keys)
+            rows = torch.tensor([1.0, 0, 1, 1])[:, None, None]  # the second has an image
+            model.register_forward_hook(lambda module, inputs, hidden: hidden * rows)
+            return model
+
+    with pytest.raises(AssertionError):
+        Blind().test_the_first_token_after_an_image_is_learned_from_it(tmp_path)
