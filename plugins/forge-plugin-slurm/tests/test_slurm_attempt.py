@@ -59,3 +59,13 @@ def test_the_end_of_an_earlier_attempt_is_none_of_this_one(
     end = End(code=0, cause=Cause.FINISHED, attempt=name, ended=ended)
     RunFolder(tmp_path).write_end(end)
     assert (attempt._end_of(tmp_path, Attempt(job="17", restart=1, began=10.0)) == end) == counts
+
+
+def test_an_attempt_whose_node_died_gets_its_line_at_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    environment = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "gpu[01-02]"}
+    begun = attempt.begin(tmp_path, environment, None)
+    [ended] = attempt.close_unfinished(tmp_path)
+    assert (ended.job, ended.nodes, ended.began) == ("17", "gpu[01-02]", begun.began)
+    assert (ended.kind, ended.action, ended.code) == ("node", "queued again", None)
+    assert attempt.close_unfinished(tmp_path) == [ended]
