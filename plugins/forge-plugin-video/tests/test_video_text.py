@@ -6,6 +6,7 @@ import json
 import re
 import tarfile
 from itertools import islice
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -15,6 +16,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from video_rows import MODEL, frames, shown
 
+from forge_core.contracts.errors import ForgeError
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import Span
 from forge_plugin_images.decoding import FileImage
@@ -33,7 +35,7 @@ from forge_plugin_vision import (
     VisionPart,
     image_input,
 )
-from forge_testing.refusals import at, check_problems, problems_of, refuses
+from forge_testing.refusals import at, check_problems, naming, problems_of, refuses
 
 PATCHES = 12
 """Of a frame."""
@@ -88,6 +90,13 @@ def test_several_captions_follow_one_clip_each_with_its_end(build, clips):
     assert "".join(learned) == "one$two$"
     row = build(VideoText(path=path, video=frames(2), captions="first"))[0]
     assert text(row["input_ids"]).rstrip("$").endswith("#one")
+
+
+@pytest.mark.parametrize("captions", [[], ["one", 2], [None], 3])
+def test_captions_that_are_no_texts_are_refused_with_their_place(build, clips, captions):
+    path = lines(clips, {"video": "a.mp4", "text": captions})
+    with pytest.raises(ForgeError, match=naming(Path(path).name, "text")):
+        build(VideoText(path=path, video=frames(2)))[0]
 
 
 def test_segments_are_shown_by_themselves_or_written_with_their_times(build, clips):
