@@ -17,25 +17,28 @@ from forge_testing.processes import run_on_ranks
 
 FLOAT8 = Float8(recipe="rowwise", exclude=("layers.*.attention.[kv]",))
 STAGES = {
-    "tp": {"tp": TensorParallel(degree=2)},
     "tp without sequence parallel": {"tp": TensorParallel(degree=2, sequence_parallel=False)},
     "cp by all-gather": {"cp": ContextParallel(degree=2, method="all_gather")},
     "cp by ulysses": {"cp": ContextParallel(degree=2, method="ulysses")},
     "fsdp, checkpointing": {"fsdp": FSDP(), "activation_checkpointing": ActivationCheckpointing()},
-    "float8": {"float8": FLOAT8},
     "float8, tp": {"float8": FLOAT8, "tp": TensorParallel(degree=2)},
     "pp": {"pp": PipelineParallel(degree=2)},
 }
 
 
-def graphs(folder, stages):
+ALIKE = "tp without sequence parallel", "fsdp, checkpointing", "float8, tp"
+"""Stages under which the ranks trace the same program: one rank compiles, which takes most of the time here."""
+
+
+def graphs(folder, name, rank):
     """Graphs of four blocks a rank, over two steps and an evaluation."""
+    stages = STAGES[name]
     torch._dynamo.reset()
     counters.clear()
     attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
     model = Transformer(attention=attention, vocab_size=32, dim=32, layers=8 if "pp" in stages else 4)
     settings = {"data": {"sources": (Numbers(held_out=5),)}, "steps": 2, "global_batch_size": 8, "seq_len": 16}
-    parallel = {**stages, "compile": Compile(backend="eager")}
+    parallel = stages if name in ALIKE and rank else {**stages, "compile": Compile(backend="eager")}
     train(tiny_job(folder, Catalog.installed(), model=model, parallel=parallel, micro_batch_size=4, **settings))
     return counters["stats"]["unique_graphs"]
 
@@ -43,9 +46,9 @@ def graphs(folder, stages):
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("runs"))
-    return run_on_ranks(2, lambda rank: {name: graphs(folder, stages) for name, stages in STAGES.items()}, timeout=300)
+    return run_on_ranks(2, lambda rank: {name: graphs(folder, name, rank) for name in STAGES}, timeout=300)
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_there_is_one_for_training_and_one_for_evaluation(counted, name):
-    assert [of_rank[name] for of_rank in counted] == [2, 2]
+    assert [of_rank[name] for of_rank in counted] == ([2, 0] if name in ALIKE else [2, 2])

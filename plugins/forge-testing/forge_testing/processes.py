@@ -34,6 +34,7 @@ IMPORTED = (
     "forge_core.schedules",
     "rich.progress",
     "torch._dynamo",
+    "torch._dynamo.backends.debugging",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
