@@ -14,7 +14,8 @@ import json
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -117,17 +118,53 @@ class Difference:
     """Of weights and moments in the last checkpoint."""
 
 
-def train(folder: Path, layout: Layout, steps: int, model: str = DENSE) -> None:
-    """Train up to a step, going on from the folder's newest checkpoint. Says nothing."""
+@frozen
+class Part:
+    """A part of a run: up to a step under one layout."""
 
-    def go_on(rank: int) -> None:
+    model: str
+    folder: Path
+    layout: Layout
+    steps: int
+    """Steps of the run at the end of the part."""
+
+
+def train(*parts: Part) -> None:
+    """Run parts that take equally many ranks in the same processes, one after the other, without output.
+
+    Each continues from the newest checkpoint of its folder.
+    """
+    (ranks,) = {part.layout.ranks for part in parts}
+
+    def resume(rank: int) -> None:
         with redirect_stdout(io.StringIO()):
-            Trainer(job(folder, layout, steps, model), echo=len).run()
+            for part in parts:
+                Trainer(job(part.folder, part.layout, part.steps, part.model), echo=len).run()
 
-    if layout.ranks == 1:
-        go_on(0)  # in this process, from which ranks inherit what a run imports
+    if ranks == 1:
+        resume(0)  # in this process, from which ranks inherit what a run imports
     else:
-        run_on_ranks(layout.ranks, go_on)
+        run_on_ranks(ranks, resume)
+
+
+def train_chains(folder: Path, chains: Mapping[str, Sequence[Layout]]) -> None:
+    """Train each model for one step under each layout of its chain, each from the checkpoint of the layout before.
+
+    Chains are independent, and a start of four ranks takes as long as a step: so each start runs, of every chain, all
+    layouts that come next and take as many ranks.
+    """
+    waiting = {
+        model: [Part(model, folder / model, layout, step) for step, layout in enumerate(layouts, 1)]
+        for model, layouts in chains.items()
+    }
+    while any(waiting.values()):
+        wanted = Counter(parts[0].layout.ranks for parts in waiting.values() if parts)
+        ranks = 1 if 1 in wanted else wanted.most_common(1)[0][0]  # one process needs no start
+        together: list[Part] = []
+        for parts in waiting.values():
+            while parts and parts[0].layout.ranks == ranks:
+                together.append(parts.pop(0))
+        train(*together)
 
 
 def job(folder: Path, layout: Layout, steps: int, model: str) -> Job:
@@ -149,14 +186,14 @@ def job(folder: Path, layout: Layout, steps: int, model: str) -> Job:
 
 def uninterrupted(folder: Path, model: str) -> Outcome:
     """What one process comes to."""
-    train(folder, ONE, 2 * STEPS, model)
+    train(Part(model, folder, ONE, 2 * STEPS))
     return outcome(folder)
 
 
 def continued(folder: Path, first: Layout, second: Layout, model: str) -> Outcome:
     """What two layouts come to, the second with the checkpoint of the first."""
-    train(folder, first, STEPS, model)
-    train(folder, second, 2 * STEPS, model)
+    train(Part(model, folder, first, STEPS))
+    train(Part(model, folder, second, 2 * STEPS))
     return outcome(folder)
 
 

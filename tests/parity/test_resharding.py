@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from images import FUSIONS
 from resharding import (
+    DENSE,
     EXPERTS,
     FSDP2,
     FSDP2_EP2,
@@ -21,60 +25,57 @@ from resharding import (
     TP2,
     TP2_CP2,
     TP4,
+    Outcome,
+    Part,
     compare,
     outcome,
     runs,
     train,
+    train_chains,
 )
 
-WHOLE_CHAIN = [ONE, FSDP4, ONE, TP2, FSDP2, PP2, FSDP2_TP2, PP2_ZBV, FSDP2_PP2, TP4, HSDP, TP2_CP2, ONE]
-CHAIN = [layout for layout in WHOLE_CHAIN if runs(layout)]
-
-
-def test_a_run_goes_on_exactly_under_every_layout(tmp_path):
-    train(tmp_path / "one", ONE, len(CHAIN))
-    for number, layout in enumerate(CHAIN, 1):
-        train(tmp_path / "chain", layout, number)
-    difference = compare(outcome(tmp_path / "chain"), outcome(tmp_path / "one"))
-    assert difference.numbers < 1e-9, difference
-    assert difference.state < 1e-9, difference
-
-
-WITH_EXPERTS = [FSDP4_EP4, ONE, FSDP4_EP4, FSDP2_EP2, FSDP4_EP2, FSDP2_PP2_EP2, FSDP4_EP4, FSDP2_TP2_EP2, PP2, ONE]
-
-
-def test_experts_go_on_exactly_under_every_layout(tmp_path):
-    """All of them, with their moments, the router's bias, and what the step before counted."""
-    train(tmp_path / "one", ONE, len(WITH_EXPERTS), model=EXPERTS)
-    for number, layout in enumerate(WITH_EXPERTS, 1):
-        train(tmp_path / "chain", layout, number, model=EXPERTS)
-    chain, one = outcome(tmp_path / "chain"), outcome(tmp_path / "one")
-    difference = compare(chain, one)
-    assert difference.numbers < 1e-9, difference
-    assert difference.state < 1e-9, difference
-    assert one[1]["model.layers.1.ffn.experts.up.weight"].shape == (8, 16, 16)
-    assert one[1]["model.layers.1.ffn.router.bias"].abs().max() > 0.005
-
-
-WITH_IMAGES = {
+WHOLE_CHAINS = {
+    DENSE: [ONE, FSDP4, ONE, TP2, FSDP2, PP2, FSDP2_TP2, PP2_ZBV, FSDP2_PP2, TP4, HSDP, TP2_CP2, ONE],
+    EXPERTS: [FSDP4_EP4, ONE, FSDP4_EP4, FSDP2_EP2, FSDP4_EP2, FSDP2_PP2_EP2, FSDP4_EP4, FSDP2_TP2_EP2, PP2, ONE],
     "joint": [FSDP4, PP2, FSDP2_TP2, ONE],
     "cross_attention": [PP2_ZBV, FSDP2_PP2, TP2_CP2, HSDP],
     "mot": [TP2, FSDP4, PP2, TP2_CP2],
     "moma": [FSDP2_EP2, FSDP2_PP2_EP2, FSDP2_TP2_EP2, ONE],
 }
+CHAINS = {model: [layout for layout in layouts if runs(layout)] for model, layouts in WHOLE_CHAINS.items()}
+ORDINARY = (DENSE, EXPERTS, "mot")
+"""Models of which the chain runs every time; the others are thorough."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory) -> Callable[[str], tuple[Outcome, Outcome]]:
+    """What a model comes to by its chain, and in one process that was not interrupted. All chains of the session run
+    together."""
+    items = [item for item in request.session.items if not item.get_closest_marker("skip")]
+    models = {item.callspec.params.get("model") for item in items if hasattr(item, "callspec")}
+    chains = {model: layouts for model, layouts in CHAINS.items() if model in models}
+    folder = tmp_path_factory.mktemp("chains")
+    alone = tmp_path_factory.mktemp("alone")
+    for model, layouts in chains.items():
+        train(Part(model, alone / model, ONE, len(layouts)))
+    train_chains(folder, chains)
+    return lambda model: (outcome(folder / model), outcome(alone / model))
 
 
 @pytest.mark.parametrize(
-    "fusion", [pytest.param(name, marks=() if name == "mot" else pytest.mark.thorough) for name in WITH_IMAGES]
+    "model", [pytest.param(name, marks=() if name in ORDINARY else pytest.mark.thorough) for name in CHAINS]
 )
-def test_vision_language_models_go_on_exactly_under_every_layout(tmp_path, fusion):
-    """Tower, adapter and what the fusion adds, with their moments; some sequences have no image."""
-    layouts = [layout for layout in WITH_IMAGES[fusion] if runs(layout)]
-    train(tmp_path / "one", ONE, len(layouts), fusion)
-    for number, layout in enumerate(layouts, 1):
-        train(tmp_path / "chain", layout, number, fusion)
-    chain, one = outcome(tmp_path / "chain"), outcome(tmp_path / "one")
-    difference = compare(chain, one)
+def test_a_run_goes_on_exactly_under_every_layout(outcomes, model):
+    """All weights with their moments, the router's bias, and what the step before counted.
+
+    Of vision-language models, tower, adapter and what the fusion adds; some sequences have no image.
+    """
+    chain, alone = outcomes(model)
+    difference = compare(chain, alone)
     assert difference.numbers < 1e-9, difference
     assert difference.state < 1e-9, difference
-    assert any(name.startswith("model.vision.encoder.") for name in one[1])
+    if model == EXPERTS:
+        assert alone[1]["model.layers.1.ffn.experts.up.weight"].shape == (8, 16, 16)
+        assert alone[1]["model.layers.1.ffn.router.bias"].abs().max() > 0.005
+    if model in FUSIONS:
+        assert any(name.startswith("model.vision.encoder.") for name in alone[1])
