@@ -1,5 +1,8 @@
 """The table of layouts: stages, and the features that are spread over the rows so that every two meet somewhere.
 
+Layouts of which `test_resharding.py` trains a step, and the vision-language models of `images.py` two, are not repeated
+here unless a feature makes them others.
+
 The rows that are not `thorough` have every pair of stages, of features, and of a stage and a feature that any row has,
 and each value of `FORMS`; `test_parity.py` sees to that. So one row of four ranks for each pair of stages always runs.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import combinations
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import torch
@@ -98,6 +101,15 @@ class Row:
             found[f"experts by {type(self.router).__name__}"] = True
         found |= {"gated shared experts": self.shared_gate, "biases": self.biases}
         return ", ".join(name for name, on in found.items() if on)
+
+    def on_rank(self, rank: int) -> Self:
+        """The row as one of its ranks runs it: where all trace the same program, the last compiles for all of them.
+
+        Tracing takes most of the time of a compiled row. Only stages of a pipeline are other programs.
+        """
+        if "compile" not in self.stages or "pp" in self.stages or rank == self.ranks - 1:
+            return self
+        return attrs.evolve(self, stages={name: stage for name, stage in self.stages.items() if name != "compile"})
 
     def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
         """The row's job; without its stages, what it is compared with."""
@@ -260,15 +272,6 @@ ALL_ROWS = [
         mtp=2,
     ),
     Row(
-        name="fsdp2 x cp2",
-        ranks=4,
-        thorough=True,
-        stages={"fsdp": FSDP(), "cp": cp("ring")},
-        reduction=FSDP_SCATTER,
-        micro_batch_size=1,
-        ignored=5,
-    ),
-    Row(
         name="tp2 x cp2",
         ranks=4,
         stages={"tp": tp(), "cp": cp("all_gather")},
@@ -279,15 +282,6 @@ ALL_ROWS = [
         mtp=1,
     ),
     Row(
-        name="fsdp4",
-        ranks=4,
-        thorough=True,
-        stages={"fsdp": FSDP()},
-        reduction=FSDP_SCATTER,
-        ignored=7,
-        micro_batch_size=1,
-    ),
-    Row(
         name="hsdp 2x2",
         ranks=4,
         stages={"fsdp": FSDP(replicate=2)},
@@ -296,15 +290,6 @@ ALL_ROWS = [
         micro_batch_size=1,
         chunked=True,
         mtp=1,
-    ),
-    Row(
-        name="fsdp2 x tp2",
-        ranks=4,
-        thorough=True,
-        stages={"fsdp": FSDP(), "tp": tp()},
-        reduction=TP_COMPLETION,
-        chunked=True,
-        micro_batch_size=2,
     ),
     Row(name="replicate2 x tp2", ranks=4, stages={"tp": tp()}, reduction=SUM, tied=True, ignored=5),
     Row(
@@ -418,17 +403,6 @@ ALL_ROWS = [
         chunked=True,
     ),
     Row(
-        name="fsdp2 x pp2",
-        ranks=4,
-        thorough=True,
-        stages={"fsdp": FSDP(), "pp": pp("1f1b")},
-        reduction=FSDP_SCATTER,
-        tied=True,
-        micro_batch_size=1,
-        ignored=5,
-        mtp=2,
-    ),
-    Row(
         name="fsdp2 x pp2, zbv",
         ranks=4,
         thorough=True,
@@ -540,16 +514,6 @@ ALL_ROWS = [
         mtp=1,
     ),
     Row(
-        name="fsdp4/ep2",
-        ranks=4,
-        thorough=True,
-        stages={"fsdp": FSDP(), "ep": ep()},
-        reduction=FSDP_SCATTER,
-        router=SOFTMAX,
-        micro_batch_size=1,
-        packed=True,
-    ),
-    Row(
         name="fsdp4/ep4",
         ranks=4,
         stages={"fsdp": FSDP(), "ep": ep(4)},
@@ -593,26 +557,6 @@ ALL_ROWS = [
         router=SIGMOID,
         micro_batch_size=1,
         chunked=True,
-    ),
-    Row(
-        name="fsdp2 x tp2/ep2",
-        ranks=4,
-        thorough=True,
-        stages={"fsdp": FSDP(), "tp": tp(), "ep": ep()},
-        reduction=TP_COMPLETION,
-        router=SIGMOID,
-        micro_batch_size=2,
-        mtp=1,
-    ),
-    Row(
-        name="fsdp2 x pp2/ep2",
-        ranks=4,
-        thorough=True,
-        stages={"fsdp": FSDP(), "pp": pp("1f1b"), "ep": ep()},
-        reduction=FSDP_SCATTER,
-        router=SIGMOID,
-        micro_batch_size=1,
-        ignored=5,
     ),
     Row(
         name="fsdp2 x pp2/ep2, zero-bubble, checkpointing",

@@ -30,7 +30,7 @@ def trained(request, alone, tmp_path_factory) -> Callable[[int], Mapping[str, Se
         rows = [row for row in IMAGE_ROWS if row.ranks == ranks and row.id in names]
         for each in rows:
             alone(each)  # here, so that ranks inherit what the models import
-        found = run_on_ranks(ranks, lambda rank: [train(row.job(folder, steps=STEPS)) for row in rows])
+        found = run_on_ranks(ranks, lambda rank: [train(row.on_rank(rank).job(folder, steps=STEPS)) for row in rows])
         return {row.id: curves for row, curves in zip(rows, zip(*found, strict=True), strict=True)}
 
     return run
@@ -69,14 +69,29 @@ def test_a_layout_trains_like_one_process(trained, alone, layout):
         ), "every rank reports the global numbers"
 
 
+FLOAT8 = {"float8": Float8(recipe="rowwise_with_gw_hp")}
+"""It does not depend on which tokens go together."""
+
+
+@pytest.fixture(scope="module")
+def sharded_float8(tmp_path_factory) -> Mapping[str, Sequence[float]]:
+    """Losses of each fusion in float8 under fsdp."""
+    folder = str(tmp_path_factory.mktemp("float8"))
+    stages = {**FLOAT8, "fsdp": FSDP()}
+    rows = {fusion: row("fsdp2", 2, fusion, stages, "", micro_batch_size=2) for fusion in FUSIONS}
+
+    def losses(rank: int) -> Mapping[str, Sequence[float]]:
+        return {name: train(each.job(folder, precision="fp32", steps=STEPS)).losses for name, each in rows.items()}
+
+    return run_on_ranks(2, losses)[0]
+
+
 @pytest.mark.parametrize("fusion", FUSIONS)
-def test_float8_under_fsdp_is_float8_of_one_process(tmp_path, fusion):
-    stages = {"float8": Float8(recipe="rowwise_with_gw_hp")}  # which does not depend on which tokens go together
-    alone = row("one process", 1, fusion, stages, "").job(str(tmp_path), precision="fp32", steps=STEPS)
-    sharded = row("fsdp2", 2, fusion, {**stages, "fsdp": FSDP()}, "", micro_batch_size=2)
+def test_float8_under_fsdp_is_float8_of_one_process(tmp_path, sharded_float8, fusion):
+    alone = row("one process", 1, fusion, FLOAT8, "").job(str(tmp_path), precision="fp32", steps=STEPS)
     losses = train(alone).losses
     assert losses[0] != train(attrs.evolve(alone, parallel={})).losses[0], "float8 rounds"
-    [found, _] = run_on_ranks(2, lambda rank: train(sharded.job(str(tmp_path), precision="fp32", steps=STEPS)).losses)
+    found = sharded_float8[fusion]
     assert found[0] == pytest.approx(losses[0], rel=1e-6)
     assert found == pytest.approx(losses, rel=0.02), "later, the last bit of float32 decides between two of float8"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import (
     ALL_ROWS,
     FSDP_ALL_REDUCE,
@@ -22,28 +23,20 @@ from layouts import (
     TP_SUM,
     Row,
 )
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from forge_plugin_parallel.fsdp_stage import FSDPStage
-from forge_testing.curves import Curve, Difference, first_norm, train
+from forge_testing.curves import Curve, Difference, Training, train
 from forge_testing.processes import run_on_ranks
 
-APPLY = FSDPStage.apply
 FLOAT64 = 1e-9
 WEIGHTS = 1e-7
-FLOAT32 = 1e-4
+FLOAT32 = 1e-5
 SABOTAGED = [row for row in ROWS if "compile" not in row.stages]
 """Compiled rows make the sums of others, and would be compiled a second time."""
 STEPS = 2
-"""In float64; the table makes five."""
-
-
-def _sharding_without_sum(self, model):
-    """What `fsdp` does, but for the sum over the ranks that share a parameter."""
-    model = APPLY(self, model)
-    for module in model.modules():
-        if hasattr(module, "set_custom_reduce_scatter"):
-            module.set_custom_reduce_scatter(OwnPart())
-    return model
+"""In float64; the table makes five. One more may be made without a reduction."""
 
 
 class OwnPart:
@@ -56,12 +49,18 @@ class OwnPart:
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
-def without(reduction: str) -> AbstractContextManager:
-    """Within this context, one of a layout's reductions is missing."""
+def without(reduction: str, model: nn.Module) -> AbstractContextManager:
+    """Within this context, one of the reductions of a model's layout is missing."""
+    if reduction == FSDP_SCATTER:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(OwnPart())
+        return nullcontext()
+    if reduction == FSDP_ALL_REDUCE:
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return mock.patch(f"{FSDPParamGroup.__module__}.FSDPParamGroup._all_reduce_process_group", alone)
     patches = {
         SUM: ("forge_core.parallel.stages.ReplicateStage.complete_gradients", lambda self, model: None),
-        FSDP_SCATTER: ("forge_plugin_parallel.fsdp_stage.FSDPStage.apply", _sharding_without_sum),
-        FSDP_ALL_REDUCE: ("forge_plugin_parallel.fsdp_stage.data_mesh", lambda context: context.mesh["shard"]),
         TP_COMPLETION: (
             "forge_plugin_parallel.tp_stage.TensorParallelStage.complete_gradients",
             lambda self, model: None,
@@ -77,30 +76,41 @@ def without(reduction: str) -> AbstractContextManager:
     return mock.patch(*patches[reduction])
 
 
+Trained = tuple[Curve, float]
+"""A curve, and the norm of the step after it: on ranks, without one of the layout's reductions."""
+
+
 @pytest.fixture(scope="module")
-def curves(request, alone, tmp_path_factory) -> Callable[[Row], list[tuple[Curve, float]]]:
-    """What each rank of a row found: its curve and, if the tests want that, the first norm without one of its
-    reductions. Those rows of the session that take equally many ranks are run by the same processes."""
+def wanted(request) -> bool:
+    """Whether the session has tests of missing reductions."""
+    items = [item for item in request.session.items if not item.get_closest_marker("skip")]
+    return any(item.name.startswith("test_each_row_fails") for item in items)
+
+
+@pytest.fixture(scope="module")
+def curves(request, alone, wanted, tmp_path_factory) -> Callable[[Row], list[Trained]]:
+    """What each rank of a row computes. Those rows of the session that take equally many ranks are run by the same
+    processes."""
     folder = str(tmp_path_factory.mktemp("runs"))
     items = [item for item in request.session.items if not item.get_closest_marker("skip")]
     cases = [item.callspec.params for item in items if hasattr(item, "callspec")]
     names = {case["row"].name for case in cases if isinstance(case.get("row"), Row)}
-    wanted = any(item.name.startswith("test_each_row_fails") for item in items)
-    found: dict[str, list[tuple[Curve, float]]] = {}
+    found: dict[str, list[Trained]] = {}
 
-    def both(row: Row) -> tuple[Curve, float]:
-        curve = train(row.job(folder, steps=STEPS))
-        if not wanted or row not in SABOTAGED:
-            return curve, math.nan
-        with without(row.reduction):  # here, where torch has seen all of the row's operations
-            return curve, first_norm(row.job(folder, steps=1))
+    def both(row: Row, rank: int) -> Trained:
+        with Training.of(row.on_rank(rank).job(folder, steps=STEPS + 1)) as training:
+            curve = training.curve(STEPS)
+            if not wanted or row not in SABOTAGED:
+                return curve, math.nan
+            with without(row.reduction, training.run.model):
+                return curve, training.norm(STEPS)
 
-    def run(row: Row) -> list[tuple[Curve, Curve | None]]:
+    def run(row: Row) -> list[Trained]:
         rows = [other for other in ROWS if other.ranks == row.ranks and (wanted or other.name in names)]
         if row.name not in found:
             for other in rows:
                 alone(other)  # here, so that ranks inherit what the models import
-            ranks = run_on_ranks(row.ranks, lambda rank: [both(other) for other in rows])
+            ranks = run_on_ranks(row.ranks, lambda rank: [both(other, rank) for other in rows])
             found.update(zip([other.name for other in rows], map(list, zip(*ranks, strict=True)), strict=True))
         return found[row.name]
 
@@ -108,16 +118,17 @@ def curves(request, alone, tmp_path_factory) -> Callable[[Row], list[tuple[Curve
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Callable[[Row], Curve]:
+def alone(wanted, tmp_path_factory) -> Callable[[Row], Trained]:
     """The same job in one process."""
     folder = str(tmp_path_factory.mktemp("alone"))
-    found: dict[tuple[object, ...], Curve] = {}
+    found: dict[tuple[object, ...], Trained] = {}
 
-    def run(row: Row) -> Curve:
+    def run(row: Row) -> Trained:
         key = (row.layers, row.ignored, row.tied, row.chunked, row.packed)
         key += (row.router, row.shared_gate, row.mtp, row.biases)
         if key not in found:
-            found[key] = train(row.job(folder, parallel=False, steps=STEPS))
+            with Training.of(row.job(folder, parallel=False, steps=STEPS + 1)) as training:
+                found[key] = training.curve(STEPS), training.norm(STEPS) if wanted else math.nan
         return found[key]
 
     return run
@@ -133,7 +144,7 @@ def test_rows_that_run_every_time_have_every_pair_of_the_table():
 )
 def test_a_layout_trains_like_one_process(curves, alone, row):
     ranks = [curve for curve, _ in curves(row)]
-    difference = Difference.between(ranks[0], alone(row))
+    difference = Difference.between(ranks[0], alone(row)[0])
     assert difference.initial == 0
     assert max(difference.loss, difference.norm, difference.gradient, difference.evaluation) < FLOAT64, difference
     assert difference.weights < WEIGHTS, difference
@@ -149,17 +160,17 @@ def test_a_layout_trains_like_one_process(curves, alone, row):
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in SABOTAGED])
 def test_each_row_fails_without_one_of_its_reductions(curves, alone, row):
     """The norm is a function of all gradients, and the first test compares it: that it differs is enough."""
-    (_, wrong) = curves(row)[0]
-    assert abs(wrong - alone(row).norms[0]) > 100 * FLOAT64, f"right without {row.reduction}"
+    (_, wrong), (_, right) = curves(row)[0], alone(row)
+    assert abs(wrong - right) > 100 * FLOAT64, f"right without {row.reduction}"
 
 
-def test_in_float32_losses_stay_together_for_twenty_steps(tmp_path):
-    """One row of each kind here; `table.py` runs them all."""
+def test_in_float32_losses_stay_together_for_ten_steps(tmp_path):
+    """One row of each kind here; `table.py` runs them all, for twenty steps."""
     rows = [row for row in ROWS if row.name in ("replicate2", "fsdp2", "tp2+sp", "cp2, ring", "pp2, 1f1b")]
     found = run_on_ranks(
         2,
-        lambda rank: [train(r.job(str(tmp_path), precision="fp32", steps=20)).losses for r in rows],
+        lambda rank: [train(r.job(str(tmp_path), precision="fp32", steps=10)).losses for r in rows],
     )
     for row, losses in zip(rows, found[0], strict=True):
-        expected = train(row.job(str(tmp_path), parallel=False, precision="fp32", steps=20)).losses
+        expected = train(row.job(str(tmp_path), parallel=False, precision="fp32", steps=10)).losses
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < FLOAT32, row.name

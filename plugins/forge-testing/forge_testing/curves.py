@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from attrs import frozen
 from torch import Tensor
@@ -72,23 +73,54 @@ def train(job: Job, catalog: Catalog | None = None) -> Curve:
     Returns:
         The curve, with whole tensors on every rank.
     """
-    run, stepper, loader = _start(job, catalog)
-    mesh = run.context.mesh
-    initial = whole_tensors({item.name: item.parameter.detach() for item in run.parameters}, mesh)
-    losses, norms, gradients = [], [], dict[str, Tensor]()
-    for step in range(job.train.steps):
-        run.rates.apply(step, 0)
-        _, sums = stepper.gradients(loader.next_step(), step)
-        norm = stepper.norm()
-        if step == 0:
-            there = {item.name: item.parameter.grad for item in run.parameters if item.parameter.grad is not None}
-            gradients = whole_tensors(there, mesh)
-        stepper.update(_step_context(run, step, norm), sums["loss_sum"])
-        losses.append((sums["loss_sum"] / sums["count"]).item())
-        norms.append(norm.item())
-    loader.close()
-    weights = whole_tensors({item.name: item.parameter.detach() for item in run.parameters}, mesh)
-    return Curve(losses, norms, initial, gradients, weights, evaluate(run, job.train.steps))
+    with Training.of(job, catalog) as training:
+        return training.curve(job.train.steps)
+
+
+@frozen
+class Training(AbstractContextManager["Training", None]):
+    """A job that was built, before its first step or after some. Its methods are collective."""
+
+    run: Run
+    loader: TrainLoader
+
+    @classmethod
+    def of(cls, job: Job, catalog: Catalog | None = None) -> Training:
+        """Build a job; by default, with everything that is installed."""
+        context = build_context(job, catalog or installed(), None)
+        run = build_run(job, context)
+        return cls(run, TrainLoader(job, run.datasets, context))
+
+    def __exit__(self, *exception: object) -> None:
+        self.loader.close()
+
+    def curve(self, steps: int) -> Curve:
+        """Train for some steps, from the first one on, and evaluate."""
+        stepper, initial = Stepper(self.run), self._weights()
+        losses, norms, gradients = [], [], dict[str, Tensor]()
+        for step in range(steps):
+            self.run.rates.apply(step, 0)
+            _, sums = stepper.gradients(self.loader.next_step(), step)
+            norm = stepper.norm()
+            if step == 0:
+                gradients = self._gradients()
+            stepper.update(_step_context(self.run, step, norm), sums["loss_sum"])
+            losses.append((sums["loss_sum"] / sums["count"]).item())
+            norms.append(norm.item())
+        return Curve(losses, norms, initial, gradients, self._weights(), evaluate(self.run, steps))
+
+    def norm(self, step: int) -> float:
+        """Compute the gradients of a step that follows the last one, and return their norm, without an update."""
+        stepper = Stepper(self.run)  # not that of the curve: a caller may have changed which groups it finds
+        stepper.gradients(self.loader.next_step(), step)
+        return stepper.norm().item()
+
+    def _weights(self) -> dict[str, Tensor]:
+        return whole_tensors({item.name: item.parameter.detach() for item in self.run.parameters}, self.run.context.mesh)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        there = {item.name: item.parameter.grad for item in self.run.parameters if item.parameter.grad is not None}
+        return whole_tensors(there, self.run.context.mesh)
 
 
 def same_curve(ranks: Sequence[Curve], alone: Curve) -> None:
@@ -98,24 +130,6 @@ def same_curve(ranks: Sequence[Curve], alone: Curve) -> None:
     assert not difference.initial, difference
     assert near < 1e-12, difference
     assert difference.weights < 1e-10, difference
-
-
-def first_norm(job: Job, catalog: Catalog | None = None) -> float:
-    """Return the gradient norm of a job's first step: the first of the norms of `train`, at a fraction of the cost.
-
-    Collective.
-    """
-    _, stepper, loader = _start(job, catalog)
-    stepper.gradients(loader.next_step(), 0)
-    norm = stepper.norm().item()
-    loader.close()
-    return norm
-
-
-def _start(job: Job, catalog: Catalog | None) -> tuple[Run, Stepper, TrainLoader]:
-    context = build_context(job, catalog or installed(), None)
-    run = build_run(job, context)
-    return run, Stepper(run), TrainLoader(job, run.datasets, context)
 
 
 def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
