@@ -47,11 +47,10 @@ class TestModelWithBiases(ModelSuite):
     component = model_of(router=SoftmaxTopK(bias=True), **GPT_OSS)
 
 
-EXPERTS = ("fsdp2_ep2", "fsdp4_ep2", "fsdp4_ep4", "hsdp2x2_ep2", "fsdp2_tp2_ep2", "fsdp2_pp2_ep2", "fsdp2_cp2_ep2")
-
-
 class TestExpertParallel(ParitySuite):
-    layouts = (*EXPERTS, "fsdp2_cp2_ep4", "checkpointing_fsdp2_ep2")
+    """The other layouts with `ep` are rows of `tests/parity/layouts.py`, with this router."""
+
+    layouts = ("fsdp2_ep2", "checkpointing_fsdp2_ep2", "fsdp4_ep2", "fsdp2_tp2_ep2", "fsdp2_pp2_ep2")
 
     def parity_changes(self, folder):
         return {"model": model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1)}
@@ -70,7 +69,9 @@ class TestModelWithChoosingExperts(ParitySuite):
 
 
 class TestBiasesUnderLayouts(ParitySuite):
-    layouts = ("fsdp2", "tp2", "pp2", "cp2", "compiled", "fsdp2_ep2", "fsdp2_tp2_ep2", "checkpointing_fsdp2_ep2")
+    """`tests/composition/test_experts.py` compiles the same model."""
+
+    layouts = ("fsdp2", "tp2", "pp2", "cp2", "fsdp2_ep2", "fsdp2_tp2_ep2", "checkpointing_fsdp2_ep2")
 
     def parity_changes(self, folder):
         return {"model": model_of(router=SoftmaxTopK(bias=True, z_loss=10.0), shared_experts=1, **GPT_OSS)}

@@ -216,10 +216,10 @@ MODEL = Transformer(
 
 
 def trained(folder, changes):
-    """Weights after three steps, and how many matrices this rank has orthogonalised itself."""
+    """Weights after two steps, and how many matrices this rank has orthogonalised itself."""
     sizes = {"seq_len": 16, "global_batch_size": 8, "precision": "fp64"}
     run = tiny_run(folder, optimizer=Muon(ns_dtype="fp32", lr=0.1), model=MODEL, **sizes, **changes)
-    advance(run, 3)
+    advance(run, 2)
     weights = whole_tensors({item.name: item.parameter for item in run.parameters}, run.context.mesh)
     return weights, len(run.optimizer.matrices.owned(range(len(run.parameters))))
 

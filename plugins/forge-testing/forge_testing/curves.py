@@ -116,7 +116,8 @@ class Training(AbstractContextManager["Training", None]):
         return stepper.norm().item()
 
     def _weights(self) -> dict[str, Tensor]:
-        return whole_tensors({item.name: item.parameter.detach() for item in self.run.parameters}, self.run.context.mesh)
+        weights = {item.name: item.parameter.detach() for item in self.run.parameters}
+        return whole_tensors(weights, self.run.context.mesh)
 
     def _gradients(self) -> dict[str, Tensor]:
         there = {item.name: item.parameter.grad for item in self.run.parameters if item.parameter.grad is not None}

@@ -37,7 +37,7 @@ class ParitySuite(Suite):
 
     def parity_job(self, folder: Path, case: LayoutCase | None) -> Job:
         """Build the job of the comparison under a layout; None: in one process."""
-        changes: dict[str, Any] = {"precision": "fp64", "global_batch_size": 8, "steps": 5, "seq_len": 16}
+        changes: dict[str, Any] = {"precision": "fp64", "global_batch_size": 8, "steps": 3, "seq_len": 16}
         changes |= {"model": SplittableModel(), "data": {"sources": (Numbers(ignored=7, held_out=5),)}}
         changes |= self.parity_changes(folder)
         if case is not None:
