@@ -23,7 +23,7 @@ from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing import Numbers, PatchModel, tiny_job
 from forge_testing.processes import run_on_ranks
 
-DIM, LAYERS, HIDDEN, VOCABULARY, LENGTH, ROWS = 32, 4, 96, 256, 64, 2
+DIM, LAYERS, HIDDEN, VOCABULARY, LENGTH, ROWS = 32, 2, 96, 256, 64, 2
 KV = DIM // 2
 LAYER = 2 * DIM * DIM + 2 * DIM * KV + 3 * DIM * HIDDEN + 2 * DIM
 TABLE = VOCABULARY * DIM
@@ -143,14 +143,14 @@ def test_few_micro_batches_are_simulated_however_many_a_step_has(monkeypatch: py
 
     monkeypatch.setattr(simulate._Rank, "_measure", counted)
     leave_group()
-    job = job_of(parallel={"pp": PipelineParallel(degree=2)}, micro_batches=24)
+    job = job_of(parallel={"pp": PipelineParallel(degree=2)}, micro_batches=12)
     make_plan(job, Catalog.installed(), 2, reports.append)
-    assert counts == [24] * 2  # 4 of which are played
+    assert counts == [12] * 2  # 4 of which are played
     titles = [f"simulating a step of pipeline rank {rank} of 2" for rank in range(2)]
-    expected = [[title, *(f"{title}, micro-batch {n} of 24" for n in range(1, 25))] for title in titles]
+    expected = [[title, *(f"{title}, micro-batch {n} of 12" for n in range(1, 13))] for title in titles]
     assert reports == [text for texts in expected for text in texts]
     counts.clear()
-    monkeypatch.setattr(simulate, "WHOLE", 16)
+    monkeypatch.setattr(simulate, "WHOLE", 8)
     make_plan(job, Catalog.installed(), 2)
     assert counts == [2, 3, 4] * 2
 

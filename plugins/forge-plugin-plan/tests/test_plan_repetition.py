@@ -39,8 +39,9 @@ SELECTIVE = ActivationCheckpointing(mode="selective")
 
 
 def job_of(micro_batches: int = 6, shards: int = 1, **changes: Any) -> Any:
+    """A layer for each of two stages: what is repeated is a whole section, whatever it is made of."""
     attention = GroupedQueryAttention(heads=4, kv_heads=2, backend="flash")
-    model = Transformer(dim=16, layers=4, vocab_size=64, attention=attention, ffn=SwiGLU(hidden=32))
+    model = Transformer(dim=16, layers=2, vocab_size=64, attention=attention, ffn=SwiGLU(hidden=32))
     settings = {"micro_batch_size": 2, "global_batch_size": 2 * micro_batches * shards, "seq_len": 32}
     settings |= {"device": "cpu", "grad_clip_norm": 1.0}
     model = evolve(model, **changes.pop("model_changes", {}))
@@ -54,6 +55,8 @@ def pp(schedule: str = "1f1b", **more: Any) -> dict[str, Any]:
 
 
 EXPERTS = MoE(experts=4, hidden=16, shared_experts=1, first_dense=1, router=SigmoidTopK(top_k=2, sequence_balance=1e-3))
+SPARSE = {"ffn": EXPERTS, "layers": 3}
+"""A dense layer and one of experts on the first stage, another one of experts on the last."""
 LAYOUTS: dict[str, tuple[int, Any]] = {
     "checkpointing": (2, {"parallel": pp() | {"activation_checkpointing": FULL}}),
     "selective, chunked loss": (
@@ -61,19 +64,23 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
         {"parallel": pp() | {"activation_checkpointing": SELECTIVE}, "loss": ChunkedCrossEntropy(chunk_tokens=16)},
     ),
     "gpipe, bf16": (2, {"parallel": pp("gpipe"), "precision": "bf16"}),
-    "interleaved": (2, {"parallel": pp("interleaved_1f1b"), "micro_batches": 8}),
-    "fsdp": (4, {"parallel": pp() | {"fsdp": FSDP()}, "shards": 2, "precision": "bf16"}),
+    "interleaved": (2, {"parallel": pp("interleaved_1f1b"), "micro_batches": 8, "model_changes": {"layers": 4}}),
+    # With several layers in a section, each gathers weights while the one before computes
+    "fsdp": (
+        4,
+        {"parallel": pp() | {"fsdp": FSDP()}, "shards": 2, "precision": "bf16", "model_changes": {"layers": 4}},
+    ),
     "tp": (4, {"parallel": pp() | {"tp": TensorParallel(degree=2)}}),
     "cp": (4, {"parallel": pp() | {"cp": ContextParallel(degree=2)}}),
     "experts": (
         2,
-        {"parallel": pp() | {"activation_checkpointing": FULL}, "model_changes": {"ffn": EXPERTS}, "precision": "bf16"},
+        {"parallel": pp() | {"activation_checkpointing": FULL}, "model_changes": SPARSE, "precision": "bf16"},
     ),
     "experts over ranks": (
         4,
         {
             "parallel": pp() | {"fsdp": FSDP(), "ep": ExpertParallel(degree=2), "activation_checkpointing": FULL},
-            "model_changes": {"ffn": EXPERTS},
+            "model_changes": SPARSE,
             "shards": 2,
             "precision": "bf16",
         },
@@ -172,7 +179,7 @@ def test_micro_batches_that_differ_are_all_played(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "looped_bfs"])
 def test_other_orders_of_backward_passes_are_played(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One divides each backward pass, the other runs that of the last micro-batch first."""
-    job = job_of(parallel=pp(schedule), micro_batches=6)
+    job = job_of(parallel=pp(schedule), model_changes={"layers": 4})
     noted = failures(monkeypatch)
     repeated, _ = plans(job, 2)
     assert noted[0]
