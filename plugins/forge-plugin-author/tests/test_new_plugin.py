@@ -20,7 +20,7 @@ from hatchling.build import build_wheel
 from forge_core import Catalog
 from forge_core.contracts.errors import ExitCode
 from forge_plugin_author.new_plugin import class_name, distribution_files, distribution_name, kinds, write
-from forge_testing.distribution import check_distribution
+from forge_testing.distribution import check_distribution, distribution_problems
 from forge_testing.processes import HANG_S
 from forge_testing.refusals import lacks
 
@@ -164,14 +164,27 @@ def test_every_kind_passes_the_check_of_distributions(tmp_path: Path, monkeypatc
     check_distribution("forge-plugin-of-all-kinds")
 
 
+TRAIN_ALL = """
+import pytest
+from forge_core.cli import main
+
+@pytest.mark.parametrize("folder", {folders!r})
+def test_its_job_trains(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert main(["job.toml"]) == 0
+"""
+
+
 @pytest.mark.slow
-def test_kinds_install_pass_their_tests_and_train(tmp_path: Path) -> None:
+def test_kinds_install_pass_their_tests_and_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a stranger would do it, but for the folder into which pip installs, and for all kinds by one command each.
 
-    The wheels are built in this process: for each, pip would start three.
+    The wheels are built in this process: for each, pip would start three. Only the job of the first kind, and its
+    test of the distribution, have processes of their own; those of the others share one.
     """
     site = tmp_path / "site"
     folders = {kind: generate(kind, f"new_{kind}", tmp_path) for kind in INSTALLED}
+    first, *others = folders.values()
     environment = os.environ | {"PYTHONPATH": str(site)}
 
     def run(folder: Path, *module: str) -> None:
@@ -183,11 +196,16 @@ def test_kinds_install_pass_their_tests_and_train(tmp_path: Path) -> None:
     for folder in folders.values():
         with contextlib.chdir(folder):
             wheels.append(str(tmp_path / build_wheel(str(tmp_path))))
-    paths = [str(folder) for folder in folders.values()]
     run(tmp_path, "pip", "install", "--quiet", "--no-deps", "--target", str(site), *wheels)
-    run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *paths)
+    (tmp_path / "test_jobs.py").write_text(TRAIN_ALL.format(folders=list(map(str, others))))
+    alone = ["-k", f"{first.name.removeprefix('forge-plugin-').replace('-', '_')} or not test_the_distribution"]
+    paths = [*map(str, folders.values()), *(["test_jobs.py"] if others else [])]
+    run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *alone, *paths)
+    run(first, "forge_core", "job.toml")
+    monkeypatch.syspath_prepend(str(site))
+    names = [folder.name for folder in folders.values()]
+    assert distribution_problems({name: {} for name in names}) == {name: [] for name in names}
     for kind, folder in folders.items():
-        run(folder, "forge_core", "job.toml")
         assert (folder / "runs" / f"new_{kind}" / "metrics.jsonl").is_file()
 
 
