@@ -81,6 +81,9 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalog: Catalog) -> 
         monkeypatch.syspath_prepend(EXAMPLE)
         import forge_plugin_signsgd
 
+        # Otherwise processes that have the installed example on their path are not forked: see `forked_starts.py`
+        for name in [name for name in sys.modules if name.partition(".")[0] == "forge_plugin_signsgd"]:
+            del sys.modules[name]
         return with_components(catalog, {"optimizer": {"signsgd": forge_plugin_signsgd.SignSGD}}, EXAMPLE.name)
 
     return go
