@@ -1,6 +1,6 @@
 """Mistakes of the first hour with Forge: each is answered in words, with the right exit code, and leaves nothing.
 
-Each row of `MISTAKES` is a command line in a folder with one good job. All are run in two processes, one of which may
+Each row of `MISTAKES` is a command line in a folder with one good job. All are run in two processes (`outcomes_of_lines.py`), one of which may
 not import torch: what is wrong with a job is said before that, so within a second or two.
 """
 
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import forked_starts
 import pytest
 from attrs import field, frozen
 
@@ -348,57 +349,6 @@ MISTAKES = [
     Mistake(0, "explain nothing_of_the_kind", "nothing is called 'nothing_of_the_kind'"),
 ]
 
-DRIVER = """
-import contextlib, io, json, os, signal, sys, traceback
-from pathlib import Path
-from unittest import mock
-from forge_core.checkpoint.run_folder import owned
-from forge_core.cli import main
-
-def accepted(number, frame):
-    raise TimeoutError("this mistake has been accepted, and runs")
-
-def forge(line):
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert main(line.split()) == 0
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-signal.signal(signal.SIGALRM, accepted)
-outcomes = []
-for row in json.loads(sys.stdin.read()):
-    os.chdir(row["folder"])
-    stack = contextlib.ExitStack()
-    exec(row["before"])
-    there = "torch" in sys.modules
-    before = {str(path) for path in Path().rglob("*")}
-    os.environ.update(row["variables"])
-    signal.alarm(row["limit_s"])
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = int(main(row["arguments"]))
-        except SystemExit as end:
-            code = end.code
-        except BaseException:
-            code = 1
-            traceback.print_exc()
-    signal.alarm(0)
-    stack.close()
-    for name in row["variables"]:
-        del os.environ[name]
-    os.environ["FORGE_CACHE"] = row["cache"]
-    after = {str(path) for path in Path().rglob("*")} - before
-    outcomes.append({
-        "code": code, "out": out.getvalue(), "err": err.getvalue(), "created": sorted(after),
-        "torch": "torch" in sys.modules and not there,
-    })
-print(json.dumps(outcomes))
-"""
-
 
 def prepare(folder: Path, mistake: Mistake) -> None:
     files = {"job.toml": JOB} | {f"text/{number}.txt": f"file {number} says " + "hello " * 30 for number in range(8)}
@@ -434,9 +384,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
             for number in chosen
         ]
         done = subprocess.run(
-            [sys.executable, "-c", DRIVER],
+            [sys.executable, "-m", "outcomes_of_lines"],
             input=json.dumps(rows),
-            env=environment,
+            cwd=Path(__file__).parent,
+            # A fork has torch from the start, and so cannot show whether it is imported
+            env=environment if torch else environment | {forked_starts.REAL: "1"},
             capture_output=True,
             text=True,
             timeout=HANG_S,
