@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 from forge_core.plugins.catalog import Catalog, Offer
 
 _scan = Catalog.installed.__func__
 _read: dict[tuple[object, ...], list[Offer]] = {}
+_listed: dict[tuple[object, ...], Sequence[str]] = {}
+"""Paths of entry points in each folder of `sys.path`, by the folder's path, identity and time of change."""
+TICK_NS = 1_000_000_000
+"""More than the resolution of the times of files."""
 
 
 def install() -> None:
@@ -32,13 +37,37 @@ def _remembered(cls: type[Catalog]) -> Catalog:
 def _files() -> Iterator[tuple[object, ...]]:
     """Yields each file of entry points that Python finds, with its size and time."""
     for folder in sys.path:
-        try:
-            names = sorted(name for name in os.listdir(folder or ".") if name.endswith((".dist-info", ".egg-info")))
-        except OSError:  # a zip file, or gone
-            names = []
-        for name in names:
+        for path in _paths(folder or "."):
             try:
-                stat = os.stat(path := os.path.join(folder, name, "entry_points.txt"))
+                stat = os.stat(path)
             except OSError:
                 continue
             yield path, stat.st_size, stat.st_mtime_ns
+
+
+def _paths(folder: str) -> Sequence[str]:
+    """Returns the paths at which the distributions in a folder have entry points, if they have any."""
+    try:
+        stat = os.stat(folder)
+    except OSError:  # it does not exist any more
+        return ()
+    key = (folder, stat.st_dev, stat.st_ino, stat.st_mtime_ns)
+    if key not in _listed:
+        began = time.time_ns()
+        paths = _list_paths(folder)
+        if began - stat.st_mtime_ns < TICK_NS:  # an entry that is added within the same tick leaves the time as it is
+            return paths
+        _listed[key] = paths
+    return _listed[key]
+
+
+def _list_paths(folder: str) -> Sequence[str]:
+    try:
+        names = os.listdir(folder)
+    except OSError:  # a zip file
+        names = []
+    return [
+        os.path.join(folder, name, "entry_points.txt")
+        for name in sorted(names)
+        if name.endswith((".dist-info", ".egg-info"))
+    ]
