@@ -65,6 +65,8 @@ def of_layers(model: Flat) -> Sequence[Flat]:
 
 def merged(layers: Sequence[Flat]) -> dict[str, Any]:
     """Returns the keys of all layers as one table, the opposite of `of_layers`."""
+    if len(layers) == 1:
+        return dict(layers[0])
     paths = dict.fromkeys(path for layer in layers for path in layer)
     by_path = {path: tuple(layer.get(path, ABSENT) for layer in layers) for path in paths}
     return {path: values[0] if all_equal(values) else PerLayer(values) for path, values in by_path.items()}

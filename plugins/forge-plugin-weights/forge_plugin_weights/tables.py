@@ -113,10 +113,11 @@ class _Form:
 
 def _form(architecture: ArchitectureComponent, model: ModelComponent, table: Flat, catalog: Catalog) -> _Form:
     """Returns the form of a model, whose keys `table` has: many architectures are tried with the same ones."""
-    flat = resolved(architecture, table)
+    fields = architecture.fields()
+    flat = _resolved_by(fields, table)
     config: dict[str, Any] = {}
     contradicted = []
-    for field in architecture.fields():
+    for field in fields:
         try:
             written = field.write(flat)
         except Unsupported as error:
@@ -130,7 +131,7 @@ def _form(architecture: ArchitectureComponent, model: ModelComponent, table: Fla
         lost = () if contradicted else list(_lost(architecture, config, flat, model, catalog))
     except JobError as error:  # what was written cannot be read, so it is of another architecture
         lost = error.problems
-    unsaid = {key for field in architecture.fields() for key in field.written} - {*config}
+    unsaid = {key for field in fields for key in field.written} - {*config}
     return _Form(config, contradicted, lost, len(unsaid))
 
 
@@ -161,7 +162,10 @@ def resolved(architecture: ArchitectureComponent, flat: Flat) -> Flat:
 
     Keys have the values that a width of 0 and the like stand for, and those that differ between layers are `PerLayer`.
     """
-    fields = architecture.fields()
+    return _resolved_by(architecture.fields(), flat)
+
+
+def _resolved_by(fields: Sequence[Field], flat: Flat) -> Flat:
     return merged([_resolved(fields, layer) for layer in without_pattern(flat)])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from drawn_configs import INSTALLED, MANY
 from drawn_vision_configs import DRAWN, keys_that_are_read, vision_configs
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from test_configs_both_ways import BY_MEANING, CATALOG, PHASES, by_transformers
 
@@ -23,6 +23,7 @@ SPELT_OTHERWISE = {
     *("model_type", "attention_dropout", "hidden_dropout_prob", "projection_dropout"),
 }
 """Keys for which there are several ways to say one thing, or that say nothing of what is computed."""
+FIRST = settings(max_examples=30, phases=[Phase.generate], derandomize=True, database=None)
 
 
 def model_of(type_: str, config: dict[str, Any]) -> ModelComponent:
@@ -37,26 +38,23 @@ def written(type_: str, model: ModelComponent) -> dict[str, Any]:
 @pytest.mark.parametrize("type_", DRAWN)
 @settings(max_examples=5 * MANY, phases=PHASES)
 @given(data=st.data())
-def test_what_is_read_is_written(type_, data):
+def test_what_is_read_is_written_and_both_are_what_transformers_makes_of_it(type_, data):
     config = data.draw(vision_configs(type_))
     model = model_of(type_, config)
+    assert model_of(type_, by_transformers(type_, config)) == model
     back = written(type_, model)
     assert model_of(type_, back) == model
+    assert model_of(type_, by_transformers(type_, back)) == model
+    check_keys(config, back)
+
+
+def check_keys(config: dict[str, Any], back: dict[str, Any]) -> None:
+    """Keys that a configuration and the one written of it have in common have the same values."""
     for table in (None, *INNER):
         given_, made = (each if table is None else each.get(table, {}) for each in (config, back))
         same = {*given_} & {*made} - {*INNER} - SPELT_OTHERWISE
         same -= {key for key in same if given_[key] is None}  # stands for what follows from other keys
         assert {key: made[key] for key in same} == {key: given_[key] for key in same}
-
-
-@pytest.mark.parametrize("type_", DRAWN)
-@settings(max_examples=5 * MANY, phases=PHASES)
-@given(data=st.data())
-def test_what_is_read_and_written_is_what_transformers_makes_of_it(type_, data):
-    config = data.draw(vision_configs(type_))
-    model = model_of(type_, config)
-    assert model_of(type_, by_transformers(type_, config)) == model
-    assert model_of(type_, by_transformers(type_, written(type_, model))) == model
 
 
 @pytest.mark.parametrize("type_", DRAWN)
@@ -75,10 +73,9 @@ def test_an_unknown_key_is_refused_by_name_in_every_table(type_, data):
 def test_every_key_that_is_read_is_drawn(type_):
     drawn: set[str] = set()
 
-    @settings(max_examples=30, phases=[Phase.generate], derandomize=True)
-    @given(config=vision_configs(type_))
-    def draw(config: dict[str, Any]) -> None:
+    def all_are_drawn(config: dict[str, Any]) -> bool:
         drawn.update(config)
+        return keys_that_are_read(type_) <= drawn
 
-    draw()
-    assert keys_that_are_read(type_) <= drawn
+    # Stops at the example with which the last key is drawn; raises if there is none.
+    find(vision_configs(type_), all_are_drawn, settings=FIRST)
