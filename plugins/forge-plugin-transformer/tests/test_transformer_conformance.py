@@ -54,7 +54,7 @@ class TestTransformerLikeOlmo(ModelSuite):
         vocab_size=32, dim=16, layers=2, norm_placement="post",
         attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all"),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "checkpointing2", "compiled")
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "checkpointing2", "traced")
     loss_tolerance = 1e-10  # of gradient norms, which are large behind norms of small outputs; losses: 1e-14
 
 
@@ -70,7 +70,7 @@ class TestTransformerLikeGemma(ModelSuite):
         embedding_scale=4.0, logit_scale=0.5, logit_soft_cap=3.0, tie_embeddings=True,
         attention=AttentionPattern(layers=("near", "full"), kinds={"near": evolve(GEMMA, window=5), "full": GEMMA}),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "compiled")
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "traced")
 
 
 class TestTransformerLikeGPT(ModelSuite):
@@ -111,7 +111,7 @@ class RopesOfTheLengthOfTheJob(ParitySuite):
     """Sequences are long, which a rank of `cp` cannot see by the positions that it has."""
 
     rope: RopeComponent
-    layouts = ("tp2", "cp2", "pp2", "compiled")
+    layouts = ("tp2", "cp2", "pp2", "traced")
 
     def parity_changes(self, folder):
         attention = GroupedQueryAttention(heads=2, rope=self.rope)
@@ -165,7 +165,7 @@ class TestTransformerWhoseLayersDiffer(ModelSuite):
             },
         ),
     )  # fmt: skip
-    layouts = ("tp2", "pp2", "cp2", "compiled")
+    layouts = ("tp2", "pp2", "cp2", "traced")
 
 
 class TestPatternThatPredictsFurther(ModelSuite):

@@ -74,7 +74,7 @@ class TestBidirectionalWithWindows(VisionModelSuite):
     component = VisionLanguage(
         language=evolve(LANGUAGE, attention=WINDOWS), vision=tiny_vision(), fusion=Joint(bidirectional=True)
     )
-    layouts = ("tp2", "compiled")
+    layouts = ("tp2", "traced")
 
 
 @pytest.fixture
