@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from forge_core.checkpoint import storage, tensors
 from forge_core.checkpoint.manager import Checkpoints, Retention, State, verify
-from forge_core.checkpoint.storage import LocalStorage
+from forge_core.checkpoint.storage import LocalStorage, threads
 from forge_core.checkpoint.tensors import TensorWriter, load_tensors
 from forge_core.contracts.errors import CheckpointError
 from forge_core.engine.trainer import Trainer
@@ -306,3 +306,10 @@ def test_saves_are_planned_once_while_the_tensors_stay_and_again_when_one_change
 
     outcome = ([1, 1, 2], [3.0, 3.0, 4.0, 4.0], [0.0, 1.0, 2.0], [2.0, 2.0, 3.0, 3.0])
     assert run_on_ranks(2, work) == [outcome, outcome]
+
+
+@pytest.mark.parametrize(("cores", "ranks", "count"), [(16, 1, 8), (16, 4, 4), (4, 8, 1), (1, 1, 1)])
+def test_ranks_of_a_machine_share_its_cores_for_their_files(monkeypatch, cores, ranks, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert threads() == count
