@@ -319,7 +319,7 @@ def test_compiled_blocks_with_experts_train_alike_and_share_graphs(tmp_path, key
 
 
 def graphs_after_steps(folder, rank):
-    """Graphs after one step, and after more, on the last of two ranks: the other runs the same program as it is."""
+    """Graphs after one step, and after more, on the last of two ranks; the other runs the same program uncompiled."""
     torch._dynamo.reset()
     counters.clear()
     stages = {"fsdp": FSDP(), "ep": ExpertParallel(degree=2)}

@@ -81,14 +81,14 @@ Trained = tuple[Curve, float]
 
 
 @pytest.fixture(scope="module")
-def wanted(request) -> bool:
+def takes_out(request) -> bool:
     """Whether the session has tests of missing reductions."""
     items = [item for item in request.session.items if not item.get_closest_marker("skip")]
     return any(item.name.startswith("test_each_row_fails") for item in items)
 
 
 @pytest.fixture(scope="module")
-def curves(request, alone, wanted, tmp_path_factory) -> Callable[[Row], list[Trained]]:
+def curves(request, alone, takes_out, tmp_path_factory) -> Callable[[Row], list[Trained]]:
     """What each rank of a row computes. Those rows of the session that take equally many ranks are run by the same
     processes."""
     folder = str(tmp_path_factory.mktemp("runs"))
@@ -100,13 +100,13 @@ def curves(request, alone, wanted, tmp_path_factory) -> Callable[[Row], list[Tra
     def both(row: Row, rank: int) -> Trained:
         with Training.of(row.on_rank(rank).job(folder, steps=STEPS + 1)) as training:
             curve = training.curve(STEPS)
-            if not wanted or row not in SABOTAGED:
+            if not takes_out or row not in SABOTAGED:
                 return curve, math.nan
             with without(row.reduction, training.run.model):
                 return curve, training.norm(STEPS)
 
     def run(row: Row) -> list[Trained]:
-        rows = [other for other in ROWS if other.ranks == row.ranks and (wanted or other.name in names)]
+        rows = [other for other in ROWS if other.ranks == row.ranks and (takes_out or other.name in names)]
         if row.name not in found:
             for other in rows:
                 alone(other)  # here, so that ranks inherit what the models import
@@ -118,7 +118,7 @@ def curves(request, alone, wanted, tmp_path_factory) -> Callable[[Row], list[Tra
 
 
 @pytest.fixture(scope="module")
-def alone(wanted, tmp_path_factory) -> Callable[[Row], Trained]:
+def alone(takes_out, tmp_path_factory) -> Callable[[Row], Trained]:
     """The same job in one process."""
     folder = str(tmp_path_factory.mktemp("alone"))
     found: dict[tuple[object, ...], Trained] = {}
@@ -128,7 +128,7 @@ def alone(wanted, tmp_path_factory) -> Callable[[Row], Trained]:
         key += (row.router, row.shared_gate, row.mtp, row.biases)
         if key not in found:
             with Training.of(row.job(folder, parallel=False, steps=STEPS + 1)) as training:
-                found[key] = training.curve(STEPS), training.norm(STEPS) if wanted else math.nan
+                found[key] = training.curve(STEPS), training.norm(STEPS) if takes_out else math.nan
         return found[key]
 
     return run

@@ -133,7 +133,7 @@ def _share_device() -> None:
     """Make the process groups of this process share one device of gloo.
 
     A device has a thread that wakes a hundred times per second, and torch creates one per group: with the hundred
-    groups of a table of layouts, these threads take a quarter of the time.
+    groups of a table of layouts, these threads take an eighth of the time.
     """
     create = ProcessGroupGloo.__init__
     device = ProcessGroupGloo.create_default_device()
