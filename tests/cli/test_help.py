@@ -34,6 +34,14 @@ class TestEachCommand:
                 for option in set(action.option_strings) & set(PLACES):
                     assert action.metavar in PLACES[option]
 
+    def test_numbers_that_are_defaults_are_in_the_help(self, offer: Offer) -> None:
+        for parser in parsers(parsed(offer, []).parser):
+            for action in parser._actions:
+                if action.default and type(action.default) in (int, float):
+                    number = action.default
+                    forms = [f"({number:g}", f"({number}", f"({number / 10**6:g}M"]
+                    assert any(form in action.help for form in forms), f"{action.option_strings}: {number}"
+
     def test_its_help_ends_with_examples_that_it_understands(
         self, offer: Offer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
