@@ -138,8 +138,8 @@ def _share_device() -> None:
     create = ProcessGroupGloo.__init__
     device = ProcessGroupGloo.create_default_device()
 
-    def with_device(self: ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        options = ProcessGroupGloo._Options()
+    def with_device(self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]
         options._timeout = timeout
         create(self, store, rank, size, options)
