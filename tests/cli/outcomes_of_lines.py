@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+import catalogs
+
 from forge_core.checkpoint.run_folder import owned
 from forge_core.cli import main
 
@@ -65,5 +69,6 @@ def outcome_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    catalogs.install()  # most of what a line takes is otherwise a scan of what is installed
     signal.signal(signal.SIGALRM, accepted)
     print(json.dumps([outcome_of(row) for row in json.loads(sys.stdin.read())]))

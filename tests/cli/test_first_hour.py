@@ -1,7 +1,7 @@
 """Mistakes of the first hour with Forge: each is answered in words, with the right exit code, and leaves nothing.
 
-Each row of `MISTAKES` is a command line in a folder with one good job. All are run in two processes (`outcomes_of_lines.py`), one of which may
-not import torch: what is wrong with a job is said before that, so within a second or two.
+Each row of `MISTAKES` is a command line in a folder with one good job. `outcomes_of_lines.py` runs all in two
+processes, one of which may not import torch: what is wrong with a job is said before that, so within a second or two.
 """
 
 from __future__ import annotations
