@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 
 import attrs
@@ -27,6 +28,7 @@ from forge_kit.whole_tensors import read_whole
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
 from forge_plugin_lowbit.bf16 import BF16AdamW
 from forge_plugin_lowbit.formats import EIGHT_BIT
+from forge_plugin_lowbit.optimizer import LowBitAdamW
 from forge_plugin_lowbit.quantised import QuantisedAdamW
 from forge_plugin_lowbit.rounding import place_of, random_bits, round_with
 from forge_plugin_parallel import FSDP, TensorParallel
@@ -484,3 +486,13 @@ def test_plain_tensors_are_stepped_like_named_ones(make):
             optimizer.step()
     torch.testing.assert_close(plain, named, rtol=0, atol=0)
     torch.testing.assert_close(plain, reference, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("component", [AdamW8bit, AdamWBF16], ids=lambda cls: cls.__name__)
+def test_defaults_are_those_of_the_keys(component):
+    """Of the class that is used without a job."""
+    made = inspect.signature(LowBitAdamW).parameters
+    keys = attrs.fields_dict(component)
+    shared = [name for name in keys if name in made and made[name].default is not inspect.Parameter.empty]
+    assert {"lr", "betas", "eps", "weight_decay", "compile"} <= {*shared}
+    assert [made[name].default for name in shared] == [keys[name].default for name in shared]

@@ -177,6 +177,7 @@ def test_a_run_asks_before_its_first_step_what_its_files_say_and_logs_the_metric
     good = {"choices": CHOICES, "right": 1, "all": ["a"] * 4}
     cases = [
         ({"choices": CHOICES[:1]}, "choices", r"broken.jsonl:2: 'choices' holds \['red'\]; at least two are needed"),
+        ({"choices": ["red", 2]}, "choices", r"broken.jsonl:2: 'choices' holds .*, which is no list of texts"),
         ({"right": 3}, "choices", r"broken.jsonl:2: 'right' is 3, not a number from 0 to 2"),
         ({"right": "blue"}, "choices", r"broken.jsonl:2: 'right' is 'blue', which is 0 of the choices"),
         ({"right": None}, "choices", r"broken.jsonl:2: no key 'right', but 'image', 'question', 'text', 'choices', "),

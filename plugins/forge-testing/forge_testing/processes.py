@@ -14,7 +14,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -23,8 +22,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh
+
+from forge_testing.torch_internals import share_device_of_gloo
 
 IMPORTED = (
     "forge_core.engine.trainer",
@@ -112,7 +112,7 @@ def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, tim
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # unused: the group is created below
     torch.set_num_threads(1)
     try:
-        _share_device()
+        share_device_of_gloo()
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
         _reuse_meshes()
         buffer = io.BytesIO()
@@ -127,24 +127,6 @@ def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, tim
     if code == 0:
         dist.barrier()
     os._exit(code)
-
-
-def _share_device() -> None:
-    """Make the process groups of this process share one device of gloo.
-
-    A device has a thread that wakes a hundred times per second, and torch creates one per group: with the hundred
-    groups of a table of layouts, these threads take an eighth of the time.
-    """
-    create = ProcessGroupGloo.__init__
-    device = ProcessGroupGloo.create_default_device()
-
-    def with_device(self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [device]
-        options._timeout = timeout
-        create(self, store, rank, size, options)
-
-    mock.patch.object(ProcessGroupGloo, "__init__", with_device).start()
 
 
 def _reuse_meshes() -> None:

@@ -1,0 +1,25 @@
+"""The private names of torch that the tools of tests use: the test names one that another torch has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from forge_testing.processes import run_on_ranks
+
+
+def threads_of_new_groups(rank):
+    """How many threads twenty groups of both ranks add, which reduce as any does."""
+    groups = [dist.new_group([0, 1])]
+    before = len(list(Path("/proc/self/task").iterdir()))
+    groups += [dist.new_group([0, 1]) for _ in range(20)]
+    for group in groups:
+        dist.all_reduce(total := torch.tensor([1.0 + rank]), group=group)
+        assert total.item() == 3
+    return len(list(Path("/proc/self/task").iterdir())) - before
+
+
+def test_groups_of_ranks_share_the_thread_of_a_device():
+    assert run_on_ranks(2, threads_of_new_groups) == [40, 40]  # two workers each, and no poller
