@@ -165,19 +165,24 @@ class Said(Answers):
         return said | bits | {f"logits/{number}": size for number, size in enumerate(sizes)}
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2"])
-def test_ranks_that_share_a_model_answer_as_one_process(name, make_job, catalog):
+SHARED = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
+
+
+def test_ranks_that_share_a_model_answer_as_one_process(make_job, catalog):
     language = attrs.evolve(LANGUAGE, vocab_size=258, layers=2, init_std=0.5)
     changes = {"model": attrs.evolve(tiny_model(), language=language), "global_batch_size": 8, "precision": "fp64"}
     changes |= {"evaluations": {"said": Said(sequences=5, max_tokens=6)}, "steps": 1}
     data = RenderedText(held_out=6, length=(3, 4), text_size=(5, 5))
     one = Trainer(make_job(data, job={"name": "one"}, **changes), catalog=catalog).run().evaluation
-    changes |= {"parallel": LAYOUTS[name].stages(catalog), "micro_batch_size": LAYOUTS[name].micro_batch_size}
-    job = make_job(data, job={"name": name}, **changes)
+    layouts = {name: LAYOUTS[name].changes(catalog) for name in SHARED}
+    jobs = {name: make_job(data, job={"name": name}, **changes, **layout) for name, layout in layouts.items()}
 
     def rank(number):
-        return Trainer(job, catalog=catalog, echo=lambda text: None).run().evaluation
+        return {
+            name: Trainer(job, catalog=catalog, echo=lambda text: None).run().evaluation for name, job in jobs.items()
+        }
 
-    for metrics in run_on_ranks(2, rank):
-        assert metrics == pytest.approx(one, rel=1e-9, abs=1e-9)
+    for of_rank in run_on_ranks(2, rank):
+        for name, metrics in of_rank.items():
+            assert metrics == pytest.approx(one, rel=1e-9, abs=1e-9), name
     assert all(abs(one[f"bits/{number}"]) > 1e-6 for number in range(5))  # images count

@@ -64,11 +64,11 @@ def runs(tmp_path_factory):
 def asked(lm):
     """Answers to requests of every type: of one token and of many, that share a row, that are cut, that are drawn."""
     ids = lm.tok_encode
-    pairs = [(ids(TEXT[:count]), ids(TEXT[count : count + count // 3 + 1])) for count in range(1, 40, 4)]
+    pairs = [(ids(TEXT[:count]), ids(TEXT[count : count + count // 3 + 1])) for count in range(1, 40, 6)]
     pairs += [(ids("the cat"), [token]) for token in (32, 99, likeliest(lm))]
-    given = {"until": ["at"], "max_gen_toks": 10}
-    drawn = {"max_gen_toks": 6, "do_sample": True, "temperature": 1.0, "top_k": 20}
-    prompts = [TEXT[start : start + 5 + start] for start in range(5)]
+    given = {"until": ["at"], "max_gen_toks": 6}
+    drawn = {"max_gen_toks": 4, "do_sample": True, "temperature": 1.0, "top_k": 20}
+    prompts = [TEXT[start : start + 5 + start] for start in range(0, 8, 2)]
     return {
         "tokens": lm._loglikelihood_tokens([(None, *pair) for pair in pairs], disable_tqdm=True),
         "rolling": lm.loglikelihood_rolling([request(TEXT[:n]) for n in (3, 60)], disable_tqdm=True),
