@@ -59,7 +59,7 @@ TRAINED: Mapping[str, str] = {
 }
 """The layout of a run that starts from a model: each has dense ones and ones with experts or images."""
 TRAINED_HALVES = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss")
-"""Those whose weights are also tried in bfloat16, under that layout."""
+"""Models whose weights are also tried in bfloat16, each under the layout that it trains in."""
 TRAINED_TOO: Mapping[str, str] = {
     "mistral": "pp2",
     "qwen2": "pp2",
