@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import forked_starts
 import pytest
@@ -96,3 +97,19 @@ def test_what_an_interpreter_reads_once_is_not_forked(name):
 def test_a_path_is_taken_on_unless_it_has_what_is_imported_already(tmp_path, file, forks):
     (tmp_path / file).touch()
     assert forked_starts._alike(os.environ | {"PYTHONPATH": str(tmp_path)}) is forks
+
+
+ENDINGS = ["", "raise SystemExit(3)", "raise SystemExit('no')", "raise KeyboardInterrupt", "raise ValueError('no')"]
+
+
+@pytest.mark.parametrize("statement", ENDINGS)
+def test_a_fork_ends_as_an_interpreter_does(tmp_path, statement):
+    (tmp_path / "ending.py").write_text(f"print('out')\n{statement}\n")
+    run = f"forked_starts._run_and_end(forked_starts.Start('ending', [], {str(tmp_path)!r}, {{}}, False))"
+    environment = os.environ | {"PYTHONPATH": str(Path(forked_starts.__file__).parent)}
+    ended = [
+        subprocess.run([sys.executable, *line], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        for line in (("-m", "ending"), ("-c", f"import forked_starts; {run}"))
+    ]
+    first, second = ((done.returncode, done.stdout, done.stderr.splitlines()[-1:]) for done in ended)
+    assert first == second

@@ -231,13 +231,11 @@ def test_the_stages_of_vision_language_models_fit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks", "sequences"), [("llama-7b-1gpu", 1, 4), ("llama-8b-4gpu", 4, 16)])
-def test_the_configs_fit_their_gpus(name: str, ranks: int, sequences: int, capsys: pytest.CaptureFixture) -> None:
-    """Two micro-batches a rank take as much memory as any number of them, and are sooner played."""
+def test_a_config_fits_its_gpu(capsys: pytest.CaptureFixture) -> None:
+    """Two micro-batches a rank take as much memory as any number; `docs/plan.md` shows the plan of llama-8b-4gpu."""
     leave_group()
-    config = str(CONFIGS / f"{name}.toml")
-    sized = [f"--world-size={ranks}", f"--train.global_batch_size={sequences}", "--gpu=h200"]
-    assert main(["plan", config, *sized]) == 0
+    config = str(CONFIGS / "llama-7b-1gpu.toml")
+    assert main(["plan", config, "--train.global_batch_size=4", "--gpu=h200"]) == 0
     out = capsys.readouterr().out
     assert ": fits, " in out
     assert "little for what is not counted" not in out
