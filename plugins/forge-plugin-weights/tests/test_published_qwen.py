@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -182,3 +183,11 @@ def test_a_rate_that_no_key_can_say_is_not_exported(tmp_path):
     model = parse_job(text, "job.toml", Catalog.installed()).model
     with refuses("", "positions_per_second = 2.5"):
         write_config(architecture_of({"model_type": "qwen2_5_vl"}, Catalog.installed())[1], model, Catalog.installed())
+
+
+def test_a_checkpoint_without_its_run_is_exported_without_what_only_the_run_has(tmp_path):
+    _, run = imported(tmp_path, MODELS["qwen3_vl"])
+    alone = shutil.copytree(locate(run, "full")[0], tmp_path / "alone")
+    written = read_json(export_run(alone, tmp_path / "out") / "config.json")
+    assert written["architectures"] == ["Qwen3VLForConditionalGeneration"]
+    assert not {"image_token_id", "video_token_id"} & written.keys()  # of the tokenizer in the run folder
