@@ -69,6 +69,7 @@ def outcome_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    sys.dont_write_bytecode = True  # what a line leaves behind is compared, and Python would leave its cache
     catalogs.install()  # most of what a line takes is otherwise a scan of what is installed
     signal.signal(signal.SIGALRM, accepted)
     print(json.dumps([outcome_of(row) for row in json.loads(sys.stdin.read())]))

@@ -29,13 +29,13 @@ def folder(tmp_path: Path) -> Path:
             writer.setparams((1, 2, 16000, 0, "NONE", ""))
             writer.writeframes((samples * 32767).astype("<i2").tobytes())
         (tmp_path / f"sounds/{number}.txt").write_text(("low", "high")[number % 2])
+    (tmp_path / "job.toml").write_text(
+        f'{VISION_LANGUAGE_JOB}[[data.sources]]\ntype = "sound_text"\npath = "{tmp_path}/sounds"\n'
+    )
     return tmp_path
 
 
 def lines(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
-    (folder / "job.toml").write_text(
-        f'{VISION_LANGUAGE_JOB}[[data.sources]]\ntype = "sound_text"\npath = "{folder}/sounds"\n'
-    )
     place = (f"job.name={name}", f"job.output={folder}/runs")
     job = load_job(folder / "job.toml", overrides=(*KEYS, *place, *overrides))
     run = Trainer(job, echo=lambda line: None).run().folder
