@@ -171,8 +171,8 @@ def printed(command: str, folder: Path, installed: Path | None = None) -> str:
     if script := SCRIPT.match(command):
         return _here(folder, lambda: runpy.run_path(script[1], run_name="__main__"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    quiet = {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}  # no notice of a newer pip, which pages do not show
-    environment = os.environ | quiet | {"PATH": path, "COLUMNS": "100"} | ({"PYTHONPATH": str(installed)} if installed else {})
+    environment = os.environ | {"PATH": path, "COLUMNS": "100"} | ({"PYTHONPATH": str(installed)} if installed else {})
+    environment["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"  # no notice of a newer pip, which pages do not show
     forge_run: list[str] = []
     if (match := PLAIN.fullmatch(command)) and not set(command) & set(SHELL):
         environment |= dict(variable.split("=", 1) for variable in match["variables"].split())
