@@ -17,6 +17,7 @@ from forge_kit.whole_matrices import own_box
 from forge_plugin_ema import EMA
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
 from forge_plugin_parallel import FSDP, PipelineParallel
+from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TinyModel, tiny_job
@@ -157,7 +158,8 @@ def test_gradients_that_would_add_up_in_16_bits_are_refused(tmp_path):
     settings = {"optimizer": AdamW8bit(**NARROW), "model": MODEL, **SIZES, "micro_batch_size": 1}
     zero_bubble = PipelineParallel(degree=2, schedule="interleaved_zero_bubble", stages_per_rank=1)
     job = tiny_job(str(tmp_path), parallel={"pp": zero_bubble}, **settings)
-    check_problems(problems_of(job, 2), at("parallel.pp.schedule", "interleaved_zero_bubble", "bf16"))
+    older = [] if splits_backward(torch.__version__) else [at("parallel.pp.schedule", "torch 2.13")]
+    check_problems(problems_of(job, 2), *older, at("parallel.pp.schedule", "interleaved_zero_bubble", "bf16"))
     job = tiny_job(str(tmp_path), parallel={"fsdp": FSDP(reduce_every_micro_batch=True)}, **settings)
     check_problems(problems_of(job, 2), at("parallel.fsdp.reduce_every_micro_batch", "bf16"))
 
