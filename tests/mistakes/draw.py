@@ -1,8 +1,8 @@
 """Draws careless changes of the sources at random, and records which of them the tests notice.
 
-    python tests/mistakes/draw.py --seed 32 --count 100          # continues the table of that seed
-    python tests/mistakes/draw.py --seed 32 --count 100 --list   # the changes only
-    python tests/mistakes/draw.py --score                        # the score of the table
+    python tests/mistakes/draw.py --reached FOLDER --jobs 2   # continues the table
+    python tests/mistakes/draw.py --list                      # the changes only
+    python tests/mistakes/draw.py --score                     # the score of the table
 
 Each change is made in a copy of the repository, and the tests run that enter the changed function, by a record of the
 whole suite that `reached.py` makes. A test that fails counts only if it passes without the change. The table,
