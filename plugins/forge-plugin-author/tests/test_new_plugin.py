@@ -180,7 +180,7 @@ def test_kinds_install_pass_their_tests_and_train(tmp_path: Path, monkeypatch: p
     """As a stranger would do it, but for the folder into which pip installs, and for all kinds by one command each.
 
     The wheels are built in this process: for each, pip would start three. Only the job of the first kind, and its
-    test of the distribution, have processes of their own; those of the others share one.
+    test of the distribution, have processes of their own; the other kinds' jobs share one.
     """
     site = tmp_path / "site"
     folders = {kind: generate(kind, f"new_{kind}", tmp_path) for kind in INSTALLED}
