@@ -89,21 +89,25 @@ class RankProcess:
     def finish(self) -> None:
         """The work of this rank is done: from now on its exit is watched, if it is an exit of `run`."""
         if self._log is not None or self._launcher is not None:  # also of a launcher's only rank
+            self._show_life()  # before the process can exit: the new thread may not have run by then
             threading.Thread(target=self._watch_exit, name="forge-exit", daemon=True).start()
 
     def _watch_exit(self) -> None:
         """Send our launcher signs of life, and end this process if its exit takes too long."""
         idle_s, reports = 0, ProgressBeacon.reports
         while not self._exit_limit_s or idle_s <= self._exit_limit_s:
-            if self._launcher is not None:
-                with suppress(OSError):  # without waiting: a launcher that is stopped reads nothing
-                    self._launcher.send(ALIVE, socket.MSG_DONTWAIT)
             time.sleep(1)
+            self._show_life()
             idle_s = idle_s + 1 if ProgressBeacon.reports == reports else 0
             reports = ProgressBeacon.reports
         text = f"forge-run: rank {self._world.rank} has done its work and does not exit within launch.hang_timeout_s ="
         self.emit(FailureReport(rank=self._world.rank, text=f"{text} {self._exit_limit_s:g} s: {_unfinished()}"))
         os._exit(ExitCode.FAILED)
+
+    def _show_life(self) -> None:
+        if self._launcher is not None:
+            with suppress(OSError):  # without waiting: a launcher that is stopped reads nothing
+                self._launcher.send(ALIVE, socket.MSG_DONTWAIT)
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:

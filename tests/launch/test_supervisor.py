@@ -108,6 +108,21 @@ def test_a_rank_that_leaves_with_0_before_its_work_is_done_is_the_cause(supervis
     assert not lacks(ended.message, "rank 1", "exit code 0")
 
 
+def test_a_rank_says_that_its_work_is_done_before_it_can_exit(supervise):
+    """On a busy machine, it may have exited before its thread that watches the exit runs."""
+    script = """
+        import threading
+        from forge_core.launch.rank_process import RankProcess
+
+        threading.Thread.start = lambda thread: None
+        process = RankProcess()
+        with process.stoppable():
+            process.finish()
+            os._exit(0)
+    """
+    assert supervise(script).code == ExitCode.FINISHED
+
+
 def test_a_rank_that_is_frozen_at_its_exit_is_named_once_another_has_finished(supervise):
     script = "time.sleep(0.2); finish(); rank or sys.exit(0); os.kill(os.getpid(), signal.SIGSTOP)"
     ended = supervise(script, silence_s=0.5)
