@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from forge_core.parallel.mesh import local_part
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
@@ -36,6 +38,7 @@ __all__ = [
     "Dropout",
     "FakeTensor",
     "FakeTensorMode",
+    "LocalAdamW",
     "NormBase",
     "TorchDispatchMode",
     "buffers_of",
@@ -81,6 +84,25 @@ foreach_lerp_ = torch._foreach_lerp_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_sign_ = torch._foreach_sign_
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """torch's AdamW, of which each rank updates its own part of a parameter that is split over ranks.
+
+    The result is the same, since the update of an element needs no other one. torch's own passes DTensors to its
+    kernel, and finds out how the arguments of each list are split: seconds in the first step of a large model, and
+    longer on the host in every step (300 parameters on a mesh of two dimensions: 0.72 s and 10 ms, 0.01 s and 4 ms
+    here). The state is made of DTensors all the same, as checkpoints have it.
+    """
+
+    def _init_group(self, group: dict[str, Any], parameters: list[Any], grads: list[Any], *state: list[Any]) -> bool:
+        is_complex = super()._init_group(group, parameters, grads, *state)  # which fills the lists
+        for i, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+            if local_part(parameter) is not parameter and grad.placements != parameter.placements:  # sums to be made
+                grads[i] = grad.redistribute(parameter.device_mesh, parameter.placements)
+        for tensors in (parameters, grads, *state):
+            tensors[:] = map(local_part, tensors)
+        return is_complex
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:

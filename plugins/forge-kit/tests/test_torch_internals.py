@@ -6,12 +6,12 @@ import inspect
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from forge_kit import torch_internals
 from forge_testing.processes import run_on_ranks
@@ -126,3 +126,35 @@ def test_dimensions_of_a_mesh_become_one_and_parts_have_a_place():
 def test_strided_placements_are_told_from_others():
     assert torch_internals.is_strided(_StridedShard(0, split_factor=2))
     assert not torch_internals.is_strided(Shard(0))
+
+
+@pytest.mark.slow
+def test_adamw_of_own_parts_is_that_of_whole_tensors():
+    """Also of a gradient that is still to be summed, as that of a weight that each rank applies to its own tokens."""
+
+    def stepped(rank: int) -> list[list[Tensor]]:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(1.0, 7.0).view(3, 2)  # the first rank has two of the three rows
+
+        def parameter(placement: Placement | None) -> nn.Parameter:
+            return nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement]) if placement else whole.clone())
+
+        def step(kind: type[torch.optim.AdamW], fused: bool) -> list[Tensor]:
+            parameters = [parameter(placement) for placement in (Shard(0), Replicate(), Replicate(), None)]
+            optimizer = kind([{"params": parameters[:3]}, {"params": parameters[3:]}], lr=0.1, fused=fused)
+            for _ in range(2):
+                for item in parameters:
+                    item.grad = item.detach() ** 2
+                parameters[2].grad = DTensor.from_local(whole * (rank + 1), mesh, [Partial()])
+                optimizer.step()
+            for item in parameters[:3]:
+                assert optimizer.state[item]["exp_avg"].placements == item.placements
+            moments = [optimizer.state[item][name] for item in parameters for name in ("exp_avg", "exp_avg_sq")]
+            return [item.full_tensor() if isinstance(item, DTensor) else item for item in (*parameters, *moments)]
+
+        kinds = (torch.optim.AdamW, torch_internals.LocalAdamW)
+        return [step(kind, fused) for fused in (True, False) for kind in kinds]
+
+    for fused, local_fused, looped, local_looped in run_on_ranks(2, stepped):
+        for expected, found in ((fused, local_fused), (looped, local_looped)):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)

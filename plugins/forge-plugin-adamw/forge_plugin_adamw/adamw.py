@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class AdamW(OptimizerComponent):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2): torch's own, in its fused form.
 
+    Each rank updates its own part of a parameter that is split over ranks.
+
     State: two tensors like each parameter, and a step count. Norms, biases and embeddings are not decayed.
     """
 
@@ -39,8 +41,8 @@ class AdamW(OptimizerComponent):
     """Whether the whole update is one fused kernel. false: torch's loop over parameters, for comparison."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
-        import torch
+        from forge_kit.torch_internals import LocalAdamW
 
         spared: tuple[Role, ...] = ("norm", "bias") if self.decay_embeddings else ("norm", "bias", "embedding")
         groups = parameters.groups(self.weight_decay, spared)
-        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=self.fused)
+        return LocalAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=self.fused)

@@ -12,7 +12,7 @@ from torch import Tensor
 from forge_core.parallel.mesh import local_part
 from forge_kit.groups import Groups, as_groups
 from forge_kit.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, matrices_in
-from forge_kit.torch_internals import foreach_lerp_, foreach_mul_
+from forge_kit.torch_internals import LocalAdamW, foreach_lerp_, foreach_mul_
 from forge_kit.whole_matrices import Matrix, WholeMatrices
 from forge_plugin_muon import newton_schulz
 from forge_plugin_muon.newton_schulz import JORDAN, fast_dtype, orthogonalise
@@ -87,7 +87,7 @@ class MuonOptimizer(MatrixOptimizer):
         mesh: DeviceMesh | None = None,
     ) -> None:
         adam_lr = ADAM_SHARE[scaling] * lr if adam_lr is None else adam_lr
-        adam = torch.optim.AdamW(as_groups(others), adam_lr, adam_betas, adam_eps, adam_weight_decay, fused=fused)
+        adam = LocalAdamW(as_groups(others), adam_lr, adam_betas, adam_eps, adam_weight_decay, fused=fused)
         settings = {
             "lr": lr,
             "weight_decay": weight_decay,

@@ -13,6 +13,7 @@ from forge_core.checkpoint.state import empty_slot
 from forge_core.parallel.mesh import local_part
 from forge_kit.groups import Groups, as_groups
 from forge_kit.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, matrices_in
+from forge_kit.torch_internals import LocalAdamW
 from forge_kit.whole_matrices import Matrix, WholeMatrices
 from forge_plugin_soap.preconditioner import Preconditioner, refresh
 
@@ -73,7 +74,7 @@ class SOAPOptimizer(MatrixOptimizer):
         working_bytes: int = WORKING_BYTES,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        adam = torch.optim.AdamW(
+        adam = LocalAdamW(
             as_groups(others), lr if adam_lr is None else adam_lr, adam_betas, adam_eps, adam_weight_decay, fused=fused
         )
         settings = {

@@ -118,9 +118,9 @@ class TinyAdamW(OptimizerComponent):
     eps: float = 1e-5
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
-        import torch
+        from forge_kit.torch_internals import LocalAdamW
 
-        return torch.optim.AdamW(parameters.groups(self.weight_decay), lr=self.lr, eps=self.eps, fused=True)
+        return LocalAdamW(parameters.groups(self.weight_decay), lr=self.lr, eps=self.eps, fused=True)
 
 
 @frozen(kw_only=True)
