@@ -1,8 +1,8 @@
 """Draws careless changes of the sources at random, and records which of them the tests notice.
 
-    python tests/mistakes/draw.py --reached FOLDER --jobs 2   # continues the table
+    python tests/mistakes/draw.py --reached FOLDER --jobs 2   # continues the table with the changes of --seed
     python tests/mistakes/draw.py --list                      # the changes only
-    python tests/mistakes/draw.py --score                     # the score of the table
+    python tests/mistakes/draw.py --score                     # the score of each seed in the table
 
 Each change is made in a copy of the repository, and the tests run that enter the changed function, by a record of the
 whole suite that `reached.py` makes. A test that fails counts only if it passes without the change. The table,
@@ -172,8 +172,13 @@ def read_drawn(path: Path = TABLE) -> list[dict[str, Any]]:
     return tomllib.loads(path.read_text())["change"] if path.exists() else []
 
 
-def score(entries: Sequence[dict[str, Any]]) -> str:
-    """Returns how many of the changes that change something were noticed: when they were drawn, and with new tests."""
+def scores(entries: Sequence[dict[str, Any]]) -> str:
+    """Returns a line for each seed: of its changes that change something, how many tests noticed."""
+    seeds = dict.fromkeys(entry["seed"] for entry in entries)
+    return "\n".join(f"seed {seed}: {_score([e for e in entries if e['seed'] == seed])}" for seed in seeds)
+
+
+def _score(entries: Sequence[dict[str, Any]]) -> str:
     counted = [entry for entry in entries if not entry.get("note", "").startswith("equivalent")]
     killed = sum(entry["result"] != "survived" for entry in counted)
     later = sum(entry["result"] == "survived" and entry.get("note", "").startswith("test added") for entry in counted)
@@ -190,11 +195,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="changes that are tried at the same time")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no change after these")
     parser.add_argument("--list", action="store_true", help="print the changes only")
-    parser.add_argument("--score", action="store_true", help="print the score of the table only")
+    parser.add_argument("--score", action="store_true", help="print the scores of the table only")
     options = parser.parse_args()
     entries = read_drawn()
     if options.score:
-        print(score(entries))
+        print(scores(entries))
         return
     drawn = draw(options.seed, options.count, ROOT)
     if options.list:
@@ -221,12 +226,13 @@ def main() -> None:
                 copies.put(copy)
 
         # In the order of the draw, so that the table can be continued
-        for entry in itertools.takewhile(bool, pool.map(tried, drawn[len(entries) :])):
-            entries.append(entry)
+        begun = sum(entry["seed"] == options.seed for entry in entries)
+        for entry in itertools.takewhile(bool, pool.map(tried, drawn[begun:])):
+            entries.append({"seed": options.seed, **entry})
             TABLE.write_text(tomli_w.dumps({"change": entries}))
             place = f"{entry['file']}:{entry['line']} {entry['operator']}"
             print(f"{len(entries)} {place}: {entry['result']} {entry['killer']} ({entry['seconds']} s)", flush=True)
-    print(score(entries))
+    print(scores(entries))
 
 
 if __name__ == "__main__":
