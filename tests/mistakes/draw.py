@@ -78,6 +78,11 @@ class Reached:
         if not self._tests:
             raise FileNotFoundError(f"{folder} has no record of reached.py")
 
+    def keep(self, tests: set[str]) -> None:
+        """Forget all other tests: those that have a new name, or are gone, since they were recorded."""
+        self._tests = {function: entering & tests for function, entering in self._tests.items()}
+        self._seconds = {name: seconds for name, seconds in self._seconds.items() if name in tests}
+
     def stages(self, change: Change) -> list[list[str]]:
         """Returns the tests to run one list after the other: those of its own distribution, and those of others.
 
@@ -110,6 +115,13 @@ def _home(change: Change) -> str:
 
 
 # --- one change ----------------------------------------------------------------------------------------------------
+
+
+def collect(copy: Copy) -> set[str]:
+    """Returns the names of all tests."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=--import-mode=importlib"]
+    done = subprocess.run(command, cwd=copy.folder, env=copy.environment, capture_output=True, text=True, check=True)
+    return {line for line in done.stdout.splitlines() if "::" in line}
 
 
 def run_tests(copy: Copy, tests: Sequence[str], left_out: Sequence[str] = ()) -> tuple[int, str]:
@@ -214,7 +226,8 @@ def main() -> None:
         copies = queue.SimpleQueue[Copy]()
         for number in range(options.jobs):
             (own := Path(folder) / str(number)).mkdir()
-            copies.put(Copy(ROOT, own))
+            copies.put(copy := Copy(ROOT, own))
+        record.keep(collect(copy))
 
         def tried(change: Change) -> dict[str, Any] | None:
             if time.monotonic() > until:
