@@ -18,7 +18,7 @@ from forge_core.checkpoint.run_folder import JOB, TOKENIZER
 from forge_core.checkpoint.run_folder import PROVENANCE as PROVENANCE_FILE
 from forge_core.checkpoint.storage import fetch, threads
 from forge_core.checkpoint.tensors import Index, shared_index
-from forge_core.config.load import MODEL_TABLES, parse_job, to_toml
+from forge_core.config.load import MODEL_TABLES, parse_job
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
@@ -46,14 +46,7 @@ from forge_plugin_weights.pixels import (
     video_processor,
 )
 from forge_plugin_weights.reading import Piece, Reader
-from forge_plugin_weights.tables import (
-    fitting_architectures,
-    flattened,
-    load_architecture,
-    preferred,
-    resolved,
-    write_config,
-)
+from forge_plugin_weights.tables import Form, fitting_forms, load_architecture, preferred, write_form
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,25 +97,20 @@ def find_target(
     Raises:
         JobError: the model is of no installed architecture; names the keys that have no counterpart.
     """
-    model = _with_vocabulary(job, shapes)
-    name, chosen = find_form(model, catalog, architecture, origin)
+    name, form = find_form(_with_vocabulary(job, shapes), catalog, architecture, origin)
+    chosen = form.architecture
     if architecture:
-        model = chosen.part_of_model(model, catalog)
         shapes = {own: shape for own, shape in shapes.items() if chosen.has_tensor(own)}
-    config = write_config(chosen, model, catalog)
-    flat = resolved(chosen, flattened(to_toml(model, catalog)))
-    return Target(model_type=name, architecture=chosen, config=config, match=match_names(chosen, flat, shapes))
+    match = match_names(chosen, form.flat, shapes)
+    return Target(model_type=name, architecture=chosen, config=form.config, match=match)
 
 
-def find_form(
-    model: ModelComponent, catalog: Catalog, architecture: str = "", origin: str = ""
-) -> tuple[str, ArchitectureComponent]:
-    """Returns the architecture of a model, with its `model_type`; see `find_target` for arguments and errors."""
+def find_form(model: ModelComponent, catalog: Catalog, architecture: str = "", origin: str = "") -> tuple[str, Form]:
+    """Returns a model as its architecture describes it, with the `model_type`; see `find_target`."""
     if architecture:
         chosen = load_architecture(architecture, catalog)
-        write_config(chosen, chosen.part_of_model(model, catalog), catalog)
-        return architecture, chosen
-    fitting = fitting_architectures(model, catalog)
+        return architecture, write_form(chosen, chosen.part_of_model(model, catalog), catalog)
+    fitting = fitting_forms(model, catalog)
     name = origin if origin in fitting else preferred(fitting)
     return name, fitting[name]
 

@@ -32,14 +32,13 @@ from forge_plugin_weights.kinds import (
 )
 from forge_plugin_weights.layered import ABSENT, with_pattern
 from forge_plugin_weights.tables import (
+    Form,
     all_fields,
     architectures,
-    fitting_architectures,
+    fitting_forms,
     nested,
     preferred,
     read_fields,
-    resolved,
-    write_config,
 )
 
 TEXT, VISION = "text_config", "vision_config"
@@ -62,10 +61,21 @@ class Language:
     """The language model of a larger one."""
 
     model_type: str
-    architecture: ArchitectureComponent
-    model: ModelComponent
-    flat: Flat
-    """Its keys, as the architecture's fields see them."""
+    form: Form
+
+    @property
+    def architecture(self) -> ArchitectureComponent:
+        return self.form.architecture
+
+    @property
+    def flat(self) -> Flat:
+        """Its keys, as the architecture's fields see them."""
+        return self.form.flat
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keys of a configuration that describe it; a copy."""
+        return {**self.form.config}
 
 
 Named = tuple[str, ArchitectureComponent]
@@ -90,17 +100,14 @@ def language_of(model: Flat, only: Named | None = None) -> Language:
 
 @cache
 def _language(text: str, only: Named | None) -> Language:
-    from forge_core.config.load import to_toml
-    from forge_plugin_weights.tables import flattened
-
     catalog = Catalog.installed()
     model: ModelComponent = parse_component(tomllib.loads(text), "model.language", ModelComponent, catalog)
     try:
-        fitting = fitting_architectures(model, catalog, dict([only]) if only else languages())
+        fitting = fitting_forms(model, catalog, dict([only]) if only else languages())
     except JobError as error:
         raise Unsupported("; ".join(map(str, error.problems))) from error
     name = preferred(fitting)
-    return Language(name, fitting[name], model, resolved(fitting[name], flattened(to_toml(model, catalog))))
+    return Language(name, fitting[name])
 
 
 @frozen(kw_only=True)
@@ -146,7 +153,7 @@ class LanguageTable(Field):
     def write(self, model: Flat) -> Config:
         own = language_of(model, self.named)
         check_head(model, self.head_keys)
-        config = write_config(own.architecture, own.model, Catalog.installed())
+        config = own.config
         tied = {TIED: config[TIED]} if TIED in config else {}
         return {TEXT: {"architectures": [own.architecture.name], "model_type": own.model_type, **config}, **tied}
 

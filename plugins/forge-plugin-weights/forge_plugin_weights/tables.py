@@ -84,17 +84,26 @@ def write_config(architecture: ArchitectureComponent, model: ModelComponent, cat
     Raises:
         JobError: the model is not of the architecture; names the keys of `[model]` that it lacks.
     """
+    return write_form(architecture, model, catalog).config
+
+
+def write_form(architecture: ArchitectureComponent, model: ModelComponent, catalog: Catalog) -> Form:
+    """Returns a model as an architecture describes it; see `write_config` for errors."""
     form = _form(architecture, model, flattened(to_toml(model, catalog)), catalog)
     if form.problems:
         raise JobError(form.problems)
-    return form.config
+    return form
 
 
 @frozen
-class _Form:
+class Form:
     """A model as an architecture describes it."""
 
+    architecture: ArchitectureComponent
+    flat: Flat
+    """The model's keys, resolved."""
     config: dict[str, Any]
+    """The keys of a configuration that describe it."""
     contradicted: Sequence[Problem]
     """Keys of the model that are of another architecture."""
     lost: Sequence[Problem]
@@ -111,7 +120,7 @@ class _Form:
         return len(self.contradicted), len(self.lost), self.unsaid
 
 
-def _form(architecture: ArchitectureComponent, model: ModelComponent, table: Flat, catalog: Catalog) -> _Form:
+def _form(architecture: ArchitectureComponent, model: ModelComponent, table: Flat, catalog: Catalog) -> Form:
     """Returns the form of a model, whose keys `table` has: many architectures are tried with the same ones."""
     fields = architecture.fields()
     flat = _resolved_by(fields, table)
@@ -132,7 +141,7 @@ def _form(architecture: ArchitectureComponent, model: ModelComponent, table: Fla
     except JobError as error:  # what was written cannot be read, so it is of another architecture
         lost = error.problems
     unsaid = {key for field in fields for key in field.written} - {*config}
-    return _Form(config, contradicted, lost, len(unsaid))
+    return Form(architecture, flat, config, contradicted, lost, len(unsaid))
 
 
 def _lost(
@@ -170,9 +179,10 @@ def _resolved_by(fields: Sequence[Field], flat: Flat) -> Flat:
 
 
 def _resolved(fields: Sequence[Field], flat: Flat) -> Flat:
+    known = dict(flat)
     for field in fields:
-        flat = {**flat, **field.resolve(flat)}
-    return {path: value for path, value in flat.items() if value is not ABSENT}
+        known.update(field.resolve(known))
+    return {path: value for path, value in known.items() if value is not ABSENT}
 
 
 def flattened(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -244,7 +254,14 @@ def load_architecture(type_: str, catalog: Catalog) -> ArchitectureComponent:
 def fitting_architectures(
     model: ModelComponent, catalog: Catalog, among: Mapping[str, ArchitectureComponent] | None = None
 ) -> Mapping[str, ArchitectureComponent]:
-    """Returns the architectures that a model is of, by `model_type`; most have one.
+    """Returns the architectures that a model is of, by `model_type`; see `fitting_forms` for arguments and errors."""
+    return {name: form.architecture for name, form in fitting_forms(model, catalog, among).items()}
+
+
+def fitting_forms(
+    model: ModelComponent, catalog: Catalog, among: Mapping[str, ArchitectureComponent] | None = None
+) -> Mapping[str, Form]:
+    """Returns a model as each architecture that it is of describes it, by `model_type`; most are of one.
 
     Args:
         model: the component.
@@ -257,16 +274,16 @@ def fitting_architectures(
     known = architectures(catalog) if among is None else among
     table = flattened(to_toml(model, catalog))
     forms = {name: _form(architecture, model, table, catalog) for name, architecture in known.items()}
-    if fitting := {name: known[name] for name, form in forms.items() if not form.problems}:
+    if fitting := {name: form for name, form in forms.items() if not form.problems}:
         return fitting
     nearest = min(forms, key=lambda name: (*forms[name].distance(), name != "llama", name))
     message = f"this model is none of {', '.join(sorted(known))}; the nearest is {nearest}, but"
     raise JobError([Problem("model", message), *forms[nearest].problems])
 
 
-def preferred(fitting: Mapping[str, ArchitectureComponent]) -> str:
+def preferred(fitting: Mapping[str, Form]) -> str:
     """Returns the architecture that most programs know, of those that are the same model: Llama, or the plainest."""
     if "llama" in fitting:
         return "llama"
-    keys = {name: {key for field in known.fields() for key in field.keys} for name, known in fitting.items()}
+    keys = {name: {key for field in form.architecture.fields() for key in field.keys} for name, form in fitting.items()}
     return min(fitting, key=lambda name: (len(keys[name]), name))

@@ -108,6 +108,15 @@ def tiny(tmp_path_factory) -> Mapping[str, Path]:
     return {"llama": folder / "llama", "gpt2": folder / "gpt2"}
 
 
+@pytest.fixture(scope="module")
+def runs(models, tiny, tmp_path_factory) -> Mapping[str, tuple[Path, Path]]:
+    """Run folders of a tiny and a large model of each kind."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        name: (bring_in(tiny[name], folder / f"tiny-{name}"), bring_in(models[name], folder / name)) for name in models
+    }
+
+
 def import_peak(models, tiny, name: str, folder: Path) -> float:
     def action() -> float:
         return peak_of(lambda: bring_in(models[name], folder / "run"), lambda: bring_in(tiny[name], folder / "warm"))
@@ -115,14 +124,12 @@ def import_peak(models, tiny, name: str, folder: Path) -> float:
     return on_one_rank(action)
 
 
-def export_peak(models, tiny, name: str, folder: Path, dtype: torch.dtype | None = None) -> float:
-    bring_in(tiny[name], folder / "warm")
-    bring_in(models[name], folder / "run")
+def export_peak(runs, name: str, folder: Path, dtype: torch.dtype | None = None) -> float:
+    small, large = runs[name]
 
     def action() -> float:
         return peak_of(
-            lambda: take_out(folder / "run", folder / "out", dtype),
-            lambda: take_out(folder / "warm", folder / "warm out", dtype),
+            lambda: take_out(large, folder / "out", dtype), lambda: take_out(small, folder / "warm out", dtype)
         )
 
     return on_one_rank(action)
@@ -140,8 +147,8 @@ def test_an_import_that_computes_takes_one_tensor(models, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", None), ("llama", torch.float32), ("gpt2", torch.float32)])
-def test_an_export_takes_less_than_a_tensor(models, tiny, tmp_path, name, dtype):
-    assert export_peak(models, tiny, name, tmp_path, dtype) < LARGEST[name]
+def test_an_export_takes_less_than_a_tensor(runs, tmp_path, name, dtype):
+    assert export_peak(runs, name, tmp_path, dtype) < LARGEST[name]
 
 
 def sharded(run: Path) -> Any:
@@ -165,14 +172,11 @@ def sharded(run: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_an_export_during_a_run_takes_less_than_a_tensor_a_rank(models, tiny, tmp_path, name):
-    bring_in(tiny[name], tmp_path / "warm")
-    bring_in(models[name], tmp_path / "run")
-
+def test_an_export_during_a_run_takes_less_than_a_tensor_a_rank(runs, tmp_path, name):
     def action(rank: int) -> float:
         # What is freed goes back at once; glibc raises its threshold by itself and then keeps what it was given
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)
-        small, large = sharded(tmp_path / "warm"), sharded(tmp_path / "run")
+        small, large = map(sharded, runs[name])
 
         def export(context: Any, out: str) -> None:
             parallel_export.export_training(context, tmp_path / out, torch.bfloat16, 10**9, "", verify=True)

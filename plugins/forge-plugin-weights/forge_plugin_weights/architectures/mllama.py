@@ -8,7 +8,6 @@ from typing import Any
 
 from attrs import frozen
 
-from forge_core.plugins.catalog import Catalog
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.vision_language import ADAPTER, VisionLanguageModel
 from forge_plugin_weights.architectures.vision_towers import ACTIVATIONS, OF_EVERY_MODEL, VISION, WHOLE, Tower
@@ -28,7 +27,7 @@ from forge_plugin_weights.nested import (
 )
 from forge_plugin_weights.pixels import ENCODER, TiledPixels
 from forge_plugin_weights.rules import Convolution, Rows, Same
-from forge_plugin_weights.tables import all_fields, write_config
+from forge_plugin_weights.tables import all_fields
 
 FUSION = "fusion"
 MARKERS = 8
@@ -284,7 +283,7 @@ class CrossedLanguage(LanguageTable):
         for path, needed in {**fixed, **shared, f"{LANGUAGE}tie_embeddings": False}.items():
             if setting(model, path) != needed:
                 raise Unsupported(f"{path} = {model[path]!r}, where it has {needed!r} always")
-        config = write_config(own.architecture, own.model, Catalog.installed())
+        config = own.config
         for key, needed in {**UNSAID, "head_dim": config["hidden_size"] // config["num_attention_heads"]}.items():
             if config.pop(key, needed) != needed:
                 raise Unsupported(f"{LANGUAGE}* has another {key} than {needed!r}, which it has always")
