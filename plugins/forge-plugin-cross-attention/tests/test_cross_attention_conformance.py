@@ -44,7 +44,7 @@ class TestTiles(VisionModelSuite):
         ),
         fusion=Open(layers=(1,), sees="together", qk_norm=True, markers=8, **SMALL),
     )  # fmt: skip
-    layouts = ("replicate2", "fsdp2", "tp2", "pp2", "cp2", "checkpointing2")
+    layouts = ("fsdp2", "tp2", "pp2", "cp2", "checkpointing2")
 
 
 NINE_FEATURES = VisionPart(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from forge_core.data.reading import collate
+from forge_core.engine.build import build_context, build_datasets
 from forge_core.parallel.initialise import materialise
 from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_vision import GRIDS, IMAGE, VIDEO, FusionComponent
 from forge_plugin_vision.testing import RandomImages
+from forge_testing import tiny_job
+from forge_testing.catalogs import installed
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -56,12 +59,20 @@ def make_model(bare: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-@pytest.fixture
-def batch(make_job: Callable[..., Any], build: Callable[..., Any]) -> dict[str, Tensor]:
-    """Four rows: the first and the third without images, the others with two each, of which one is a video's."""
+@pytest.fixture(scope="session")
+def first_rows(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
+    """Four rows: the first and the third without images."""
     model = vision_language(MixtureOfTransformers())
-    job = make_job(model=model, precision="fp64", seq_len=LENGTH, data={"sources": (RandomImages(text_only=2),)})
-    rows = collate([build(job).datasets[0][number] for number in range(4)])
+    data = {"sources": (RandomImages(text_only=2),)}
+    job = tiny_job(str(tmp_path_factory.mktemp("rows")), installed(), model=model, seq_len=LENGTH, data=data)
+    [images] = build_datasets(job, build_context(job, installed(), None))
+    return collate([images[number] for number in range(4)])
+
+
+@pytest.fixture
+def batch(first_rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same rows, the second and the fourth with two images each, of which one is a video's."""
+    rows = {name: tensor.clone() for name, tensor in first_rows.items()}
     ids = rows["input_ids"]
     after_first = (ids == IMAGE).cumsum(1) > int(rows[GRIDS][1, 0].prod())
     rows["input_ids"] = ids.where(~((ids == IMAGE) & after_first), VIDEO)

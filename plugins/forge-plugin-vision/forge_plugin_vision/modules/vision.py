@@ -173,6 +173,8 @@ def feature_count(vision: Vision) -> int:
     room = sizes.encoder.feature_room(sizes.patches_per_sequence)
     features = torch.empty(1, room, vision.encoder.width, device="meta")  # type: ignore[call-overload]
     grids = torch.empty(1, sizes.images_per_sequence, 3, dtype=torch.int64, device="meta")
+    # Not by `Images.of`: torch computes shapes of arithmetic on "meta" in Python, which takes longer than all the rest.
+    place = torch.empty(1, room, dtype=torch.int64, device="meta")
     with torch.no_grad():
-        adapted: Tensor = vision.adapter(features, Images.of(grids, room))
+        adapted: Tensor = vision.adapter(features, Images(grids, place, place, place, place))
     return adapted.shape[1]

@@ -243,7 +243,8 @@ class ModelSuite(ParitySuite):
         return f"the model has no {needs}()" if lacks else super().cannot_have(layout)
 
     def parity_changes(self, folder: Path) -> Mapping[str, Any]:
-        return {"model": self.make(folder)}
+        # Two steps: a model that has its gradients in the first and its weights after it is trained, has them in all.
+        return {"model": self.make(folder), "steps": 2}
 
     # --- surroundings --------------------------------------------------------------------------------------------
 
