@@ -122,7 +122,7 @@ class Catalog:
     def matching(self, kind: str, name: str) -> list[Offer]:
         """Offers that `type`, or `distribution/type`, may mean; more than one if distributions compete for the type."""
         owner, _, type_ = name.rpartition("/")
-        offers = [offer for offer in self._offers if (offer.kind, offer.type) == (kind, type_)]
+        offers = [offer for offer in self._offers if offer.type == type_ and offer.kind == kind]
         return [offer for offer in offers if not owner or normalised(offer.distribution.name) == normalised(owner)]
 
     def kinds(self) -> list[str]:

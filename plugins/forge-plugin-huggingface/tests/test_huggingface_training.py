@@ -92,8 +92,7 @@ def make_stream_job(make_job, write):
     return make
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("keys", [{}, {"lanes": 2, "shuffle": 3}])
+@pytest.mark.parametrize(("keys", "workers"), [({}, 2), ({"lanes": 2, "shuffle": 3}, 0)])
 def test_a_run_continues_exactly_in_the_middle_of_a_stream(
     make_stream_job, train, lines, tmp_path: Path, keys: dict[str, Any], workers: int
 ) -> None:
