@@ -73,6 +73,8 @@ TRAINED_TOO: Mapping[str, str] = {
     "smolvlm": "pp2",
 }
 """Further ones, that together have the layers of all other architectures: a run is the same for each of these."""
+LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "olmo3", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
+"""Architectures whose matrices are those of Llama, by the same names and rules."""
 IMAGES = "forge_plugin_vision.testing:RandomImages"
 JOB: Mapping[str, Any] = {
     "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 24, "precision": "fp32"},
@@ -254,13 +256,13 @@ def layouts_of_other(model: Imported, others: Mapping[str, Imported]) -> Sequenc
     """The layouts in which a model of another architecture is tried, without that of its training.
 
     All of them for the first model of an architecture, with experts divided by one stage; for a model that differs from
-    the first by its settings, the last.
+    the first by its settings, or from Llama by a few norms, the last.
     """
     layouts = [*model.layouts()]
     if "ep2" in layouts:
         layouts.remove("fsdp2")  # ranks have the same experts then
     is_first = next(other for other in others.values() if other.architecture == model.architecture) is model
-    chosen = layouts if is_first and model.architecture not in TRAINED else layouts[-1:]
+    chosen = layouts if is_first and model.architecture not in {*TRAINED, *LIKE_LLAMA} else layouts[-1:]
     return [layout for layout in chosen if layout != TRAINED_TOO.get(model.name)]
 
 
