@@ -25,6 +25,8 @@ from forge_testing.runs import advance, tiny_run
 
 VOCABULARY, END = 32, 31
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+NEW = 8
+"""Tokens to generate: all rows grow beyond the windows, and beyond the original length of `LONG`."""
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.0, top_k=12, top_p=0.95)
 MODEL = {"dim": 16, "vocab_size": VOCABULARY, "init_std": 0.5}
 LAYOUTS = {
@@ -64,7 +66,7 @@ def network_of(folder, changes):
 
 
 def rows(network, prompts=PROMPTS, **options):
-    return [generate(network, prompts, 12, END, sampling, seed=5, **options) for sampling in (GREEDY, DRAWN)]
+    return [generate(network, prompts, NEW, END, sampling, seed=5, **options) for sampling in (GREEDY, DRAWN)]
 
 
 def observation(**parts):
@@ -73,7 +75,7 @@ def observation(**parts):
 
 def with_and_without_a_cache(folder, changes):
     network = network_of(folder, changes).model
-    return rows(network), generate(network, PROMPTS, 12, END, GREEDY, use_cache=False)
+    return rows(network), generate(network, PROMPTS, NEW, END, GREEDY, use_cache=False)
 
 
 def same_tokens(ranks, alone):
@@ -196,7 +198,7 @@ def test_ranks_of_fsdp_have_rows_of_their_own_that_end_at_different_times(tmp_pa
     network = built(tmp_path).model
     expected = [rows(network, own) for own in prompts]
     # One rank's row ends after a token, the other's never do: the first rank goes on with it.
-    never = next(end for end in range(VOCABULARY) if {*map(len, rows_until(network, prompts[1], end))} == {12})
+    never = next(end for end in range(VOCABULARY) if {*map(len, rows_until(network, prompts[1], end))} == {NEW})
     tokens = (rows_until(network, prompts[0], never)[0][1], never)
     ends = [rows_until(network, own, token) for own, token in zip(prompts, tokens, strict=True)]
 
@@ -205,11 +207,11 @@ def test_ranks_of_fsdp_have_rows_of_their_own_that_end_at_different_times(tmp_pa
         return rows(network, prompts[number]), rows_until(network, prompts[number], tokens[number])
 
     assert run_on_ranks(2, rank) == list(zip(expected, ends, strict=True))
-    assert [len(row) for own in ends for row in own] == [1, 12, 12]
+    assert [len(row) for own in ends for row in own] == [1, NEW, NEW]
 
 
 def rows_until(network, prompts, end):
-    return generate(network, prompts, 12, end, GREEDY)
+    return generate(network, prompts, NEW, end, GREEDY)
 
 
 def test_training_goes_on_with_fresh_weights_after_a_generation(tmp_path):
@@ -238,7 +240,7 @@ def test_draws_without_a_seed_are_refused_where_ranks_must_draw_alike(tmp_path):
         network = built(tmp_path, {"tp": {"degree": 2}}).model
         with pytest.raises(ForgeError, match=naming("seed")):
             generate(network, PROMPTS, 4, END, DRAWN)
-        return generate(network, PROMPTS, 12, END, GREEDY)  # nothing is drawn
+        return generate(network, PROMPTS, NEW, END, GREEDY)  # nothing is drawn
 
     one, other = run_on_ranks(2, rank)
     assert one == other
