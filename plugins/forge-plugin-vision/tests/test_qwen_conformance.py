@@ -14,4 +14,4 @@ from forge_plugin_vision.testing import RandomImages
 class TestQwen(VisionModelSuite):
     component = MODEL
     images = RandomImages(text_only=2, held_out=5, video_every=2)
-    layouts = ("fsdp2", "tp2", "pp2")  # copies of whole models are the subject of `TestJoint`
+    layouts = ("fsdp2", "tp2", "pp2", "cp2", "checkpointing2")  # copies of whole models are the subject of `TestJoint`

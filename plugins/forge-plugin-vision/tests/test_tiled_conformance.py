@@ -22,4 +22,4 @@ class TestTiledVitAndJoint(VisionModelSuite):
         ),
         fusion=Joint(),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "pp2")  # copies of whole models are the subject of `TestJoint`
+    layouts = ("fsdp2", "tp2", "pp2", "cp2", "checkpointing2")  # copies of whole models are the subject of `TestJoint`

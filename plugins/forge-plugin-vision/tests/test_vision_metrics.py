@@ -27,7 +27,6 @@ from forge_testing.processes import run_on_ranks
 MODEL = VisionLanguage(language=tiny_language(), vision=tiny_vision())
 S, B = 24, 8
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "replicate2": {},
     "fsdp2, accumulation": {"parallel": {"fsdp": FSDP()}, "micro_batch_size": 1},
     "tp2": {"parallel": {"tp": TensorParallel(degree=2)}},
     "cp2": {"parallel": {"cp": ContextParallel(degree=2)}},
