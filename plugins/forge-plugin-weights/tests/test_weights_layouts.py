@@ -72,7 +72,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "paligemma": "fsdp2",
     "smolvlm": "pp2",
 }
-"""Further ones, that together have the layers of all other architectures: a run is the same for each of these."""
+"""Models that together have the layers of all other architectures, each under one layout."""
 LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "olmo3", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
 """Architectures whose matrices are those of Llama, by the same names and rules."""
 IMAGES = "forge_plugin_vision.testing:RandomImages"
@@ -240,7 +240,7 @@ def tensors_named(name: str) -> tuple[Any, ...]:
 
 def test_weights_are_those_of_one_process_under_every_layout(tmp_path, models):
     halves = [(Imported.write(tmp_path, name, torch.bfloat16), [TRAINED[name]]) for name in TRAINED_HALVES]
-    # A layout that a model trains in, or that its half is tried in, is tried there.
+    # Not under the layout of its training, which `check_training` compares, too.
     wide = [
         (model, [layout for layout in model.layouts() if layout != TRAINED[name]]) for name, model in models.items()
     ]

@@ -243,7 +243,7 @@ class ModelSuite(ParitySuite):
         return f"the model has no {needs}()" if lacks else super().cannot_have(layout)
 
     def parity_changes(self, folder: Path) -> Mapping[str, Any]:
-        # Two steps: a model that has its gradients in the first and its weights after it is trained, has them in all.
+        # The second step uses what the first one changed: weights, and the biases of routers. More would repeat it.
         return {"model": self.make(folder), "steps": 2}
 
     # --- surroundings --------------------------------------------------------------------------------------------
