@@ -39,6 +39,8 @@ BUDGETS_S = (90.0, 60.0)
 """Seconds, as recorded, of tests of the change's own distribution, and of tests of others."""
 OVERHEAD_S = 0.02
 """Seconds of pytest itself for each test."""
+READ_CLASSES = "tests/config/test_defaults.py"
+"""Tests of what class bodies say, without entering a function of theirs."""
 LIMIT_S = 900.0
 """Seconds for each list of tests. A change that makes ranks wait for each other takes all of them."""
 KEPT = 160
@@ -87,11 +89,16 @@ class Reached:
         """Returns the tests to run one list after the other: those of its own distribution, and those of others.
 
         First those that enter the changed function, then the others in their files, which may observe what these have
-        made: the quickest first, for as long as `BUDGETS_S`. A change outside of functions acts through its whole file.
+        made: the quickest first, for as long as `BUDGETS_S`. A change outside of functions acts through its whole file,
+        and on `READ_CLASSES`.
         """
         own = reached.key(change.file, ".".join(change.inside))
-        keys = [own] if own in self._tests else [*reached.keys_of(self._root / change.file, change.file)]
-        entering = set[str]().union(*(self._tests.get(each, ()) for each in keys))
+        if own in self._tests:
+            entering = set(self._tests[own])
+        else:
+            keys = reached.keys_of(self._root / change.file, change.file)
+            entering = {name for name in self._seconds if name.startswith(READ_CLASSES)}
+            entering = entering.union(*(self._tests.get(each, ()) for each in keys))
         files = {name.partition("::")[0] for name in entering}
         beside = {name for name in self._seconds if name.partition("::")[0] in files} - entering
         home = _home(change)
