@@ -8,8 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from mlflow.tracking import MlflowClient
-from mlflow_store import database
+from mlflow_store import client_of, database
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ForgeError
@@ -51,7 +50,7 @@ def runs_of(client, project):
 def test_a_run_that_crashes_and_continues_is_one_run(make_job, train, lines, server, project, tmp_path):
     table = MLflow(project=project, tracking_uri=server, tags=("team=vision", "baseline"), name="shown")
     keys = {"steps": 5, "eval": {"interval": 5}, "checkpoint": {"interval": 2}, "loggers": {"mlflow": table}}
-    client = MlflowClient(tracking_uri=server)
+    client = client_of(server)
     with pytest.raises(RuntimeError, match="crash"):
         train(make_job(**keys), Crash())
     [run] = runs_of(client, project)
@@ -77,7 +76,7 @@ def test_a_run_that_crashes_and_continues_is_one_run(make_job, train, lines, ser
 def test_a_sqlite_file_and_a_run_that_is_to_be_continued(make_job, train, project):
     uri = database()
     train(make_job(steps=4, loggers={"mlflow": MLflow(project=project, tracking_uri=uri, interval=2)}), Stops())
-    client = MlflowClient(tracking_uri=uri)
+    client = client_of(uri)
     [run] = runs_of(client, project)
     assert (run.info.status, run.data.tags["forge.ended"]) == ("SCHEDULED", "time is over")
     assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [2]
@@ -90,7 +89,7 @@ def test_counts_are_files(make_job, catalog, tmp_path, project):
     for step in (1, 2):
         logger.log({"step": step, "loss": 1.0, "counts": {"moe/load": {"3": [1.0, 5.0]}}})
     logger.close()
-    client = MlflowClient(tracking_uri=database())
+    client = client_of(database())
     [run] = runs_of(client, project)
     [file] = client.list_artifacts(run.info.run_id, "counts")
     text = Path(client.download_artifacts(run.info.run_id, file.path, str(tmp_path))).read_text()
@@ -100,7 +99,7 @@ def test_counts_are_files(make_job, catalog, tmp_path, project):
 def test_lines_wait_for_a_server_and_are_sent_when_the_run_continues(
     make_job, catalog, tmp_path, project, monkeypatch, recwarn
 ):
-    context, client = build_context(make_job(), catalog, tmp_path), MlflowClient(tracking_uri=database())
+    context, client = build_context(make_job(), catalog, tmp_path), client_of(database())
     table = MLflow(project=project, tracking_uri=database(), timeout_s=1.5)
     logger = context.build(table)
     logger.start(0)
@@ -113,7 +112,7 @@ def test_lines_wait_for_a_server_and_are_sent_when_the_run_continues(
     path = tmp_path / "note.txt"
     path.write_text("text")
     with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "log_batch", away)
+        patch.setattr("mlflow.tracking.MlflowClient.log_batch", away)
         for step in (1, 2, 3):
             logger.log({"step": step, "loss": float(step)})
         logger.artifact(path, "note.txt", 2)
@@ -168,7 +167,7 @@ def test_a_server_that_is_away_or_a_run_that_is_gone_is_refused(make_job, train,
         train(make_job(steps=1, job={"name": "away"}, loggers={"mlflow": MLflow(tracking_uri=uri, timeout_s=2)}))
     keys = {"steps": 4, "loggers": {"mlflow": MLflow(project=project, tracking_uri=database())}}
     train(make_job(**keys), Stops())
-    client = MlflowClient(tracking_uri=database())
+    client = client_of(database())
     client.delete_run(runs_of(client, project)[0].info.run_id)
     with pytest.raises(ForgeError, match=naming("experiment", 'branch = "again"')):
         train(make_job(**keys))
