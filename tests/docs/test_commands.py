@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,4 +77,14 @@ def test_commands_of_a_page_run_as_written(
     ]
     assert {command for command, *_ in commands} == PAGES[page]
     for command in commands:
-        assert main(command) == 0, command
+        assert run(command) == 0, command
+
+
+def run(command: list[str]) -> int:
+    """Run a command of `forge-run` here, or in a process where it starts ranks: these are forks of it then.
+
+    Those of this process would be started by `exec` (see `forked_starts.py`), and each import torch.
+    """
+    if not any(word.startswith("--nproc") for word in command):
+        return main(command)
+    return subprocess.run([sys.executable, "-m", "forge_core", *command], check=False).returncode

@@ -246,9 +246,9 @@ def test_a_config_fits_its_gpu(capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("names", "ranks", "sequences", "gpu", "part"),
     [
-        (["llama-34b-8gpu"], 8, 16, "h200", 4),
+        (["llama-34b-8gpu"], 8, 16, "h200", 8),
         (["llama-70b-64gpu"], 64, 64, "h200", 8),
-        (["vlm-2b", "vlm-stages"], 8, 32, "h100", 4),
+        (["vlm-2b", "vlm-stages"], 8, 32, "h100", 8),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
