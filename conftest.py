@@ -11,10 +11,6 @@ from hypothesis import HealthCheck, settings
 
 sys.path += [str(Path(__file__).parent / name) for name in ("tests", "tools")]
 
-# Importing torch and collecting tests makes objects that stay: until that is done, every pass of the garbage collector
-# goes through more of them in vain, which takes a fifth of the time of collection.
-gc.disable()
-
 import catalogs
 import forked_starts
 import watched
@@ -32,6 +28,9 @@ WITHOUT_BYTECODE = sys.dont_write_bytecode
 # For as long as tests are collected: rewriting the assertions of all files takes each process ten seconds, the next
 # time too unless the outcome is kept. While tests run, it is as the environment wants it.
 sys.dont_write_bytecode = False
+# Likewise: torch and tests that are collected stay, so that each garbage collection goes through more objects and frees
+# none, which takes a fifth of that time.
+gc.disable()
 
 
 @pytest.hookimpl(wrapper=True)
