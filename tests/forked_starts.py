@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -296,17 +297,19 @@ def _run_and_end(start: Start) -> NoReturn:
 def _main() -> None:
     import catalogs
 
-    from forge_core.plugins.catalog import Catalog
+    from forge_core.plugins.catalog import Catalog, core_version
     from forge_testing.processes import IMPORTED, prepare_to_fork
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the terminal is for the tests
     before = dict(os.environ)
-    for name in ("forge_core.cli.run", *IMPORTED):
+    for name in ("forge_core.cli.run", "packaging.requirements", *IMPORTED):
         importlib.import_module(name)
     catalogs.install()
-    Catalog.installed()  # which forks remember: a scan takes them 20 ms, several times in each
+    Catalog.installed()  # which forks remember, as the next: a scan takes them 20 ms, several times in each
+    core_version()
     prepare_to_fork()
     _Template.set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
+    _forget_ends_of_torch()
     gc.collect()
     gc.freeze()
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
@@ -314,6 +317,18 @@ def _main() -> None:
         install_below()
         _become(*request)
         _run_and_end(request[0])
+
+
+def _forget_ends_of_torch() -> None:
+    """Leave out what torch does when an interpreter ends, a third of the CPU time of a short run.
+
+    It unregisters its operators one by one, and makes a table of compile times for a log that nobody reads.
+    """
+    import torch._dynamo.utils
+
+    atexit.unregister(torch._dynamo.utils.dump_compile_times)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def install_below() -> None:
