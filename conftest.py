@@ -43,6 +43,7 @@ def pytest_collection() -> Iterator[object]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.callbacks.append(_note_full_collection)
     forked_starts.install()
     catalogs.install()
     if hasattr(config.option, "loadscopereorder"):
@@ -91,12 +92,24 @@ def no_groups_left() -> Iterator[None]:
         leave_group()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def young_heap() -> None:
-    """Freeze all objects imported so far, so that the garbage collector skips them.
+heap_has_grown = True
+"""Whether Python has gone through all objects, on request or since there were many new ones, since they were frozen."""
 
-    Each run collects garbage when it begins and ends, and going through all of torch takes a third of a second: longer
-    than most runs here.
+
+def _note_full_collection(phase: str, info: dict[str, int]) -> None:
+    global heap_has_grown
+    heap_has_grown |= phase == "stop" and info["generation"] == 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Freeze all objects that outlive a test, modules above all, so that the garbage collector skips them.
+
+    Each run collects garbage when it begins, and going through all of torch takes a third of a second: longer than most
+    runs here.
     """
-    gc.collect()
-    gc.freeze()
+    global heap_has_grown
+    if heap_has_grown:
+        gc.collect()  # of what tests have left: frozen, it would never be freed
+        gc.freeze()
+        heap_has_grown = False
