@@ -1,6 +1,6 @@
 """`python -m forge_core …` and `python -m pytest …`, started by tests, as forks of a process that has imported torch.
 
-A process of `forge-run` takes 0.15 CPU seconds instead of 3.4 then: most of the cost of tests of launchers, signals and
+A process of `forge-run` takes 0.1 CPU seconds instead of 3.4 then: most of the cost of tests of launchers, signals and
 kills. One of pytest takes half: its garbage collections skip all of torch, too. `install` replaces the step of
 `subprocess.Popen` that forks and executes, so tests, and the launchers that they start, are written as for users. The
 process is a child of the one that asked for it, has its own standard streams, directory, environment, session and
@@ -297,16 +297,13 @@ def _run_and_end(start: Start) -> NoReturn:
 def _main() -> None:
     import catalogs
 
-    from forge_core.plugins.catalog import Catalog, core_version
     from forge_testing.processes import IMPORTED, prepare_to_fork
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the terminal is for the tests
     before = dict(os.environ)
-    for name in ("forge_core.cli.run", "packaging.requirements", *IMPORTED):
+    for name in ("forge_core.cli.run", *IMPORTED):
         importlib.import_module(name)
     catalogs.install()
-    Catalog.installed()  # which forks remember, as the next: a scan takes them 20 ms, several times in each
-    core_version()
     prepare_to_fork()
     _Template.set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
     _forget_ends_of_torch()

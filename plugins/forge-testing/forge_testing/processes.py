@@ -32,6 +32,7 @@ IMPORTED = (
     "forge_core.metrics.console",
     "forge_core.metrics.jsonl",
     "forge_core.schedules",
+    "packaging.requirements",
     "rich.progress",
     "torch._dynamo",
     "torch._dynamo.backends.debugging",
