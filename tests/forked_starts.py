@@ -38,7 +38,7 @@ READ_AT_START = ("PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "TORCH", "LD_", "MAL
 """Variables that interpreters and libraries read once: with other values than here, a process is started by `exec`."""
 TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED")
 """Those that a fork takes over all the same."""
-MODULES = ("forge_core", "forge_plugin_doctor.rank", "outcomes_of_lines", "pytest")
+MODULES = ("forge_core", "forge_plugin_doctor.rank", "outcomes_of_lines", "prepares_often", "pytest")
 MEASURED = {"COV_CORE_SOURCE", "COVERAGE_PROCESS_START"}
 """Variables by which pytest-cov measures processes, from their start on."""
 PR_SET_CHILD_SUBREAPER = 36

@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 DOCUMENTS = 8_000
-COMMAND = [sys.executable, "often.py", "prepare-data", "texts", "--tokenizer=bytes", "--output=data"]
+COMMAND = [sys.executable, "-m", "prepares_often", "prepare-data", "texts", "--tokenizer=bytes", "--output=data"]
 OFTEN = """
 import sys
 
@@ -47,7 +47,7 @@ def kill_at_random(folder: Path, kills: int, seed: int, say: Callable[[str], obj
     """Kill so many commands in a new `folder`; returns how a finished one differs, empty if none does."""
     random = Random(seed)
     _write_texts(folder / "texts", random)
-    (folder / "often.py").write_text(OFTEN)
+    (folder / "prepares_often.py").write_text(OFTEN)
     lives_s: dict[int, float] = {}
     for workers in WORKERS:
         shutil.rmtree(folder / "whole", ignore_errors=True)

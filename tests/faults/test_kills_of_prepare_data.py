@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import kill_prepare
 import pytest
 from kill_prepare import kill_at_random
 
 pytestmark = pytest.mark.slow
 
 
-def test_prepared_data_is_as_if_nobody_had_killed_the_command(tmp_path):
+def test_prepared_data_is_as_if_nobody_had_killed_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(kill_prepare, "DOCUMENTS", 2_000)  # some twenty shards and states, of which kills come between
     assert kill_at_random(tmp_path / "prepared", kills=5, seed=1, say=print) == ""
 
 
 def test_a_file_that_differs_is_noticed(tmp_path, monkeypatch):
-    import kill_prepare
-
     finish = kill_prepare._finish
 
     def damaging(folder, workers, delay_s=None):
