@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import io
@@ -36,11 +37,21 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 REAL = "FORGE_TESTS_REAL_STARTS"
 READ_AT_START = ("PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "TORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA")
 """Variables that interpreters and libraries read once: with other values than here, a process is started by `exec`."""
-TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED")
-"""Those that a fork takes over all the same."""
-MODULES = ("forge_core", "forge_plugin_doctor.rank", "outcomes_of_lines", "prepares_often", "pytest")
+TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_")
+"""Beginnings of those that a fork takes over all the same; the last two are read when a process joins its group."""
+MODULES = (
+    "forge_core",
+    "forge_plugin_doctor.rank",
+    "forge_plugin_health.spares",
+    "outcomes_of_lines",
+    "prepares_often",
+    "pytest",
+    "torch.distributed.run",
+)
 MEASURED = {"COV_CORE_SOURCE", "COVERAGE_PROCESS_START"}
 """Variables by which pytest-cov measures processes, from their start on."""
+MOST_DESCRIPTORS = 16
+"""That a process may be started with, its standard streams included."""
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 
@@ -55,6 +66,8 @@ class Start(NamedTuple):
     directory: str
     environment: dict[str, str]
     own_session: bool
+    passed: Sequence[int] = ()
+    """Descriptors that it has besides its standard streams, in ascending order."""
 
 
 def install() -> None:
@@ -75,31 +88,37 @@ def _fork_or_execute(
     process_group: int,
 ) -> None:  # fmt: skip
     environment = dict(os.environ if env is None else env)
+    module = _module_of(args)
     plain = (preexec_fn, executable, gid, gids, uid, umask, process_group, shell) == (None,) * 5 + (-1, -1, False)
-    forks = plain and close_fds and _is_ours(args) and _alike(environment)
-    if not forks or (pass_fds and not _Template.below):
+    if not (plain and close_fds and module and _alike(environment)):
         _execute(
             self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
             p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
             own_session, process_group,
         )  # fmt: skip
         return
-    start = Start(args[2], list(map(str, args[3:])), os.fspath(cwd or os.getcwd()), environment, own_session)
+    options, arguments = args[1 : args.index("-m")], args[args.index("-m") + 2 :]
+    if "-u" in options:
+        environment["PYTHONUNBUFFERED"] = "1"
+    directory = os.fspath(cwd or os.getcwd())
+    start = Start(module, list(map(str, arguments)), directory, environment, own_session, sorted(pass_fds))
     streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-    self.pid = _fork_here(start, streams, pass_fds) if _Template.below else _template().fork(start, streams)
+    self.pid = _fork_here(start, streams) if _Template.below else _template().fork(start, [*streams, *start.passed])
     self._child_created = True
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
-def _is_ours(args: Any) -> bool:
-    if not isinstance(args, (list, tuple)) or len(args) < 3:
-        return False
-    return list(map(str, args[:2])) == [sys.executable, "-m"] and args[2] in MODULES
+def _module_of(args: Any) -> str:
+    """Returns the module of ours that a command line runs; empty for any other command."""
+    if not isinstance(args, (list, tuple)) or args[0] != sys.executable or "-m" not in args[1:3]:
+        return ""
+    options, (module, *_) = args[1 : args.index("-m")], (*args[args.index("-m") + 1 :], "")
+    return module if module in MODULES and set(options) <= {"-u"} else ""
 
 
 def _alike(environment: dict[str, str]) -> bool:
     def read(variables: Any) -> dict[str, str]:
-        names = [name for name in variables if name.startswith(READ_AT_START) and name not in TAKEN_OVER]
+        names = [name for name in variables if name.startswith(READ_AT_START) and not name.startswith(TAKEN_OVER)]
         return {name: variables[name] for name in names}
 
     same = read(environment) == read(os.environ) and not MEASURED & environment.keys()
@@ -139,8 +158,8 @@ class _Template:
         self._socket, self._lock = ours, threading.Lock()
         atexit.register(self._close)
 
-    def fork(self, start: Start, streams: Sequence[int]) -> int:
-        """Start a process, which becomes a child of this one; returns its pid."""
+    def fork(self, start: Start, descriptors: Sequence[int]) -> int:
+        """Start a process with standard streams and passed descriptors, as a child of this one; returns its pid."""
         message = json.dumps(start).encode()
         with self._lock:
             # The template's child forks and ends; what it leaves behind goes to the next ancestor that wants orphans
@@ -149,7 +168,7 @@ class _Template:
             prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(wanted), 0, 0, 0)
             prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
-                socket.send_fds(self._socket, [len(message).to_bytes(4, "big")], streams)
+                socket.send_fds(self._socket, [len(message).to_bytes(4, "big")], descriptors)
                 self._socket.sendall(message)
                 return int.from_bytes(_receive(self._socket, 4), "big")
             finally:
@@ -183,7 +202,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 def _serve(connection: socket.socket) -> tuple[Start, list[int]] | None:
     """Fork for each request; returns one in the process that is to become it, and None at the end."""
     while True:
-        size, streams, _, _ = socket.recv_fds(connection, 4, 3)
+        size, descriptors, _, _ = socket.recv_fds(connection, 4, MOST_DESCRIPTORS)
         if not size:
             return None
         if not any(size):  # of `wait`
@@ -197,17 +216,18 @@ def _serve(connection: socket.socket) -> tuple[Start, list[int]] | None:
                 os._exit(0)
             os.close(left)
             os.read(gone, 1)  # until the process between has ended: only then is the parent the one that asked
-            if fields[-1]:
+            start = Start(*fields)
+            if start.own_session:
                 os.setsid()
             os.write(telling, os.getpid().to_bytes(4, "big"))
-            return Start(*fields), streams
+            return start, descriptors
         os.waitpid(middle, 0)
         connection.sendall(os.read(told, 4))
-        for number in (*streams, told, telling):
+        for number in (*descriptors, told, telling):
             os.close(number)
 
 
-def _fork_here(start: Start, streams: Sequence[int], kept: Sequence[int]) -> int:
+def _fork_here(start: Start, streams: Sequence[int]) -> int:
     """Start a rank, as a fork of this process, which is one itself."""
     begun, beginning = os.pipe()
     with warnings.catch_warnings():
@@ -227,16 +247,19 @@ def _fork_here(start: Start, streams: Sequence[int], kept: Sequence[int]) -> int
         # Not where everything that is installed lies below it, as in the repository: numpy is imported once a process
         if file.startswith(f"{start.directory}/") and not sys.prefix.startswith(f"{start.directory}/"):
             del sys.modules[name]  # a file of the job, which the launcher has imported to check it: imported anew
-    _become(start, streams, kept)
+    _become(start, [*streams, *start.passed])
     return _run_and_end(start)
 
 
-def _become(start: Start, streams: Sequence[int], kept: Sequence[int] = ()) -> None:
+def _become(start: Start, descriptors: Sequence[int]) -> None:
     """Make this fork what a new process would be."""
-    for number, stream in enumerate([os.dup(stream) for stream in streams]):
-        os.dup2(stream, number)  # twice, since one of the streams may have the number of another one's place
+    places = (0, 1, 2, *start.passed)
+    # Out of the way first, since one of them may have the number of another one's place
+    copies = [fcntl.fcntl(number, fcntl.F_DUPFD, places[-1] + 1) for number in descriptors]
+    for place, copy in zip(places, copies, strict=True):
+        os.dup2(copy, place)
     for number in map(int, os.listdir("/proc/self/fd")):
-        if number > 2 and number not in kept:
+        if number not in places:
             with suppress(OSError):  # that of the listing itself
                 os.close(number)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from forge_core.contracts.errors import ExitCode
+from forge_kit.supervisor import Supervisor
 from forge_plugin_health.elastic import Attempt, run_elastic
 from forge_plugin_health.spares import Spares
 from forge_testing import TINY_JOB
@@ -175,24 +178,17 @@ def test_a_spare_process_takes_its_command_before_it_is_ready(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_spare_process_becomes_a_rank(elastic):
-    (elastic.folder / "spare.py").write_text(
-        "import os, sys, time\n"
-        "os.environ['OMP_NUM_THREADS'] = '1'\n"
-        "from pathlib import Path\n"
-        "from forge_kit.supervisor import Supervisor\n"
-        "from forge_plugin_health.spares import Spares\n"
-        "spares = Spares(2, after_s=0)\n"
-        "spares._refill()\n"
-        "while spares.ready() < 2: time.sleep(0.1)\n"
-        "command = [sys.executable, '-m', 'forge_core', 'run', 'job.toml', '-q', '--nproc=1']\n"
-        "ended = Supervisor(command, 2, Path('runs/tiny/logs'), 10.0, popen=spares).run()\n"
-        "spares.close()\n"
-        "print(ended)\n"
-        "sys.exit(ended.code)\n"
-    )
-    done = subprocess.run([sys.executable, "spare.py"], cwd=elastic.folder, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+def test_a_spare_process_becomes_a_rank(elastic, monkeypatch):
+    monkeypatch.chdir(elastic.folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    spares = Spares(2, after_s=0)
+    spares._refill()
+    while spares.ready() < 2:
+        time.sleep(0.05)
+    command = [sys.executable, "-m", "forge_core", "run", "job.toml", "-q", "--nproc=1"]
+    ended = Supervisor(command, 2, Path("runs/tiny/logs"), 10.0, popen=spares).run()
+    spares.close()
+    assert ended.code == 0, ended
     starts = sorted((elastic.folder / "starts").read_text().splitlines())
     assert starts == ["0/2 forge_plugin_health.spares", "1/2 forge_plugin_health.spares"]
     assert losses(elastic.folder / "runs/tiny")[12]
