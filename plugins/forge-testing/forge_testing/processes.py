@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -44,6 +45,8 @@ IMPORTED = (
 )
 """Modules that most runs import, which takes a second or two: imported here once, and not in each rank of each test."""
 
+_imported_by_ranks: set[str] = set()
+"""Modules of plugins that a rank has imported, which are imported here before the next ranks start."""
 
 HANG_S = 600.0
 """Seconds after which processes are considered deadlocked. No test takes as long, even on a busy machine, so reaching
@@ -79,6 +82,9 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
     """
     for name in IMPORTED:
         importlib.import_module(name)
+    while _imported_by_ranks:
+        with suppress(ImportError):  # of a package that a test has removed since
+            importlib.import_module(_imported_by_ranks.pop())
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
@@ -117,7 +123,10 @@ def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, tim
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
         _reuse_meshes()
         buffer = io.BytesIO()
-        torch.save(function(rank), buffer)
+        before = set(sys.modules)
+        value = function(rank)
+        imported = [name for name in set(sys.modules) - before if name.startswith("forge_plugin_")]
+        torch.save((value, imported), buffer)
         results.put((rank, True, buffer.getvalue()))
         code = 0
     except BaseException:
@@ -159,4 +168,7 @@ def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
                 raise AssertionError(f"ranks {dead} died" if dead else "timed out") from None
     if errors:
         raise AssertionError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
-    return [torch.load(io.BytesIO(values[rank]), weights_only=False) for rank in sorted(values)]
+    loaded = [torch.load(io.BytesIO(values[rank]), weights_only=False) for rank in sorted(values)]
+    for _, modules in loaded:
+        _imported_by_ranks.update(modules)
+    return [value for value, _ in loaded]
