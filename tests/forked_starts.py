@@ -40,6 +40,7 @@ READ_AT_START = ("PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "TORCH", "LD_", "MAL
 TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_")
 """Beginnings of those that a fork takes over all the same; the last two are read when a process joins its group."""
 MODULES = (
+    "broken_network",
     "forge_core",
     "forge_plugin_doctor.rank",
     "forge_plugin_health.spares",

@@ -30,23 +30,34 @@ type = "forge_testing:Numbers"
 type = "forge_testing:TinyAdamW"
 """
 
-# A broken network that adds numbers wrongly: rank 1 receives a sum that is one too large at one position.
+# `forge-run` on a broken network, which adds numbers wrongly: rank 1 receives a sum that is one too large in one place.
+# The ranks, which are forks of this process, inherit the network.
 BROKEN = """
-import os, sys
-if "forge_plugin_doctor.rank" in sys.orig_argv:
-    import torch.distributed as dist
-    right = dist.all_reduce
-    def all_reduce(tensor, *args, **kwargs):
-        done = right(tensor, *args, **kwargs)
-        if dist.get_rank() == 1 and len(tensor) > 5000:
-            tensor[4321] += 1
-        return done
-    dist.all_reduce = all_reduce
+import sys
+
+import torch.distributed as dist
+
+from forge_core.cli import main
+
+right = dist.all_reduce
+
+
+def all_reduce(tensor, *args, **kwargs):
+    done = right(tensor, *args, **kwargs)
+    if dist.get_rank() == 1 and len(tensor) > 5000:
+        tensor[4321] += 1
+    return done
+
+
+dist.all_reduce = all_reduce
+
+if __name__ == "__main__":
+    sys.exit(main())
 """
 
 
-def doctor(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "forge_core", "doctor", *argv]
+def doctor(*argv: str, module: str = "forge_core", **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, "doctor", *argv]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
 
 
@@ -70,8 +81,8 @@ def test_a_sound_machine_has_exit_code_0_facts_for_every_check_and_nothing_left_
 
 
 def test_a_collective_with_wrong_results_is_named_with_rank_and_number(here: Path) -> None:
-    (here / "sitecustomize.py").write_text(BROKEN)
-    done = doctor(PYTHONPATH=str(here), COLUMNS="300")
+    (here / "broken_network.py").write_text(BROKEN)
+    done = doctor(module="broken_network", COLUMNS="300")
     assert done.returncode == 1, done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("failed")]
     assert "gloo: all_reduce" in line

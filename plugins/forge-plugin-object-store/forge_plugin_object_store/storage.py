@@ -89,18 +89,20 @@ class ObjectStorage(SpreadStorage):
     def clear(self) -> None:
         if self._rank == 0:
             self._bucket.abort_uploads()
-            committed = {f"step-{step}" for step in self.steps()}
-            for folder in self._bucket.folders():
-                if folder.removeprefix("step-").isdigit() and folder not in committed:
+            for folder, committed in self._folders():
+                if not committed:
                     self._bucket.remove_folder(folder)
 
     # --- reading -------------------------------------------------------------------------------------------------
 
     def steps(self) -> Sequence[int]:
+        return sorted(int(name.removeprefix("step-")) for name, committed in self._folders() if committed)
+
+    def _folders(self) -> list[tuple[str, bool]]:
+        """Folders of steps, and whether each is committed."""
         folders = [name for name in self._bucket.folders() if name.removeprefix("step-").isdigit()]
-        there = self._bucket.in_parallel(lambda name: self._bucket.exists(f"{name}/{MANIFEST}"), folders)
-        named = zip(folders, there, strict=True)
-        return sorted(int(name.removeprefix("step-")) for name, committed in named if committed)
+        committed = self._bucket.in_parallel(lambda name: self._bucket.exists(f"{name}/{MANIFEST}"), folders)
+        return list(zip(folders, committed, strict=True))
 
     def folder(self, step: int) -> Path:
         return self._cache / f"step-{step}"

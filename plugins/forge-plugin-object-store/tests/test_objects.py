@@ -26,6 +26,9 @@ from forge_testing.refusals import at, check_problems, lacks, naming, refuses
 
 pytestmark = pytest.mark.slow
 
+SAVED_ONCE = {"checkpoint.interval": 0}
+"""Of a run whose losses are compared: at its end only."""
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
@@ -74,7 +77,7 @@ def test_two_ranks_with_caches_of_their_own_continue_to_the_bit_on_empty_machine
 
     def work(rank):
         storage = f'cache = "machine-{rank}"'
-        straight = train(make("straight", storage, **overrides, **{"train.steps": 5}))
+        straight = train(make("straight", storage, **overrides, **SAVED_ONCE, **{"train.steps": 5}))
         train(make(storage=storage, **overrides))
         own = sorted(path.name for path in Path(f"machine-{rank}/step-4").glob("*"))
         shutil.rmtree(f"machine-{rank}")
@@ -92,7 +95,7 @@ def test_two_ranks_with_caches_of_their_own_continue_to_the_bit_on_empty_machine
 
 
 def test_a_run_goes_on_where_nothing_is_but_its_job_file(make, store):
-    straight = train(make("straight", **{"train.steps": 6}))
+    straight = train(make("straight", **SAVED_ONCE, **{"train.steps": 6}))
     train(make())
     for folder in ("runs/run", "runs/straight/checkpoints"):
         shutil.rmtree(folder)
@@ -196,7 +199,7 @@ def test_a_run_killed_while_it_uploads_goes_on_from_the_one_before(make, store, 
     """In the upload of a part, and with all files there but the manifest: then there is no checkpoint."""
     large = {"model.dim": 500} if moment == "a part" else {}
     storage = "part_mb = 5"
-    straight = train(make("straight", storage, **large))
+    straight = train(make("straight", storage, **large, **SAVED_ONCE))
     pattern = "PUT .*step-4/.*partNumber=2" if moment == "a part" else "PUT .*step-4/manifest"
     proxy.rules.append(Rule(pattern, "stall", times=1))
     make(storage=storage, **large)
@@ -283,7 +286,7 @@ def test_a_local_run_of_the_same_name_elsewhere_is_read_where_it_is(make, monkey
 
 def test_a_folder_by_file_url_works_like_a_bucket(make, tmp_path):
     keys = {"checkpoint.storage.url": f'"file://{tmp_path}/shared/{{job}}"', "checkpoint.storage.options": "{}"}
-    straight = train(make("straight", **keys, **{"train.steps": 6}))
+    straight = train(make("straight", **keys, **SAVED_ONCE, **{"train.steps": 6}))
     train(make(**keys))
     shutil.rmtree("runs/run/checkpoints")
     assert curve(train(make(**keys, **{"train.steps": 6}))) == curve(straight)
