@@ -111,7 +111,7 @@ def _fork_or_execute(
 
 def _module_of(args: Any) -> str:
     """Returns the module of ours that a command line runs; empty for any other command."""
-    if not isinstance(args, (list, tuple)) or args[0] != sys.executable or "-m" not in args[1:3]:
+    if not isinstance(args, (list, tuple)) or "-m" not in args[1:3] or str(args[0]) != sys.executable:
         return ""
     options, (module, *_) = args[1 : args.index("-m")], (*args[args.index("-m") + 1 :], "")
     return module if module in MODULES and set(options) <= {"-u"} else ""

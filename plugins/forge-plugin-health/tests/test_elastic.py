@@ -183,7 +183,8 @@ def test_a_spare_process_becomes_a_rank(elastic, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     spares = Spares(2, after_s=0)
     spares._refill()
-    while spares.ready() < 2:
+    until = time.monotonic() + HANG_S
+    while spares.ready() < 2 and time.monotonic() < until:
         time.sleep(0.05)
     command = [sys.executable, "-m", "forge_core", "run", "job.toml", "-q", "--nproc=1"]
     ended = Supervisor(command, 2, Path("runs/tiny/logs"), 10.0, popen=spares).run()
