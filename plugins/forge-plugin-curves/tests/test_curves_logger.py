@@ -100,6 +100,14 @@ def test_the_last_held_out_values_stand_beside_their_points(panels):
     assert texts(held_out) == ["1.5"]
 
 
+def test_points_that_crowd_are_small(panels):
+    def size(evaluations):
+        [line] = panels(training(1), *(evaluation(step, 3.0) for step in range(evaluations)))[1].lines
+        return line.get_markersize()
+
+    assert (size(39), size(40)) == (5, 2.5)
+
+
 def test_bits_per_byte_are_shown_if_known_else_perplexity(panels):
     def title(*records):
         return panels(training(1), *records)[1].get_title(loc="left")

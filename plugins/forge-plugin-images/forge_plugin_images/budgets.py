@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import evolve
 
-from forge_core.contracts.errors import JobError
 from forge_kit.budgets import Budget, Budgets
 from forge_plugin_images.building import row_format
 from forge_plugin_images.index import entries_of, stored_index
@@ -34,9 +33,7 @@ def image_budgets(keys: ImageDataset, context: BuildContext) -> Budgets:
     Raises:
         JobError: a record is not as the job says, or images are broken and this is not allowed.
     """
-    if context.tokenizer is None:
-        raise JobError("texts need a tokenizer")
-    documents = keys.documents_of(context, context.tokenizer, keys.records())
+    documents = keys.documents_of(context, keys.records())
     # Uncut: with `too_long = "cut"`, training keeps only what is left of those that are too long.
     documents = evolve(documents, room=None)
     entries = entries_of(stored_index(documents, keys.skips_unreadable).path)

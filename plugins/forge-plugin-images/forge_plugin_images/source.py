@@ -176,15 +176,13 @@ class ImageDataset(DatasetComponent):
         """
         from forge_plugin_images.building import image_rows
 
-        if context.tokenizer is None:
-            raise JobError(NO_TOKENIZER)
         if self.streaming:
             from forge_plugin_images.streaming import image_stream
 
-            return image_stream(self, context, context.tokenizer)
+            return image_stream(self, context)
         found = from_rank0(context, lambda: find_source(self._patterns, self.folder, self.split))
         records = open_records(found, self._patterns, self.folder, self.split)
-        return image_rows(self, context, self.documents_of(context, context.tokenizer, records))
+        return image_rows(self, context, self.documents_of(context, records))
 
     def budgets(self, context: BuildContext) -> Budgets | None:
         """See `forge_kit.budgets.HasBudgets`."""
@@ -211,19 +209,24 @@ class ImageDataset(DatasetComponent):
 
         if self.streaming:
             return None
-        if context.tokenizer is None:
-            raise JobError(NO_TOKENIZER)
-        documents = self.documents_of(context, context.tokenizer, self.records())
+        documents = self.documents_of(context, self.records())
         allowed = self.max_unreadable if self.skips_unreadable else 0.0
         return Decodable(documents=documents, key="max_unreadable" if allowed else "unreadable", allowed=allowed)
 
     def documents_of(
-        self, context: BuildContext, tokenizer: Tokenizer, records: ImageSource, *, all_held_out: bool = False
+        self, context: BuildContext, records: ImageSource, *, all_held_out: bool = False
     ) -> ImageDocuments:
-        """Returns the documents of records, of which all may be held out."""
+        """Returns the documents of records, of which all may be held out.
+
+        Raises:
+            JobError: there is no tokenizer.
+        """
         from forge_plugin_images.documents import Clips, ImageDocuments
         from forge_plugin_images.rows import Needs
 
+        tokenizer = context.tokenizer
+        if tokenizer is None:
+            raise JobError(NO_TOKENIZER)
         seen = image_input(context.job)
         room = Needs(context.job.train.seq_len, seen.patches_per_sequence, seen.images_per_sequence)
         clips, component = None, self.video_component()

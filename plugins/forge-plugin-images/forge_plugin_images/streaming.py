@@ -34,7 +34,6 @@ from forge_plugin_images.tables import Table, describe_table
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Tokenizer
     from forge_plugin_images.dataset import ImageRows
     from forge_plugin_images.source import ImageDataset
 
@@ -217,7 +216,7 @@ class ImageStream:
         return self._rows.row(documents, patches, broken)
 
 
-def image_stream(keys: ImageDataset, context: BuildContext, tokenizer: Tokenizer) -> ImageStream:
+def image_stream(keys: ImageDataset, context: BuildContext) -> ImageStream:
     """Returns the stream of an image dataset, with its held-out rows.
 
     Raises:
@@ -228,7 +227,7 @@ def image_stream(keys: ImageDataset, context: BuildContext, tokenizer: Tokenizer
     data = from_rank0(context, lambda: DescribedSource.of(origin_of(keys), splits, [keys.split]))
     lanes = keys.lanes or job.train.global_batch_size
     records = StreamedRecords.open(keys, data.source, keys.split, lanes)
-    documents = keys.documents_of(context, tokenizer, records)
+    documents = keys.documents_of(context, records)
     rows = row_format(context, documents)
     tolerance = StreamTolerance(keys.skips_unreadable, keys.max_unreadable)
     reader: LaneReader[Read | Broken] = LaneReader(
@@ -243,7 +242,7 @@ def image_stream(keys: ImageDataset, context: BuildContext, tokenizer: Tokenizer
     held_out = None
     if part is not None:
         table = held_out_records(keys, data, part)
-        held_out = all_rows(keys, context, keys.documents_of(context, tokenizer, table, all_held_out=True))
+        held_out = all_rows(keys, context, keys.documents_of(context, table, all_held_out=True))
     return ImageStream(reader, documents, rows, tolerance, held_out)
 
 

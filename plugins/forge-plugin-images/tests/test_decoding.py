@@ -110,8 +110,9 @@ def test_deep_greys_are_right_or_refused_by_name(format):
             shown = np.asarray(ImageDecoder().decode(file, "L"))
             assert (shown == levels if full else shown <= 255).all()
         else:
+            numbers = "floating point" if kept == "F" else "integers"
             for read in (ImageDecoder().size, ImageDecoder().decode):
-                with pytest.raises(BrokenImage, match=naming("grey_range", "8 bits")):
+                with pytest.raises(BrokenImage, match=naming(numbers, "grey_range", "8 bits")):
                     read(file)
         white = 25500 if mode != "I;16" else 65535
         assert (np.asarray(ImageDecoder((0, white)).decode(file))[..., 1] == levels).all()

@@ -158,6 +158,10 @@ def test_a_run_that_is_queued_is_not_queued_twice(submit: Run) -> None:
     code, _, err = submit("job.toml", "--nodes=2")
     assert code == 2
     assert not lacks(err, "job.name", "runs/long", "job 17", "PENDING (Priority)", "`scancel 17`")
+    program("squeue", 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1')
+    code, _, err = submit("job.toml", "--nodes=2")
+    assert (code, lacks(err, "job 17", "runs/long", "Unable to contact slurm controller")) == (2, [])
+    assert err.endswith("controller\n"), "a problem of no key, whose message ends so"
 
 
 def test_an_array_has_one_task_for_each_job(submit: Run) -> None:

@@ -9,8 +9,10 @@ import torch
 from forge_core.parallel.initialise import materialise
 from forge_plugin_transformer import GEGLU, GroupedQueryAttention, RMSNorm
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint, VisionLanguage
+from forge_plugin_vision.modules.grafting import embedding_width
 from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import tiny_language, tiny_vision
+from forge_testing.refusals import refuses
 
 
 class TestJoint(VisionModelSuite):
@@ -53,3 +55,13 @@ def test_the_suite_refuses_a_model_that_is_blind_in_one_row_of_the_batch(tmp_pat
 
     with pytest.raises(AssertionError):
         Blind().test_the_first_token_after_an_image_is_learned_from_it(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "embedding", [None, torch.ones(5, 4), torch.nn.LayerNorm(4)], ids=["none", "tensor", "no table"]
+)
+def test_a_language_model_without_a_table_of_tokens_is_refused(embedding):
+    model = torch.nn.Module()
+    model.embedding = embedding
+    with refuses("model.language", "Module", "embedding", "weight"):
+        embedding_width(model)
