@@ -161,7 +161,6 @@ def test_a_run_that_is_queued_is_not_queued_twice(submit: Run) -> None:
     program("squeue", 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1')
     code, _, err = submit("job.toml", "--nodes=2")
     assert (code, lacks(err, "job 17", "runs/long", "Unable to contact slurm controller")) == (2, [])
-    assert err.endswith("controller\n"), "a problem of no key, whose message ends so"
 
 
 def test_an_array_has_one_task_for_each_job(submit: Run) -> None:
