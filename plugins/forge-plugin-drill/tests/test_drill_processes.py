@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
+import forked_starts
 import pytest
 
 from forge_plugin_drill import attempt
@@ -50,6 +51,7 @@ class Daemon(TrainingHook):
 
 
 def test_a_process_that_has_left_its_run_is_found_and_killed(folder, processes, monkeypatch):
+    forked_starts.prepare()  # before the attempt, whose process it would be
     monkeypatch.setattr(attempt, "GONE_S", 1.0)
     monkeypatch.chdir(folder)
     (folder / "daemon.py").write_text(DAEMON)
