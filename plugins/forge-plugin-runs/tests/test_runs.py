@@ -207,6 +207,26 @@ class TestRuns:
         assert names("--sort", "name", "--limit", "1") == ["runs/sweep/other"]
         assert names("runs/sweep") == ["runs/sweep/other"]
 
+    def test_the_newest_largest_or_best_is_first(self, forge: Forge, trained: Path) -> None:
+        other = Path("runs/z")
+        shutil.copytree(trained, other)
+        with (other / "metrics.jsonl").open("a") as metrics:
+            metrics.write('{"step": 6, "loss": 0.5}\n{"step": 6, "eval/loss": 0.25, "eval/perplexity": 1.28}\n')
+
+        def first(*options: str) -> str:
+            listed = json.loads(forge("runs", "--json", *options)[1])
+            assert len(listed) == 2
+            return listed[0]["run"]
+
+        for fact in ("step", "loss", "held-out", "size"):
+            assert first("--sort", fact) == "runs/z", fact
+        # The newest of a run's files counts: the metrics of a run that goes on, as the others stay as they are
+        for folder, time in ((trained, 1e9), (other, 1e9 + 60)):
+            for path in (folder, *folder.rglob("*")):
+                os.utime(path, (time, time))
+        os.utime(trained / "metrics.jsonl", (1e9 + 120, 1e9 + 120))
+        assert first() == first("--sort", "updated") == "runs/tiny"
+
     def test_without_runs_that_is_said_and_a_missing_folder_is_an_error(self, forge: Forge) -> None:
         code, out, err = forge("runs")
         assert (code, out.count("\n"), lacks(out, "runs"), err) == (0, 1, [], "")
