@@ -110,6 +110,6 @@ def pytest_runtest_setup() -> None:
     """
     global heap_has_grown
     if heap_has_grown:
-        gc.collect()  # of what tests have left: frozen, it would never be freed
+        gc.collect()  # garbage of earlier tests: frozen, it would never be freed
         gc.freeze()
         heap_has_grown = False

@@ -130,7 +130,7 @@ def test_strided_placements_are_told_from_others():
 
 @pytest.mark.slow
 def test_adamw_of_own_parts_is_that_of_whole_tensors():
-    """Also of a gradient that is still to be summed, as that of a weight that each rank applies to its own tokens."""
+    """Also for a gradient that is still to be summed, such as a weight's that each rank applies to its own tokens."""
 
     def stepped(rank: int) -> list[list[Tensor]]:
         mesh = init_device_mesh("cpu", (2,))

@@ -220,7 +220,7 @@ class TestRuns:
 
         for fact in ("step", "loss", "held-out", "size"):
             assert first("--sort", fact) == "runs/z", fact
-        # The newest of a run's files counts: the metrics of a run that goes on, as the others stay as they are
+        # The newest of a run's files counts: while it runs, only its metrics change
         for folder, time in ((trained, 1e9), (other, 1e9 + 60)):
             for path in (folder, *folder.rglob("*")):
                 os.utime(path, (time, time))

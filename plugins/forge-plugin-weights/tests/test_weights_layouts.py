@@ -74,7 +74,7 @@ TRAINED_TOO: Mapping[str, str] = {
 }
 """Models that together have the layers of all other architectures, each under one layout."""
 LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "olmo3", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
-"""Architectures whose matrices are those of Llama, by the same names and rules."""
+"""Architectures with Llama's matrices, by the same names and rules."""
 IMAGES = "forge_plugin_vision.testing:RandomImages"
 JOB: Mapping[str, Any] = {
     "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 24, "precision": "fp32"},
