@@ -40,7 +40,7 @@ def job_of(folder):
     return {
         "train": {"steps": 15, "global_batch_size": 8, "micro_batch_size": 4, "seq_len": 32, "device": "cpu"},
         "model": {"type": "transformer", "dim": 32, "layers": 1, "attention": {"heads": 2}},
-        "data": {"tokenizer": {"type": "bytes"}, "sources": data},
+        "data": {"tokenizer": {"type": "bpe", "vocab_size": 264}, "sources": data},
         "optimizer": {"type": "adamw", "lr": 0.02},
         "checkpoint": {"interval": 4, "keep": 0},
         "hooks": {"skips": {"type": f"{PARTS}:SkipsThird"}},

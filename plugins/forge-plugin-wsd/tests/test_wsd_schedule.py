@@ -64,6 +64,8 @@ def test_overlapping_phases_are_a_problem(make_job):
     job = make_job(steps=10)
     overlap = at("decay_steps", "warm-up (6)", "decay (5)", "10 updates")
     check_problems(WSD(warmup_steps=6, decay_steps=5).problems(job, Layout()), overlap)
+    [longest] = WSD(warmup_steps=10, decay_steps=5).problems(job, Layout())  # no step is left to decay in
+    assert (longest.path, longest.fits) == ("warmup_steps", 6)
     assert [p.path for p in WSD(warmup_steps=9).problems(job, Layout())] == ["decay_fraction"]
     assert list(WSD(warmup_steps=2).problems(job, Layout())) == []
 
