@@ -31,10 +31,12 @@ def key(file: str, qualified_name: str) -> str:
 class Recorder:
     """Writes the functions that processes enter, each once per test."""
 
+    event = "PY_START"
+
     def __init__(self, root: Path, folder: Path) -> None:
         self.root = root
         self.folder = folder
-        self.keys: dict[int, tuple[str, CodeType]] = {}
+        self.names: dict[int, tuple[str, CodeType]] = {}
         """By `id`, since equal codes of two files are equal; a code that is kept keeps its `id`."""
         self.process = 0
         self.test = ""
@@ -44,7 +46,7 @@ class Recorder:
         """Watch the functions of modules that are imported from here on."""
         monitoring = sys.monitoring
         monitoring.use_tool_id(monitoring.PROFILER_ID, "reached")
-        monitoring.register_callback(monitoring.PROFILER_ID, monitoring.events.PY_START, self._entered)
+        monitoring.register_callback(monitoring.PROFILER_ID, getattr(monitoring.events, self.event), self._entered)
         get_code = importlib.machinery.SourceFileLoader.get_code
 
         def watched(loader: Any, name: str) -> CodeType | None:
@@ -59,18 +61,27 @@ class Recorder:
         importlib.machinery.SourceFileLoader.get_code = watched  # type: ignore[method-assign]
 
     def _watch(self, code: CodeType, file: str) -> None:
-        self.keys[id(code)] = key(file, code.co_qualname.replace(".<locals>", "")), code
-        sys.monitoring.set_local_events(sys.monitoring.PROFILER_ID, code, sys.monitoring.events.PY_START)
+        self.names[id(code)] = self.name_of(code, file), code
+        event = getattr(sys.monitoring.events, self.event)
+        sys.monitoring.set_local_events(sys.monitoring.PROFILER_ID, code, event)
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 self._watch(constant, file)
 
-    def _entered(self, code: CodeType, offset: int) -> object:
+    def name_of(self, code: CodeType, file: str) -> str:
+        """What is written of a code object."""
+        return key(file, code.co_qualname.replace(".<locals>", ""))
+
+    def text_of(self, name: str, place: int) -> str:
+        """What is written of an event in it, at an offset or a line."""
+        return name
+
+    def _entered(self, code: CodeType, place: int) -> object:
         if self.process != os.getpid():  # a fork
             self.process, self.test = os.getpid(), ""
             self.file = os.open(self.folder / f"{self.process}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        lines = f"{self.keys[id(code)][0]}\n"
+        lines = f"{self.text_of(self.names[id(code)][0], place)}\n"
         if test != self.test:
             self.test = test
             lines = f"T {test}\n{lines}"
