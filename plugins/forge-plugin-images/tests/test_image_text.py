@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 from PIL import Image
 
 from forge_core import JobError
@@ -16,7 +17,7 @@ from forge_core.contracts.errors import DataError
 from forge_plugin_images import ImageText
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
-from forge_plugin_vision import IMAGE
+from forge_plugin_vision import IMAGE, PixelShuffle
 from forge_testing import job_problems
 from forge_testing.refusals import lacks, naming, refuses
 from forge_testing.suites import DatasetSuite
@@ -188,3 +189,18 @@ def test_keys_are_checked_with_the_job(make_job, tmp_path, keys, message):
     path = str(write_pairs(tmp_path))
     found = "\n".join(job_problems(make_job(ImageText(**{"path": path, **keys}))))
     assert re.search(message, found), found
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "facts"),
+    [
+        ({"max_patches": 3}, "max_patches", (3, 4)),  # the adapter joins each square of four
+        ({"max_patches": 13}, "max_patches", (13, "model.vision.patches_per_sequence = 12")),
+        ({"max_patches": 8, "min_patches": 9}, "min_patches", (9, 8)),
+    ],
+)
+def test_bounds_on_patches_are_checked_with_the_job(make_job, tmp_path, keys, path, facts):
+    model = tiny_model(any_size=True, patches_per_sequence=12)
+    model = evolve(model, vision=evolve(model.vision, adapter=PixelShuffle(factor=2)))
+    [problem] = job_problems(make_job(ImageText(path=str(write_pairs(tmp_path)), **keys), model=model))
+    assert not lacks(problem, f"data.sources.0.{path}", *facts)
