@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from attrs import define, frozen
@@ -10,6 +12,7 @@ from forge_core import load_job
 from forge_core.contracts.components import OptimizerComponent, ParameterGroup, SchedulerComponent, TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_core.engine.build import build_context, build_run
+from forge_core.engine.groups import check_groups
 from forge_plugin_parallel import PipelineParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TINY_JOB, TinyAdamW, TinyModel, tiny_job
@@ -126,6 +129,17 @@ def test_a_tied_parameter_has_settings_by_any_of_its_names_on_every_rank(tmp_pat
         return {group["lr"] for name, group in found.items() if name in ("embedding.weight", "head.weight")}
 
     assert run_on_ranks(ranks, rates) == [{0.5}] * ranks
+
+
+def test_a_parameter_in_no_group_or_in_two_is_refused():
+    """torch's own optimizers refuse the latter themselves, but others may not."""
+    once, twice, never = (SimpleNamespace(name=name, parameter=torch.zeros(1)) for name in ("once", "twice", "never"))
+    groups = [{"params": [once.parameter, twice.parameter]}, {"params": [twice.parameter]}]
+    with pytest.raises(ForgeError, match=naming("never", "groups")):
+        check_groups(groups, [once, never])
+    with pytest.raises(ForgeError, match=naming("twice", "more than one group")):
+        check_groups(groups, [once, twice])
+    check_groups(groups[:1], [once, twice])
 
 
 def test_modes_without_weights_for_evaluation_are_refused(make_job, build):
