@@ -68,7 +68,7 @@ class Start(NamedTuple):
     environment: dict[str, str]
     own_session: bool
     passed: Sequence[int] = ()
-    """Descriptors that it has besides its standard streams, in ascending order."""
+    """Descriptors beyond the standard streams, in ascending order."""
 
 
 def install() -> None:

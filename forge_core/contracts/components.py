@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -579,7 +578,6 @@ class Plugin(Component, _WithState):
     resumes_as: ClassVar[WhenResumed | None] = "flag"
 
 
-@cache  # signatures take half of the time in which a component that was imported before is loaded
 def call_refusal(own: Callable[..., Any], asked: Callable[..., Any]) -> str:
     """Why `own` cannot be called as `asked`, the method of the base class that it overrides; empty if it can."""
     # Methods receive their arguments by position, but `build` its inputs by name, since hooks are called so.

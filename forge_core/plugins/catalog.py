@@ -181,7 +181,7 @@ class Catalog:
             hint = "decorate it with @attrs.frozen(kw_only=True)"
             raise PluginError(f"{kind} {type_!r} from {source} is not an attrs class; {hint}")
         # Here and not when it is built, which may be an hour into a queue: `check` reports a wrong signature.
-        own = getattr(cls, "build", None)
+        own: Any = getattr(cls, "build", None)
         asked: Any = getattr(base, "build", None)
         if own is not asked and inspect.isfunction(own) and (refusal := call_refusal(own, asked)):
             raise PluginError(f"{kind} {type_!r} from {source}: {refusal}")

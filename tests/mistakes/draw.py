@@ -40,7 +40,7 @@ BUDGETS_S = (90.0, 60.0)
 OVERHEAD_S = 0.02
 """Seconds of pytest itself for each test."""
 READ_CLASSES = "tests/config/test_defaults.py"
-"""Tests of what class bodies say, without entering a function of theirs."""
+"""Tests that compare values in class bodies, and enter no function of these classes."""
 LIMIT_S = 900.0
 """Seconds for each list of tests. A change that makes ranks wait for each other takes all of them."""
 KEPT = 160

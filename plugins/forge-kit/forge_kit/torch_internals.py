@@ -90,9 +90,9 @@ class LocalAdamW(torch.optim.AdamW):
     """torch's AdamW, of which each rank updates its own part of a parameter that is split over ranks.
 
     The result is the same, since the update of an element needs no other one. torch's own passes DTensors to its
-    kernel, and finds out how the arguments of each list are split: seconds in the first step of a large model, and
-    longer on the host in every step (300 parameters on a mesh of two dimensions: 0.72 s and 10 ms, 0.01 s and 4 ms
-    here). The state is made of DTensors all the same, as checkpoints have it.
+    kernel, and finds out how the arguments of each list are split: with 300 parameters on a mesh of two dimensions,
+    0.72 s of the host in the first step and 10 ms in each later one, in place of 0.01 s and 4 ms. The state is made of
+    DTensors all the same, as checkpoints have it.
     """
 
     def _init_group(self, group: dict[str, Any], parameters: list[Any], grads: list[Any], *state: list[Any]) -> bool:

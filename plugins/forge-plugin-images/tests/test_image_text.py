@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,17 @@ def test_keys_are_checked_with_the_job(make_job, tmp_path, keys, message):
     path = str(write_pairs(tmp_path))
     found = "\n".join(job_problems(make_job(ImageText(**{"path": path, **keys}))))
     assert re.search(message, found), found
+
+
+def test_texts_without_a_tokenizer_are_refused(make_job, build, tmp_path):
+    data = ImageText(path=str(write_pairs(tmp_path)))
+    job = make_job(data)
+    job = evolve(job, data=evolve(job.data, tokenizer=None))
+    [problem] = job_problems(job)
+    assert not lacks(problem, "data.sources.0", "[data.tokenizer]")
+    context = SimpleNamespace(tokenizer=None)
+    with refuses("", "[data.tokenizer]"):
+        data.documents_of(context, data.records())
 
 
 @pytest.mark.parametrize(

@@ -251,13 +251,6 @@ def load_architecture(type_: str, catalog: Catalog) -> ArchitectureComponent:
     return architecture
 
 
-def fitting_architectures(
-    model: ModelComponent, catalog: Catalog, among: Mapping[str, ArchitectureComponent] | None = None
-) -> Mapping[str, ArchitectureComponent]:
-    """Returns the architectures that a model is of, by `model_type`; see `fitting_forms` for arguments and errors."""
-    return {name: form.architecture for name, form in fitting_forms(model, catalog, among).items()}
-
-
 def fitting_forms(
     model: ModelComponent, catalog: Catalog, among: Mapping[str, ArchitectureComponent] | None = None
 ) -> Mapping[str, Form]:

@@ -24,7 +24,7 @@ from forge_plugin_weights.kinds import ArchitectureComponent
 from forge_plugin_weights.tables import (
     all_fields,
     fits_any,
-    fitting_architectures,
+    fitting_forms,
     flattened,
     nested,
     read_config,
@@ -183,10 +183,11 @@ def test_a_model_that_is_written_is_read_again(type_, data):
 def forms_of(model: ModelComponent) -> Mapping[str, ArchitectureComponent]:
     """The architectures that a model is of; there may be none."""
     try:
-        return fitting_architectures(model, CATALOG, INSTALLED)
+        forms = fitting_forms(model, CATALOG, INSTALLED)
     except JobError as error:
         check_problems(error.problems[:1], at("model", *ARCHITECTURES))  # and why the nearest does not fit
         return {}
+    return {name: form.architecture for name, form in forms.items()}
 
 
 def shapes_of(model: ModelComponent) -> Any:

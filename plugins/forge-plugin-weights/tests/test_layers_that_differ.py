@@ -16,7 +16,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.commands import parse_component
 from forge_plugin_weights.exporting import find_form
 from forge_plugin_weights.kinds import Unsupported
-from forge_plugin_weights.tables import architectures, fitting_architectures, read_config, write_config
+from forge_plugin_weights.tables import architectures, fitting_forms, read_config, write_config
 from forge_testing.refusals import at, refuses_all
 
 CATALOG = Catalog.installed()
@@ -237,7 +237,7 @@ def of_job(keys: str) -> ModelComponent:
 def test_a_pattern_with_names_of_ones_own_is_exported():
     normalised = "qk_norm = true, qk_norm_eps = 1e-5"
     model = of_job(PATTERN.format(near=f"window = 8, {normalised}", far=f"kv_heads = 4, head_dim = 8, {normalised}"))
-    assert [*fitting_architectures(model, CATALOG)] == ["qwen3"]
+    assert [*fitting_forms(model, CATALOG)] == ["qwen3"]
     config = write_config(ARCHITECTURES["qwen3"], model, CATALOG)
     assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
     assert config["sliding_window"] == 8
@@ -259,7 +259,7 @@ def test_a_model_of_several_architectures_is_exported_as_the_plainest(keys, type
 
 def test_kinds_that_compute_the_same_are_no_pattern():
     model = of_job(PATTERN.format(near='backend = "math"', far="kv_heads = 4"))
-    assert "llama" in fitting_architectures(model, CATALOG)
+    assert "llama" in fitting_forms(model, CATALOG)
 
 
 def test_names_of_kinds_say_what_they_are():

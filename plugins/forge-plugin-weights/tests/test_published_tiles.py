@@ -33,7 +33,7 @@ from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
-from forge_plugin_weights.tables import architecture_of, fitting_architectures, read_config, write_config
+from forge_plugin_weights.tables import architecture_of, fitting_forms, read_config, write_config
 from forge_testing.refusals import at, refuses, refuses_all
 
 SHAPES = ((2, 2), (1, 3), (1, 1))
@@ -254,7 +254,7 @@ def test_the_defaults_are_those_of_the_published_classes():
         short = {"model_type": name, **({"text_config": {}, "vision_config": {}} if name == "mllama" else {})}
         assert read_config(architecture, short) == read_config(architecture, full)
         component: Any = parse_component(read_config(architecture, full), name, ModelComponent, catalog)
-        assert list(fitting_architectures(component, catalog)) == [name]
+        assert list(fitting_forms(component, catalog)) == [name]
         old = {"add_cross_attention": False, "bad_words_ids": None, "length_penalty": 1.0, "torchscript": False}
         tables = [key for key in full if key.endswith("_config")]
         whole = {**full, **{key: {**old, **full[key]} for key in tables}} if tables else {**old, **full}

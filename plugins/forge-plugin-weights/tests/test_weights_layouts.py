@@ -253,7 +253,7 @@ def test_weights_of_all_others_are_those_of_one_process_under_every_layout(tmp_p
 
 
 def layouts_of_other(model: Imported, others: Mapping[str, Imported]) -> Sequence[str]:
-    """The layouts in which a model of another architecture is tried, without that of its training.
+    """Layouts to try a model of another architecture in, apart from the one that it trains in.
 
     All of them for the first model of an architecture, with experts divided by one stage; for a model that differs from
     the first by its settings, or from Llama by a few norms, the last.

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from forge_core.config.load import to_toml
 from forge_core.contracts.components import TokenizerComponent
-from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.cache import digest_of
 from forge_plugin_memmap.prepare.console import Meter, Speed, open_meter
@@ -112,7 +112,7 @@ def _tokenizer(settings: Settings, state: State, console: Console) -> KeptTokeni
     console.print(f"continuing after {state.tokens:,} tokens", highlight=False)
     tokenizer = load_kept(folder)
     if _describe(tokenizer) != state.tokenizer:
-        raise ForgeError(f"{folder} has changed since it was made; remove {settings.output} and start again")
+        raise JobError(f"{folder} has changed since it was made; remove {settings.output} and start again")
     return tokenizer
 
 
