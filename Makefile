@@ -9,9 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed$(if $(GIVEN),-$(subst =,-,$(TORCH)))
 
-# A process a core, and one more, since a third of the time tests wait for processes that they start; at most 8. A file's
+# A process per core, and two more, since a third of the time tests wait for processes that they start; at most 8. A file's
 # tests are in one process, since they share what they set up.
-PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
+PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 6 ? n + 2 : 8)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 
 # Threads that wait must not spin: a busy neighbour would slow them down several times over.

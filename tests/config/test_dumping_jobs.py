@@ -26,7 +26,7 @@ SMALL = make_catalog()
 USABLE = Catalog([o for o in SMALL.offers() if o.type not in ("sophia", "odd", "soap", "clumsy")])
 INSTALLED = Catalog.installed()
 COMPONENTS = [offer for offer in INSTALLED.offers() if offer.kind not in ("kind", "command")]
-SLOW = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def read(table: dict[str, Any], type_: Any, catalog: Catalog) -> Any:

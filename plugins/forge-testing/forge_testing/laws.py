@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from attrs import field, frozen
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.engine.trainer import Summary, Trainer
+from forge_core.plugins.catalog import Catalog
 from forge_testing import tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.layouts import LAYOUTS, LayoutCase
@@ -55,29 +57,55 @@ class Case:
     """`compare(ranks, alone)` asserts that the observations of all ranks agree with the one of a single process."""
     layouts: Mapping[str, LayoutCase] = field(kw_only=True, converter=_by_name)
     """Layouts by name, which is part of the ids of tests; or names in `forge_testing.layouts.LAYOUTS`."""
+    catalog: Callable[[], Catalog] = field(kw_only=True, default=installed)
+    """Returns the catalog with the stages of the layouts; by default, everything installed."""
+
+    def cannot_have(self, layout: str) -> str:
+        """Return why a layout cannot be tested; empty if it can."""
+        missing = self.layouts[layout].missing(self.catalog())
+        return f"no installed distribution offers the stage {' or '.join(missing)}" if missing else ""
 
 
 def layout_law(*cases: Case) -> Callable[..., None]:
     """Return a test function, to be assigned to a name that starts with `test_`, of all layouts of the cases."""
     pairs = [
-        pytest.param(case, name, id=f"{case.name}-{name}-{layout.ranks}ranks")
+        pytest.param(case, name, id=f"{case.name}-{id_of(name, layout)}")
         for case in cases
         for name, layout in case.layouts.items()
     ]
 
     @pytest.mark.parametrize(("case", "layout"), pairs)
     def test_layout(request: pytest.FixtureRequest, case: Case, layout: str) -> None:
-        if missing := case.layouts[layout].missing(installed()):
-            pytest.skip(f"{layout}: no installed distribution offers the stage {' or '.join(missing)}")
-        observations = request.session.stash.setdefault(_OBSERVATIONS, Observations())
-        if (case, layout) not in observations.ranks:
-            observations.collect(_pairs_of(request, case.layouts[layout].ranks))
-        found = observations.ranks[case, layout]
+        if why := case.cannot_have(layout):
+            pytest.skip(f"{layout}: {why}")
+        found, alone = observed(request, case, layout)
         if isinstance(found, str):
             pytest.fail(found, pytrace=False)
-        case.compare(found, observations.alone[case])
+        case.compare(found, alone)
 
     return test_layout
+
+
+def id_of(name: str, layout: LayoutCase) -> str:
+    """Return the last part of the id of a test under a layout, by which all of its number of ranks run together."""
+    return f"{name}-{layout.ranks}ranks"
+
+
+def observed(request: pytest.FixtureRequest | None, case: Case, layout: str) -> tuple[list[Any] | str, Any]:
+    """Return what a case computed on all ranks of a layout, and in one process.
+
+    Args:
+        request: The running test, whose session's tests of as many ranks share one start; None: ranks start for it.
+        case: The case.
+        layout: Name of one of its layouts.
+
+    Returns:
+        The observations of the ranks, or the traceback if the case failed there; and the one of a single process.
+    """
+    observations = request.session.stash.setdefault(_OBSERVATIONS, Observations()) if request else Observations()
+    if (case, layout) not in observations.ranks:
+        observations.collect(_pairs_of(request, case.layouts[layout].ranks) if request else [(case, layout)])
+    return observations.ranks[case, layout], observations.alone.get(case)
 
 
 def ranks_of(nodeid: str) -> str:
@@ -135,9 +163,8 @@ def _pairs_of(request: pytest.FixtureRequest, ranks: int) -> list[Pair]:
     worker = getattr(request.config, "workerinput", None)
     whole_session = worker is None or worker.get(TOGETHER, False)
     items: list[Any] = [item for item in request.session.items if whole_session or item.path == request.path]
-    params = [item.callspec.params for item in items if _is_chosen(item)]
-    pairs = [(each["case"], each["layout"]) for each in params if isinstance(each.get("case"), Case)]
-    return [pair for pair in pairs if _layout(pair).ranks == ranks and not _layout(pair).missing(installed())]
+    pairs = [pair for item in items if (pair := _pair_of(item))]
+    return [pair for pair in pairs if _layout(pair).ranks == ranks and not pair[0].cannot_have(pair[1])]
 
 
 def _layout(pair: Pair) -> LayoutCase:
@@ -145,8 +172,13 @@ def _layout(pair: Pair) -> LayoutCase:
     return case.layouts[name]
 
 
-def _is_chosen(item: Any) -> bool:
-    return bool(ranks_of(item.nodeid)) and hasattr(item, "callspec") and not item.get_closest_marker("skip")
+def _pair_of(item: Any) -> Pair | None:
+    """Return the case and the layout of a test; None of one that is no law's, or is skipped."""
+    if not ranks_of(item.nodeid) or not hasattr(item, "callspec") or item.get_closest_marker("skip"):
+        return None
+    params, of_suite = item.callspec.params, getattr(item, "cls", None)
+    case = of_suite.layout_case() if hasattr(of_suite, "layout_case") else params.get("case")
+    return (case, params["layout"]) if isinstance(case, Case) else None
 
 
 def _observe_all(pairs: Sequence[Pair], folder: Path) -> list[Any]:
@@ -157,8 +189,9 @@ def _observe(pair: Pair, number: int, folder: Path) -> Any:
     own = folder / str(number)
     own.mkdir(exist_ok=True)  # the last one tells which case a rank died in
     dist.barrier()  # no rank is in a later case than another, whose failure would be taken for one of that case
+    torch.compiler.reset()  # what earlier cases compiled counts towards the limit of recompilations
     try:
-        return pair[0].observe(own, _layout(pair).changes(installed()))
+        return pair[0].observe(own, _layout(pair).changes(pair[0].catalog()))
     except BaseException:
         (folder / f"{number}.failed").touch()
         raise

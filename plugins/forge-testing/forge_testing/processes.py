@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -128,15 +129,15 @@ def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, tim
         imported = [name for name in set(sys.modules) - before if name.startswith("forge_plugin_")]
         torch.save((value, imported), buffer)
         results.put((rank, True, buffer.getvalue()))
-        code = 0
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
-        code = 1
     results.close()
     results.join_thread()
-    if code == 0:
-        dist.barrier()
-    os._exit(code)
+    # The parent kills all ranks once it has all results or an error. None leaves before that, while others may need it.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _reuse_meshes() -> None:
