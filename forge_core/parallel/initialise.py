@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -126,7 +126,8 @@ class SeededFill:
     """Fills one parameter; see `forge_core.contracts.model.Fill`."""
 
     def __init__(self, parameter: Tensor, name: str, seed: int, device: torch.device | None = None) -> None:
-        self._parameter, self._name, self._seed = parameter, name, seed
+        # A scalar is drawn as one row
+        self._parameter, self._name, self._seed = torch.atleast_1d(parameter), name, seed
         # A generator of another device draws other numbers: parameters kept on the host are drawn on the run's device.
         self._device = device or parameter.device
         self.used = False
@@ -149,7 +150,7 @@ class SeededFill:
         """Take this rank's part of `whole`."""
         self.used = True
         for local, start, stop, rest in _local_rows(self._parameter):
-            local.copy_(whole[start:stop][rest])
+            local.copy_(torch.atleast_1d(whole)[start:stop][rest])
 
     @torch.no_grad()
     def _draw(self, fill: Callable[[Tensor, torch.Generator], Any]) -> None:
@@ -172,16 +173,15 @@ def seed_of(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _local_rows(parameter: Tensor) -> list[tuple[Tensor, int, int, Any]]:
+def _local_rows(parameter: Tensor) -> Iterator[tuple[Tensor, int, int, Any]]:
     """This rank's parts: (local tensor, first row, end row, slices of the whole's other dimensions)."""
     if not hasattr(parameter, "to_local"):
-        return [(parameter.data, 0, parameter.shape[0], ...)]
-    parts = []
+        yield parameter.data, 0, len(parameter), ...
+        return
     tensor: Any = parameter  # a DTensor, which knows for checkpoints where its parts are in the whole
     for chunk in tensor.__create_chunk_list__():
         first, *rest = (slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-        parts.append((tensor.to_local(), first.start, first.stop, (slice(None), *rest)))
-    return parts
+        yield tensor.to_local(), first.start, first.stop, (slice(None), *rest)
 
 
 def materialise(model: Model, device: torch.device, seed: int, home: torch.device | None = None) -> None:
@@ -272,7 +272,7 @@ def _whole_copy(module: nn.Module, device: torch.device) -> Any:
     whole._parameters = dict(module._parameters)
     for key, p in module.named_parameters(recurse=False, remove_duplicate=False):
         dtype = torch.promote_types(p.dtype, torch.float32)
-        whole._parameters[key] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device))
+        whole._parameters[key] = nn.Parameter(torch.full(p.shape, torch.nan, dtype=dtype, device=device))
     whole._buffers = {key: None if b is None else torch.zeros_like(b) for key, b in module._buffers.items()}
     return whole
 

@@ -33,7 +33,7 @@ def test_a_layer_more_leaves_the_others_as_they_are(make_job, build):
     assert all(torch.equal(small[name], large[name]) for name in small)
 
 
-@pytest.mark.parametrize("shape", [(1000, 3000), (7, 5, 4), (9,)])
+@pytest.mark.parametrize("shape", [(1000, 3000), (7, 5, 4), (9,), ()])
 def test_values_have_the_distribution_that_was_asked_for(shape):
     parameter = torch.full(shape, torch.nan)
     SeededFill(parameter, "w", 1).normal(0.5)
@@ -139,6 +139,24 @@ def test_a_parameter_that_stays_nan_is_found(make_job, build):
             return HalfDone(2, 2)
 
     with pytest.raises(ForgeError, match=naming("extra.weight", "finite")):
+        build(make_job(model=Model()))
+
+
+class HalfReset(nn.Linear):
+    """Has a parameter that its `reset_parameters` leaves as it is."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+def test_a_parameter_that_reset_parameters_leaves_out_is_found(make_job, build):
+    @frozen(kw_only=True)
+    class Model(Custom):
+        def extra(self):
+            return HalfReset()
+
+    with pytest.raises(ForgeError, match=naming("extra.gain", "finite")):
         build(make_job(model=Model()))
 
 
