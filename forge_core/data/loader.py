@@ -93,7 +93,7 @@ class TrainLoader:
         loaded = list(islice(self._loaded, len(self._parts)))
         self.waited = time.perf_counter() - started
         if len(loaded) < len(self._parts):
-            raise DataError("the sources are used up before the run has ended")
+            raise DataError("the data ended before the run: the sources are used up, or [data.loader] left rows out")
         self._position = self._positions_ahead.popleft()
         for rows in loaded:
             self._lanes |= rows.positions

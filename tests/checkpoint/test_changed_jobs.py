@@ -28,6 +28,7 @@ from forge_core.contracts.components import (
     when_resumed,
 )
 from forge_core.contracts.errors import CheckpointError, ResumeError
+from forge_core.contracts.hookspecs import hookimpl
 from forge_core.job import Job, Phase
 from forge_testing import TINY_JOB, Numbers, TinyAdamW, TinyModel
 from forge_testing.catalogs import with_components
@@ -362,6 +363,25 @@ def test_counters_of_a_group_that_no_pattern_has_any_more_are_refused_by_name(re
     before, after = ({"optimizer": Tiring(groups=(ParameterGroup(match=match),))} for match in ("embed*", "*head*"))
     with pytest.raises(CheckpointError, match=naming("embed*", "*head*")):
         resume(before, after, resume_with_changes=True)
+
+
+@define(kw_only=True, slots=False)
+class Normed(Plugin):
+    """Adds a module to the model."""
+
+    @hookimpl(wrapper=True)
+    def forge_build_model(self):
+        from forge_kit.modules import LayerNorm
+
+        model = yield
+        model.norm.further = LayerNorm(TinyModel().dim)
+        model.norm.register_forward_hook(lambda norm, inputs, output: norm.further(output))
+        return model
+
+
+def test_state_of_a_parameter_that_a_plugin_added_is_not_left_out_silently(resume):
+    with pytest.raises(ResumeError, match=naming("norm.further.weight")):
+        resume({"plugins": {"normed": Normed()}}, {}, resume_with_changes=True)
 
 
 def test_the_next_checkpoint_has_the_new_job(resume, train, make_job):

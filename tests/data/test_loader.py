@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from itertools import islice
 
 import attrs
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from attrs import frozen
 
 from forge_core.checkpoint.state import Progress
-from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.components import DatasetComponent, LoaderComponent
 from forge_core.contracts.data import StreamedDocument
 from forge_core.contracts.errors import DataError, JobError, Problem
 from forge_core.contracts.layout import Layout
@@ -140,6 +141,25 @@ def test_the_death_of_a_worker_names_what_it_was_reading(make_job, build):
     loader = TrainLoader(job, run.datasets, run.context)
     with pytest.raises(DataError, match=naming("worker", "sequence 5", "source '0'")):
         [loader.next_step() for _ in range(4)]
+    loader.close()
+
+
+@frozen(kw_only=True)
+class Short(LoaderComponent):
+    """Ends before the run does."""
+
+    units: int
+
+    def build(self, context, reader, units, units_per_step):
+        return (reader.read(rows) for rows in islice(units, self.units))
+
+
+def test_a_loader_that_ends_before_the_run_is_named(make_job, build):
+    job = make_job(data={"loader": Short(units=2)})
+    loader = TrainLoader(job, build(job).datasets, build(job).context)
+    assert len([loader.next_step(), loader.next_step()]) == 2
+    with pytest.raises(DataError, match=naming("[data.loader]")):
+        loader.next_step()
     loader.close()
 
 

@@ -229,6 +229,13 @@ def test_a_stopped_process_of_a_rank_that_died_is_killed(supervise, tmp_path):
     assert wait_until(lambda: not alive(child), 10)
 
 
+def test_a_rank_starts_no_ranks(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "job.toml", "--nproc=2"]) == ExitCode.BAD_JOB
+    assert not lacks(capsys.readouterr().err, "--nproc", "4 ranks")
+
+
 def test_without_a_launcher_nproc_names_what_installs_one(monkeypatch, capsys):
     others = [offer for offer in Catalog.installed().offers() if offer.distribution.name != "forge-kit"]
     monkeypatch.setattr(Catalog, "installed", lambda: Catalog(others))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from attrs import define, field, frozen
 
@@ -216,6 +218,11 @@ def test_an_implementation_that_does_not_fit_anothers_specification_is_blamed_on
 
     with pytest.raises(PluginError, match=r"^plugin 'misfit' \(.*width"):
         Plugins({"declares": Declares(), "misfit": Misfit()}, catalog)
+
+
+@pytest.mark.parametrize("declared", [SimpleNamespace(), None])
+def test_a_declaration_without_specifications_is_blamed_on_its_own_plugin(make_job, catalog, declared):
+    refused(make_job, catalog, plugin(forge_add_hookspecs=hookimpl(lambda self: declared)))
 
 
 def test_builds_within_builds_each_receive_their_own_inputs(make_job, catalog, tmp_path):
