@@ -65,6 +65,12 @@ class TestCheck:
         assert code == ExitCode.BAD_JOB
         assert "usage: forge-run check" in err
 
+    def test_workers_are_a_number_from_0(self, forge_run: Run, good_job: Path) -> None:
+        assert forge_run("check", str(good_job), "--workers=0")[0] == 0
+        code, _, err = forge_run("check", str(good_job), "--workers=-1")
+        assert code == ExitCode.BAD_JOB
+        assert not lacks(err, "--workers", -1, 0)
+
     def test_overrides_may_hold_spaces_and_stand_anywhere(self, forge_run: Run, good_job: Path) -> None:
         code, out, _ = forge_run("check", '--optimizer={type = "adamw", lr = 1.0}', str(good_job))
         assert code == 0

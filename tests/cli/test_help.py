@@ -34,6 +34,12 @@ class TestEachCommand:
                 for option in set(action.option_strings) & set(PLACES):
                     assert action.metavar in PLACES[option]
 
+    def test_its_errors_name_no_private_function(self, offer: Offer) -> None:
+        """argparse names the function that refuses a value."""
+        for parser in parsers(parsed(offer, []).parser):
+            for action in parser._actions:
+                assert not getattr(action.type, "__name__", "").startswith("_"), action.option_strings
+
     def test_numbers_that_are_defaults_are_in_the_help(self, offer: Offer) -> None:
         for parser in parsers(parsed(offer, []).parser):
             for action in parser._actions:

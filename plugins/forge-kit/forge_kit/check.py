@@ -16,6 +16,7 @@ from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.plugins.catalog import Catalog
 from forge_kit.budgets import Budgets, check_budgets, measured_sources, report
+from forge_kit.commands import count
 from forge_kit.damage import Damage, decode_sources, default_workers
 from forge_kit.tables import columns
 
@@ -40,7 +41,7 @@ def command(argv: list[str]) -> int:
     decode = "decode every image and clip of the sources, all frames, and name what cannot be read; implies --data"
     parser.add_argument("--decode", action="store_true", help=decode)
     workers = "processes that decode (the cores that it may use); 0: none, all is decoded in this one"
-    parser.add_argument("--workers", type=_count, metavar="N", help=workers)
+    parser.add_argument("--workers", type=count, metavar="N", help=workers)
     with_examples(parser, *EXAMPLES)
     options, files, overrides = parse_job_arguments(parser, argv)
     catalog, measured, decoded = Catalog.installed(), dict[str, Budgets | None](), Decoded()
@@ -96,8 +97,8 @@ class Decoded:
         def progress(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
-        count = default_workers() if workers is None else workers
-        for name, damage in decode_sources(job, catalog, count, name_damage=name_damage, progress=progress):
+        processes = default_workers() if workers is None else workers
+        for name, damage in decode_sources(job, catalog, processes, name_damage=name_damage, progress=progress):
             self._damage[name] = damage
             if is_shown:
                 outcome = "a stream: nothing is decoded before training"
@@ -112,13 +113,6 @@ class Decoded:
             for name, damage in self._damage.items()
         }
         return {"decoded": entries} if entries else {}
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return value
 
 
 def _parts(job: Job, catalog: Catalog) -> dict[str, Any]:

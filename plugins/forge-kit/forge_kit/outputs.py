@@ -34,7 +34,7 @@ def free_folder(path: Path, option: str, records: Collection[str] = ()) -> Path:
         JobError: there is something else, or it cannot be written.
     """
     path = path.expanduser()
-    if path.is_dir() and any(path.iterdir()) and not any(_has_begun(path, name) for name in records):
+    if os.path.isdir(path) and any(path.iterdir()) and not any(_has_begun(path, name) for name in records):
         raise JobError(f"{option} {path} is not empty; name a new folder")
     _demand_writable(path, option)
     return path
@@ -113,7 +113,7 @@ def output_file(path: Path, option: str, suffixes: Collection[str] = ()) -> Path
     path = path.expanduser()
     if suffixes and path.suffix.lower() not in suffixes:
         raise JobError(f"{option} {path}: {path.suffix!r} is no format; end it in {' or '.join(suffixes)}")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise JobError(f"{option} {path} is a folder; name another file")
     if os.path.lexists(path) and not is_output(path):
         raise JobError(f"{option} {path} exists already, and no command of forge-run wrote it; name another file")

@@ -40,6 +40,18 @@ def test_any_flipped_bit_is_found_in_its_block_and_in_no_other(intact: Path, pla
         blocks.demand(place, place + 1)
 
 
+@pytest.mark.parametrize(("size", "blocks"), [(2 * BLOCK, 2), (2 * BLOCK + 1, 3)])
+def test_sums_of_another_number_of_blocks_are_damaged(tmp_path: Path, size: int, blocks: int) -> None:
+    sums = sums_of(tmp_path / "file")
+    data = np.zeros(size, np.uint8)
+    for number in (blocks - 1, blocks + 1):
+        sums.write_bytes(bytes(4 * number))
+        with pytest.raises(DataError, match=naming(sums, f"{number} sums", f"{blocks} blocks")):
+            checked_map(tmp_path / "file", data)
+    sums.write_bytes(bytes(4 * blocks))
+    assert len(checked_map(tmp_path / "file", data).checked) == blocks
+
+
 def test_a_block_is_checked_once_and_a_damaged_one_each_time() -> None:
     asked = []
     blocks = CheckedBlocks(4 * BLOCK, lambda number: asked.append(number) or ("damaged" if number == 3 else ""))

@@ -25,9 +25,23 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refuses("", f"--out {tmp_path}/file/store", f"{tmp_path}/file"):
         new_folder(tmp_path / "file/store", "--out")
+    too_long = tmp_path / (300 * "x")
+    with refuses("", f"--out {too_long}", "name too long"):
+        new_folder(too_long, "--out")
+    with refuses("", f"--out {too_long}", "name too long"):
+        write_output(output_file(too_long, "--out"), "--out", MARK)
     (tmp_path / "x.html").mkdir()
     with refuses("", f"--out {tmp_path}/x.html", "folder"):
         output_file(tmp_path / "x.html", "--out", [".html"])
+
+
+def test_a_folder_without_the_right_to_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # By what `access` says, as root may write everywhere
+    monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path)
+    with refuses("", f"--out {tmp_path}/a/b"):
+        new_folder(tmp_path / "a/b", "--out")
+    monkeypatch.setattr("os.access", lambda place, mode: place == tmp_path)
+    assert new_folder(tmp_path / "a/b", "--out").is_dir()
 
 
 def test_a_suffix_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -98,6 +98,11 @@ def test_numbers_of_one_name_are_arrays_with_their_steps(tmp_path: Path):
     assert math.isnan(values[1])
     assert metrics.column("absent")[0].tolist() == []
     assert metrics.numbers() == ["step", "loss", "mine"]
+    assert metrics[-5] == metrics[0]
+    assert metrics[4]["step"] == 5
+    for place in (5, -6):
+        with pytest.raises(IndexError, match=naming(f"row {place} of 5")):
+            metrics[place]
     assert metrics[3] == {"step": 4, "loss": 1.0, "skipped": True, "counts": {"a": [1]}}
     assert [row["step"] for row in metrics.last_with("counts", 5)] == [4]
 

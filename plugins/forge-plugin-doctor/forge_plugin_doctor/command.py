@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     output = "folder of run folders, whose file system is checked (job.output of the job, else runs)"
     parser.add_argument("--output", metavar="FOLDER", help=output)
     ranks = "processes on this machine that try collectives with each other (2)"
-    parser.add_argument("--ranks", type=_at_least_two, default=2, metavar="N", help=ranks)
+    parser.add_argument("--ranks", type=rank_count, default=2, metavar="N", help=ranks)
     limit = "seconds in which they must be done (60)"
     parser.add_argument("--time-limit", type=positive, default=60, metavar="S", help=limit)
     world = "ranks that the job is to run on (1)"
@@ -129,7 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _at_least_two(text: str) -> int:
+def rank_count(text: str) -> int:
+    """Type of the option `--ranks`."""
     value = int(text)
     if value < 2:
         raise argparse.ArgumentTypeError("must be at least 2: one has nobody to talk to")

@@ -129,7 +129,8 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _steps(text: str) -> int:
+def step_count(text: str) -> int:
+    """Type of the option `--steps`."""
     from forge_plugin_drill.subject import FEWEST_STEPS
 
     if (value := int(text)) < FEWEST_STEPS:
@@ -141,7 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("forge-run drill", description=command.__doc__)
     add = parser.add_argument
     add("--nproc", type=positive, default=1, metavar="N", help="ranks on this machine (1)")
-    add("--steps", type=_steps, default=12, metavar="N", help="steps of each run (12); it saves every third of them")
+    add(
+        "--steps", type=step_count, default=12, metavar="N", help="steps of each run (12); it saves every third of them"
+    )
     add(
         "--only",
         default="",

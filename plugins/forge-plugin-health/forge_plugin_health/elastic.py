@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_kit.commands import count
 
 if TYPE_CHECKING:
     from forge_core import Job
@@ -29,7 +30,7 @@ def command(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser("forge-run elastic", description=command.__doc__)
     parser.add_argument("--nproc", type=positive, required=True, metavar="N", help="ranks to start")
-    parser.add_argument("--max-restarts", type=_count, default=3, metavar="K", help="restarts at the most (3)")
+    parser.add_argument("--max-restarts", type=count, default=3, metavar="K", help="restarts at the most (3)")
     fewer = "when ranks cannot be started: go on with fewer, as the job allows, but not less than this (N)"
     parser.add_argument("--min-nproc", type=positive, metavar="M", help=fewer)
     hot = "keep a spare process for each rank that has imported torch: restarts are faster, for its memory"
@@ -52,12 +53,6 @@ def command(argv: list[str]) -> int:
     with _spares(options.hot, options.nproc) as spares:
         run = Run(job, arguments, options.resume, spares)
         return run_elastic(run, options.nproc, least, options.max_restarts, lambda ranks: fits(files, overrides, ranks))
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return value
 
 
 @contextmanager

@@ -118,12 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument(
         "--time", type=seconds_of, metavar="T", help=f"how long to train: 90s, 30m, 8h, 2d ({DEFAULT_TIME})"
     )
-    sizes.add_argument("--parameters", type=_count, metavar="N", help="size of the model instead: 300k, 10M, 1.5B")
+    sizes.add_argument(
+        "--parameters", type=parameter_count, metavar="N", help="size of the model instead: 300k, 10M, 1.5B"
+    )
     speed = "speed of matrix products on the machine to train on; by default this machine is measured"
-    sizes.add_argument("--tflops", type=_positive, metavar="X", help=speed)
+    sizes.add_argument("--tflops", type=positive_number, metavar="X", help=speed)
     sizes.add_argument("--no-trial", action="store_true", help="estimate by matrix products only, without trying steps")
     memory = "with --tflops: GB of memory of its device, so that batches fit"
-    sizes.add_argument("--memory", type=_positive, metavar="GB", help=memory)
+    sizes.add_argument("--memory", type=positive_number, metavar="GB", help=memory)
     start = "run folder of an imported model to train further (forge-run weights import)"
     sizes.add_argument("--from", dest="start", default="", metavar="RUN", help=start)
     add("--name", metavar="NAME", help="name of the run (that of the data)")
@@ -139,7 +141,8 @@ def seconds_of(text: str) -> float:
     return _scaled(text, SECONDS, "a time such as 90s, 30m, 8h or 2d")
 
 
-def _count(text: str) -> int:
+def parameter_count(text: str) -> int:
+    """Type of the option `--parameters`."""
     return round(_scaled(text, COUNTS, "a number such as 300k, 10M or 1.5B"))
 
 
@@ -150,7 +153,8 @@ def _scaled(text: str, units: dict[str, Any], what: str) -> float:
     return float(match[1]) * float(units[match[2]])
 
 
-def _positive(text: str) -> float:
+def positive_number(text: str) -> float:
+    """Type of the options `--tflops` and `--memory`."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError("must be above 0")

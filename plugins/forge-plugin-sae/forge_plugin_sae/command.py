@@ -30,7 +30,7 @@ def command(argv: list[str]) -> int:
     parser.add_argument("files", nargs="*", metavar="SAE.toml", help="files with a table [sae], with keys of the sink")
     parser.add_argument("--epochs", type=positive, default=1, metavar="N", help="passes over the samples (1)")
     parser.add_argument(
-        "--held-out", type=_share, default=0.1, metavar="SHARE", help="share of sequences to measure on only (0.1)"
+        "--held-out", type=share, default=0.1, metavar="SHARE", help="share of sequences to measure on only (0.1)"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write; by default RUN/sae, by sae.folder")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to train (auto)")
@@ -61,7 +61,8 @@ def _settings(files: Sequence[str], overrides: Sequence[str]) -> SAE:
     return component
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
+    """Type of the option `--held-out`."""
     value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError("must be at least 0 and below 1")

@@ -17,7 +17,8 @@ from forge_kit.ranks import add_ranks, ranks_asked_for, run_on_ranks
 EDITS = "parallel.taps.edits."
 
 
-def _positions(text: str) -> int | str:
+def position_count(text: str) -> int | str:
+    """Type of the option `--positions`."""
     return text if text == "all" else positive(text)
 
 
@@ -36,7 +37,7 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--step", type=positive, metavar="N", help="checkpoint of a run folder (the newest)")
     parser.add_argument(
         "--positions",
-        type=_positions,
+        type=position_count,
         default="all",
         metavar="K",
         help="sampled positions of each sequence, or all (all)",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_core.cli.command_line import with_examples
+from forge_kit.commands import count
 from forge_kit.outputs import free_folder
 from forge_plugin_memmap.prepared import INPUTS, MANIFEST, UNFINISHED
 
@@ -82,13 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--job", action="append", metavar="JOB.toml", help="take the tokenizer of a job's "
         "[data.tokenizer]; several files are layered")  # fmt: skip
     add("--field", default="text", metavar="NAME", help="the key of a line, or the column, that holds the text (text)")
-    add("--shard-tokens", type=_count, default=_count("100M"), metavar="N", help="a shard ends with the document that "
-        "brings it to so many tokens (100M)")  # fmt: skip
-    add("--held-out-every", type=_off_or_at_least_two, default=0, metavar="N", help="hold out every n-th document, "
+    shard = "a shard ends with the document that brings it to so many tokens (100M)"
+    add("--shard-tokens", type=token_count, default=token_count("100M"), metavar="N", help=shard)
+    add("--held-out-every", type=interval, default=0, metavar="N", help="hold out every n-th document, "
         "starting with the first; 0: none (0)")  # fmt: skip
     add("--errors", choices=("strict", "skip"), default="strict", help="what is not UTF-8, not JSON or has no text: "
         "strict stops, skip leaves it out and counts it (strict)")  # fmt: skip
-    add("--workers", type=_at_least_zero, default=0, metavar="N", help="processes that encode; 0: one a core (0)")
+    add("--workers", type=count, default=0, metavar="N", help="processes that encode; 0: one a core (0)")
     with_examples(
         parser,
         "forge-run prepare-data texts/ --tokenizer bpe --tokenizer.vocab_size=32000 --output data",
@@ -97,21 +98,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def token_count(text: str) -> int:
+    """Type of the option `--shard-tokens`."""
     match = re.fullmatch(r"(\d+)([kMG]?)", text)
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 1000, 100k, 100M or 1G")
     return int(match[1]) * UNITS[match[2]]
 
 
-def _at_least_zero(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, not {value}")
-    return value
-
-
-def _off_or_at_least_two(text: str) -> int:
+def interval(text: str) -> int:
+    """Type of the option `--held-out-every`."""
     value = int(text)
     if value < 0 or value == 1:
         raise argparse.ArgumentTypeError(f"must be 0 (off) or at least 2, not {value}")
