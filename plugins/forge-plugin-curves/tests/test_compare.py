@@ -248,6 +248,38 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_made(fol
     assert not Path("o").exists()
 
 
+class TestBeforeRunsAreStarted:
+    GRID = ("compare", "job.toml", "--set=optimizer.lr=1e-4,3e-2", "--out=o")
+
+    @pytest.mark.parametrize(
+        ("gpus", "flags", "facts"),
+        [
+            (3, ["--nproc=2"], ["--parallel 2", "4 GPUs", 3]),
+            (4, ["--nproc=2"], []),
+            (3, ["--nproc=2", "--train.device=cpu"], []),
+            (0, ["--nproc=2"], []),
+        ],
+    )
+    def test_each_rank_needs_a_gpu(self, folder, monkeypatch, capsys, gpus, flags, facts):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+        monkeypatch.setattr(Processes, "run", lambda *_: False)
+        assert main([*self.GRID, "--parallel=2", *flags]) == (ExitCode.BAD_JOB if facts else ExitCode.STOPPED)
+        assert not lacks(capsys.readouterr().err, *facts)
+        assert Path("o").exists() == (not facts)
+
+    def test_runs_without_a_held_out_loss_are_not_halved(self, folder, monkeypatch, capsys):
+        def run(self, trials, stop_at, on_end):
+            for trial in trials:
+                on_end(Finished(trial=trial, code=0, cpu_seconds=1.5, peak_memory=10_000_000))
+            return True
+
+        Path("job.toml").write_text(EVALUATED)
+        monkeypatch.setattr(Processes, "run", run)
+        assert main([*self.GRID, "--halving"]) == ExitCode.FAILED
+        assert not lacks(capsys.readouterr().err, "optimizer.lr-1e-4", "eval/loss", "step 4", "--halving")
+
+
 @pytest.mark.slow
 def test_an_interruption_stops_the_runs_with_checkpoints_and_leaves_a_table(folder):
     Path("job.toml").write_text(EVALUATED.replace("steps = 8", "steps = 100000"))

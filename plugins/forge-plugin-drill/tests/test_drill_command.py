@@ -21,13 +21,14 @@ from forge_core.contracts.run_end import Cause, End
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.rank_process import this_process
 from forge_kit.metrics import FAULTY_RANK
+from forge_plugin_drill.command import step_count
 from forge_plugin_drill.course import cases_of
 from forge_plugin_drill.faults import FAULTS, flip_bit
 from forge_plugin_drill.folder import DrillFolder
 from forge_plugin_drill.injection import Injection
 from forge_plugin_drill.records import Event, Evidence, Record
 from forge_plugin_drill.results import deviation, first_difference
-from forge_plugin_drill.subject import prepare
+from forge_plugin_drill.subject import FEWEST_STEPS, prepare
 from forge_testing import TINY_JOB
 from forge_testing.refusals import lacks, naming
 
@@ -61,6 +62,14 @@ def test_what_cannot_be_drilled_is_refused_and_leaves_nothing(arguments, facts, 
     assert main(["drill", "job.toml", *arguments]) == 2
     assert not lacks(capsys.readouterr().err, *facts)
     assert [path.name for path in Path.cwd().iterdir()] == ["job.toml"]
+
+
+def test_a_drill_has_room_for_two_saves(capsys):
+    assert step_count(str(FEWEST_STEPS)) == FEWEST_STEPS
+    with pytest.raises(SystemExit) as end:
+        main(["drill", "job.toml", f"--steps={FEWEST_STEPS - 1}"])
+    assert end.value.code == 2
+    assert not lacks(capsys.readouterr().err, "--steps", FEWEST_STEPS)
 
 
 def test_a_drill_is_not_started_on_ranks(monkeypatch, capsys):

@@ -9,6 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ class FeatureFiles:
             # a crash of the machine leaves half written has another checksum.
             os.replace(temporary, path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             raise _cannot_write(path, error) from error
         return True
 

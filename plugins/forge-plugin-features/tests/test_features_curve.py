@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from attrs import frozen
 from kept_runs import EPOCH, ROWS, run
 from kept_runs import model as model_of
 
 from forge_core import ForgeError, TrainingHook
 from forge_plugin_compile import Compile
 from forge_plugin_features import Features
+from forge_plugin_vision import VisionLanguage, VisionPart, ViT
 from forge_plugin_vision.testing import RandomImages
 from forge_testing.outcomes import Stop
 from forge_testing.refusals import naming
@@ -104,3 +106,20 @@ class Thaw(TrainingHook):
 def test_a_tower_that_something_unfreezes_ends_the_run_before_it_changes(tmp_path):
     with pytest.raises(ForgeError, match=naming("plugins.features", "vision.encoder")):
         run(tmp_path, features=Features(path=str(tmp_path / "features")), hooks=[Thaw()])
+
+
+@frozen(kw_only=True)
+class Precise(ViT):
+    """A tower that returns float64, whatever the compute dtype is."""
+
+    def build(self, context, taps):
+        built = super().build(context, taps)
+        built.register_forward_hook(lambda module, inputs, outputs: [output.double() for output in outputs])
+        return built
+
+
+def test_a_tower_that_returns_another_dtype_than_it_computes_in_ends_the_run(tmp_path):
+    tower = Precise(dim=16, layers=1, heads=2, patch=2, size=(4, 4))
+    seeing = VisionLanguage(language=model_of().language, vision=VisionPart(encoder=tower, images_per_sequence=2))
+    with pytest.raises(ForgeError, match=naming("plugins.features", "torch.float64", "torch.float32")):
+        run(tmp_path, model=seeing, features=Features(path=str(tmp_path / "features")))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,6 +124,19 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ForgeError, match=naming(f"{tmp_path}/file", "plugins.features.path")):
         FeatureFiles(tmp_path / "file", {"type": "test"}, 0)
+
+
+def test_features_that_cannot_be_written_end_the_run_and_leave_nothing_half_written(files, tmp_path, monkeypatch):
+    folder = files.path(KEY).parent
+    refused = pytest.raises(ForgeError, match=naming(files.path(KEY), "plugins.features.path"))
+    folder.write_text("")
+    with refused:
+        files.write(KEY, torch.zeros(SHAPE))
+    folder.unlink()
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with refused:
+        files.write(KEY, torch.zeros(SHAPE))
+    assert list(folder.iterdir()) == []
 
 
 def test_an_image_is_found_by_its_bytes_and_its_grid():

@@ -22,7 +22,7 @@ from forge_plugin_goodput.failure_rate import (
     young,
 )
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import at, check_problems, naming
+from forge_testing.refusals import at, check_problems, naming, refuses
 
 HOUR = 3600.0
 
@@ -231,6 +231,8 @@ def test_other_clocks_of_saves_are_refused(make_job):
         at("", "checkpoint.interval_minutes is 30", "checkpoint.interval_minutes = 0"),
         at("", "checkpoint.interval is 50", "checkpoint.interval = 0", "checkpoint.keep_every"),
     )
+    with refuses("", "checkpoint.interval is 50"):  # a hook that comes from Python
+        Interval().on_train_begin(SimpleNamespace(job=make_job(checkpoint={"interval": 50, "interval_minutes": 0})))
     alone = make_job(checkpoint={"interval": 0, "interval_minutes": 0})
     check_problems(Interval().problems(alone, Layout()), at("", "events.jsonl", "[hooks.goodput]"))
 

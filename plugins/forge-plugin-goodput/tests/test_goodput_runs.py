@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -148,13 +149,19 @@ def test_metrics_have_the_share_that_was_productive_so_far(eventful):
     assert productive + sum(since[1:]) - 1e-3 < found < productive + sum(since) + 1e-3
 
 
-def test_the_picture_is_drawn(eventful, tmp_path, capsys):
+def test_the_picture_is_drawn(eventful, tmp_path, capsys, monkeypatch):
     for name in ("time.png", "time.svg"):
         assert main(["goodput", str(eventful[0]), "--picture", str(tmp_path / name)]) == 0
         assert (tmp_path / name).stat().st_size > 10_000
     assert main(["goodput", str(eventful[0]), "--picture", str(tmp_path / "time.doc")]) == 2
     assert "time.doc" in capsys.readouterr().err
     assert main(["goodput", str(eventful[0]), str(eventful[0]), "--picture", str(tmp_path / "time.png")]) == 2
+    too_long = tmp_path / f"{'x' * 300}.png"
+    assert main(["goodput", str(eventful[0]), "--picture", str(too_long)]) == 2
+    assert not lacks(capsys.readouterr().err, f"--picture {too_long}", "name too long")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["goodput", str(eventful[0]), "--picture", str(tmp_path / "time.png")]) == 2
+    assert not lacks(capsys.readouterr().err, "--picture", "pip install 'forge-plugin-goodput[picture]'")
 
 
 def test_a_run_without_events_is_told_as_far_as_its_metrics_go(make_job, train, capsys, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
 from forge_kit.supervisor import Supervisor
 from forge_plugin_health.elastic import Attempt, run_elastic
@@ -124,6 +125,13 @@ def test_more_at_the_least_than_at_all_is_refused(elastic):
     code, err = elastic("--nproc", "2", "--min-nproc", "3")
     assert code == 2
     assert not lacks(err, "--min-nproc 3", "--nproc 2")
+
+
+def test_restarts_are_a_number_from_0(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["elastic", "job.toml", "--nproc=2", "--max-restarts=-1"])
+    assert end.value.code == ExitCode.BAD_JOB
+    assert not lacks(capsys.readouterr().err, "--max-restarts", -1)
 
 
 class Scripted:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import time
 import types
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_health import GPU
@@ -182,5 +184,16 @@ def test_the_hook_is_refused_without_nvml_with_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with refuses("hooks.gpu", "pip install 'forge-plugin-health[gpu]'"):
         load_job(JOB + "[hooks.gpu]\n")
+    monkeypatch.setitem(sys.modules, "pynvml", without_driver := FakeNVML())
+    monkeypatch.setattr(without_driver, "nvmlInit", Mock(side_effect=FakeError(9)))
+    with refuses("hooks.gpu", "driver", "error 9"):
+        load_job(JOB + "[hooks.gpu]\n")
     with refuses("hooks.gpu", 'train.device is "cpu"'):
         load_job(JOB.replace("[train]", '[train]\ndevice = "cpu"') + "[hooks.gpu]\n")
+
+
+def test_a_run_that_trains_on_the_cpu_after_all_is_refused():
+    """On a machine that has an NVML and a torch without CUDA."""
+    context = types.SimpleNamespace(model=torch.nn.Linear(1, 1))
+    with pytest.raises(ForgeError, match=naming("rank 0", "cpu", "hooks.gpu")):
+        GPU().on_train_begin(context)

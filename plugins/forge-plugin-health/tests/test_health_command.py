@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from forge_core.cli import main
 from forge_plugin_health.command import report
 from forge_plugin_health.links import Link, Links
 from forge_testing.refusals import lacks
@@ -58,6 +59,16 @@ def test_what_is_not_well_is_named_with_its_machine():
     assert not lacks(faulty, "rank 2 on gpu03", "Xid 79")
     assert not lacks(unequal, "rank 0 on gpu01", "rank 2 on gpu03", "wrong")
     assert report([row("gpu01"), row("gpu02")], [], 1.15, Links())[1] == []
+
+
+@pytest.mark.parametrize("faults", [["Xid 79"], []])
+def test_a_machine_that_is_not_well_has_another_exit_code(monkeypatch, capsys, faults):
+    monkeypatch.setattr("forge_plugin_health.command._gpu", lambda device: ("H100", faults))
+    monkeypatch.setattr("forge_plugin_health.stragglers.matmul_ms", lambda device: 5.0)
+    assert main(["health"]) == (1 if faults else 0)
+    out, err = capsys.readouterr()
+    assert ("all is well" in out) == (not faults)
+    assert not lacks(err, *faults, *[f"rank 0 on {HOST}" for _ in faults])
 
 
 def test_a_bad_job_is_refused_before_any_rank_starts(tmp_path):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from forge_core.contracts.errors import ForgeError
 from forge_plugin_health import links as links_module
-from forge_plugin_health.links import Link, measure_links, pairings, slow_links
+from forge_plugin_health.links import Link, Links, measure_links, pairings, slow_links
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import lacks
+from forge_testing.refusals import lacks, naming
 
 CPU = torch.device("cpu")
 
@@ -80,3 +82,16 @@ def test_a_slow_pair_is_named_by_its_hosts():
     links = [link(0, 8, 20.0), link(16, 24, 21.0), link(0, 16, 9.0), link(8, 24, 20.5)]
     [text] = slow_links(links, 0.7, 0.0)
     assert not lacks(text, "rank 0 on gpu0", "rank 16 on gpu16", "9 GB/s", 20.2)
+
+
+@pytest.mark.parametrize(
+    ("is_right", "on_fault", "refused"), [(False, "stop", True), (False, "warn", False), (True, "stop", False)]
+)
+def test_a_wrong_sum_refuses_to_start(monkeypatch, is_right, on_fault, refused):
+    link = Link(ranks=(0, 1), hosts=("gpu01", "gpu02"), gigabytes_per_s=20.0, is_right=is_right)
+    monkeypatch.setattr(links_module, "measure_links", lambda *_: [link])
+    facts = naming("rank 0 on gpu01", "rank 1 on gpu02", "wrong")
+    context = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    with nullcontext() if is_right else pytest.warns(UserWarning, match=facts):  # noqa: SIM117  # both may be absent
+        with pytest.raises(ForgeError, match=facts) if refused else nullcontext():
+            Links(on_fault=on_fault).on_train_begin(context)

@@ -70,7 +70,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
     def run(format_: str, *files: Sequence[Mapping[str, Any]], name: str = "data") -> str:
         folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         if format_ == "saved":
             datasets.Dataset.from_list([row for rows in files for row in rows]).save_to_disk(str(folder))
         for number, rows in enumerate(files if format_ != "saved" else ()):

@@ -16,6 +16,7 @@ from forge_core import load_job
 from forge_core.contracts.data import Documents
 from forge_core.contracts.errors import ForgeError
 from forge_kit.cache import cache_root
+from forge_kit.outputs import mark_output
 from forge_plugin_huggingface import HuggingFace
 from forge_plugin_huggingface import tokens as token_files
 from forge_plugin_huggingface.source import DescribedSource, Origin
@@ -290,6 +291,15 @@ def test_keys_that_mean_nothing_for_a_saved_folder_are_problems(write, problems)
     folder = write("saved", numbered(0, 1))
     found = problems(HuggingFace(path=folder, config="en", revision="main", data_files="*.jsonl"))
     check_problems(found, at("config", "'en'", "save_to_disk"), "revision", "data_files")
+
+
+def test_what_forge_wrote_below_a_folder_is_no_data(write, build_dataset, texts_of) -> None:
+    folder = Path(write("jsonl", numbered(0, 2), name="data/made")).parent
+    mark_output(folder / "made")
+    with refuses("path", repr(str(folder))):
+        build_dataset(str(folder))
+    write("jsonl", numbered(2, 3))
+    assert texts_of(build_dataset(str(folder))) == names(2)
 
 
 def test_a_process_that_is_killed_while_it_tokenises_is_named():

@@ -87,17 +87,27 @@ class CachedVision(Vision):
         missing = [image for image in images if image.key not in kept]
         computed = self._rows_to_encode(sorted({image.row for image in missing}), rows)
         if len(computed) == rows:
-            places, outputs = super().encode(batch)
+            places, outputs = self._compute(batch)
         else:
             places = Images.of(batch[GRIDS], patches.shape[1])
             outputs = self._assemble(images, kept, batch)
             if computed:
                 part = torch.tensor(computed, device=batch[PATCHES].device)
-                _, own = super().encode({name: batch[name][part] for name in (PATCHES, GRIDS)})
+                _, own = self._compute({name: batch[name][part] for name in (PATCHES, GRIDS)})
                 for output, of_rows in zip(outputs, own, strict=True):
                     output[part] = of_rows
         unwritten = self._write(missing, outputs, self.files)
         self._count(len(images), len(images) - len(missing), unwritten)
+        return places, outputs
+
+    def _compute(self, batch: Batch) -> tuple[Images, Sequence[Tensor]]:
+        """Run the tower on all rows of `batch`; see `encode`."""
+        places, outputs = super().encode(batch)
+        if (dtype := outputs[0].dtype) != self.tower.dtype:
+            message = f"the vision encoder returns {dtype}, and the compute dtype is {self.tower.dtype}"
+            raise ForgeError(
+                f"plugins.features: {message}; features can be kept of encoders only that return the latter"
+            )
         return places, outputs
 
     def _read(self, images: Sequence[ImageKey], files: FeatureFiles) -> dict[str, Tensor]:
@@ -136,11 +146,6 @@ class CachedVision(Vision):
         """Keep features of images, each once; returns the number of those for which there was no space."""
         if not missing:
             return 0
-        if (dtype := outputs[0].dtype) != self.tower.dtype:
-            message = f"the vision encoder returns {dtype}, and the compute dtype is {self.tower.dtype}"
-            raise ForgeError(
-                f"plugins.features: {message}; features can be kept of encoders only that return the latter"
-            )
         rows = sorted({image.row for image in missing})
         features = torch.stack([output.detach()[rows] for output in outputs]).cpu()
         once = {image.key: image for image in missing}.values()
