@@ -40,17 +40,16 @@ def levels(image: Image.Image, grey_range: GreyRange | None) -> np.ndarray:
     """Returns (height, width) uint8 of deep greys, 0 for black.
 
     Args:
-        image: loaded, or not yet.
+        image: loaded, or not yet; its header tells what values mean, unless `grey_range` does: see `unknown_range`.
         grey_range: the values that are black and white, between which levels are rounded; None: 16 bits lose the lower
             8, and those of TIFF files of fewer bits have all of these.
 
     Raises:
-        ValueError: values are not finite; or it is not known what they mean.
+        ValueError: values are not finite; or 16 bits seem to have fewer.
     """
     white_is_zero = _tag(image, PHOTOMETRIC, 1) == 0
     bits, is_unsigned = _tag(image, BITS, 16), _tag(image, SAMPLES, 1) == 1
-    if grey_range is None and (message := unknown_range(image)):
-        raise ValueError(message)
+    assert grey_range is not None or not unknown_range(image), "the decoder checks each image that it opens"
     if grey_range is None and bits < 16:
         grey_range = 0.0, 2.0**bits - 1
     values = np.asarray(image)

@@ -11,6 +11,7 @@ from attrs.validators import and_, deep_iterable, ge, gt, le, min_len
 
 from forge_core.contracts.components import DatasetComponent, FilePath
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.rank_zero import is_checked_elsewhere
 from forge_plugin_images.size_problems import channel_problems
 from forge_plugin_vision import Grid, image_input
 
@@ -112,6 +113,8 @@ class RenderedText(DatasetComponent):
         except JobError as error:
             yield Problem("", error.problems[0].message)
         yield from self._font_problems()
+        if self.words and not is_checked_elsewhere():
+            yield from self._word_problems()
 
     def _size_problems(self, seen: ImageInput) -> Iterator[Problem]:
         form, (height, width) = seen.format, self.image_size(seen)
@@ -131,6 +134,12 @@ class RenderedText(DatasetComponent):
         elif (patches := Grid(1, height // form.patch, width // form.patch).patches) > seen.patches_per_sequence:
             room = f"model.vision.patches_per_sequence = {seen.patches_per_sequence}"
             yield Problem("size", f"an image of {height} x {width} pixels has {patches} patches, and {room}; raise it")
+
+    def _word_problems(self) -> Iterator[Problem]:
+        try:
+            self.word_split()
+        except JobError as error:
+            yield from error.problems
 
     def _font_problems(self) -> Iterator[Problem]:
         from forge_plugin_images.fonts import load_font

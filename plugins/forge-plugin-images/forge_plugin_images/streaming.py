@@ -268,7 +268,8 @@ def held_out_records(keys: ImageDataset, data: DescribedSource, part: SplitPart)
         records = StreamedRecords.open(keys, data.source, part.split)
         rows = list(records.of(part))
         if not rows:
-            raise JobError(f"{records.rows.name} has no rows to hold out")
+            key = "held_out_split" if keys.held_out_split else "held_out_every"
+            raise JobError([Problem(key, f"{records.rows.name} has no rows to hold out")])
         datasets.Dataset.from_list([dict(row.values) for row in rows]).save_to_disk(str(folder))
         (folder / PLACES).write_text(json.dumps([row.place for row in rows]), "utf-8")
         return {"rows": len(rows)}

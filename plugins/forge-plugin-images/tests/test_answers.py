@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+import torch
 from attrs import define, frozen
 from PIL import Image
 
 from forge_core import Trainer
 from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.layout import Layout
 from forge_plugin_generate.generate import Sampling
 from forge_plugin_images import Answers, RenderedText, answering
 from forge_plugin_images.answering import Answer, answered, edit_distance
@@ -24,7 +28,7 @@ from forge_plugin_vision import VIDEO, ImageFormat
 from forge_testing import tiny_job
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import at, check_problems, problems_of
+from forge_testing.refusals import at, check_problems, naming, problems_of
 
 
 @pytest.mark.parametrize(("one", "other", "distance"), [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3)])
@@ -145,6 +149,12 @@ def test_a_job_that_cannot_have_it_is_refused(tmp_path, catalog):
     job = tiny_job(str(tmp_path), catalog, evaluations={"answers": Answers()})
     at_answers = [problem for problem in problems_of(job) if problem.path.startswith("evaluations")]
     check_problems(at_answers, at("evaluations.answers", "TinyModel"), at("evaluations.answers", "[data.tokenizer]"))
+
+
+def test_ranks_that_share_a_model_and_cannot_generate_together_are_refused():
+    context = SimpleNamespace(build=SimpleNamespace(layout=Layout(replicate=2, shard=2)), model=torch.nn.Linear(1, 1))
+    with pytest.raises(ForgeError, match=naming("replicate 2", "shard 2", "answers")):
+        Answers().evaluate(context)
 
 
 class Said(Answers):

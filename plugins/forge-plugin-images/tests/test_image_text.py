@@ -20,7 +20,7 @@ from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE, PixelShuffle
 from forge_testing import job_problems
-from forge_testing.refusals import lacks, naming, refuses
+from forge_testing.refusals import at, check_problems, lacks, naming, problems_of, refuses
 from forge_testing.suites import DatasetSuite
 
 END = 256
@@ -81,6 +81,9 @@ def test_every_nth_document_and_listed_ones_are_held_out(build, tmp_path):
     listed = build(ImageText(path=str(path), held_out_list=str(tmp_path / "held.txt")))
     assert [listed.held_out.where(row) for row in range(2)] == [f"{path}:3", f"{path}:4"]
     assert listed.bytes_per_token == pytest.approx((5 + 6) / (6 + 7))
+    (tmp_path / "held.txt").write_text("pairs.jsonl:3\n")
+    with refuses("data.sources.0.held_out_list", 1, f"{tmp_path}/held.txt", f"{path}:1"):
+        build(ImageText(path=str(path), held_out_list=str(tmp_path / "held.txt")))
 
 
 def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path):
@@ -125,6 +128,10 @@ def test_too_long_documents_are_left_out_or_cut_but_never_within_an_image(build,
         ('{"image": "images/0.png", "text": 7}', ":2: 'text' holds '7', which is not a text"),
         ('{"image": 3, "text": "a"}', ":2: '3' is no image or video; give the path of a file, or its bytes"),
         ('{"image": "https://a.b/c.png", "text": "a"}', ":2: 'https://a.b/c.png' is on the network; download it"),
+        (
+            '{"image": "data:image/png;base64,@", "text": "a"}',
+            ":2: the file in 'data:image/png;base64,@'… is not base64",
+        ),
         ("[1]", r":2: '\[1\]' is not an object"),
         ("{", ":2: not JSON"),
     ],
@@ -201,6 +208,11 @@ def test_texts_without_a_tokenizer_are_refused(make_job, build, tmp_path):
     context = SimpleNamespace(tokenizer=None)
     with refuses("", "[data.tokenizer]"):
         data.documents_of(context, data.records())
+
+
+def test_a_model_that_sees_no_images_is_refused(make_job, tmp_path):
+    job = make_job(ImageText(path=str(write_pairs(tmp_path))), model=tiny_model().language)
+    check_problems(problems_of(job), at("data.sources.0", "Transformer", 'type = "vision_language"'))
 
 
 @pytest.mark.parametrize(

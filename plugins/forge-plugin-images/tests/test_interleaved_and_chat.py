@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
+from attrs import frozen
 from PIL import Image
 
 from forge_core import JobError
 from forge_plugin_images import ImageChat, Interleaved, RenderedText
 from forge_plugin_images.testing import tiny_model
+from forge_plugin_text import Bytes
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_vision import IMAGE
 from forge_testing.refusals import at, check_problems, lacks, problems_of, refuses
@@ -81,6 +83,7 @@ def test_images_stand_where_the_document_has_them_and_all_tokens_are_learned(bui
         ({"content": [7]}, ":1: '7' is neither a text nor a list"),
         ({"content": [{"type": "sound"}]}, ":1: .*sound.* is no part of a content; known are type 'text'"),
         ({"content": [{"type": "video", "video": "a.mp4"}]}, r":1: it has a video, .*; add \[data.sources.video\]"),
+        ({"content": [{"type": "video"}]}, r":1: it has a video, .*; add \[data.sources.video\]"),
         ({"content": "<video>", "videos": ["a.mp4"]}, r":1: it has a video, .*; add \[data.sources.video\]"),
         ({"text": "a"}, ":1: no key 'content', but 'text'; set `content`"),
     ],
@@ -191,6 +194,46 @@ def test_a_tokenizer_without_a_template_and_what_is_no_chat_are_refused(build, m
     check_problems(problems_of(make_job(ImageChat(path=path))), at("data.sources.0.messages", "[data.tokenizer]"))
     with refuses("data.sources.0", ":1", "'text'", "'role'", "'content'"):
         build(ImageChat(path=path), model=MODEL, data={"tokenizer": tokenizer(TEXTS_ONLY)})
+
+
+@frozen(kw_only=True)
+class Promises(Bytes):
+    """A tokenizer that has no template after all."""
+
+    chats: ClassVar[bool] = True
+
+
+def test_a_tokenizer_without_the_template_that_it_promises_is_refused(build, tmp_path):
+    path = write(tmp_path, CHATS["LLaVA's"])
+    with refuses("data.sources.0.messages", "[data.tokenizer]"):
+        build(ImageChat(path=path), model=MODEL, data={"tokenizer": Promises()})
+
+
+@pytest.mark.parametrize("messages", [[], "hello", ["hello"]])
+def test_what_is_no_list_of_messages_is_named(build, tmp_path, tokenizer, messages):
+    path = write(tmp_path, CHATS["LLaVA's"], {"messages": messages})
+    with refuses("data.sources.0", ":2", repr(str(messages))):
+        build(ImageChat(path=path), model=MODEL, seq_len=64, data={"tokenizer": tokenizer(TEXTS_ONLY)})
+
+
+def test_what_a_template_refuses_is_named_by_its_record(build, tmp_path, tokenizer):
+    strict = "{%- if messages[0].role == 'system' %}{{ raise_exception('no system') }}{%- endif %}" + TEXTS_ONLY
+    messages = [{"role": "system", "content": "be kind"}, {"role": "assistant", "content": "I am"}]
+    path = write(tmp_path, {"messages": messages})
+    with refuses("data.sources.0", "records.jsonl:1", "no system"):
+        build(ImageChat(path=path), model=MODEL, seq_len=64, data={"tokenizer": tokenizer(strict)})
+
+
+def test_images_and_videos_have_marks_of_their_own(make_job, tmp_path):
+    def problems(**tokens):
+        job = make_job(ImageChat(path=write(tmp_path, CHATS["LLaVA's"]), **tokens))
+        return [problem for problem in problems_of(job) if problem.path == "data.sources.0.video_token"]
+
+    assert problems() == []
+    key = "data.sources.0.video_token"
+    table = at(key, "[data.sources.video]")
+    check_problems(problems(image_token="<a>", video_token="<b>"), table)
+    check_problems(problems(image_token="<a>", video_token="<a>"), table, at(key, "'<a>'", "image_token"))
 
 
 # --- the beginning of text -------------------------------------------------------------------------------------------

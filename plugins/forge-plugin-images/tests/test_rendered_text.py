@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import SimpleNamespace
 
+import attrs
 import numpy as np
 import pytest
+from PIL import ImageFont
 
 from forge_core import JobError
 from forge_plugin_images import RenderedText
+from forge_plugin_images.fonts import load_font
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE
 from forge_testing import job_problems
-from forge_testing.refusals import at, check_problems, problems_of
+from forge_testing.refusals import at, check_problems, problems_of, refuses
 from forge_testing.suites import DatasetSuite
 
 WORDS = ["red", "green", "blue", "black", "white", "grey", "pink", "brown", "cyan", "lime"]
@@ -91,16 +96,58 @@ def test_held_out_fonts_draw_held_out_words_only(build, words):
     [
         ({"size": (10, 48)}, r"size: \[10, 48\]: height and width must be multiples of 8 pixels"),
         ({"size": (8, 40)}, r"size: \[8, 40\], but the encoder takes images of \[8, 48\]; leave size out"),
+        ({"held_out": 10}, "held_out: 10, but .* has 10 different words"),
+        ({"words": "none.txt"}, "words: 'none.txt' cannot be read .*; give a text file with a word a line"),
+        ({"fonts": (__file__,)}, r"fonts: '.*test_rendered_text.py' is no font that FreeType can read"),
         ({"fonts": ("Helvetika",)}, "fonts: 'Helvetika' is neither a file nor a font of matplotlib; .*DejaVuSans"),
     ],
 )
 def test_keys_that_do_not_fit_the_model_are_refused_when_the_job_is_checked(make_job, words, keys, message):
-    problems = job_problems(make_job(RenderedText(words=words, **keys)))
-    assert any(re.search(message, problem) for problem in problems), problems
+    problems = job_problems(make_job(RenderedText(**{"words": words, "held_out": 9, **keys})))
+    assert len(problems) == 1
+    assert re.search(message, problems[0]), problems
+
+
+@pytest.mark.parametrize("columns", [12, 13])
+def test_an_image_has_no_more_patches_than_a_sequence(make_job, build, words, columns):
+    data = RenderedText(words=words, size=(8, 8 * columns), text_size=(6, 6), held_out=2)
+    model = tiny_model(any_size=True, patches_per_sequence=12)
+    facts = (f"8 x {8 * columns} pixels", "13 patches", "model.vision.patches_per_sequence = 12")
+    found = problems_of(make_job(data, model=model))
+    if columns == 12:
+        assert found == []
+        assert build(data, model=model)[0]["grids"].tolist() == [[1, 1, 12]]
+    else:
+        check_problems(found, at("data.sources.0.size", *facts))
+        with refuses("data.sources.0.size", *facts):
+            build(data, model=model)
+
+
+def test_words_without_a_tokenizer_are_refused(make_job, words):
+    data = RenderedText(words=words, held_out=2)
+    job = make_job(data)
+    check_problems(
+        problems_of(attrs.evolve(job, data=attrs.evolve(job.data, tokenizer=None))),
+        at("data.sources.0", "[data.tokenizer]"),
+    )
+    with refuses("", "[data.tokenizer]"):
+        data.build(SimpleNamespace(tokenizer=None))
+
+
+def test_fonts_that_need_what_is_not_installed_are_refused(make_job, words, monkeypatch):
+    load_font.cache_clear()
+    monkeypatch.setattr("PIL.ImageFont.load_default", lambda size: ImageFont.ImageFont())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    job = make_job(RenderedText(words=words, held_out=2, fonts=("built-in", "DejaVuSans")))
+    check_problems(
+        problems_of(job),
+        at("data.sources.0.fonts", "'built-in'", "FreeType"),
+        at("data.sources.0.fonts", "'DejaVuSans'", "pip install matplotlib"),
+    )
 
 
 def test_a_model_that_sees_no_images_is_refused(make_job, words):
-    job = make_job(RenderedText(words=words), model=tiny_model().language)
+    job = make_job(RenderedText(words=words, held_out=2), model=tiny_model().language)
     check_problems(problems_of(job), at("data.sources.0", "Transformer", 'type = "vision_language"'))
 
 

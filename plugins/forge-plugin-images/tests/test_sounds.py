@@ -18,7 +18,7 @@ from forge_plugin_images.decoding import BytesImage
 from forge_plugin_images.sound_visuals import SoundVisual
 from forge_plugin_images.spectrograms import BrokenSound, Spectrogram
 from forge_plugin_images.testing import tiny_model
-from forge_plugin_vision import GRIDS, PATCHES, SOUND, Joint
+from forge_plugin_vision import GRIDS, PATCHES, SOUND, Joint, LinearAdapter, TiledViT, VisionPart
 from forge_testing.refusals import at, check_problems, naming
 
 BANDS = 32
@@ -91,6 +91,7 @@ def test_a_sound_in_pieces_is_the_sound():
         (b"RIFF\0\0\0\0AVI ", ["WAVE", "ffmpeg"]),
         (wav(sine(440)).data[:3000], ["1,722 samples"]),
         (wav(np.zeros(0)).data, ["no samples"]),
+        (wav(sine(440)).data[:34] + struct.pack("<H", 40) + wav(sine(440)).data[36:], ["40 bits", 16]),
         (wav(sine(440)).data.replace(struct.pack("<HH", 1, 1), struct.pack("<HH", 3, 1), 1), ["format: 3", "ffmpeg"]),
     ],
 )
@@ -131,6 +132,9 @@ def test_keys_of_images_and_models_that_see_no_sounds_are_refused(make_job, fold
     of_images = problems(model, grey_range=(0, 1), max_pixels=5, bands=16)
     assert {problem.path for problem in of_images} == {"grey_range", "max_pixels", "bands"}
     check_problems(problems(attrs.evolve(model, fusion=CrossAttention())), at("", "sounds"))
+    tower = TiledViT(dim=16, layers=1, global_layers=1, heads=2, patch=4, tile=8, intermediate=())
+    tiled = attrs.evolve(model, vision=VisionPart(encoder=tower, adapter=LinearAdapter(), images_per_sequence=2))
+    check_problems(problems(tiled), at("", "tiles"))
     check_problems(problems(tiny_model(32, 16, True, patches_per_sequence=32), bands=12), at("bands", 12, 8))
     check_problems(
         problems(tiny_model(32, 16, True, patches_per_sequence=3)),

@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import shutil
+import sys
 import tarfile
 from pathlib import Path
 
@@ -160,6 +161,21 @@ def test_a_damaged_member_is_named(build, tmp_path):
         add(archive, "0.txt", b"text")
     with refuses("data.sources.0.unreadable", f"{tmp_path}/shard.tar:0.png", "1 of 1"):
         build(ImageText(path=str(tmp_path / "shard.tar")), model=MODEL)
+
+
+def test_a_text_that_is_not_utf_8_is_named(build, tmp_path):
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        add(archive, "0.png", image(0))
+        add(archive, "0.txt", "Käse".encode("latin-1"))
+    with refuses("data.sources.0", f"{tmp_path}/shard.tar:0.txt", "byte 1", "UTF-8"):
+        build(ImageText(path=str(tmp_path / "shard.tar")), model=MODEL)
+
+
+def test_tables_need_another_plugin(build, tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.setitem(sys.modules, "forge_plugin_huggingface.source", None)
+    with refuses("data.sources.0.path", "pip install forge-plugin-huggingface"):
+        build(ImageText(path=str(tmp_path / "a.parquet")), model=MODEL)
 
 
 @pytest.mark.parametrize(

@@ -345,6 +345,10 @@ def test_a_column_that_is_not_there_is_named(build, tmp_path):
         ({"lanes": 3}, "lanes: 3 does not divide train.global_batch_size = 4"),
         ({"held_out_every": 5}, "held_out_documents: with held_out_every, a stream would be read to its end"),
         ({"held_out_documents": 5}, "held_out_documents: nothing is held out"),
+        (
+            {"held_out_split": "test", "held_out_every": 5, "held_out_documents": 5},
+            "held_out_split: held_out_every = 5 is set as well; keep one of the two",
+        ),
         ({"held_out_split": "train"}, "held_out_split: 'train' is what is trained on"),
         ({"held_out_list": "pyproject.toml"}, "held_out_list: documents of a stream are held out by held_out_every or"),
     ],
@@ -357,3 +361,20 @@ def test_keys_are_checked_with_the_job(make_job, tmp_path, keys, message):
 def test_a_packing_that_needs_all_documents_is_refused(make_job, tmp_path):
     job = make_job(ImageText(**write_parquet(tmp_path), streaming=True), model=MODEL, data={"packing": BestFit()})
     check_problems(problems_of(job), at("data.sources.0.streaming", "[data.packing]", '"isolate"', "streaming = false"))
+
+
+def test_streams_need_another_plugin(make_job, tmp_path, monkeypatch):
+    job = make_job(ImageText(**write_parquet(tmp_path), streaming=True), model=MODEL)
+    monkeypatch.setattr("forge_plugin_images.stream_problems.find_spec", lambda name: None)
+    check_problems(problems_of(job), at("data.sources.0.streaming", "pip install forge-plugin-huggingface"))
+
+
+def test_a_split_without_rows_holds_nothing_out(build, tmp_path):
+    import datasets
+
+    keys = write_parquet(tmp_path)
+    none = datasets.Dataset.from_parquet(f"{tmp_path}/part-0.parquet", cache_dir=str(tmp_path / "cache")).select([])
+    none.to_parquet(f"{tmp_path}/none.parquet")
+    keys["data_files"] = {"train": f"{tmp_path}/part-0.parquet", "test": f"{tmp_path}/none.parquet"}
+    with refuses("data.sources.0.held_out_split", "'test'"):
+        build(ImageText(**keys, streaming=True, lanes=1, held_out_split="test"), model=MODEL)
