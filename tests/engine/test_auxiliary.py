@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from forge_core.auxiliary import Auxiliary
+from forge_core.contracts.errors import ForgeError
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper, metrics
 from forge_kit.recomputing import Recomputing
 from forge_testing import Numbers, PenalisedModel
+from forge_testing.refusals import naming
 from forge_testing.tiny_model import PENALTY
 
 
@@ -80,3 +82,23 @@ def test_a_recomputation_within_another_does_not_end_it():
         auxiliary.metric("seen", torch.ones(()))
     auxiliary.metric("seen", torch.ones(()))
     assert auxiliary.totals()["seen"] == 1
+
+
+def test_in_a_pipeline_a_metric_that_comes_after_the_first_step_is_named(make_job, build, monkeypatch):
+    """Its ranks agree once on the names of all of them. Here the only rank is the whole pipeline."""
+    monkeypatch.setattr("forge_core.parallel.mesh.pipeline_group", lambda mesh: torch.distributed.group.WORLD)
+    job = make_job()
+    run = build(job)
+    names = ["early"]
+    run.model.norm.register_forward_hook(
+        lambda *_: [run.context.auxiliary.metric(name, torch.ones(())) for name in names] and None
+    )
+    loader = TrainLoader(job, run.datasets, run.context)
+    batches = loader.next_step()
+    loader.close()
+    stepper = Stepper(run)
+    for step in range(2):
+        assert "early" in metrics(stepper.gradients(batches, step)[1])
+    names.append("late")
+    with pytest.raises(ForgeError, match=naming("late", "pipeline", "first")):
+        stepper.gradients(batches, 2)

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import JobError, listed
 from forge_plugin_text import CorpusDataset, PythonStdlib, Text
 
 READ = 64 * 2**20
@@ -211,7 +211,7 @@ def look(dataset: CorpusDataset) -> Looked:
         if partial := total >= READ:
             break
     if not total:
-        raise JobError("the files hold no text; give others")
+        raise JobError(f"--text: no text in {listed([*on_disk])}; give other files")
     # Compressed text is larger than its file: of the last file, at most the whole counts as read.
     factor = max(1.0, sum(on_disk.values()) / (done + min(of_file, on_disk[last]))) if partial else 1.0
     return Looked(

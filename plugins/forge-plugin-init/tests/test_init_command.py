@@ -78,10 +78,17 @@ def test_nothing_is_overwritten(books: Path, init) -> None:
         (["nowhere/job.toml", "--text", "books"], ["no folder", "nowhere"]),
         (["--text", "books", "--time=30"], ["'30'", "90s"]),
         (["--text", "books", "--parameters=big"], ["'big'", "300k"]),
+        (["--text", "books", "--tflops=0"], ["--tflops", "above 0"]),
+        (["--text", "books", "--tflops=inf"], ["--tflops", "above 0"]),
+        (["--text", "books", FAST, "--memory=nan"], ["--memory", "above 0"]),
+        (["--text", "blank.jsonl"], ["blank.jsonl", "no text"]),
+        (["--dataset=rows.odd"], ["rows.odd", ".jsonl", ".parquet"]),
     ],
 )
 def test_what_cannot_work_is_refused_by_name_and_nothing_is_written(argv, facts, here: Path, books: Path, init) -> None:
     (here / "empty").mkdir()
+    (here / "blank.jsonl").write_text('{"text": ""}')
+    (here / "rows.odd").touch()
     before = sorted(here.iterdir())
     code, _, err = init(*argv)
     assert code == 2
