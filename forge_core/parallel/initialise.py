@@ -272,6 +272,7 @@ def _whole_copy(module: nn.Module, device: torch.device) -> Any:
     whole._parameters = dict(module._parameters)
     for key, p in module.named_parameters(recurse=False, remove_duplicate=False):
         dtype = torch.promote_types(p.dtype, torch.float32)
+        # NaN, so that `check_finite` finds what `reset_parameters` leaves out
         whole._parameters[key] = nn.Parameter(torch.full(p.shape, torch.nan, dtype=dtype, device=device))
     whole._buffers = {key: None if b is None else torch.zeros_like(b) for key, b in module._buffers.items()}
     return whole

@@ -92,6 +92,7 @@ def test_a_wrong_sum_refuses_to_start(monkeypatch, is_right, on_fault, refused):
     monkeypatch.setattr(links_module, "measure_links", lambda *_: [link])
     facts = naming("rank 0 on gpu01", "rank 1 on gpu02", "wrong")
     context = SimpleNamespace(model=torch.nn.Linear(1, 1))
-    with nullcontext() if is_right else pytest.warns(UserWarning, match=facts):  # noqa: SIM117  # both may be absent
-        with pytest.raises(ForgeError, match=facts) if refused else nullcontext():
-            Links(on_fault=on_fault).on_train_begin(context)
+    warned = nullcontext() if is_right else pytest.warns(UserWarning, match=facts)
+    raised = pytest.raises(ForgeError, match=facts) if refused else nullcontext()
+    with warned, raised:
+        Links(on_fault=on_fault).on_train_begin(context)
