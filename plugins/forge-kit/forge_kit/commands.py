@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,14 @@ def count(text: str) -> int:
         allowed = "at least 0" if value < 0 else f"at most {(1 << 63) - 1}"
         raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
     return value
+
+
+def gigabytes(text: str) -> int:
+    """Type of a size in GB of at least a byte, for `add_argument(type=…)`; returns bytes."""
+    size = float(text) * 1e9
+    if not 1 <= size < math.inf:  # false for NaN, too
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
+    return round(size)
 
 
 def wrapped(text: str, indent: str = "") -> str:

@@ -18,7 +18,7 @@ from attrs import fields_dict, frozen
 from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults, read_manifest
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
-from forge_kit.commands import count
+from forge_kit.commands import count, gigabytes
 from forge_kit.outputs import free_path
 from forge_kit.tables import columns
 
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, required=True, metavar="PATH", help="NAME.safetensors for one file, else a folder"
     )
     export.add_argument("--step", type=count, metavar="N", help="by default the newest intact one")
-    export.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of each file of a folder (5)")
+    export.add_argument("--shard-size", type=gigabytes, default="5", metavar="GB", help="of each file of a folder (5)")
     return parser
 
 
@@ -304,7 +304,7 @@ def export_checkpoint(options: argparse.Namespace) -> int:
     if options.step is not None:
         _demand_step(options.step, storage.steps(), options.run)
     path, manifest = locate(options.run if options.step is None else storage.path(options.step), "full")
-    files = export_weights(path, manifest, output, round(options.shard_size * 1e9))
+    files = export_weights(path, manifest, output, options.shard_size)
     for file in files:
         print(f"{file}: {_size(file.stat().st_size)}")
     return ExitCode.FINISHED

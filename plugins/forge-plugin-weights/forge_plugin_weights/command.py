@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode
+from forge_kit.commands import gigabytes
 from forge_kit.outputs import MARK, output_file, write_output
 from forge_kit.tables import columns
 
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a checkpoint")
     exporting.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the folder to make")
     exporting.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
-    exporting.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of each file (5)")
+    exporting.add_argument("--shard-size", type=gigabytes, default="5", metavar="GB", help="of each file (5)")
     exporting.add_argument("--verify", action="store_true", help="also compare what checkpoint and export compute")
     verifying = add("verify", verify)
     verifying.add_argument("first", type=Path, metavar="A", help="a published model, a run folder or a checkpoint")
@@ -204,7 +205,7 @@ def export(options: argparse.Namespace) -> int:
         options.run,
         options.output,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
-        shard_bytes=round(options.shard_size * 1e9),
+        shard_bytes=options.shard_size,
         architecture=options.architecture,
         computed=options.verify,
     )

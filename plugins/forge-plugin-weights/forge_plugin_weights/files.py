@@ -114,9 +114,7 @@ def places_in(folder: Path) -> dict[str, Place]:
     for path in files:
         for name, place in _header(path):
             if name in places:
-                raise JobError(
-                    f"{name} is in {places[name].file.name} and in {path.name}; one of them is of another model"
-                )
+                raise JobError(f"{name} is in {places[name].file} and in {path.name}; one of them is of another model")
             places[name] = place
     if (folder / INDEX).is_file():
         _check_index(folder, places)
@@ -124,8 +122,6 @@ def places_in(folder: Path) -> dict[str, Place]:
 
 
 def _files(folder: Path) -> Sequence[Path]:
-    if not folder.is_dir():
-        raise JobError(f"there is no folder {folder}")
     named: Sequence[Path] = []
     if (folder / INDEX).is_file():
         named = [folder / name for name in dict.fromkeys(_weight_map(folder).values())]
@@ -146,11 +142,11 @@ def _files(folder: Path) -> Sequence[Path]:
 def _weight_map(folder: Path) -> Mapping[str, str]:
     path = folder / INDEX
     try:
-        names: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+        names: dict[str, Any] = dict(json.loads(path.read_text())["weight_map"])
     except (ValueError, LookupError, TypeError) as error:
         raise JobError(f"{path} is no index of tensors: {type(error).__name__}: {error}") from error
     for name in names.values():
-        if name.startswith(".") or "/" in name:
+        if not isinstance(name, str) or name.startswith(".") or "/" in name:
             raise JobError(f"{path} names a file outside of its folder: {name!r}")
     return names
 

@@ -18,7 +18,9 @@ from forge_core import Trainer, load_job
 from forge_core.checkpoint.resume import locate
 from forge_core.cli import main
 from forge_core.contracts.errors import CheckpointError, JobError
+from forge_plugin_weights.files import places_in
 from forge_plugin_weights.importing import import_folder
+from forge_plugin_weights.reading import Piece, Reader
 from forge_testing.refusals import lacks, naming
 
 
@@ -148,6 +150,75 @@ def test_a_fault_is_named_and_nothing_is_left(published, tmp_path, capsys, fault
     assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
     assert not lacks(capsys.readouterr().err, *FAULTS[fault])
     assert {path.name for path in tmp_path.iterdir()} == {"published"}
+
+
+INDEX = "model.safetensors.index.json"
+ONE = "model.safetensors"
+EMPTY = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+BYTES = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
+
+
+def raw(header: object, content: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content
+
+
+def mapped(**files: object) -> bytes:
+    return json.dumps({"weight_map": files}).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "facts"),
+    [
+        ({ONE: raw({"x": BYTES | {"dtype": "F4"}}, b"..")}, [ONE, "'F4'", "BF16"]),
+        ({ONE: raw({"x": BYTES | {"dtype": "F32"}}, b"..")}, [ONE, "2 bytes", "[2]", "F32"]),
+        ({ONE: raw({"x": BYTES | {"shape": [1]}}, b"..")}, [ONE, "2 bytes", "[1]"]),
+        ({ONE: raw({"x": 3})}, [ONE, "TypeError"]),
+        ({ONE: raw({"x": {}})}, [ONE, "KeyError", "data_offsets"]),
+        ({ONE: raw([])}, [ONE, "AttributeError"]),
+        ({ONE: raw(b"{x}")}, [ONE, "JSONDecodeError"]),
+        ({ONE: raw(b"0")}, [ONE, "1 bytes"]),
+        ({ONE: raw(b"{}")[:-1]}, [ONE, "2 bytes"]),
+        ({ONE: raw({"x": BYTES, "y": BYTES}, b"..")}, [ONE, "y", "byte 128", "byte 130"]),
+        ({ONE: raw({"x": BYTES | {"data_offsets": [1, 3]}}, b"...")}, [ONE, "x", "byte 69", "byte 68"]),
+        ({ONE: raw({"x": BYTES}, b".")}, [ONE, 69, 70]),
+        ({ONE: raw({"x": BYTES}, b"...")}, [ONE, 71, 70]),
+        ({"a.safetensors": raw({"x": EMPTY}), "b.safetensors": raw({"x": EMPTY})}, ["a.safetensors", "b.safetensors"]),
+        ({INDEX: b"{"}, [INDEX, "JSONDecodeError"]),
+        ({INDEX: b"\xff"}, [INDEX, "UnicodeDecodeError"]),
+        ({INDEX: b"{}"}, [INDEX, "weight_map"]),
+        ({INDEX: b'{"weight_map": 1}'}, [INDEX, "TypeError"]),
+        ({INDEX: mapped(x="../other.safetensors")}, [INDEX, "'../other.safetensors'"]),
+        ({INDEX: mapped(x="..")}, [INDEX, "'..'"]),
+        ({INDEX: mapped(x="parts/other.safetensors")}, [INDEX, "'parts/other.safetensors'"]),
+        ({INDEX: mapped(x=1)}, [INDEX, 1]),
+        ({INDEX: mapped(x=ONE, y=ONE), ONE: raw({"x": EMPTY})}, [INDEX, ONE, "y"]),
+    ],
+)
+def test_a_file_that_is_not_of_the_format_is_named(tmp_path, files, facts):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(JobError) as caught:
+        places_in(tmp_path)
+    assert not lacks(str(caught.value), tmp_path, *facts)
+
+
+def test_a_file_is_of_the_format_up_to_its_last_byte(tmp_path):
+    (tmp_path / ONE).write_bytes(raw({"x": BYTES, "y": BYTES | {"data_offsets": [2, 4]}}, b"abcd"))
+    assert [place.read().tolist() for place in places_in(tmp_path).values()] == [[97, 98], [99, 100]]
+    (tmp_path / ONE).write_bytes(raw(b"{}"))
+    assert places_in(tmp_path) == {}
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
+    path = tmp_path / ONE
+    path.write_bytes(raw({"x": BYTES}, b".."))
+    [place] = places_in(tmp_path).values()
+    path.write_bytes(raw({"x": BYTES}, b"."))
+    with pytest.raises(JobError, match=naming(path)):
+        place.read()
+    with Reader() as reader, pytest.raises(CheckpointError, match=naming(path)):
+        reader.submit(path, [Piece(place.start, place.size)]).result()
 
 
 def test_nan_is_found_while_files_are_copied_too(published, tmp_path, capsys):
