@@ -281,9 +281,10 @@ def added_tokens(folder: Path) -> dict[str, int]:
     return {token["content"]: token["id"] for token in read_json(folder / "tokenizer.json").get("added_tokens", ())}
 
 
-def _length(config: Mapping[str, Any], model: Mapping[str, Any]) -> int:
+def _length(config: Mapping[str, Any], model: Mapping[str, Any]) -> Any:
     """The length of sequences that a job begins with: as in training, within reason."""
-    return min(int(model.get("learned_positions") or config.get("max_position_embeddings") or 2048), 4096)
+    length = model.get("learned_positions") or config.get("max_position_embeddings") or 2048
+    return min(length, 4096) if isinstance(length, int) else length  # which the check of the job refuses
 
 
 def _tokenizer_table(source: Source) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, InnerTable, Unsupported
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, InnerTable, Unsupported, reading
 from forge_plugin_weights.pixels import image_table
 from forge_plugin_weights.tables import HARMLESS, all_fields, flattened, read_config
 
@@ -36,12 +36,13 @@ def _rows(
     tables: dict[str, InnerTable] = {}
     for field in fields:
         try:
-            if table := field.inner(config):
-                tables[table.name] = table
-                meanings |= dict.fromkeys(field.keys, "")
-                continue  # its rows say more than all of it at once
-            settings = ", ".join(f"model.{path} = {value!r}" for path, value in field.read(config).items())
-            settings = "; ".join(filter(None, (settings, field.remark(config))))
+            with reading(field, config):
+                if table := field.inner(config):
+                    tables[table.name] = table
+                    meanings |= dict.fromkeys(field.keys, "")
+                    continue  # its rows say more than all of it at once
+                settings = ", ".join(f"model.{path} = {value!r}" for path, value in field.read(config).items())
+                settings = "; ".join(filter(None, (settings, field.remark(config))))
         except Unsupported as error:
             settings, supported = f"NOT SUPPORTED: {error}", False
         for key in field.keys:

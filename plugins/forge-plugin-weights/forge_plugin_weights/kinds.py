@@ -7,7 +7,8 @@ flat: `{"dim": 64, "attention.type": "forge-plugin-transformer/gqa", "attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from attrs import frozen
@@ -100,6 +101,18 @@ class Field:
     def remark(self, config: Config) -> str:
         """Returns a line for whoever imports the model, about a value that is read and has no effect; or nothing."""
         return ""
+
+
+@contextmanager
+def reading(field: Field, config: Config) -> Iterator[None]:
+    """Turn the errors of values that are not of a key's type, such as a text for a number, into `Unsupported`."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        given = ", ".join(f"{key} = {config[key]!r}" for key in field.keys if key in config)
+        subject = given or " and ".join(field.keys)
+        message = f"{subject} cannot be read, by itself or with the keys that it depends on"
+        raise Unsupported(f"{message} ({type(error).__name__}: {error})") from error
 
 
 @frozen(kw_only=True)

@@ -55,7 +55,7 @@ def is_packed(config: Config) -> bool:
     Raises:
         Unsupported: they are, with a key that Forge does not know.
     """
-    settings: Mapping[str, Any] = config.get(QUANTISATION) or {}
+    settings = _settings(config)
     if settings.get("quant_method") != "mxfp4":
         return False
     for key, value in settings.items():
@@ -70,7 +70,7 @@ def block_size(config: Config) -> tuple[int, int] | None:
     Raises:
         Unsupported: they are quantised in another way; names it.
     """
-    settings: Mapping[str, Any] | None = config.get(QUANTISATION)
+    settings = _settings(config)
     if not settings:
         return None
     for key, value in settings.items():
@@ -80,11 +80,22 @@ def block_size(config: Config) -> tuple[int, int] | None:
             hint = "the methods mxfp4, and fp8 with weight_block_size, are known; convert the weights to bfloat16 first"
             raise Unsupported(f"{QUANTISATION}: {key} = {value!r} is not supported; {hint}")
     size = settings.get("weight_block_size")
-    if "quant_method" not in settings or not size or len(size) != 2 or min(size) < 1:
+    if "quant_method" not in settings or not _is_block(size):
         raise Unsupported(
             f"{QUANTISATION}: weight_block_size = {size!r}; fp8 with two numbers, such as [128, 128], works"
         )
     return size[0], size[1]
+
+
+def _settings(config: Config) -> Mapping[str, Any]:
+    settings = config.get(QUANTISATION) or {}
+    if not isinstance(settings, Mapping):
+        raise Unsupported(f"{QUANTISATION} = {settings!r}, which is no table")
+    return settings
+
+
+def _is_block(size: Any) -> bool:
+    return isinstance(size, list) and len(size) == 2 and all(isinstance(side, int) and side > 0 for side in size)
 
 
 @frozen

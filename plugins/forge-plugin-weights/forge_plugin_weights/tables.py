@@ -15,7 +15,7 @@ from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog
 from forge_kit.commands import parse_component
-from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Config, Field, Flat, Unsupported
+from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Config, Field, Flat, Unsupported, reading
 from forge_plugin_weights.layered import ABSENT, PerLayer, differs, merged, outside_kinds, with_pattern, without_pattern
 
 HARMLESS = frozenset(
@@ -63,7 +63,8 @@ def read_fields(
     flat: dict[str, Any] = {}
     for field in fields:
         try:
-            flat |= field.read(config)
+            with reading(field, config):
+                flat |= field.read(config)
         except Unsupported as error:
             problems.append(Problem("", str(error)))
     if problems:

@@ -10,6 +10,7 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from published_models import EXPERTS
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.plugins.catalog import Catalog
@@ -17,7 +18,7 @@ from forge_kit.commands import parse_component
 from forge_plugin_weights.exporting import find_form
 from forge_plugin_weights.kinds import Unsupported
 from forge_plugin_weights.tables import architectures, fitting_forms, read_config, write_config
-from forge_testing.refusals import at, refuses_all
+from forge_testing.refusals import at, refuses, refuses_all
 
 CATALOG = Catalog.installed()
 ARCHITECTURES = architectures(CATALOG)
@@ -311,6 +312,12 @@ def test_what_a_llama_has_not_is_refused_by_its_key(keys, expected):
         write_config(ARCHITECTURES["llama"], of_job(keys), CATALOG)
 
 
+def test_layers_with_two_windows_are_refused():
+    near, far = (f"window = {window}, qk_norm = true, qk_norm_eps = 1e-5" for window in (8, 4))
+    with refuses("", "attention.window", 8, 4):
+        write_config(ARCHITECTURES["qwen3"], of_job(PATTERN.format(near=near, far=far)), CATALOG)
+
+
 @pytest.mark.parametrize("type_", ARCHITECTURES)
 def test_a_model_of_other_keys_altogether_is_refused_and_not_stumbled_over(type_):
     fields = ARCHITECTURES[type_].fields()
@@ -338,8 +345,32 @@ def test_a_model_of_other_keys_altogether_is_refused_and_not_stumbled_over(type_
         ("smollm3", {"no_rope_layers": [1]}, at("", "no_rope_layers", 1, 6)),
         ("olmo3", {"rope_parameters": {"rope_theta": 5.0}}, at("", "rope_parameters", "rope_theta")),
         ("mistral", {"layer_types": ["full_attention"] * 6}, at("layer_types", "'full_attention'")),
+        ("llama", {"vocab_size": ...}, at("", "vocab_size")),
+        ("llama", {"rope_scaling": "yarn"}, at("", "rope_scaling = 'yarn'")),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "novelty": 1}},
+            at("", "rope_type 'linear'", "novelty"),
+        ),
+        (
+            "gpt_neox",
+            {"num_key_value_heads": ..., "rotary_pct": 0.5, "partial_rotary_factor": 0.25},
+            at("", "rotary_pct = 0.5", "partial_rotary_factor = 0.25"),
+        ),
+        (
+            "qwen2_moe",
+            {**EXPERTS, "shared_expert_intermediate_size": 24},
+            at("", "shared_expert_intermediate_size = 24", 16),
+        ),
+        (
+            "qwen2_moe",
+            {**EXPERTS, "shared_expert_intermediate_size": 24, "moe_intermediate_size": 0},
+            at("", "shared_expert_intermediate_size = 24", "ZeroDivisionError"),
+        ),
+        ("llama", {"quantization_config": "fp8"}, at("", "quantization_config = 'fp8'")),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused(type_, keys, expected):
     with refuses_all(expected):
-        read_config(ARCHITECTURES[type_], {**SIZES, **keys})
+        config = {key: value for key, value in {**SIZES, **keys}.items() if value is not ...}
+        read_config(ARCHITECTURES[type_], config)

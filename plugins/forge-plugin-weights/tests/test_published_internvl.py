@@ -73,6 +73,7 @@ def test_sides_may_be_numbers_or_pairs() -> None:
         ),
         ({"vision_config": {"patch_size": [4, 2]}}, at("", "patch_size = [4, 2]", "squares")),
         ({"vision_config": {"image_size": [16, 8]}}, at("", "image_size = [16, 8]")),
+        ({"vision_config": {"image_size": [16, 18]}}, at("", "image_size = [16, 18]", "patch_size = [4, 4]")),
     ],
 )
 def test_what_it_cannot_be_is_named(changes: dict[str, Any], expected: ExpectedProblem) -> None:

@@ -140,6 +140,19 @@ def test_an_export_says_how_videos_are_processed(tmp_path):
         ("qwen2_5_vl", "text_config", {"use_sliding_window": True}, at("", "use_sliding_window", "windows")),
         ("qwen2_5_vl", "text_config", {"head_dim": 16}, at("", "head_dim = 16", "hidden_size", "num_attention_heads")),
         ("qwen2_5_vl", "vision_config", {"window_size": 20}, at("", "window_size = 20", "windows", 8)),
+        ("qwen2_5_vl", "preprocessor_config", {"resample": 2}, at("", "resample", "bilinear", "bicubic")),
+        (
+            "qwen3_vl",
+            "vision_config",
+            {"rope_parameters": {"rope_type": "linear"}},
+            at("", "rope_parameters = {'rope_type': 'linear'}", "axial"),
+        ),
+        (
+            "qwen3_vl",
+            "vision_config",
+            {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}},
+            at("", "rope_parameters = {'rope_theta': 10000.0, 'factor': 2.0}", "rope_theta"),
+        ),
         (
             "qwen3_vl",
             "text_config",
@@ -169,7 +182,7 @@ def test_an_export_says_how_videos_are_processed(tmp_path):
 )
 def test_what_forge_does_not_compute_is_named(name, table, changes, expected):
     config = MODELS[name].config().to_dict()
-    config[table] = {**config[table], **changes}
+    config[table] = {**config.get(table, {}), **changes}
     _, architecture = architecture_of(config, Catalog.installed())
     with refuses_all(expected):
         read_config(architecture, config)

@@ -33,7 +33,7 @@ from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
-from forge_plugin_weights.tables import architecture_of, fitting_forms, read_config, write_config
+from forge_plugin_weights.tables import architecture_of, fitting_forms, flattened, nested, read_config, write_config
 from forge_testing.refusals import at, refuses, refuses_all
 
 SHAPES = ((2, 2), (1, 3), (1, 1))
@@ -291,19 +291,19 @@ def test_what_forge_does_not_compute_is_named(table, changes, expected):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "expected"),
+    ("changes", "expected"),
     [
-        ("sees", "all", at("", "fusion.sees = 'all'", "'together'")),
-        ("markers", 2, at("", "fusion.markers = 2", 8)),
-        ("heads", 2, at("", "fusion.heads = 2", 4)),
+        ({"fusion.sees": "all"}, at("", "fusion.sees = 'all'", "'together'")),
+        ({"fusion.markers": 2}, at("", "fusion.markers = 2", 8)),
+        ({"fusion.heads": 2}, at("", "fusion.heads = 2", 4)),
+        ({"language.attention.head_dim": 16, "fusion.head_dim": 16}, at("", "language.*", "head_dim", 8)),
     ],
 )
-def test_another_fusion_is_not_exported_as_this(path, value, expected):
+def test_what_no_key_describes_is_not_exported(changes, expected):
     catalog, config = Catalog.installed(), TILED["mllama"].config().to_dict()
     _, architecture = architecture_of(config, catalog)
-    table = read_config(architecture, config)
-    table["fusion"][path] = value
-    component = parse_component(table, "mine", ModelComponent, catalog)
+    table = flattened(read_config(architecture, config))
+    component = parse_component(nested({**table, **changes}), "mine", ModelComponent, catalog)
     with refuses_all(expected):
         write_config(architecture, component, catalog)
 

@@ -28,8 +28,16 @@ from forge_plugin_vision import GRIDS, PATCHES
 from forge_plugin_vision.modules.images import Images
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
-from forge_plugin_weights.tables import HARMLESS, architecture_of, load_architecture, read_config, write_config
-from forge_testing.refusals import at, lacks, refuses_all
+from forge_plugin_weights.tables import (
+    HARMLESS,
+    architecture_of,
+    flattened,
+    load_architecture,
+    nested,
+    read_config,
+    write_config,
+)
+from forge_testing.refusals import at, lacks, refuses, refuses_all
 
 FURTHER = (
     *("tie_word_embeddings", "vision_use_head", "layer_types", "max_window_layers"),
@@ -338,6 +346,19 @@ def test_models_that_are_not_supported_are_refused_with_what_there_is(tmp_path, 
             {"text_config": {"model_type": "gemma2", **SIZES, "final_logit_softcapping": 30.0}},
             [at("", "model.language.logit_soft_cap = 30.0")],
         ),
+        (
+            {"vision_feature_layer": 0, "vision_config": {"model_type": "clip_vision_model"}},
+            [at("", "vision_feature_layer = 0", "vision_config.num_hidden_layers")],
+        ),
+        (
+            {"vision_config": {"model_type": "clip_vision_model", "image_size": "336", "patch_size": 14}},
+            [at("", "image_size = '336'", "TypeError")],
+        ),
+        (
+            {"preprocessor_config": {"image_mean": [0.5, 0.5]}},
+            [at("", "image_mean = [0.5, 0.5]", "preprocessor_config.json", 3)],
+        ),
+        ({"preprocessor_config": {"image_std": [0.5] * 4}}, [at("", "image_std = [0.5, 0.5, 0.5, 0.5]", 3)]),
     ],
 )
 def test_what_forge_does_not_compute_is_named(changes, expected):
@@ -345,6 +366,44 @@ def test_what_forge_does_not_compute_is_named(changes, expected):
     _, architecture = architecture_of(config, Catalog.installed())
     with refuses_all(*expected):
         read_config(architecture, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "expected"),
+    [
+        (
+            "llava-hf/llava-v1.6-mistral-7b-hf",
+            "vision.encoder.size",
+            [336, 350],
+            [at("", [336, 350], "squares")] * 2,  # of the tower and of its pinpoints
+        ),
+        ("google/siglip2-base-patch16-naflex", "vision.encoder.size", [256, 240], [at("", [256, 240], "square")]),
+        ("Qwen/Qwen3-VL-8B-Instruct", "vision.encoder.table", 0, [at("", "vision.encoder.table = 0")]),
+        (
+            "Qwen/Qwen3-VL-8B-Instruct",
+            "fusion.deepstack_adapter.merge",
+            4,
+            [at("", "fusion.deepstack_adapter.merge = 4", 2)],
+        ),
+    ],
+)
+def test_a_tower_that_no_key_describes_is_not_exported(name, path, value, expected):
+    config, catalog = CONFIGS[name], Catalog.installed()
+    part = PARTS.get(config["model_type"], config["model_type"])
+    architecture = load_architecture(part, catalog)
+    table = flattened(read_config(architecture, config))
+    assert path in table
+    component = parse_component(nested({**table, path: value}), name, ModelComponent, catalog)
+    with refuses_all(*expected):
+        write_config(architecture, component, catalog)
+
+
+@pytest.mark.parametrize("count", [255, 257])
+def test_a_table_of_positions_that_is_no_square_is_refused(count):
+    config = CONFIGS["google/siglip2-base-patch16-naflex"]
+    config = {**config, "vision_config": {**config["vision_config"], "num_patches": count}}
+    with refuses("", f"num_patches = {count}", "square"):
+        read_config(load_architecture("siglip2_vision_model", Catalog.installed()), config)
 
 
 def test_a_model_of_another_kind_is_not_exported_as_one_of_these(tmp_path, capsys):
