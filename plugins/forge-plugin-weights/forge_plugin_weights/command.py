@@ -151,15 +151,14 @@ def verify(options: argparse.Namespace) -> int:
         options.report = output_file(options.report, "--report")
     catalog = Catalog.installed()
     one, other = (open_side(path, catalog, options.architecture) for path in (options.first, options.second))
+    # First: an error of the user's files is found at once, while comparing all tensors may take long.
+    prompts = text_batch(options.prompts, (one, other)) if options.prompts else None
     tensors = list(compare_tensors(one, other))
     changes = model_changes(one, other, catalog)
     has_text = "embedding.weight" in one.shapes  # a vision tower alone has none
     if has_text:
-        if options.prompts:
-            batch, real = text_batch(options.prompts, (one, other))
-            count = int(real.sum())
-        else:
-            batch, real, count = random_batch(one, options.tokens), None, options.tokens
+        batch, real = prompts or (random_batch(one, options.tokens), None)
+        count = options.tokens if real is None else int(real.sum())
         logits = compare_logits(one, other, batch, catalog, real)
         computed, lines = attrs.asdict(logits), list(logits.lines(count))
     else:

@@ -166,6 +166,8 @@ def export_run(
     catalog = catalog or Catalog.installed()
     weights = _open_weights(path, dtype, catalog)
     target = find_target(weights.job, weights.shapes, catalog, architecture, weights.origin.get("model_type", ""))
+    if computed and not (target.architecture.has_text and target.match.parts.keys() == weights.shapes.keys()):
+        raise JobError(f"--verify computes language models; {target.architecture.name} is a part of one, or none")
     with unfinished(output, "--output") as folder:
         folder.mkdir()
         _write_tensors(folder, weights, target, shard_bytes)
@@ -262,8 +264,6 @@ def _prove(
 
     published, trained = PublishedSide(folder, catalog, architecture), TrainedSide(weights.checkpoint, catalog)
     whole = set(published.shapes) == set(trained.shapes)
-    if computed and not (whole and target.architecture.has_text):
-        raise JobError(f"--verify computes language models; {target.architecture.name} is a part of one, or none")
     back, names = ReadBack(published.places), weights.names_of(target)
     match = published.match if whole else target.match
     read_checkpoint(weights.checkpoint, weights.manifest, names, match, back.compare, hashed=False)
@@ -460,7 +460,7 @@ def _special_ids(run: Path | None) -> dict[str, Any]:
         return {}
     folder = run / TOKENIZER
     if (folder / GENERATION).is_file():
-        known = json.loads((folder / GENERATION).read_text())
+        known = read_json(folder / GENERATION)
         return {name: known[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in known}
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text())

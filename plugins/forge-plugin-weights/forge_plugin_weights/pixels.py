@@ -61,6 +61,8 @@ def processor_of(folder: Path) -> Mapping[str, Any]:
             content = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise JobError(f"{path} cannot be read: {error}") from error
+        if not isinstance(content, Mapping):
+            raise JobError(f"{path} holds no object")
         settings = content if key is None else content.get(key)
         if isinstance(settings, Mapping) and settings:
             return settings

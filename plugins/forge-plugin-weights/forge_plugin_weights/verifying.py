@@ -205,8 +205,10 @@ def text_batch(path: Path, sides: Sequence[Side]) -> tuple[Mapping[str, Tensor],
         raise JobError(f"{path} cannot be read: {error}") from error
     if not lines:
         raise JobError(f"{path} has no text; a line is a prompt")
-    if any(hasattr(side.job.model, "image_input") for side in sides):
-        raise JobError("prompts are texts; without them, models that see images are compared on tokens and an image")
+    if any(hasattr(side.job.model, "image_input") or "embedding.weight" not in side.shapes for side in sides):
+        raise JobError(
+            "prompts are texts; without them, models that see images are compared on an image and random tokens"
+        )
     tokenizer = next((known for side in sides if (known := side.tokenizer()) is not None), None)
     if tokenizer is None:
         raise JobError("neither model has a tokenizer, which prompts need; without them, random tokens are taken")

@@ -15,13 +15,15 @@ from test_published_vision import logits
 
 from forge_core.checkpoint.resume import locate
 from forge_core.config.load import parse_job
+from forge_core.contracts.components import ModelComponent
 from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import parse_component
 from forge_plugin_images.prompts import prompts_with_images
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE
 from forge_plugin_weights.importing import import_folder
-from forge_plugin_weights.tables import architecture_of, read_config
-from forge_testing.refusals import ExpectedProblem, at, lacks, refuses_all
+from forge_plugin_weights.tables import architecture_of, read_config, write_config
+from forge_testing.refusals import ExpectedProblem, at, lacks, refuses, refuses_all
 
 TILE = PATCH * SIDE
 
@@ -81,3 +83,13 @@ def test_what_it_cannot_be_is_named(changes: dict[str, Any], expected: ExpectedP
     _, architecture = architecture_of(own, Catalog.installed())
     with refuses_all(expected):
         read_config(architecture, own)
+
+
+@pytest.mark.parametrize("changes", [{"size": [448, 462]}, {"pixels": [450, 450]}])
+def test_images_that_are_no_squares_of_patches_are_not_exported(changes: dict[str, Any]) -> None:
+    own, catalog = config(vision_config={"image_size": 448, "patch_size": 14}), Catalog.installed()
+    _, architecture = architecture_of(own, catalog)
+    table = read_config(architecture, own)
+    table["vision"]["encoder"] |= changes
+    with refuses("", "vision.encoder.size", "square"):
+        write_config(architecture, parse_component(table, "mine", ModelComponent, catalog), catalog)

@@ -203,12 +203,16 @@ def test_a_part_of_a_model_comes_in_alone(tmp_path, whole, part, left_out):
 
 
 def test_models_and_towers_are_compared_with_images(tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
     for number, name in enumerate(("llava, siglip", "smolvlm", "siglip2_vision_model", "clip_vision_model")):
         here = tmp_path / str(number)
         _, run = imported(here, {**MODELS, **TOWERS}[name])
         assert main(["weights", "verify", str(here / "published"), str(run)]) == 0
         same = capsys.readouterr().out
         assert re.search(r"^tensors: .* 0 with", same, re.MULTILINE)
+        prompts.write_text("text")
+        assert main(["weights", "verify", str(run), str(run), "--prompts", str(prompts)]) == 2
+        assert not lacks(capsys.readouterr().err, "prompts", "image")
         out = export_run(run, here / "out", dtype=torch.bfloat16)
         assert main(["weights", "verify", str(run), str(out)]) == 1
         rounded = capsys.readouterr().out
@@ -231,6 +235,11 @@ def test_the_tower_of_a_trained_model_is_exported_alone(tmp_path, capsys):
         chosen = theirs.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-2]
         assert torch.equal(tower(pixels).last_hidden_state, chosen)  # the block behind hands it on
     capsys.readouterr()
+    for part in ("clip_vision_model", "llama"):
+        assert main([*arguments, str(tmp_path / "computed"), "--architecture", part, "--verify"]) == 2
+        assert not lacks(
+            capsys.readouterr().err, "--verify", "CLIPVisionModel" if part[0] == "c" else "LlamaForCausalLM"
+        )
     assert main([*arguments, str(tmp_path / "siglip"), "--architecture", "siglip_vision_model"]) == 2
     assert not lacks(capsys.readouterr().err, "vision.encoder.norm = False", True)
 

@@ -17,11 +17,18 @@ from transformers import PreTrainedTokenizerFast
 from forge_core import Trainer, load_job
 from forge_core.checkpoint.resume import locate
 from forge_core.cli import main
-from forge_core.contracts.errors import CheckpointError, JobError
-from forge_plugin_weights.files import places_in
-from forge_plugin_weights.importing import import_folder
+from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
+from forge_core.contracts.runtime import SpreadStorage
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_weights import exporting
+from forge_plugin_weights.files import Boxes, Place, places_in, plan_files
+from forge_plugin_weights.importing import import_folder, read_folder, renamed
+from forge_plugin_weights.kinds import Filler
+from forge_plugin_weights.matching import match_names
 from forge_plugin_weights.reading import Piece, Reader
-from forge_testing.refusals import lacks, naming
+from forge_plugin_weights.tables import architecture_of, load_architecture
+from forge_plugin_weights.verifying import text_batch
+from forge_testing.refusals import lacks, naming, refuses
 
 
 @pytest.fixture
@@ -219,6 +226,106 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
         place.read()
     with Reader() as reader, pytest.raises(CheckpointError, match=naming(path)):
         reader.submit(path, [Piece(place.start, place.size)]).result()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "facts"),
+    [
+        ("config.json", None, ["No such file"]),
+        ("config.json", b"{", ["JSON"]),
+        ("config.json", b"\xff", ["JSON"]),
+        ("config.json", b"[]", ["object"]),
+        ("preprocessor_config.json", b"{", ["line 1"]),
+        ("preprocessor_config.json", b"\xff", ["utf-8"]),
+        ("preprocessor_config.json", b"[1]", ["object"]),
+        ("processor_config.json", b"[1]", ["object"]),
+    ],
+)
+def test_a_configuration_that_is_no_object_in_json_is_named(tmp_path, name, content, facts):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(JobError) as caught:
+        read_folder(tmp_path)
+    assert not lacks(str(caught.value), tmp_path / name, *facts)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": ["llama"]}])
+def test_a_configuration_without_a_type_needs_one_by_the_option(config):
+    with refuses("model_type", "--architecture"):
+        architecture_of(config, Catalog.installed())
+
+
+def test_longest_sequences_that_are_no_number_are_refused(published, tmp_path):
+    change(published / "config.json", max_position_embeddings="128")
+    with refuses("train.seq_len", "'128'"):
+        import_folder(published, tmp_path / "run", tokenizer=False)
+
+
+def test_two_names_of_one_tensor_are_named(tmp_path):
+    with pytest.raises(JobError, match=naming(tmp_path, "model.norm", "norm")):
+        renamed(dict.fromkeys(["model.norm", "norm"]), {r"^model\.": ""}, tmp_path)
+
+
+def test_tensors_that_no_rule_has_are_listed_up_to_five():
+    llama = load_architecture("llama", Catalog.installed())
+    for count, shown in ((5, "extra.4"), (6, "and 1 more")):
+        with pytest.raises(JobError, match=naming("LlamaForCausalLM", "extra.0", shown)) as caught:
+            match_names(llama, {"tie_embeddings": True}, {f"extra.{number}": (2,) for number in range(count)})
+        assert ("more" in str(caught.value)) == (count > 5)
+
+
+@pytest.mark.parametrize("action", [["export", "--output", "out"], ["verify", "."]])
+def test_a_folder_without_checkpoints_is_named(tmp_path, monkeypatch, capsys, action):
+    monkeypatch.chdir(tmp_path)
+    assert main(["weights", *action, str(tmp_path / "nothing")]) == 2
+    assert not lacks(capsys.readouterr().err, "checkpoint")
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"])
+def test_prompts_that_cannot_be_read_are_named(tmp_path, content):
+    path = tmp_path / "prompts.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(JobError, match=naming(path)):
+        text_batch(path, [])
+
+
+def test_a_full_disk_is_named():
+    full = Place(Path("/dev/full"), 0, torch.uint8, (2,))
+    with pytest.raises(ForgeError, match=naming("/dev/full", "No space left on device")):
+        Boxes({"x": full}, writable=True).fill(Filler("x", (2,), 0.0))
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "1e-10", "nan", "inf", "x"])
+def test_a_size_of_files_is_above_zero_and_finite(capsys, size):
+    with pytest.raises(SystemExit, match="2"):
+        main(["weights", "export", "run", "--output", "out", f"--shard-size={size}"])
+    assert not lacks(capsys.readouterr().err, "--shard-size", size)
+
+
+def test_a_checkpoint_that_changes_during_the_export_is_named(published, tmp_path, monkeypatch, capsys):
+    run = import_folder(published, tmp_path / "run", tokenizer=False, copy=True)
+    path = next((run / "checkpoints/step-0").glob("*.safetensors"))
+
+    class Away:
+        def fetch(self, step, names):
+            raise CheckpointError(f"step {step}: no bucket")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(SpreadStorage.opened, path.parent.absolute(), (Away(), 3))
+        assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 2
+        assert not lacks(capsys.readouterr().err, "step 3: no bucket")
+
+    def shrink(*arguments):
+        path.write_bytes(path.read_bytes()[:-1])
+        return plan_files(*arguments)
+
+    monkeypatch.setattr(exporting, "plan_files", shrink)
+    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert not lacks(capsys.readouterr().err, path, "truncated")
+    assert {path.name for path in tmp_path.iterdir()} == {"published", "run"}
 
 
 def test_nan_is_found_while_files_are_copied_too(published, tmp_path, capsys):
