@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -14,7 +15,9 @@ from forge_plugin_images.decoding import BytesImage, FileImage
 from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_text.bytes import ByteTokenizer
-from forge_plugin_video import BrokenVideo, Frames, PyAV, Uniform
+from forge_plugin_video import BrokenVideo, Frames, PyAV, Uniform, probing
+from forge_plugin_video.kinds import Unreadable
+from forge_plugin_video.orientation import Turn
 from forge_plugin_video.testing import bar_code, read_bar_code, write_clip
 from forge_plugin_vision import Joint
 from forge_testing.refusals import naming
@@ -113,6 +116,7 @@ BROKEN = {
         ["36,270 s", "max_duration 14,400"],
     ),
     "out of order.avi": (lambda path: write(path, codec="mpeg4"), ["two frames", "time"]),
+    "stream.h264": (write, ["no times", "mp4"]),
 }
 
 
@@ -124,6 +128,34 @@ def test_a_probe_names_the_clip_and_the_reason(tmp_path, reader, name):
         with pytest.raises(BrokenVideo, match=naming(f"video {str(path)!r}", *facts)) as caught:
             reader.probe(file)
         assert isinstance(caught.value, BrokenImage)  # clips count among the images that cannot be read
+
+
+@pytest.mark.parametrize(
+    ("keys", "unseen", "facts"),
+    [
+        ([], [], ["no frames"]),
+        ([False, False], [False, False], ["no key frame"]),
+        ([True, False], [True, True], ["edit list"]),
+        ([False, True], [False, True], ["edit list"]),
+    ],
+)
+def test_tables_of_which_no_frame_is_shown_are_refused(keys, unseen, facts):
+    stamps = np.arange(len(keys))
+    tables = probing.Frames(stamps, np.array(keys, bool), np.array(unseen, bool), stamps + 1)
+    with pytest.raises(Unreadable, match=naming(*facts)):
+        probing.clip_of(tables, SimpleNamespace(time_base=Fraction(1, 25)), Turn(), 1.0)
+
+
+def test_times_that_frames_are_not_shown_at_are_refused(tmp_path, reader):
+    def swap(packet):
+        packet.dts = packet.pts - 80
+        packet.pts += -40 if packet.pts // 40 % 2 else 40
+
+    write(path := tmp_path / "clip.mkv", options={"g": "12", "bf": "0"})
+    rewrite(path, swap)
+    clip = reader.probe(file := FileImage(str(path)))
+    with pytest.raises(BrokenVideo, match=naming("clip.mkv'", "times", "mp4")):
+        reader.frames(file, clip, range(10))
 
 
 def damaged(path, codec="libx264"):

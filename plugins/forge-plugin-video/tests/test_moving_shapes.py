@@ -122,10 +122,26 @@ def test_clips_are_encoded_once_however_they_are_read(build, monkeypatch):
         ({"held_out": 4, "directions": ("up",)}, at("data.sources.0.held_out", 4, "'red'")),
         ({"speeds": {"slowly": 1, "fast": 8}}, at("data.sources.0.speeds", "'fast'", "8 pixels", 8)),
         ({"radius": (3, 9)}, at("data.sources.0.radius", 9, "16 pixels", 8)),
+        ({"radius": (3, 8.5)}, at("data.sources.0.radius", 8.5, 8)),
+        ({"radius": (3, 8), "speeds": {"slowly": 1, "fast": 7}}, None),
     ],
 )
 def test_keys_that_show_no_motion_are_refused_when_the_job_is_checked(make_job, keys, expected):
-    check_problems(problems_of(make_job(MovingShapes(**{**FEW, **keys}, video=frames(4)), model=MODEL)), expected)
+    check_problems(
+        problems_of(make_job(MovingShapes(**{**FEW, **keys}, video=frames(4)), model=MODEL)),
+        *([expected] if expected else []),
+    )
+
+
+def test_words_that_nothing_is_trained_on_are_refused_by_the_build_too(build):
+    with refuses("data.sources.0.held_out", 4, "'red'"):
+        build(MovingShapes(**{**FEW, "held_out": 4, "directions": ("up",)}, video=frames(4)), model=MODEL)
+
+
+def test_what_reads_and_sees_nothing_is_refused(make_job):
+    job = make_job(MovingShapes(**FEW, video=frames(4)), data={"tokenizer": None}, model=MODEL.language)
+    problems = [problem for problem in problems_of(job) if problem.path == "data.sources.0"]
+    check_problems(problems, at("data.sources.0", "tokenizer"), at("data.sources.0", "images"))
 
 
 def test_what_has_no_room_is_refused(build):

@@ -23,6 +23,12 @@ def no_torchcodec(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
 
 
+def test_a_bar_code_has_room_for_its_number():
+    assert read_bar_code(bar_code(15, width=48)) == 15
+    with pytest.raises(ValueError, match=naming(16, "4 bars", 48)):
+        bar_code(16, width=48)
+
+
 def test_pyav_is_taken_first_and_its_version_is_printed():
     [(subject, choice, reason)] = Auto().choices(None)
     assert (subject, choice) == ("video_reader", "pyav")

@@ -21,6 +21,7 @@ from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import Span
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.rows import Places
+from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention
 from forge_plugin_video import Frames, PyAV, Uniform, VideoText
@@ -134,6 +135,11 @@ def test_folders_of_clips_with_texts_beside_them_are_read(build, clips, tmp_path
         ({"video": "a.mp4", "text": 3}, "data.sources.0", [":1", "'text'", "'3'"]),
         ({"video": "a.mp4", "text": "a", "start": "x"}, "data.sources.0", [":1", "'start'", "'x'", "seconds"]),
         ({"video": "a.mp4", "text": "a", "start": 3, "end": 2}, "data.sources.0", [":1", "'end'", 2, "'start' 3"]),
+        ({"video": "a.mp4", "text": "a", "start": 2, "end": 2}, "data.sources.0", [":1", "'end'", 2, "'start' 2"]),
+        ({"video": "a.mp4", "text": "a", "start": float("nan")}, "data.sources.0", [":1", "'start'", "nan"]),
+        ({"video": "a.mp4", "text": "a", "end": float("inf")}, "data.sources.0", [":1", "'end'", "inf"]),
+        ({"video": "a.mp4", "text": "a", "end": -1}, "data.sources.0", [":1", "'end'", -1]),
+        ({"video": "a.mp4", "text": "a", "end": True}, "data.sources.0", [":1", "'end'", True]),
         (
             {"video": "a.mp4", "text": "a", "start": 60},
             "data.sources.0.unreadable",
@@ -144,6 +150,58 @@ def test_folders_of_clips_with_texts_beside_them_are_read(build, clips, tmp_path
 def test_a_record_that_cannot_be_shown_is_named(build, clips, record, path, facts):
     with refuses(path, *facts):
         build(VideoText(path=lines(clips, record), video=frames(2)))
+
+
+@pytest.mark.parametrize(
+    ("segments", "facts"),
+    [
+        ("all", ["'parts'", "'all'", "list"]),
+        ([], ["'parts'", "'[]'"]),
+        ([{"start": 0, "end": 1, "text": "a"}, "b"], ["'parts'", "list"]),
+        ([{"start": 0, "end": 1, "text": "a"}, {"start": 1, "text": "b"}], ["segment 1", "'start', 'text'", "'end'"]),
+        ([{"start": 0, "end": 1}], ["segment 0", "'start', 'end'", "'text'"]),
+        ([{"end": 1, "text": 3}], ["segment 0", "'end', 'text'"]),
+        ([{}], ["segment 0", "nothing"]),
+    ],
+)
+def test_segments_without_a_text_or_an_end_are_refused_with_their_place(build, clips, segments, facts):
+    path = lines(clips, {"video": "a.mp4", "parts": segments})
+    with refuses("data.sources.0", f"{Path(path).name}:1", *facts):
+        build(VideoText(path=path, video=frames(2), segments="parts"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"segment_format": "{text}"}, at("data.sources.0.segment_format", "segments")),
+        ({"segments": "parts", "captions": "first"}, at("data.sources.0.captions", "'first'", "segments")),
+        (
+            {"segments": "parts", "segment_format": "{start}"},
+            at("data.sources.0.segment_format", "'{start}'", "{text}"),
+        ),
+        ({"segments": "parts", "segment_format": "{txt}"}, at("data.sources.0.segment_format", "'{txt}'", "KeyError")),
+        (
+            {"segments": "parts", "segment_format": "{text"},
+            at("data.sources.0.segment_format", "'{text'", "ValueError"),
+        ),
+        ({"segments": "parts", "segment_format": "{}"}, at("data.sources.0.segment_format", "'{}'", "IndexError")),
+        (
+            {"segments": "parts", "segment_format": "{end.x}{text}"},
+            at("data.sources.0.segment_format", "'{end.x}{text}'", "AttributeError"),
+        ),
+        ({"segments": "parts", "segment_format": "{text}"}, None),
+        ({"segments": "parts", "captions": "all"}, None),
+    ],
+)
+def test_keys_of_segments_are_refused_where_they_mean_nothing(make_job, clips, keys, expected):
+    job = make_job(VideoText(path=lines(clips, {"video": "a.mp4"}), video=frames(), **keys))
+    check_problems(problems_of(job), *([expected] if expected else []))
+
+
+def test_a_job_whose_model_sees_nothing_is_refused(make_job, clips):
+    dataset = VideoText(path=lines(clips, {"video": "a.mp4", "text": "x"}), video=frames())
+    problems = problems_of(make_job(dataset, model=MODEL.language))
+    check_problems([problem for problem in problems if "video" in problem.path], at("data.sources.0.video", "images"))
 
 
 def refusals(make_job, clips, model, video, **settings):
@@ -181,6 +239,16 @@ def test_what_cannot_go_together_is_refused_when_the_job_is_checked(make_job, cl
     found(MODEL, frames(resize="stretch"), "resize", "'stretch'", "('native', 'fill')")
     room = ("3 patches", 8, "model.vision.patches_per_sequence")
     found(MODEL, frames(max_patches=3, min_frame_patches=8), "max_patches", *room)
+    found(MODEL, frames(max_patches=7, min_frame_patches=8), "max_patches", 7, 8)
+    found(MODEL, frames(max_patches=8, min_frame_patches=8))
+    found(MODEL, frames(max_patches=145), "max_patches", 145, "model.vision.patches_per_sequence = 144")
+    found(MODEL, frames(max_patches=144))
+    found(MODEL, frames(min_frame_patches=8, max_frame_patches=7), "max_frame_patches", 7, 8)
+    found(MODEL, frames(min_frame_patches=8, max_frame_patches=8))
+    one_size = tiny_model(16, 48, images_per_sequence=3, patches_per_sequence=144)
+    found(one_size, frames(min_frame_patches=12), "min_frame_patches", 12, "one size")
+    found(one_size, frames(max_frame_patches=12), "max_frame_patches", 12, "one size")
+    found(one_size, frames())
     tiles = TiledViT(
         dim=16, layers=1, global_layers=1, heads=2, patch=8, tile=16, arrangements=((1, 1),), intermediate=(0,)
     )
