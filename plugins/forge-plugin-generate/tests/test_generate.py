@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
+from forge_core.plugins.catalog import Catalog
+from forge_kit.generation import WholeModel, join
+from forge_plugin_generate.command import check_generation
 from forge_plugin_generate.generate import Sampling, generate
-from forge_testing.refusals import naming
+from forge_plugin_generate.kinds import usual_prompt_maker
+from forge_testing.refusals import naming, refuses
 
 END = 9
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.06, 0.04]]))
@@ -71,6 +78,23 @@ class Counts(Model):
 
 
 GREEDY = Sampling(temperature=0)
+
+
+def test_prompts_and_models_of_nothing_are_refused():
+    with pytest.raises(ForgeError, match="no prompt"):
+        generate(Counts(), [], 3, END, GREEDY)
+    with pytest.raises(ForgeError, match=naming("--image", "--video", "pip install forge-plugin-images")):
+        usual_prompt_maker(Catalog([]))
+
+
+@pytest.mark.parametrize(("replicate", "is_refused"), [(1, True), (2, False)])
+def test_a_model_that_stages_have_split_is_refused_unless_they_generate_together(replicate, is_refused):
+    layout, model = SimpleNamespace(replicate=replicate, world_size=2), Counts()
+    trained = SimpleNamespace(loaded=SimpleNamespace(context=SimpleNamespace(layout=layout)), model=model)
+    with refuses("parallel", "together") if is_refused else nullcontext():
+        check_generation(trained)
+    join(model, WholeModel(model))
+    check_generation(trained)
 
 
 def test_each_row_stops_before_its_end_of_text():

@@ -17,9 +17,11 @@ def numbers(text: str) -> list[int]:
     """Numbers and ranges: `0,3-5`."""
     found: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise argparse.ArgumentTypeError(f"must be numbers and ranges such as 0,3-5, got {text!r}")
+        if last and int(last) < int(first):
+            raise argparse.ArgumentTypeError(f"{part!r} is no range: its end is before its start")
         found += range(int(first), int(last or first) + 1)
     return found
 

@@ -37,12 +37,15 @@ def attention_maps(
         heads: numbers of query heads, the same in all layers; None: all.
 
     Raises:
-        ForgeError: there is no such layer or head, or layers have different numbers of heads and none are chosen.
+        ForgeError: there is no such layer or head, or an empty list of them; or layers have different numbers of heads
+            and none are chosen.
     """
     names = list(model.layers)
     chosen = names if layers is None else [str(number) for number in layers]
     if missing := [name for name in chosen if name not in names]:
         raise ForgeError(f"there is no layer {missing[0]}; the model has {names[0]} to {names[-1]}")
+    if not chosen or (heads is not None and not heads):
+        raise ForgeError("no layer or no head is chosen; name at least one of each, or None for all")
     device = next(model.parameters()).device
     patterns = _patterns(model, torch.as_tensor(ids, device=device).view(1, -1), chosen)
     counts = [len(pattern) for pattern in patterns]

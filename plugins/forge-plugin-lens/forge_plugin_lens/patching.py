@@ -55,7 +55,8 @@ def patching_effects(
         progress: is called with each point before it is tried.
 
     Raises:
-        ForgeError: the prompts have different lengths, or the measure is the same for both.
+        ForgeError: the prompts have different lengths, a point has no tensor by position, or the measure is the
+            same for both.
     """
     if len(clean) != len(corrupted):
         message = f"the prompts have {len(clean)} and {len(corrupted)} tokens"
@@ -64,6 +65,8 @@ def patching_effects(
     device = next(model.parameters()).device
     rows = torch.tensor([list(clean), list(corrupted)], device=device)
     sources = read_points(model, {"input_ids": rows[:1]}, points)
+    if absent := [point for point in points if point not in sources.values]:
+        raise ForgeError(f"nothing passes {absent[0]} in a prompt of text; choose others with --points")
     first = _differences(model, sources.hidden, answer, other)[0]
     last = _differences(model, read_points(model, {"input_ids": rows[1:]}, ()).hidden, answer, other)[0]
     if first == last:
@@ -83,7 +86,7 @@ def _diagonal(source: Tensor) -> Callable[[Tensor], Tensor]:
     """Returns a change that puts the source's (1, S, …) position n into row n."""
 
     def change(x: Tensor) -> Tensor:
-        if x.shape[:2] != (source.shape[1], source.shape[1]):
+        if len(source) != 1 or x.shape[:2] != (source.shape[1], source.shape[1]):
             raise ForgeError(f"this point has {tuple(x.shape)}, which is not by position; choose others with --points")
         index = torch.arange(len(x), device=x.device)
         changed = x.clone()

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+import forge_plugin_lens
 from forge_core.cli import main
 from forge_core.contracts.errors import ForgeError
 from forge_kit.taps import TapPoint
-from forge_plugin_lens import attention_maps, attention_weights, logit_lens, patching_effects, read_points
+from forge_plugin_lens import (
+    attention_command,
+    attention_maps,
+    attention_weights,
+    logit_lens,
+    patching_effects,
+    read_points,
+)
+from forge_plugin_lens.attention_command import numbers
 from forge_plugin_mla import MultiHeadLatentAttention
-from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing.refusals import lacks, naming
 from forge_testing.runs import tiny_run
 
@@ -113,6 +124,91 @@ def test_what_does_not_fit_is_refused(tmp_path):
         patching_effects(model, IDS.tolist(), IDS[1:].tolist(), 3, 5)
     with pytest.raises(ForgeError, match=naming("layer 3", "0 to 2")):
         attention_maps(model, IDS, [3])
+    with pytest.raises(ForgeError, match=naming("head 4", 4)):
+        attention_maps(model, IDS, [0], [3, 4])
+    with pytest.raises(ForgeError, match=naming("head -1", 4)):
+        attention_maps(model, IDS, [0], [-1])
+    for layers, heads in (([], None), ([0], [])):
+        with pytest.raises(ForgeError, match="no layer or no head"):
+            attention_maps(model, IDS, layers, heads)
+    with pytest.raises(ForgeError, match=naming("layers.1.mlp_out", "(1, 15, 16)", "(1, 16, 16)")):
+        read_points(model, {"input_ids": IDS[None]}, [], {"layers.1.mlp_out": lambda x: x[:, 1:]})
+    with pytest.raises(ForgeError, match=naming("no effect")):
+        patching_effects(model, IDS.tolist(), IDS.tolist(), 3, 5)
+
+
+def test_layers_of_other_numbers_of_heads_and_without_any_are_refused(tmp_path, monkeypatch):
+    few, more = (GroupedQueryAttention(heads=heads, kv_heads=2) for heads in (2, 4))
+    pattern = AttentionPattern(kinds={"few": few, "more": more}, layers=("few", "more", "more"))
+    model = network(tmp_path, pattern)
+    with pytest.raises(ForgeError, match=naming("[2, 4]")):
+        attention_maps(model, IDS)
+    assert attention_maps(model, IDS, heads=[1]).weights.shape == (3, 1, 16, 16)
+    with pytest.raises(ForgeError, match=naming("head 2", 2)):
+        attention_maps(model, IDS, heads=[2])
+    monkeypatch.setattr(model, "sequence_mixers", lambda: {"layers.1.attention.core"})
+    with pytest.raises(ForgeError, match=naming("layer 0", "TransformerModel", "sequence_mixers()")):
+        attention_maps(model, IDS)
+
+
+class Flat(nn.Module):
+    """(B, S, D) -> (B x S, D)."""
+
+    def forward(self, x):
+        return x.flatten(0, 1)
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_points_that_are_not_by_position_are_not_patched(tmp_path, length):
+    """With 4 positions, 16 rows of 16 numbers look like one row a position."""
+    model = network(tmp_path)
+    model.flat, model.unused = Flat(), Flat()
+
+    def pass_through(module, args, out):
+        model.flat(out)
+
+    model.embedding.register_forward_hook(pass_through)
+    points = {name: TapPoint(name) for name in ("flat", "unused")}
+    model.tap_points = lambda: points
+    prompts = IDS[:length].tolist(), (IDS[:length] + 1).tolist()
+    with pytest.raises(ForgeError, match=naming(f"({length**2}, 16)", "--points")):
+        patching_effects(model, *prompts, 3, 5, ["flat"])
+    with pytest.raises(ForgeError, match=naming("unused", "--points")):
+        patching_effects(model, *prompts, 3, 5, ["unused"])
+
+
+def test_a_model_without_points_is_refused():
+    with pytest.raises(ForgeError, match=naming("Linear", "tap_points()")):
+        read_points(torch.nn.Linear(2, 2), {"input_ids": IDS[None]}, ["*"])
+
+
+def test_attention_of_an_unknown_kind_has_no_weights():
+    core, q = Core(), torch.zeros(1, 4, 2, 3)
+    core.mixing = lambda: {"alibi": 8.0}
+    with pytest.raises(ForgeError, match=naming("Core", "alibi")):
+        attention_weights(core, q, q, {})
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,,2", "3-1", "1-2-3"])
+def test_lists_of_layers_that_are_none_are_refused(capsys, text):
+    with pytest.raises(SystemExit, match="2"):
+        main(["attention", "run", "--prompt", "a", f"--layers={text}"])
+    assert "--layers" in capsys.readouterr().err
+
+
+def test_lists_of_layers_are_numbers_and_ranges():
+    assert numbers("0,3-5,2-2") == [0, 3, 4, 5, 2]
+
+
+def test_a_model_without_a_tokenizer_reads_no_prompts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("forge_core.load_model", lambda *args, **keys: SimpleNamespace(tokenizer=None))
+    assert main(["lens", str(tmp_path), "--prompt", "a"]) == 1
+    assert not lacks(capsys.readouterr().err, tmp_path, "tokenizer")
+
+
+def test_the_package_has_no_other_names():
+    with pytest.raises(AttributeError, match=naming("forge_plugin_lens", "lens_of_logits")):
+        forge_plugin_lens.lens_of_logits  # noqa: B018
 
 
 JOB = """
@@ -158,5 +254,14 @@ def test_commands_write_tables_and_pictures(tmp_path, monkeypatch, capsys):
     assert patched.startswith("logit(a) - logit(b): clean")
     for name in ("lens", "attention", "patch"):
         assert Path(f"runs/run/{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["patch", "runs/run", "--clean", "one", "--corrupted", "two", "--answer", "ab"]) == 2
+    prompts = ["patch", "runs/run", "--clean", "one", "--corrupted", "two"]
+    assert main([*prompts, "--answer", "ab"]) == 2
     assert not lacks(capsys.readouterr().err, "'ab'", "2 tokens")
+    assert main([*prompts, "--answer", "a", "--other", "a"]) == 2
+    assert not lacks(capsys.readouterr().err, "a", "--answer", "--other")
+    assert main(["lens", "runs/run", "--prompt", ""]) == 2
+    assert not lacks(capsys.readouterr().err, "''", "tokens")
+    for most, code in ((1, 2), (2, 0)):
+        monkeypatch.setattr(attention_command, "MOST", most)
+        assert main(["attention", "runs/run", "--prompt", "one", "--layers", "1"]) == code
+    assert not lacks(capsys.readouterr().err, "2 maps", 1, "--layers", "--heads")

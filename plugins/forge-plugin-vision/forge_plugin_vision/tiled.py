@@ -83,7 +83,7 @@ class TiledViT(VisionEncoderComponent):
     @property
     def side(self) -> int:
         """Patches along a side of a tile."""
-        return self.tile // self.patch
+        return max(1, self.tile // self.patch)  # a tile smaller than a patch is named by `problems`
 
     @property
     def most_tiles(self) -> int:
