@@ -5,22 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import numpy as np
 import pytest
 import torch
 
-from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.contracts.errors import DataError, ForgeError, JobError
+from forge_core.contracts.model import Model
 from forge_core.data.reading import collate
+from forge_core.engine.build import build_context
 from forge_core.engine.evaluation import evaluate
+from forge_kit.generation import WholeModel, join
 from forge_plugin_images import ImageText
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_packing import BestFit
-from forge_plugin_text import Bytes
+from forge_plugin_text import Bytes, Text
 from forge_plugin_vision import MultimodalRope
 from forge_plugin_vlm_eval import Anls, Captions, ExactMatch, MultipleChoice, captions
+from forge_plugin_vlm_eval.answers import check_generates
+from forge_plugin_vlm_eval.asked import Asked, questions_for
 from forge_plugin_vlm_eval.generated import GeneratedAnswers
 from forge_testing import Numbers
 from forge_testing.layouts import LAYOUTS
@@ -235,6 +242,46 @@ def test_what_a_check_refuses(make_job, changes, monkeypatch):
         at("evaluations.a", "TinyModel", "images"),
         at("evaluations.a", "[data.tokenizer]"),
     )
+
+
+def test_a_source_that_asks_nothing_is_refused(changes, tmp_path):
+    (tmp_path / "text.txt").write_text("no images")
+    stream = Text(path=str(tmp_path / "text.txt"))
+    for source, facts in ((stream, ["held_out_split", "held_out_every"]), (Numbers(), ["learned text"])):
+        evaluations = {"asked": ExactMatch(source=source)}
+        with refuses("evaluations.asked", *facts):
+            tiny_run(tmp_path, **changes | {"evaluations": evaluations})
+
+
+def test_an_evaluation_from_python_is_refused_without_a_tokenizer(make_job, model, catalog):
+    job = make_job(model=model, data={"sources": (Numbers(),)})
+    with refuses("", "[data.tokenizer]"):
+        ExactMatch().build(build_context(job, catalog, None))
+
+
+def test_rows_whose_images_cannot_be_told_apart_are_named(changes, tmp_path):
+    run = tiny_run(tmp_path, **changes | {"evaluations": {}})
+    row = dict(ImageText(path=changes["data"]["sources"][0].path).build(run.context)[0])
+    grids = row["grids"] * 2
+    with pytest.raises(JobError, match=naming("row 0", "take 16", 2)):
+        questions_for(ExactMatch(), run.context, [{**row, "grids": grids}])
+
+
+def test_a_value_of_a_record_that_is_not_known_is_named():
+    with pytest.raises(DataError, match=naming("a.jsonl:3", "'right'")):
+        Asked(0, None, "", "a.jsonl:3").value("right")
+    assert Asked(0, None, "", "", {"right": 0}).value("right") == 0
+
+
+@pytest.mark.parametrize(("replicate", "is_refused"), [(1, True), (2, False)])
+def test_a_model_that_stages_have_split_is_asked_if_its_ranks_generate_together(replicate, is_refused):
+    network = Model()
+    network.new_cache = network.decode = lambda *_: None
+    layout = SimpleNamespace(replicate=replicate, world_size=2)
+    with pytest.raises(ForgeError, match=naming("multiple_choice", "together")) if is_refused else nullcontext():
+        check_generates(network, layout)
+    join(network, WholeModel(network))
+    check_generates(network, layout)
 
 
 def test_captions_have_cider_among_each_other(changes, write, tmp_path):
