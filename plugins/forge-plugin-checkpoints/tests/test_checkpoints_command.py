@@ -306,6 +306,7 @@ class TestExport:
 
     def test_a_folder_gets_shards_with_an_index(self, checkpoints, weights, tmp_path):
         folder = tmp_path / "out"
+        assert checkpoints("export", "--output", str(folder), "--shard-size", "-1")[0] == 2
         assert checkpoints("export", "--output", str(folder), "--shard-size", "4e-6")[0] == 0
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")

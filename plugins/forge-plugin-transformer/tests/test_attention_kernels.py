@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forge_plugin_transformer.attention_backends import Choice
 from forge_plugin_transformer.document_backends import DocumentChoice
 from forge_plugin_transformer.modules import gemm_attention as gemm_module
-from forge_plugin_transformer.modules.attention_core import AttentionCore
+from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.documents import document_mask
 from forge_plugin_transformer.modules.gemm_attention import gemm_attention
 from forge_testing.refusals import naming
@@ -143,3 +144,10 @@ def test_a_compiled_graph_is_not_broken() -> None:
     results = [attend(*tensors, {}) for attend in (plain, compiled)]
     torch.testing.assert_close(*results)
     torch.testing.assert_close(*(torch.autograd.grad(out.sum(), tensors) for out in results))
+
+
+def test_the_flash_kernel_on_cuda_refuses_a_mask():
+    with FakeTensorMode():
+        q, k, v, mask = (torch.empty(1, 4, 2, 8, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    with pytest.raises(ValueError, match=naming("document_ids", "cuda", "attention.backend")):
+        torch_attention(q, k, v, mask, "flash")

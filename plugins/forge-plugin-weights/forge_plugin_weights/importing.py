@@ -284,7 +284,7 @@ def added_tokens(folder: Path) -> dict[str, int]:
 def _length(config: Mapping[str, Any], model: Mapping[str, Any]) -> Any:
     """The length of sequences that a job begins with: as in training, within reason."""
     length = model.get("learned_positions") or config.get("max_position_embeddings") or 2048
-    return min(length, 4096) if isinstance(length, int) else length  # which the check of the job refuses
+    return int(min(length, 4096)) if isinstance(length, int | float) else length  # which the check of the job refuses
 
 
 def _tokenizer_table(source: Source) -> dict[str, Any]:

@@ -280,10 +280,21 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
     Args:
         config: with the processor's keys under `PIXELS`.
         model: the keys of `[model]`.
+
+    Raises:
+        JobError: a size in that file is of another type than sizes have.
     """
     settings: Mapping[str, Any] = config.get(PIXELS) or {}
     if not settings:
         return None
+    try:
+        return _image_table(settings, model)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        message = "the keys that give images their size cannot be read"
+        raise JobError(f"{PREPROCESSOR}: {message} ({type(error).__name__}: {error})") from error
+
+
+def _image_table(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     if f"{ENCODER}.arrangements" in model:
         return _tiled(settings, model)
     if f"{ADAPTER}.arrangements" in model:

@@ -80,7 +80,7 @@ def block_size(config: Config) -> tuple[int, int] | None:
             hint = "the methods mxfp4, and fp8 with weight_block_size, are known; convert the weights to bfloat16 first"
             raise Unsupported(f"{QUANTISATION}: {key} = {value!r} is not supported; {hint}")
     size = settings.get("weight_block_size")
-    if "quant_method" not in settings or not _is_block(size):
+    if "quant_method" not in settings or not isinstance(size, list | tuple) or not _is_block(size):
         raise Unsupported(
             f"{QUANTISATION}: weight_block_size = {size!r}; fp8 with two numbers, such as [128, 128], works"
         )
@@ -94,8 +94,8 @@ def _settings(config: Config) -> Mapping[str, Any]:
     return settings
 
 
-def _is_block(size: Any) -> bool:
-    return isinstance(size, list) and len(size) == 2 and all(isinstance(side, int) and side > 0 for side in size)
+def _is_block(size: Sequence[Any]) -> bool:
+    return len(size) == 2 and all(isinstance(side, int) and side > 0 for side in size)
 
 
 @frozen

@@ -36,6 +36,7 @@ CLASSES: Mapping[str, str] = {
     "gemma2": "Gemma2Config",
     "gemma3_text": "Gemma3TextConfig",
 }
+FP8: Mapping[str, Any] = {"quant_method": "fp8"}
 SIZES: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -368,6 +369,9 @@ def test_a_model_of_other_keys_altogether_is_refused_and_not_stumbled_over(type_
             at("", "shared_expert_intermediate_size = 24", "ZeroDivisionError"),
         ),
         ("llama", {"quantization_config": "fp8"}, at("", "quantization_config = 'fp8'")),
+        ("llama", {"quantization_config": {**FP8, "weight_block_size": 128}}, at("", "weight_block_size = 128")),
+        ("llama", {"quantization_config": {**FP8, "weight_block_size": [0, 1]}}, at("", "weight_block_size = [0, 1]")),
+        ("llama", {"quantization_config": {**FP8, "weight_block_size": [1, "2"]}}, at("", "weight_block_size", "'2'")),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused(type_, keys, expected):

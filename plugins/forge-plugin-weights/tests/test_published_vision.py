@@ -21,6 +21,7 @@ from forge_core import Trainer
 from forge_core.cli import main
 from forge_core.config.load import parse_job
 from forge_core.contracts.components import ModelComponent, TrainingHook
+from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.commands import parse_component
 from forge_plugin_generate.generate import Sampling, generate
@@ -28,6 +29,7 @@ from forge_plugin_vision import GRIDS, PATCHES
 from forge_plugin_vision.modules.images import Images
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
+from forge_plugin_weights.inspecting import describe_images
 from forge_plugin_weights.tables import (
     HARMLESS,
     architecture_of,
@@ -37,7 +39,7 @@ from forge_plugin_weights.tables import (
     read_config,
     write_config,
 )
-from forge_testing.refusals import at, lacks, refuses, refuses_all
+from forge_testing.refusals import at, lacks, naming, refuses, refuses_all
 
 FURTHER = (
     *("tie_word_embeddings", "vision_use_head", "layer_types", "max_window_layers"),
@@ -410,6 +412,20 @@ def test_a_table_of_positions_that_is_no_square_is_refused(count):
     config = {**config, "vision_config": {**config["vision_config"], "num_patches": count}}
     with refuses("", f"num_patches = {count}", "square"):
         read_config(load_architecture("siglip2_vision_model", Catalog.installed()), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels"),
+    [
+        ("Qwen/Qwen2.5-VL-7B-Instruct", {"merge_size": 2, "min_pixels": "3136"}),
+        ("llava-hf/llava-v1.6-mistral-7b-hf", {"size": 336.0}),
+    ],
+)
+def test_sizes_of_images_that_are_none_are_refused(name, pixels):
+    config = {**CONFIGS[name], "preprocessor_config": pixels}
+    _, architecture = architecture_of(config, Catalog.installed())
+    with pytest.raises(JobError, match=naming("preprocessor_config.json")):
+        describe_images(architecture, config)
 
 
 def test_a_model_of_another_kind_is_not_exported_as_one_of_these(tmp_path, capsys):
