@@ -75,9 +75,8 @@ def span_of(record: Record, values: Mapping[str, Any], start: str = "start", end
     """
     for key in (start, end):
         value = values.get(key)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf
-        ):
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= float(value) < math.inf):
             raise JobError(f"{record.place}: {key!r} is {value!r}; give seconds from the beginning of the clip")
     begin, stop = values.get(start), values.get(end)
     span = Span(float(begin or 0), None if stop is None else float(stop))

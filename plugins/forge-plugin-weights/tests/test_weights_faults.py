@@ -305,9 +305,15 @@ def test_a_size_of_files_is_above_zero_and_finite(capsys, size):
     assert not lacks(capsys.readouterr().err, "--shard-size", size)
 
 
-def test_a_checkpoint_that_changes_during_the_export_is_named(published, tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_damaged_or_changes_during_the_export_is_named(published, tmp_path, monkeypatch, capsys):
     run = import_folder(published, tmp_path / "run", tokenizer=False, copy=True)
     path = next((run / "checkpoints/step-0").glob("*.safetensors"))
+    settings = run / "tokenizer/generation_config.json"
+    settings.parent.mkdir()
+    settings.write_text("{")
+    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert not lacks(capsys.readouterr().err, settings, "JSON")
+    settings.unlink()
 
     class Away:
         def fetch(self, step, names):
