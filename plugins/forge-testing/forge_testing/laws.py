@@ -176,7 +176,8 @@ def _pair_of(item: Any) -> Pair | None:
     """Return the case and the layout of a test; None of one that is no law's, or is skipped."""
     if not ranks_of(item.nodeid) or not hasattr(item, "callspec") or item.get_closest_marker("skip"):
         return None
-    params, of_suite = item.callspec.params, getattr(item, "cls", None)
+    params: Mapping[str, Any] = item.callspec.params
+    of_suite: Any = getattr(item, "cls", None)
     case = of_suite.layout_case() if hasattr(of_suite, "layout_case") else params.get("case")
     return (case, params["layout"]) if isinstance(case, Case) else None
 
