@@ -37,6 +37,7 @@ class CompileStage(ParallelStage):
         """
         # Backends are looked up at the first step otherwise, after the data have been opened and the model allocated.
         _check_backend(self._component.backend)
+        torch.compiler.reset()  # the graphs of earlier runs of this process would count towards the limit on them
         blocks = blocks_of(model)
         allow_graphs(GRAPHS_OF_A_BLOCK * len(blocks))
         allow_counters_under_recomputation()

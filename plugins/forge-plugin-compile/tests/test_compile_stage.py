@@ -118,6 +118,12 @@ def test_blocks_that_differ_get_graphs_of_their_own(curve):
     assert counters["stats"]["unique_graphs"] == 2 * 9
 
 
+def test_runs_of_other_widths_in_one_process_do_not_exhaust_the_limit_together(curve):
+    for width in (16, 32, 48):
+        with torch._dynamo.config.patch(recompile_limit=4):  # of the graphs of two runs
+            curve(TinyModel(dim=width, layers=1), Compile(backend="eager"))
+
+
 class Breaks(nn.Module):
     def forward(self, carry, batch):
         torch._dynamo.graph_break()

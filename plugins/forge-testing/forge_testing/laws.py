@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from attrs import field, frozen
 
@@ -190,7 +189,6 @@ def _observe(pair: Pair, number: int, folder: Path) -> Any:
     own = folder / str(number)
     own.mkdir(exist_ok=True)  # the last one tells which case a rank died in
     dist.barrier()  # no rank is in a later case than another, whose failure would be taken for one of that case
-    torch.compiler.reset()  # what earlier cases compiled counts towards the limit of recompilations
     try:
         return pair[0].observe(own, _layout(pair).changes(pair[0].catalog()))
     except BaseException:
