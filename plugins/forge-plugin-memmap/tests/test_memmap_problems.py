@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from forge_core.contracts.errors import DataError, Problem
 from forge_core.plugins.catalog import Catalog
 from forge_kit.token_file import TokenFileWriter
 from forge_plugin_memmap import PreparedTokenizer
+from forge_plugin_memmap.shards import check_visible, read_shard
 from forge_testing.refusals import ExpectedProblem, at, check_problems, lacks, naming, refuses, refuses_all
 
 Find = Callable[..., list[Problem]]
@@ -144,6 +146,26 @@ def test_what_lies_beside_a_file_must_fit_it(
     check_problems(problems(path="a.bin"), at("path", f"{here}/a{suffix}", *facts))
 
 
+def test_a_file_that_is_gone_after_it_was_listed_is_refused(here: Path) -> None:
+    with refuses("", here / "gone.bin", "No such file"):
+        read_shard(f"{here}/gone.bin")
+
+
+def test_every_rank_must_see_the_files_that_rank_0_described(files: None, here: Path) -> None:
+    """A copy of the data on the disk of each machine may differ from that of rank 0."""
+    shard = read_shard("good.bin")
+    check_visible([shard])
+    longer = Path("good.bin").read_bytes() + bytes(1)
+    Path("good.bin").write_bytes(longer)
+    check_visible([shard])
+    Path("good.bin").write_bytes(longer[:-2])
+    with refuses("", here / "good.bin", "69 bytes", socket.gethostname(), 70, "rank 0"):
+        check_visible([shard])
+    os.remove("good.bin")
+    with refuses("", here / "good.bin", socket.gethostname(), "No such file"):
+        check_visible([shard])
+
+
 # --- ids ---------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +285,22 @@ def test_a_folder_stands_for_both_splits(prepared: None, open_documents: Callabl
     assert documents.tokens(0, 99).tolist() == [2, 2, 2, 0, 4, 4, 4, 0]
     assert documents.held_out.tokens(0, 99).tolist() == [1, 1, 0, 3, 3, 0]
     assert open_documents(path="data/train-*.bin").held_out is None
+
+
+def test_a_folder_of_another_version_of_the_format_is_refused(prepared: None, problems: Find) -> None:
+    path = Path("data/manifest.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+    facts = ("'data'", "format 2", "forge-plugin-memmap reads 1")
+    check_problems(problems(path="data"), at("path", *facts))
+    check_problems(PreparedTokenizer(path="data").problems(None, None), at("path", *facts))
+    with refuses("path", *facts):
+        PreparedTokenizer(path="data").build(None, list)
+
+
+def test_a_folder_that_has_lost_its_tokenizer_is_refused(prepared: None) -> None:
+    os.remove("data/tokenizer/component.json")
+    with refuses("", "data/tokenizer/component.json", "No such file"):
+        PreparedTokenizer(path="data").build(None, list)
 
 
 def test_the_size_of_the_vocabulary_is_in_the_folder(prepared: None) -> None:

@@ -98,6 +98,9 @@ def test_a_file_that_is_cut_short_later_is_an_error_and_not_the_end_of_the_proce
         later.tokens(0, 100)
     with pytest.raises(DataError, match=naming(f"{here}/a.npy", 500, 1528)):
         documents.tokens(100, 700)
+    Path("a.npy").unlink()
+    with pytest.raises(DataError, match=naming(f"{here}/a.npy", "No such file")):
+        later.tokens(0, 100)
 
 
 # --- formats -----------------------------------------------------------------------------------------------------

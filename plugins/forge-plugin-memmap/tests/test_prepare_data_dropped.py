@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from forge_core.cli import main
-from forge_testing.refusals import lacks
+from forge_plugin_memmap.prepare.text_files import opened
+from forge_testing.refusals import lacks, refuses
 
 Prepare = Callable[..., str]
 TOKENIZER = "--tokenizer=./letters.py:Letters"
@@ -132,6 +133,24 @@ def test_damaged_compression_stops_the_command(forge_run: Callable[..., Any], su
     )
     assert code == 2
     assert err.startswith(f"a.jsonl{suffix}: damaged {'gzip' if suffix == '.gz' else 'zstd'} data (")
+
+
+@pytest.mark.parametrize("errors", ["strict", "skip"])
+def test_a_damaged_row_group_stops_the_command(forge_run: Callable[..., Any], errors: str) -> None:
+    """The footer, which the check of the arguments reads, is whole."""
+    parquet.write_table(pa.table({"text": ["one", "two"]}), "a.parquet")
+    data = Path("a.parquet").read_bytes()
+    Path("a.parquet").write_bytes(data[:4] + bytes(40) + data[44:])
+    arguments = ("--output=data", TOKENIZER, f"--errors={errors}", "--workers=1")
+    code, _, err = forge_run("prepare-data", "a.parquet", *arguments)
+    assert code == 2
+    assert err.startswith("a.parquet: cannot be read as Parquet (")
+
+
+@pytest.mark.parametrize("name", ["gone.txt", "gone.jsonl.gz"])
+def test_a_file_that_is_gone_after_it_was_listed_is_refused(name: str) -> None:
+    with refuses("", f"{name}: cannot be read", "No such file"), opened(name):
+        pass
 
 
 def test_an_id_that_no_text_has_is_an_error_of_the_tokenizer(forge_run: Callable[..., Any], here: Path) -> None:

@@ -25,7 +25,9 @@ from forge_core.cli import main
 from forge_kit.token_file import TokenFile
 from forge_plugin_memmap.prepare import documents, inputs, parquet_files, text_files
 from forge_plugin_memmap.prepare.command import read_settings
-from forge_testing.refusals import lacks
+from forge_plugin_memmap.prepare.folder import owned
+from forge_plugin_memmap.tokenizer_folder import NO_RUN
+from forge_testing.refusals import lacks, refuses
 
 Prepare = Callable[..., str]
 TOKENIZER = "--tokenizer=./letters.py:Letters"
@@ -358,6 +360,32 @@ def test_a_wrong_argument_is_told_and_nothing_is_written(
     assert code == 2
     assert not lacks(err, *facts)
     assert not Path("data").exists()
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(here: Path) -> None:
+    """As one below a file, or of a file system that can only be read."""
+    with refuses("", "--output letters.py/data", "Not a directory"), owned(Path("letters.py/data")):
+        pass
+
+
+def test_a_tokenizer_that_changes_when_it_is_saved_is_refused(forge_run: Callable[..., Any], here: Path) -> None:
+    """Otherwise the folder would hold ids of one tokenizer, and another."""
+    source = (here / "letters.py").read_text()
+    (here / "changed.py").write_text(source.replace('hashlib.sha256(b"letters").hexdigest()', "str(id(self))"))
+    argument = "--tokenizer=./changed.py:Letters"
+    code, _, err = forge_run("prepare-data", "letters.py", "--output=data", argument, "--workers=1")
+    assert code == 1
+    assert not lacks(err, "data/tokenizer", "changed.py:Letters")
+
+
+def test_a_tokenizer_that_depends_on_a_run_cannot_prepare_data(forge_run: Callable[..., Any], here: Path) -> None:
+    source = (here / "letters.py").read_text()
+    (here / "of_run.py").write_text(source.replace("return Letter", "context.job\n        return Letter"))
+    argument = "--tokenizer=./of_run.py:Letters"
+    code, _, err = forge_run("prepare-data", "letters.py", "--output=data", argument, "--workers=1")
+    assert code == 1
+    assert not lacks(err, "'job'", "tokenizer")
+    assert not hasattr(NO_RUN, "__deepcopy__")  # so that Python's own requests do not fail
 
 
 def test_a_core_is_a_worker_by_default(here: Path) -> None:
