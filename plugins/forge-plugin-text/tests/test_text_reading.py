@@ -11,7 +11,8 @@ import pytest
 import zstandard
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_text import Text
+from forge_plugin_text import Text, TextFile
+from forge_plugin_text.reading import Reading
 from forge_testing.refusals import refuses
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -76,6 +77,15 @@ def test_a_file_that_is_not_compressed_as_its_name_says_is_an_error(here: Path, 
     Path(f"a.txt{compression}").write_bytes(b"plain text all along")
     with pytest.raises(JobError, match=f"damaged {compression} data"):
         documents(Text(path="."))
+
+
+@pytest.mark.parametrize("name", ["gone.txt", "gone.jsonl", "gone.txt.gz", "gone.txt.zst"])
+def test_a_file_that_is_gone_after_it_was_listed_is_an_error(here: Path, name: str) -> None:
+    file = TextFile(f"data/{name}", f"{here}/data/{name}")
+    with refuses("", file.path, "No such file"):
+        next(Reading().documents(file))
+    with refuses("", file.path, "No such file"):
+        file.stat()
 
 
 def test_bytes_that_are_not_utf8_are_an_error_with_file_and_offset(here: Path) -> None:

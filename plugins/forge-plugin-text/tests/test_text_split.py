@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,8 @@ def test_every_first_or_a_negative_number_is_refused(every: int) -> None:
 def test_both_ways_at_once_are_a_problem(letters: Path, problems) -> None:
     component = Text(path="*.txt", held_out_every=20, held_out_list=write_list("a.txt"))
     check_problems(problems(component), at("held_out_list", "held_out_every = 20"))
+    with refuses("held_out_list", "held_out_every = 20"):
+        component.corpus()
 
 
 @pytest.mark.parametrize(
@@ -124,3 +127,5 @@ def test_text_without_a_tokenizer_is_a_problem(letters: Path, make_context) -> N
     job = make_context().job
     job.data.tokenizer = None
     check_problems(Text(path=".").problems(job, None), at("", "[data.tokenizer]", 'type = "bpe"'))
+    with refuses("", "[data.tokenizer]"):
+        Text(path=".").build(SimpleNamespace(job=job, tokenizer=None, mesh=None))

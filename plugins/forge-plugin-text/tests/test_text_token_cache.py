@@ -15,9 +15,11 @@ import pytest
 
 from forge_core.contracts.errors import DataError, ForgeError
 from forge_kit import cache
-from forge_plugin_text import Text, corpus
+from forge_plugin_text import Text, TextFile, corpus
 from forge_plugin_text import tokens as token_files
 from forge_plugin_text.bytes import ByteTokenizer
+from forge_plugin_text.reading import Reading
+from forge_plugin_text.split import Split
 from forge_testing.processes import HANG_S
 from forge_testing.refusals import lacks, naming, refuses
 
@@ -240,6 +242,26 @@ def test_a_corpus_that_changes_while_it_is_tokenised_is_an_error_and_not_cached(
     with refuses("", "'a.txt'", "1 more"):
         build(Meddling())
     assert list((cache / "tokens").iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["longer than it was", "SAME DOCUMENT"])
+def test_a_file_that_changes_while_its_digest_is_made_is_an_error(
+    here: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """A digest of the old half and the new half would be that of no file."""
+    path = here / "file.txt"
+    path.write_text("same document")
+    os.utime(path, (1, 1))
+    digest = corpus.file_digest
+    monkeypatch.setattr(corpus, "file_digest", lambda name: path.write_text(text) and digest(name))
+    with refuses("", path, "changed"):
+        Text(path=str(path)).corpus().fingerprint()
+
+
+def test_a_file_that_can_be_listed_and_not_read_is_an_error(here: Path) -> None:
+    """A folder stands in for a file that belongs to another user."""
+    with refuses("", here, "Is a directory"):
+        corpus.TextCorpus((TextFile("notes.txt", str(here)),), Reading(), Split()).fingerprint()
 
 
 def test_what_died_long_ago_is_cleared_and_what_is_being_made_stays(build, cache: Path) -> None:
