@@ -8,9 +8,13 @@ import os
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import warnings
+import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,11 +22,14 @@ import torch
 from attrs import define
 
 from forge_core import Trainer, load_job
+from forge_core.checkpoint.storage import LocalStorage, write_file, write_manifest
 from forge_core.cli import main
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import CheckpointError, ForgeError
+from forge_core.job import CheckpointSection
 from forge_plugin_memory_checkpoints import NODE
-from forge_plugin_memory_checkpoints.exchange import Exchange
+from forge_plugin_memory_checkpoints.exchange import Exchange, Peer
+from forge_plugin_memory_checkpoints.storage import TieredStorage
 from forge_testing import TINY_JOB
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks, naming
@@ -525,3 +532,85 @@ class TestExchange:
         exchange.get(exchange.own, 1, "file", tmp_path / "back")
         exchange.put(exchange.own, 1, tmp_path / "file")
         assert (tmp_path / "back").read_bytes() == (tmp_path / "copies/file").read_bytes() == b"bytes"
+
+    @pytest.mark.parametrize(
+        ("answer", "facts"),
+        [
+            (b"", ["file", "step 1"]),
+            (b"5\nby", ["3 bytes", "file"]),
+            (b"5\nbytes", ["damaged", "file"]),
+            (b"5\nbytes" + zlib.crc32(b"other").to_bytes(4, "big"), ["damaged", "file"]),
+        ],
+    )
+    def test_a_file_that_does_not_arrive_as_it_was_is_not_there(self, tmp_path, answer, facts):
+        with served(answer) as peer, pytest.raises(OSError, match=naming(*facts)):
+            Exchange.get(None, peer, 1, "file", tmp_path / "file")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_file_with_the_right_sum_is_taken(self, tmp_path):
+        with served(b"5\nbytes" + zlib.crc32(b"bytes").to_bytes(4, "big")) as peer:
+            Exchange.get(None, peer, 1, "file", tmp_path / "file")
+        assert (tmp_path / "file").read_bytes() == b"bytes"
+
+
+@contextmanager
+def served(answer):
+    """A peer that answers each request with these bytes."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            self.rfile.readline()
+            self.wfile.write(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield Peer("other", "127.0.0.1", server.server_address[1], "secret")
+        server.shutdown()
+
+
+class TestStorage:
+    """A storage by itself, without a run."""
+
+    @pytest.fixture
+    def storage(self, monkeypatch):
+        monkeypatch.setenv(NODE, "here")
+        return TieredStorage(Path("memory"), LocalStorage(Path("durable")), CheckpointSection(), copies=0, every=1)
+
+    @pytest.fixture
+    def saved(self, storage):
+        """Step 1, with a single file, which is in memory alone."""
+        folder = storage.begin(1)
+        entry = write_file(folder / "file", [b"bytes"])
+        storage.publish(1)
+        write_manifest(folder, {"format": 1, "time": 1.0, "files": {"file": entry}})
+        storage.commit(1)
+        return storage
+
+    def test_a_step_is_there_with_its_sizes(self, saved):
+        assert saved.steps() == [1]
+        assert saved.size(1, "file") == 5
+        with pytest.raises(FileNotFoundError, match="other"):
+            saved.size(1, "other")
+
+    @pytest.mark.parametrize(
+        "text", ["{", "[]", "{}", '{"files": {}}', '{"time": 1.0, "files": {"file": {"size": 5}}}']
+    )
+    def test_a_step_with_a_damaged_manifest_is_not_there(self, saved, text):
+        """As a machine that lost power leaves it."""
+        Path("memory/step-1/manifest.json").write_text(text)
+        assert saved.steps() == []
+
+    def test_what_was_damaged_in_memory_does_not_become_durable(self, saved):
+        Path("memory/step-1/file").write_bytes(b"BYTES")
+        with pytest.raises(CheckpointError, match=naming("file", "damaged in memory")):
+            saved.close()
+        assert not Path("durable/step-1").exists()
+
+    def test_a_manifest_that_rank_0_cannot_send_is_a_failed_save(self, storage):
+        with served(b"") as peer:
+            storage.join(lambda value: [peer if isinstance(value, Peer) else type(value)(), value])
+            storage.begin(2)
+            with pytest.raises(CheckpointError, match=naming("step 2", "rank 0", "manifest.json")):
+                storage.commit(2)
+        assert storage.steps() == []
+        storage._exchange.close()
