@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_taps.kinds import Edit
-from forge_plugin_taps.reading import points_in, read_file, read_point, read_tokens, steps_of
+from forge_plugin_taps.reading import points_in, points_of, read_file, read_point, read_tokens, steps_of
 from forge_plugin_taps.selection import matching
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class StoredMean(Selected):
     def __init__(self, component: Mean, device: torch.device) -> None:
         super().__init__(component, device)
         steps = steps_of(Path(component.store))
-        names = matching([component.point], points_in(steps[-1]))
+        names = matching([component.point], points_of(steps))
         self._means = {name: _mean(steps, name).to(device) for name in names}
 
     def replacement(self, x: Tensor, where: Where) -> Tensor:
@@ -164,6 +164,8 @@ def _stored(values: dict[str, Tensor], where: Where) -> Tensor:
 def _mean(steps: Sequence[Path], name: str) -> Tensor:
     total, count = torch.zeros((), dtype=torch.float64, device="cpu"), 0
     for step in steps:
+        if name not in points_in(step):  # as where no token chose an expert
+            continue
         values = read_point(step, name)
         total, count = total + values.double().sum(0), count + len(values)
     return total / count

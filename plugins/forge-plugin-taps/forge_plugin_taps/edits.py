@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,7 +95,13 @@ class Mean(SelectingEdit):
     """Folder of a store, with steps in it, or of one step."""
 
     def problems(self, job: object, layout: object) -> Iterator[Problem]:
-        yield from _store_problems(self.store, self.point)
+        yield from _store_problems(self.store)
+
+    def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
+        from forge_plugin_taps.reading import steps_of
+
+        yield from super().point_problems(points, layout)
+        yield from _unstored_problems(self.store, steps_of(Path(self.store)), points)
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
         from forge_plugin_taps.editing import StoredMean
@@ -116,7 +122,13 @@ class Replace(SelectingEdit):
     """Number of the sequence in the store."""
 
     def problems(self, job: object, layout: object) -> Iterator[Problem]:
-        yield from _store_problems(self.store, self.point)
+        yield from _store_problems(self.store)
+
+    def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
+        from forge_plugin_taps.reading import steps_of
+
+        yield from super().point_problems(points, layout)
+        yield from _unstored_problems(self.store, steps_of(Path(self.store))[-1:], points)
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
         from forge_plugin_taps.editing import StoredSequence
@@ -124,13 +136,18 @@ class Replace(SelectingEdit):
         return StoredSequence(self, context.device)
 
 
-def _store_problems(folder: str, pattern: str) -> Iterator[Problem]:
-    from forge_plugin_taps.reading import points_in, steps_of
-    from forge_plugin_taps.selection import selection_problems
+def _store_problems(folder: str) -> Iterator[Problem]:
+    from forge_plugin_taps.reading import steps_of
 
-    steps = steps_of(Path(folder))
-    if not steps:
+    if not steps_of(Path(folder)):
         yield Problem("store", f"{folder!r} has no step of a store; the sink `store` and forge-run extract make some")
-        return
-    for problem in selection_problems("", [pattern], points_in(steps[-1])):
-        yield Problem("store", f"{folder}: {problem.message}")
+
+
+def _unstored_problems(folder: str, steps: Sequence[Path], points: Iterable[str]) -> Iterator[Problem]:
+    """Yields a problem for each point that no step has; none without steps."""
+    from forge_plugin_taps.reading import points_of
+
+    stored = points_of(steps)
+    for name in points if steps else ():
+        if name not in stored:
+            yield Problem("store", f"{folder!r} has no {name}; it has {', '.join(stored)}")

@@ -62,7 +62,8 @@ def _show(steps: list[Path]) -> int:
 def _export(options: argparse.Namespace, steps: list[Path]) -> int:
     from forge_plugin_taps.exporting import EXPORTS
 
-    out = options.out or options.store.with_name(f"{options.store.name}-{options.to}")
+    store = options.store if options.store.name not in ("", "..") else options.store.resolve()
+    out = options.out or store.with_name(f"{store.name}-{options.to}")
     for line in EXPORTS[options.to](steps, new_folder(out, "--out")):
         print(line)
     return ExitCode.FINISHED

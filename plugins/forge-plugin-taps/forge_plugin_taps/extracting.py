@@ -25,7 +25,6 @@ from forge_core.parallel.mesh import gather_objects, global_rank, sample_rank
 from forge_kit.outputs import new_folder
 from forge_kit.ranks import executor_of
 from forge_plugin_taps.recorder import recorder_of
-from forge_plugin_taps.selection import selection_problems
 from forge_plugin_taps.store import Store
 from forge_plugin_taps.store_writer import StoreWriter
 
@@ -48,12 +47,10 @@ def extract(trained: TrainedModel, out: Path, *, sequences: int, group: int, edi
         The number of sequences.
 
     Raises:
-        JobError: the data has no held-out part, a glob matches no point, or `out` has files or cannot be written.
+        JobError: the data has no held-out part, or `out` has files or cannot be written.
     """
     recorder, dataset = recorder_of(trained.model), _held_out(trained)
     info = recorder.agree()
-    if problems := list(selection_problems("points", recorder.component.points, list(info.points))):
-        raise JobError([problem.below("parallel.taps") for problem in problems])
     if global_rank() == 0:
         (new_folder(out, "--out") / JOB).write_text(dump_job(trained.job))
     gather_objects(None)  # the folder is there

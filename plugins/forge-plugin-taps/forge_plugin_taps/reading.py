@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from forge_core.contracts.errors import ForgeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +36,11 @@ def points_in(step: Path) -> list[str]:
     return [name for name in names if name != TOKENS]
 
 
+def points_of(steps: Sequence[Path]) -> list[str]:
+    """Returns the names of the points that some of these steps have: one that nothing passed is not in all of them."""
+    return list(dict.fromkeys(name for step in steps for name in points_in(step)))
+
+
 def read_point(step: Path, name: str) -> Tensor:
     """Returns the samples of a point: (N, …), in the order of rows and positions."""
     return read_file(step / f"{name}.safetensors")[name]
@@ -45,7 +52,19 @@ def read_tokens(step: Path) -> dict[str, Tensor]:
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a safetensors file, on the CPU whatever the default device is."""
+    """Returns the tensors of a safetensors file, on the CPU whatever the default device is.
+
+    Raises:
+        ForgeError: it is none, or is cut short.
+    """
+    try:
+        return _tensors(path)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        message = f"{path}: cannot be read as safetensors ({type(error).__name__}: {error})"
+        raise ForgeError(f"{message}; make the file again") from error
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
     import numpy as np
     import torch
 

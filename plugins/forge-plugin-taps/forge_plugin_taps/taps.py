@@ -89,6 +89,8 @@ class Taps(ParallelComponent):
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         yield from division_problems(job, layout)
+        if sum(isinstance(stage, Taps) for stage in job.parallel.values()) > 1:
+            yield Problem("", "a job has one stage taps at most; give one of them all points, sinks and edits")
         for name, sink in self.sinks.items():
             steps = range(sink.first_step, job.train.steps + 1)
             if not any(sink.is_due(step, self.interval) for step in steps):

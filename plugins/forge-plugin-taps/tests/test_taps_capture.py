@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import taps_stranger
 import torch
 from attrs import define, evolve, field, frozen
 from safetensors.torch import load_file
 
+import forge_plugin_taps
 from forge_core.config.load import load_job
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_core.engine.trainer import Trainer
 from forge_plugin_packing import Isolate
-from forge_plugin_taps import Store, Taps
+from forge_plugin_taps import Store, Taps, recorder_of
+from forge_plugin_taps.capture import Capture, Drawn, Part
+from forge_plugin_taps.hook import TapsHook
 from forge_plugin_taps.sampling import chosen_positions
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, RandomDocuments, tiny_job
 from forge_testing.refusals import at, naming, refuses, refuses_all
+from forge_testing.runs import tiny_run
 
 WATCHED = {
     "layers.1.resid_post": ("layers.1", lambda args, out: out[0]),
@@ -192,6 +198,46 @@ def test_a_module_that_is_called_twice_in_a_pass_is_refused_by_name(tmp_path, ki
     taps = evolve(made.parallel["taps"], **{"points": ("layers.0.*",), kind: ("layers.1.resid_post",)})
     with pytest.raises(ForgeError, match=naming("layers.1.resid_post")):
         taps_stranger.run(evolve(made, model=Looped(), parallel={"taps": taps}))
+
+
+def test_a_point_that_nothing_passed_has_no_parts():
+    drawn = Drawn(*4 * [np.zeros((1, 1), np.int64)], columns={})
+    part = Part(0, (2,), torch.float32, None, counted=True, at_rest=False)
+    parts = {"embed": [part], "elsewhere": [evolve(part, counted=False)]}
+    capture = Capture(3, [drawn], {"embed": torch.zeros(1, 1, 2)}, parts, rows=1, device=torch.device("cpu"))
+    assert capture.parts("embed") == [part]
+    for name in ("layers.0.router", "elsewhere"):
+        with pytest.raises(ForgeError, match=naming("step 3", name)):
+            capture.parts(name)
+
+
+def test_no_more_sequences_are_recorded_than_a_step_has(tmp_path):
+    settings = {"global_batch_size": 4, "micro_batch_size": 2, "parallel": {"taps": Taps(points=("embed",))}}
+    model = Transformer(vocab_size=32, dim=16, layers=1, attention=GroupedQueryAttention(heads=2))
+    recorder = recorder_of(tiny_run(tmp_path, model=model, **settings).model)
+    recorder.agree()
+    recorder.begin(5)
+    for rows in (2, 2, 2, 2):  # all of them twice, as a plugin may compute them
+        recorder.mark({"input_ids": torch.zeros(rows, 8, dtype=torch.int64)})
+    with pytest.raises(ForgeError, match=naming("step 5", 4)):
+        recorder.mark({"input_ids": torch.zeros(5, 8, dtype=torch.int64)})
+
+
+def test_a_model_without_the_stage_has_no_recorder():
+    with pytest.raises(ForgeError, match=naming("[parallel.taps]")):
+        recorder_of(torch.nn.Linear(1, 1))
+
+
+def test_a_run_loop_without_its_surroundings_cannot_record():
+    """As one of an earlier version, or of another library."""
+    with pytest.raises(ForgeError, match=naming("[parallel.taps]", "`build`")):
+        TapsHook(component=Taps()).on_train_begin(SimpleNamespace(build=None))
+
+
+def test_the_package_has_the_names_that_it_lists_and_no_others():
+    for name in forge_plugin_taps.__all__:
+        assert getattr(forge_plugin_taps, name) is not None
+    assert not hasattr(forge_plugin_taps, "Recoder")
 
 
 def test_a_gradient_that_no_point_has_is_said_once(tmp_path, catalog):

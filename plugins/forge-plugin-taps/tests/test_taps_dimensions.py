@@ -10,7 +10,7 @@ import pytest
 import taps_stranger as stranger
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 from torch.nn import functional as F
 
 from forge_core.contracts.components import ParallelComponent
@@ -141,6 +141,29 @@ def test_the_store_and_statistics_are_those_of_one_process(tmp_path, alone, stag
 )
 def test_what_is_not_declared_is_refused_when_the_job_is_checked(tmp_path, stage, facts):
     check_problems(problems_of(job(tmp_path, stage), 2), at("parallel.taps", *facts))
+
+
+@frozen(kw_only=True)
+class Other(Strange):
+    """Two ranks along another dimension."""
+
+    dimensions: ClassVar = (MeshDimension("other", order=46),)
+
+    def degrees(self):
+        return {"other": 2}
+
+    def divided_axes(self):
+        return {"other": self.axes}
+
+
+@pytest.mark.parametrize(("one", "two"), [("hidden", "heads"), ("positions", "positions")])
+def test_two_dimensions_that_divide_the_same_are_refused(tmp_path, one, two):
+    made = job(tmp_path, Strange(axes=(one,)))
+    made = evolve(made, parallel={**made.parallel, "other": Other(axes=(two,))})
+    what = "positions" if one == "positions" else "features"
+    check_problems(problems_of(made, 4), at("parallel.taps", "strange", "other", what))
+    made = evolve(made, parallel={**made.parallel, "other": Other()})
+    check_problems(problems_of(made, 4))
 
 
 def test_a_stage_without_an_order_is_refused(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +13,17 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.layout import Layout
 from forge_core.data.reading import collate
 from forge_core.engine.evaluation import evaluate
 from forge_core.engine.trainer import Trainer
+from forge_kit.taps import TapPoint
 from forge_plugin_compile import Compile
 from forge_plugin_lens import read_points
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE, SoftmaxTopK
 from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel
-from forge_plugin_taps import Ablate, Add, Mean, Replace, Taps, Zero
+from forge_plugin_taps import Ablate, Add, Mean, Replace, Split, Taps, Where, Zero
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing import Numbers, tiny_job
 from forge_testing.processes import run_on_ranks
@@ -202,10 +205,124 @@ def built_with(folder, changes, model=MODEL):
         (Zero(point="layers.1.router_choices"), at("parallel.taps.edits.x.point", "layers.1.router_choices")),
         (Add(point="layers.0.z"), at("parallel.taps.edits.x.values", "values")),
         (Mean(point="layers.0.z", store="nowhere"), at("parallel.taps.edits.x.store", "'nowhere'")),
+        (Zero(point="layers.0.z", features=(1,)), at("parallel.taps.edits.x.features", "layers.0.z", "heads")),
+        (Zero(point="embed", positions=(1,)), at("parallel.taps.edits.x.positions", "embed", "layers.0.resid_pre")),
+        (Add(point="embed", file="none.safetensors"), at("parallel.taps.edits.x.file", "'none.safetensors'")),
+        (Mean(point="*.z", store="store"), at("parallel.taps.edits.x.store", "'store'", "layers.1.z", "layers.0.z")),
+        (Replace(point="layers.0.q", store="store"), at("parallel.taps.edits.x.store", "'store'", "layers.0.q")),
     ],
 )
-def test_edits_that_cannot_be_made_are_refused_when_the_job_is_checked(tmp_path, edit, expected):
+def test_edits_that_cannot_be_made_are_refused_when_the_job_is_checked(tmp_path, monkeypatch, edit, expected):
+    monkeypatch.chdir(tmp_path)
+    store(tmp_path / "store")
     job = tiny_job(str(tmp_path), model=MODEL, parallel={"taps": Taps(edits={"x": edit})})
+    check_problems(problems_of(job), expected)
+
+
+def test_parts_of_a_sum_can_be_set_to_zero_and_nothing_else(tmp_path):
+    """Each rank of tensor parallel has a part of what the experts add; a vector would be added by each."""
+
+    def found(edit, parallel, ranks):
+        job = tiny_job(str(tmp_path), model=MODEL, parallel={**parallel, "taps": Taps(edits={"x": edit})})
+        return problems_of(job, ranks)
+
+    add, point = Add(point="layers.1.expert_out", values=STEER), at("parallel.taps.edits.x.point", "mlp_out")
+    tp = {"tp": TensorParallel(degree=2)}
+    check_problems(found(add, tp, 2), point)
+    check_problems(found(Zero(point="layers.1.expert_out"), tp, 2))
+    check_problems(found(add, {"fsdp": FSDP()}, 2))
+
+
+def test_a_second_stage_is_refused(tmp_path):
+    """A model has one recorder: of two stages, one would capture nothing."""
+    job = tiny_job(str(tmp_path), model=MODEL, parallel={"taps": Taps(), "more": Taps()})
+    check_problems(problems_of(job), at("parallel.taps", "one stage"), at("parallel.more", "one stage"))
+
+
+def test_a_mean_is_that_of_the_steps_that_have_the_point(tmp_path):
+    """As of an expert that no token of a step chose."""
+    values = store(tmp_path)["layers.0.z"]
+    (tmp_path / "step-8").mkdir()
+    (tmp_path / "step-8/taps.json").write_text('{"step": 8, "files": {"tokens.safetensors": {}}}')
+    edit = Mean(point="layers.0.z", store=str(tmp_path))
+    points = {"layers.0.z": TapPoint("layers.0", "output", axes="heads")}
+    check_problems(edit.point_problems(points, Layout()))
+    x = torch.zeros(1, 2, 4, 4, dtype=torch.float64)
+    assert torch.equal(edited(edit, x)[0, 1], values.mean(0))
+    replace = Replace(point="layers.0.z", store=str(tmp_path))
+    check_problems(replace.point_problems(points, Layout()), at("store", "layers.0.z"))
+
+
+def edited(edit, x, split=None, point=""):
+    """What an edit makes of activations x (B, s, …)."""
+    context = SimpleNamespace(device=x.device)
+    return edit.build(context, taps=None).apply(x, Where(point or edit.point, "full", 0, split, {}, 0))
+
+
+HALF = Split(offset=2, length=2, size=4)
+
+
+@pytest.mark.parametrize(
+    ("edit", "shape", "split", "facts"),
+    [
+        (Zero(point="embed", features=(3, 16)), (16,), None, ["embed", "16 features", "names 16"]),
+        (Zero(point="layers.0.z", heads=(4,)), (4, 4), None, ["layers.0.z", "4 heads", "names 4"]),
+        (Zero(point="layers.0.z", heads=(4,)), (2, 4), HALF, ["layers.0.z", "4 heads", "names 4"]),
+        (Add(point="embed", values=(1.0,) * 15), (16,), None, ["embed", "(15,)", "(16,)"]),
+        (Add(point="embed", values=(1.0,) * 2), (2,), HALF, ["embed", "(2,)", "(4,)"]),
+        (Add(point="embed", file="two"), (16,), None, ["two", "2 tensors"]),
+        (Add(point="embed", file="none"), (16,), None, ["none", "0 tensors"]),
+        (Add(point="embed", file="text"), (16,), None, ["text", "safetensors"]),
+        (Add(point="embed", file="cut"), (16,), None, ["cut", "safetensors"]),
+        (Mean(point="layers.0.resid_post", store="store"), (8,), None, ["layers.0.resid_post", "(16,)", "(8,)"]),
+        (Replace(point="layers.0.resid_post", store="store"), (8,), None, ["layers.0.resid_post", "(16,)", "(8,)"]),
+        (Replace(point="layers.0.z", store="store", row=2), (4, 4), None, ["step-7", "sequence 2", "[0, 1]"]),
+    ],
+)
+def test_edits_that_do_not_fit_the_activations_are_refused(tmp_path, monkeypatch, edit, shape, split, facts):
+    monkeypatch.chdir(tmp_path)
+    store(tmp_path / "store")
+    save_file({"a": torch.zeros(16), "b": torch.zeros(16)}, "two")
+    save_file({}, "none")
+    Path("text").write_text("not a tensor")
+    Path("cut").write_bytes(Path("two").read_bytes()[:-4])
+    with pytest.raises(ForgeError, match=naming(*facts)):
+        edited(edit, torch.zeros(1, 3, *shape, dtype=torch.float64), split)
+
+
+@pytest.mark.parametrize("kind", [Mean, Replace])
+def test_a_point_that_a_store_does_not_have_is_named(tmp_path, kind):
+    store(tmp_path / "store")
+    edit = kind(point="layers.*", store=str(tmp_path / "store"))
+    with pytest.raises(ForgeError, match=naming("layers.1.z", *STORED)):
+        edited(edit, torch.zeros(1, 3, 4, 4, dtype=torch.float64), point="layers.1.z")
+
+
+def test_the_last_number_that_there_is_can_be_named():
+    ones = torch.ones(1, 1, 4)
+    assert edited(Zero(point="embed", features=(3,)), ones).tolist() == [[[1, 1, 1, 0]]]
+    own = edited(Zero(point="embed", features=(1, 3)), torch.ones(1, 1, 2), HALF)
+    assert own.tolist() == [[[1, 0]]]
+    assert edited(Add(point="embed", values=(1, 2, 3, 4)), torch.ones(1, 1, 2), HALF).tolist() == [[[4, 5]]]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "edits", "expected"),
+    [
+        (Ablate(), {}, at("evaluations.ablate", "nothing to ablate")),
+        (
+            Ablate(edits=("one", "tow")),
+            {"one": Zero(point="embed"), "two": Zero(point="embed")},
+            at("evaluations.ablate.edits.1", "'tow'", "'two'"),
+        ),
+    ],
+)
+def test_an_ablation_without_its_edit_is_refused_when_the_job_is_checked(tmp_path, evaluation, edits, expected):
+    parallel = {"taps": Taps(edits=edits)}
+    job = tiny_job(
+        str(tmp_path), model=MODEL, parallel=parallel, evaluations={"ablate": evaluation},
+        data={"sources": (Numbers(held_out=6),)},
+    )  # fmt: skip
     check_problems(problems_of(job), expected)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from forge_core import Trainer, load_job, load_model
 from forge_core.cli import main
@@ -140,8 +142,6 @@ def test_numpy_arrow_and_saelens_read_a_store(inside, capsys):
 
 
 def test_bfloat16_becomes_float32_and_the_command_says_so(tmp_path, inside, capsys):
-    from safetensors.torch import save_file
-
     step = tmp_path / "half" / "step-1"
     step.mkdir(parents=True)
     (step / "taps.json").write_text('{"files": {"x.safetensors": {}, "tokens.safetensors": {}}}')
@@ -159,6 +159,8 @@ def test_bfloat16_becomes_float32_and_the_command_says_so(tmp_path, inside, caps
         (["extract", "runs/run", "--out", "acts"], ["--out acts"]),
         (["extract", "runs/run", "--out", "new", "--step", "7"], ["step 7", "1, 2"]),
         (["extract", "runs/run", "--out", "new", "--points", "layers.*.resid_pots"], ["'layers.*.resid_post'"]),
+        (["extract", "runs/none", "--out", "new"], ["runs/none", "run folder"]),
+        (["extract", "runs/run", "--out", "new", "--data.sources.0.held_out=0"], ["data.sources", "held_out_every"]),
         (["taps", "show", "runs/run"], ["runs/run", "store"]),
         (["taps", "export", "early", "--to", "saelens", "--out", "x"], ["SAELens", "--positions all"]),
     ],
@@ -168,3 +170,38 @@ def test_what_cannot_be_done_is_refused(inside, capsys, arguments, facts):
         assert main(["extract", "runs/run", "--positions", "4", "--out", "early"]) == 0
     assert main(arguments) != 0
     assert not lacks(capsys.readouterr().err, *facts)
+
+
+def write_step(folder, number, rows, length):
+    step = folder / f"step-{number}"
+    step.mkdir(parents=True)
+    (step / "taps.json").write_text('{"files": {"x.safetensors": {}, "tokens.safetensors": {}}}')
+    save_file({"x": torch.zeros(rows * length, 2)}, step / "x.safetensors")
+    tokens = {"row": torch.arange(rows).repeat_interleave(length), "position": torch.arange(length).repeat(rows)}
+    save_file({**tokens, "id": torch.zeros(rows * length).long()}, step / "tokens.safetensors")
+
+
+def test_sequences_of_two_lengths_are_none_of_saelens(tmp_path, capsys):
+    write_step(tmp_path / "acts", 1, rows=2, length=3)
+    write_step(tmp_path / "acts", 2, rows=1, length=3)
+    export = ["taps", "export", str(tmp_path / "acts"), "--to", "saelens"]
+    assert main([*export, "--out", str(tmp_path / "one")]) == 0
+    assert "3 sequences of 3 x 2" in capsys.readouterr().out
+    write_step(tmp_path / "acts", 3, rows=1, length=4)
+    assert main([*export, "--out", str(tmp_path / "two")]) == 1
+    assert not lacks(capsys.readouterr().err, "SAELens", "[3, 4]")
+
+
+@pytest.mark.parametrize("form", ["arrow", "saelens"])
+def test_forms_of_datasets_need_the_package(tmp_path, monkeypatch, capsys, form):
+    write_step(tmp_path / "acts", 1, rows=1, length=2)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert main(["taps", "export", str(tmp_path / "acts"), "--to", form]) == 1
+    assert not lacks(capsys.readouterr().err, "pip install datasets")
+
+
+def test_the_current_folder_can_be_exported(tmp_path, monkeypatch):
+    write_step(tmp_path / "acts", 1, rows=1, length=2)
+    monkeypatch.chdir(tmp_path / "acts")
+    assert main(["taps", "export", ".", "--to", "npz"]) == 0
+    assert (tmp_path / "acts-npz/step-1.npz").is_file()

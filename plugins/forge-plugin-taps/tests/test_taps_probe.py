@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ from scipy.optimize import minimize
 from scipy.special import log_softmax
 from taps_stranger import job, run
 
+from forge_core.contracts.errors import ForgeError
 from forge_plugin_parallel import FSDP
 from forge_plugin_taps import Probe, Store
 from forge_plugin_taps.probe_sink import LinearProbe
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import at, check_problems, problems_of
+from forge_testing.refusals import at, check_problems, naming, problems_of
 
 SETTINGS = {"interval": 1, "positions": "all", "points": ("layers.*.resid_post",), "checkpoint": {"interval": 4}}
 
@@ -101,6 +103,57 @@ def test_probes_are_the_same_on_two_ranks_and_continue_to_the_bit(alone, tmp_pat
         for key, tensor in probe.items():
             assert torch.equal(tensor, parts[name][key])
             torch.testing.assert_close(tensor, single[name][key], rtol=1e-4, atol=1e-4)
+
+
+def test_two_probes_in_one_folder_are_refused(tmp_path):
+    sinks = {name: Probe(target="position", folder=folder) for name, folder in (("a", "x"), ("b", "x"), ("c", "y"))}
+    check_problems(
+        problems_of(job(tmp_path, sinks=sinks)),
+        at("parallel.taps.sinks.a.folder", "'x'"),
+        at("parallel.taps.sinks.b.folder", "'x'"),
+    )
+
+
+class Tokens:
+    """Eight samples without activations."""
+
+    step, points, tokens = 1, (), {"row": torch.arange(8)}
+
+    def __len__(self):
+        return 8
+
+
+def sink(function=None, points=(), classes=3):
+    seed = SimpleNamespace(job=SimpleNamespace(seed=0))
+    context = SimpleNamespace(device=torch.device("cpu"), job=seed, load_object=lambda name: function)
+    return Probe(target="x:y", classes=classes).build(context, SimpleNamespace(points=points, rows=8))
+
+
+@pytest.mark.parametrize(
+    ("returned", "facts"),
+    [
+        (torch.zeros(8), ["(8,) torch.float32"]),
+        (torch.zeros(7, dtype=torch.int64), ["(7,) torch.int64"]),
+        (torch.zeros(8, 1, dtype=torch.int64), ["(8, 1) torch.int64"]),
+        ([0] * 8, ["[0, 0, 0, 0, 0, 0, 0, 0]"]),
+    ],
+)
+def test_a_target_that_is_no_whole_number_for_each_sample_is_refused(returned, facts):
+    with pytest.raises(ForgeError, match=naming("x:y", "(8,) integers", *facts)):
+        sink(lambda tokens: returned).consume(Tokens())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+def test_a_target_of_whole_numbers_is_taken(dtype):
+    sink(lambda tokens: torch.zeros(8, dtype=dtype)).consume(Tokens())
+
+
+def test_a_run_that_continues_with_other_classes_is_refused():
+    probe = LinearProbe(2, 3, Probe(target="x:y", classes=3), torch.device("cpu"))
+    state = {f"embed/{key}": value for key, value in probe.state().items()}
+    sink(points=("embed",)).load_state_dict(state)
+    with pytest.raises(ForgeError, match=naming("probe", "embed", "3 classes", "4 now")):
+        sink(points=("embed",), classes=4).load_state_dict(state)
 
 
 def test_unknown_targets_and_numbers_of_classes_are_refused(tmp_path):

@@ -9,6 +9,7 @@ import os
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from forge_plugin_taps.tensor_file import TensorFile
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import lacks
+from forge_testing.refusals import lacks, refuses
 
 
 @pytest.fixture
@@ -157,6 +158,13 @@ def test_rows_written_in_any_order_make_the_file_that_safetensors_makes(tmp_path
     for rows in ([5], [0, 1, 2, 4], [3, 6]):
         file.write_rows("x", torch.tensor(rows), tensor[rows])
     file.write_header()
+    with pytest.raises(KeyError, match="y"):
+        file.write_rows("y", torch.tensor([0]), tensor[:1])
     assert torch.equal(load_file(file.path)["x"], tensor)
     save_file({"x": tensor}, tmp_path / "theirs")
     assert file.path.read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_store_without_the_folder_of_a_run_is_refused():
+    with refuses("parallel.taps.sinks", "store", "folder"):
+        Store().build(SimpleNamespace(folder=None), None)
