@@ -85,8 +85,18 @@ def test_more_epochs_explain_more_of_what_was_held_out(stored, capsys):
         (["{run}"], ["/sae", "empty"]),
         (["{run}", "--sae.points=['*.z']", "--out={run}/y"], ["*.z", "layers.0.mlp_out"]),
         (["{run}/sae"], ["/sae", "samples"]),
+        (["{run}", "--sae.type=store"], ["[sae]", "Store", "type"]),
+        (["{run}", "--sae.expansion=1", "--out={run}/y"], ["layers.0.", "16 features", "k = 32", "16 latents"]),
     ],
 )
 def test_mistakes_are_named(stored, capsys, arguments, facts):
     assert main(["sae", *(each.format(run=stored) for each in arguments)]) != 0
     assert not lacks(capsys.readouterr().err, *facts)
+
+
+@pytest.mark.parametrize("share", ["1", "-0.1", "nan"])
+def test_a_share_that_leaves_nothing_to_train_on_is_refused(capsys, share):
+    with pytest.raises(SystemExit) as ended:
+        main(["sae", "runs/run", f"--held-out={share}"])
+    assert ended.value.code == 2
+    assert not lacks(capsys.readouterr().err, "--held-out", 0, 1)

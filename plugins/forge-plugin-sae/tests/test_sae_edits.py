@@ -7,17 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sae_stranger import job, run, sae
+from sae_stranger import Stranger, job, run, sae
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.layout import Layout
 from forge_kit.taps import TapPoint
 from forge_plugin_compile import Compile
-from forge_plugin_sae import LossRecovered, SAEEdit
-from forge_plugin_sae.model import load
-from forge_plugin_taps import Ablate
+from forge_plugin_sae import LossRecovered, SAEEdit, TopK
+from forge_plugin_sae.model import SparseCoder, load
+from forge_plugin_sae.reconstruction import Reconstruct, Remember
+from forge_plugin_taps import Ablate, PointInfo, Split, Taps, TapsInfo, recorder_of
 from forge_testing import Numbers
 from forge_testing.refusals import at, check_problems, naming, problems_of
+from forge_testing.runs import tiny_run
 
 SINKS = {
     "sae": sae(),
@@ -155,6 +157,35 @@ def test_edits_that_cannot_be_are_refused(alone, tmp_path):
     edit = SAEEdit(point="*", folder=str(alone / "transcoders"), latents={"1": 1.0}).build(context(), taps=None)
     with pytest.raises(ForgeError, match=naming("transcoder")):
         edit.apply(torch.zeros(1, 1, 16), where("layers.0.resid_pre"))
+
+
+def test_a_part_of_the_features_has_no_latents():
+    """An edit of a job that was not checked: `point_problems` finds it before."""
+    edit = SAEEdit(point="*", folder="saes", latents={"1": 1.0}).build(context(), taps=None)
+    divided = SimpleNamespace(point="layers.0.mlp_hidden", split=Split(0, 8, 16))
+    with pytest.raises(ForgeError, match=naming("layers.0.mlp_hidden", "tensor parallel")):
+        edit.apply(torch.zeros(1, 1, 8), divided)
+
+
+def test_a_transcoder_whose_input_comes_after_its_output_is_refused():
+    coder = SparseCoder(TopK(k=1).activation(4), 2, 4, 2)
+    with pytest.raises(ForgeError, match=naming("layers.0.resid_pre", "after its output")):
+        Reconstruct(coder, Remember()).apply(torch.zeros(1, 1, 2), where("layers.0.resid_pre"))
+
+
+def test_an_evaluation_of_a_sink_that_does_not_run_or_is_divided_is_refused(tmp_path):
+    """The check of a job finds the first; the second depends on the layout."""
+    taps = {"points": ("layers.0.resid_post",)}
+    recorder = recorder_of(tiny_run(tmp_path, model=Stranger(), parallel={"taps": Taps(**taps)}).model)
+    model = SimpleNamespace(taps_recorder=recorder)
+    with pytest.raises(ForgeError, match=naming("'sae'")):
+        LossRecovered().evaluate(SimpleNamespace(model=model, held_out=()))
+    points = {"layers.0.mlp_hidden": PointInfo("hidden", 0)}
+    divided = SimpleNamespace(device=torch.device("cpu"), layout=Layout(tp=2))
+    info = TapsInfo(points=points, interval=1, rows=8, positions=8, length=8)
+    recorder.sinks = {"sae": sae().build(divided, info)}
+    with pytest.raises(ForgeError, match=naming("layers.0.mlp_hidden", "tensor parallel")):
+        LossRecovered().evaluate(SimpleNamespace(model=model, held_out=()))
 
 
 def context():

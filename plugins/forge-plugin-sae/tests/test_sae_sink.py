@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sae_stranger import job, run, sae
 
 from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.layout import Layout
 from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
 from forge_plugin_sae import BatchTopK, JumpReLU, LossRecovered, TopK
 from forge_plugin_sae.model import load
 from forge_plugin_sae.training import Trainer
-from forge_plugin_taps import Store
+from forge_plugin_taps import PointInfo, Store, TapsInfo
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, naming, problems_of
 
@@ -147,3 +149,53 @@ def test_an_output_that_is_not_captured_is_named(tmp_path):
         run(job(tmp_path, sinks=sinks))
     with pytest.raises(ForgeError, match=naming("layers.0.resid_post", "16 features", "k = 32", "16 latents")):
         run(job(tmp_path, sinks={"sae": sae(latents=0, expansion=1, activation=TopK())}, job={"name": "b"}))
+
+
+def info(*names, axes="full"):
+    points = {name: PointInfo(axes, 0) for name in names}
+    return TapsInfo(points=points, interval=1, rows=8, positions=8, length=8)
+
+
+def built(settings, taps):
+    names = SimpleNamespace(job=SimpleNamespace(seed=0, name="run"))
+    return settings.build(SimpleNamespace(device=torch.device("cpu"), layout=Layout(), job=names), taps)
+
+
+@pytest.mark.parametrize(
+    ("keys", "taps", "facts"),
+    [
+        ({}, info("layers.0.pattern", axes="pattern"), ["layers.0.pattern", "width"]),
+        ({"output": "mlp_out"}, info("layers.0.mlp_out"), ["mlp_out", "no point"]),
+    ],
+)
+def test_points_that_cannot_be_trained_on_are_refused(keys, taps, facts):
+    with pytest.raises(ForgeError, match=naming(*facts)):
+        built(sae(**keys), taps)
+
+
+def trained(settings=None, width=16):
+    return Trainer(settings or sae(), width, None, "seed", torch.device("cpu"))
+
+
+def test_a_run_that_continues_with_other_points_is_refused():
+    state = {f"embed/{key}": value for key, value in trained().state().items()} | {"rows": 7}
+    sink = built(sae(), info("embed"))
+    sink.load_state_dict(state)
+    assert sink.rows == 7
+    with pytest.raises(ForgeError, match=naming("sae", "differ in final_norm")):
+        built(sae(), info("embed", "final_norm")).load_state_dict(state)
+    with pytest.raises(ForgeError, match=naming("sae", "differ in embed, final_norm")):
+        built(sae(), info("final_norm")).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        (sae(buffer=65), ["[64, 16]", "[65, 16]", "`buffer`"]),
+        (sae(latents=25), ["24", "25"]),
+        (sae(activation=JumpReLU(target_l0=3.0)), ["threshold"]),
+    ],
+)
+def test_a_run_that_continues_with_another_autoencoder_is_refused(settings, facts):
+    with pytest.raises(ForgeError, match=naming(*facts)):
+        trained(settings).load(trained().state())

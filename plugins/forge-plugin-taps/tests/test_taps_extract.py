@@ -159,7 +159,7 @@ def test_bfloat16_becomes_float32_and_the_command_says_so(tmp_path, inside, caps
         (["extract", "runs/run", "--out", "acts"], ["--out acts"]),
         (["extract", "runs/run", "--out", "new", "--step", "7"], ["step 7", "1, 2"]),
         (["extract", "runs/run", "--out", "new", "--points", "layers.*.resid_pots"], ["'layers.*.resid_post'"]),
-        (["extract", "runs/none", "--out", "new"], ["runs/none", "run folder"]),
+        (["extract", "runs/none", "--out", "new"], ["runs/none: no such run folder"]),
         (["extract", "runs/run", "--out", "new", "--data.sources.0.held_out=0"], ["data.sources", "held_out_every"]),
         (["taps", "show", "runs/run"], ["runs/run", "store"]),
         (["taps", "export", "early", "--to", "saelens", "--out", "x"], ["SAELens", "--positions all"]),
