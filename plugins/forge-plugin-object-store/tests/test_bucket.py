@@ -11,6 +11,7 @@ from proxy import Rule
 
 from forge_core.contracts.errors import CheckpointError
 from forge_plugin_object_store.bucket import Bucket
+from forge_plugin_object_store.storage import ObjectStorage
 from forge_testing.refusals import naming
 
 PART = 5 << 20
@@ -171,3 +172,38 @@ def test_etags_that_are_no_md5_cost_one_look_and_no_failure(bucket, proxy, large
 def test_a_bucket_that_does_not_exist_is_refused_at_once(store):
     with pytest.raises(CheckpointError, match=naming("s3://no-such-bucket-here/run", "bucket")):
         Bucket("s3://no-such-bucket-here/run", {"endpoint_url": store.endpoint}).check_access()
+
+
+def test_a_store_that_has_less_than_was_sent_is_noticed(tmp_path, monkeypatch):
+    """Any store: not all have a sum of what they hold."""
+    (tmp_path / "local").write_bytes(b"bytes")
+    ours = Bucket(f"file://{tmp_path}/bucket", {}, retries=0)
+    ours.upload(tmp_path / "local", "step-1/file")
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda source, target: (os.truncate(source, 3), replace(source, target)))
+    with pytest.raises(CheckpointError, match=naming(f"file://{tmp_path}/bucket/step-1/file", "3 bytes", "not 5")):
+        ours.upload(tmp_path / "local", "step-1/file")
+
+
+def test_an_upload_to_a_bucket_that_has_gone_is_a_failed_save(tmp_path, monkeypatch):
+    """S3 names a bucket that was deleted as it names an object that is not there."""
+    (tmp_path / "local").write_bytes(b"bytes")
+    ours = Bucket(f"file://{tmp_path}/bucket", {}, retries=0)
+
+    def gone(*_, **__):
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(ours._fs, "put_file", gone)
+    with pytest.raises(CheckpointError, match=naming(f"file://{tmp_path}/bucket/step-1/file", "bucket does not exist")):
+        ours.upload(tmp_path / "local", "step-1/file")
+
+
+def test_what_a_checkpoint_in_the_bucket_lacks_is_named(tmp_path):
+    (tmp_path / "bucket/step-1").mkdir(parents=True)
+    (tmp_path / "bucket/step-1/file").write_bytes(b"bytes")
+    storage = ObjectStorage(Bucket(f"file://{tmp_path}/bucket", {}, retries=0), tmp_path / "cache")
+    assert storage.size(1, "file") == 5
+    with pytest.raises(FileNotFoundError, match="other"):
+        storage.size(1, "other")
+    with pytest.raises(CheckpointError, match=naming(f"file://{tmp_path}/bucket/step-1/manifest.json", "missing")):
+        storage.fetch(1, ["manifest.json"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from attrs import evolve, frozen
 
 from forge_core.contracts.errors import JobError
-from forge_core.contracts.layout import Layout
+from forge_core.contracts.layout import Layout, MeshDimension
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
@@ -19,7 +21,7 @@ from forge_plugin_parallel.fsdp_stage import _precision
 from forge_plugin_parallel.tp_ways import Way
 from forge_plugin_text import Bytes, Text
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
-from forge_testing import Numbers, SplittableModel, TinyModel, job_problems, tiny_job
+from forge_testing import Numbers, SplittableModel, TinyAdamW, TinyModel, job_problems, tiny_job
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, lacks, problems_of
 
@@ -183,6 +185,13 @@ class UnnamedMixers(Transformer):
         return model
 
 
+@frozen(kw_only=True)
+class InBF16(TinyAdamW):
+    """An optimizer of parameters in bf16."""
+
+    parameter_dtype: ClassVar = "bf16"
+
+
 class TestWhatIsRefused:
     @pytest.mark.parametrize("sequence_parallel", [True, False])
     def test_split_modules_without_one_around_them_that_has_all_positions(self, tmp_path, sequence_parallel):
@@ -269,6 +278,25 @@ class TestWhatIsRefused:
     def test_reducing_every_one_of_one(self, tmp_path):
         problems = FSDP(reduce_every_micro_batch=True).problems(job(tmp_path, {}), Layout(shard=2))
         check_problems(problems, at("reduce_every_micro_batch", "one micro-batch"))
+        two = job(tmp_path, {}, micro_batch_size=1)
+        assert not list(FSDP(reduce_every_micro_batch=True).problems(two, Layout(shard=2)))
+
+    def test_reducing_every_one_where_they_overlap_or_add_up_in_bf16(self, tmp_path):
+        stage, two = FSDP(reduce_every_micro_batch=True), job(tmp_path, {}, micro_batch_size=1)
+        problems = stage.problems(two, Layout(pp=2, shard=2))
+        check_problems(problems, at("reduce_every_micro_batch", "pipeline"))
+        problems = stage.problems(evolve(two, optimizer=InBF16()), Layout(shard=2))
+        check_problems(problems, at("reduce_every_micro_batch", "bf16"))
+
+    def test_copies_inside_of_another_dimension(self, tmp_path):
+        """Gradients are summed over the copies last, so these must be outermost."""
+
+        def problems(order):
+            outer = MeshDimension("outer", samples=True, order=order)
+            return FSDP(replicate=2).problems(job(tmp_path, {}), Layout([outer], outer=2, replicate=2, shard=2))
+
+        check_problems(problems(5), at("replicate", "outer"))
+        check_problems(problems(15))
 
     def test_a_model_that_does_not_say_what_mixes_positions(self, tmp_path):
         problems = problems_of(job(tmp_path, {"cp": ContextParallel(degree=2)}, model=TinyModel(layers=2)), 2)

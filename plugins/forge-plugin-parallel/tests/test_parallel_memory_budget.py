@@ -70,6 +70,13 @@ def test_what_fits_nowhere_takes_the_least_memory_and_says_so(budget):
     assert not lacks(run.built_stages[0].describe(), "full", "too much")
 
 
+def test_a_mode_that_is_chosen_and_fails_in_torch_is_refused(monkeypatch):
+    """The check of a job refuses it where the job has it; auto takes it only when the model is built."""
+    monkeypatch.setattr("forge_plugin_parallel.checkpointing_stage.fails_in_torch", lambda job, layout: True)
+    with refuses("parallel.activation_checkpointing.mode", "auto"):
+        built(automatic(1e-6))
+
+
 def test_the_device_decides_unless_the_job_does():
     assert checkpointed(built(automatic())) == ["none"] * 8
 

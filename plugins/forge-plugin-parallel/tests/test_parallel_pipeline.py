@@ -26,7 +26,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.trained import load_model
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParallel, pipeline_executor
 from forge_plugin_parallel.cuts import balance, ranks_of, sections
-from forge_plugin_parallel.pipeline_executor import _StageModule
+from forge_plugin_parallel.pipeline_executor import _StageModule, _Step
 from forge_plugin_parallel.pp import SPLIT_BACKWARD, V_SHAPED, splits_backward
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 from forge_testing import Numbers, PenalisedModel, TinyModel, job_problems, tiny_job
@@ -392,6 +392,14 @@ class TestWhatIsRefused:
     )
     def test_models_that_cannot_be_cut_like_this(self, tmp_path, model, stage, expected):
         check_problems(problems_of(job(tmp_path, stage, model=model), 2), expected)
+
+    def test_micro_batches_in_another_order(self):
+        """Each stage and the loss count by themselves."""
+        step = _Step([{"number": 0}, {"number": 1}], torch.tensor(1))
+        assert [step.next_batch(who, torch.tensor(0))["number"] for who in (0, 1, "loss")] == [0, 0, 0]
+        assert step.next_batch(0, torch.tensor(1)) == {"number": 1}
+        with pytest.raises(ForgeError, match=naming("parallel.pp", "loss", "micro-batch 0", "place of 1")):
+            step.next_batch("loss", torch.tensor(0))
 
     def test_a_carry_that_changes(self, tmp_path):
         def forward(rank):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from forge_core.checkpoint.run_folder import owned
 from forge_core.cli import main
+from forge_plugin_slurm import scheduler
 from forge_plugin_slurm.records import Attempt, append_attempt, read_attempts
 from forge_testing.refusals import lacks
 from forge_testing.tiny import TINY_JOB
@@ -130,6 +133,8 @@ REFUSED = {
     "an option with a key of its own": (["--", "--nodes=2"], ["--nodes=2", "--nodes", "before"]),
     "an option of ours": (["--", "-J", "--open-mode=truncate"], ["-J"]),
     "another hook of that name": (["--hooks.slurm.type=./hook.py:Other"], ["hooks.slurm", "type"]),
+    "a word that is no option": (["--", "high"], ["-- high", "--name=value"]),
+    "a status with a job": (["--status=runs/long"], ["--status"]),
     "no SLURM": ([], ["sbatch", "PATH"]),
 }
 
@@ -140,6 +145,47 @@ def test_what_cannot_work_is_refused(submit: Run, words: list[str], facts: list[
     code, _, err = submit("job.toml", *words)
     assert (code, lacks(err, *facts)) == (2, []), err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(("words", "facts"), [([], ["name a job file"]), (["--array=nowhere*"], ["nowhere*"])])
+def test_nothing_to_submit_is_refused(submit: Run, words: list[str], facts: list[str]) -> None:
+    code, _, err = submit(*words)
+    assert (code, lacks(err, *facts)) == (2, []), err
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (["--", "--qos=high"], ["--status"]),
+        (["--train.steps=3"], ["--status"]),
+    ],
+)
+def test_a_status_with_more_is_refused(submit: Run, words: list[str], facts: list[str]) -> None:
+    code, _, err = submit("--status=runs/long", *words)
+    assert (code, lacks(err, *facts)) == (2, []), err
+
+
+@pytest.mark.parametrize(
+    ("line", "facts"),
+    [
+        ("nodes = 2", ["'nodes'", "the key nodes"]),
+        ('"--gpus-per-node" = 2', ["'--gpus-per-node'", "the key gpus_per_node"]),
+        ('t = "1:00"', ["'t'", "the key time"]),
+        ("requeue = true", ["'requeue'", "forge-run submit"]),
+    ],
+)
+def test_an_option_of_the_cluster_file_that_has_a_key_of_its_own_is_refused(
+    submit: Run, line: str, facts: list[str]
+) -> None:
+    Path("cluster.toml").write_text(f"{CLUSTER}{line}\n")
+    code, _, err = submit("job.toml", "--preset=cluster.toml", "--dry-run")
+    assert (code, lacks(err, "cluster.toml", "submit.sbatch", *facts)) == (2, []), err
+
+
+def test_a_run_that_trains_is_not_queued(submit: Run) -> None:
+    with owned(Path("runs/long")):
+        code, _, err = submit("job.toml", "--dry-run")
+    assert (code, lacks(err, "job.name", "runs/long", f"process {os.getpid()}")) == (2, []), err
 
 
 def test_slurms_own_refusal_is_shown_and_leaves_nothing(submit: Run) -> None:
@@ -237,6 +283,16 @@ def test_the_status_needs_no_queue(submit: Run) -> None:
     assert not lacks(line, 17, "queue")
     code, _, err = submit("--status", "runs/other")
     assert (code, lacks(err, "runs/other")) == (2, [])
+    Path("runs/by-hand").mkdir()
+    code, _, err = submit("--status", "runs/by-hand")
+    assert (code, lacks(err, "runs/by-hand", "slurm/submission.json")) == (2, [])
+
+
+def test_a_controller_that_does_not_answer_is_given_up(submit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "ANSWER_S", 0.05)
+    program("squeue", "exec /bin/sleep 60")
+    with pytest.raises(scheduler.SlurmError, match="squeue did not answer"):
+        scheduler.queue_state("17")
 
 
 def test_half_a_line_of_the_attempts_is_no_attempt(tmp_path: Path) -> None:
