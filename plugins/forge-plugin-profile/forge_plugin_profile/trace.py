@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,10 +99,11 @@ def read_trace(path: Path) -> Trace:
     """
     try:
         content = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
-        if not isinstance(content, dict) or "traceEvents" not in content:
-            raise JobError(f"{path} is JSON, but no trace of torch.profiler: it has no traceEvents")
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise JobError(f"{path} cannot be read as a trace: {error}") from error
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise JobError(f"{path} is JSON, but no trace of torch.profiler: it has no traceEvents")
     return trace_of(content)
 
 

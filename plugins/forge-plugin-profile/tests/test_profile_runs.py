@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -16,7 +17,7 @@ from forge_core.cli import main
 from forge_core.contracts.layout import Layout
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_profile import Profile
+from forge_plugin_profile import Profile, plan_bounds
 from forge_plugin_profile.model_facts import layer_flops
 from forge_plugin_profile.profile import chosen_ranks
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
@@ -24,7 +25,7 @@ from forge_testing import tiny_job
 from forge_testing.layouts import LAYOUTS
 from forge_testing.outcomes import losses_of
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import at, check_problems, lacks, problems_of
+from forge_testing.refusals import at, check_problems, lacks, problems_of, refuses
 from forge_testing.runs import tiny_run
 from forge_testing.suites import HookSuite
 
@@ -127,11 +128,72 @@ def test_the_command_makes_the_same_summary_again_and_compares(profiled, capsys)
         (["{run}", "--rank", "2"], ["rank 0, 1"]),
         (["{run}/job.toml"], ["{run}/job.toml", "file"]),
         (["{run}/.."], ["[hooks.profile]"]),
+        (["{run}", "--write", "--rank", "0"], ["--write", "--rank"]),
     ],
 )
 def test_what_is_not_there_is_said_by_name(profiled, capsys, argv, facts):
     assert main(["profile", *(part.format(run=profiled) for part in argv)]) == 2
     assert not lacks(" ".join(capsys.readouterr().err.split()), *(fact.format(run=profiled) for fact in facts))
+
+
+def test_a_window_without_a_trace_is_named(tmp_path, capsys):
+    """As of a run that was killed within it."""
+    (tmp_path / "profile/step-3").mkdir(parents=True)
+    (tmp_path / "profile/step-3/rank-0.memory.pickle").touch()
+    assert main(["profile", str(tmp_path)]) == 2
+    assert not lacks(capsys.readouterr().err, tmp_path / "profile/step-3", "rank-R.pt.trace.json.gz")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"text",
+        b"[]",
+        b"{}",
+        b'{"traceEvents": 3}',
+        b'{"traceEvents": [3]}',
+        gzip.compress(b'{"traceEvents": []}')[:-9],
+        gzip.compress(b'{"traceEvents": []}')[:12] + b"damaged",
+    ],
+)
+def test_a_file_that_is_no_trace_is_named(tmp_path, capsys, content):
+    path = tmp_path / f"trace.json{'.gz' if content.startswith(gzip.compress(b'')[:2]) else ''}"
+    path.write_bytes(content)
+    assert main(["profile", str(path)]) == 2
+    assert not lacks(capsys.readouterr().err, path, "trace")
+
+
+class TestBounds:
+    """Of `forge-run plan`, whose output stands here for it."""
+
+    def bounds(self, tmp_path, monkeypatch, code, output, rank=1):
+        (tmp_path / "job.toml").touch()
+        done = SimpleNamespace(returncode=code, stdout=output, stderr="")
+        monkeypatch.setattr(plan_bounds.subprocess, "run", lambda *_, **__: done)
+        return plan_bounds.plan_bounds(tmp_path / "profile/step-1/rank-1.pt.trace.json.gz", 4, rank, "h100")
+
+    def test_a_trace_that_was_moved_has_none(self, tmp_path):
+        with refuses("", "--gpu", tmp_path / "rank-0.pt.trace.json", "job.toml"):
+            plan_bounds.plan_bounds(tmp_path / "rank-0.pt.trace.json", 1, 0, "h100")
+
+    def test_words_of_a_plan_that_fails_are_shown(self, tmp_path, monkeypatch):
+        with refuses("", "forge-plugin-plan", "no such GPU"):
+            self.bounds(tmp_path, monkeypatch, 2, "no such GPU")
+
+    @pytest.mark.parametrize(("failure", "fact"), [("out of memory", "out of memory"), ("", "not simulated")])
+    def test_a_rank_without_bounds_has_the_reason(self, tmp_path, monkeypatch, failure, fact):
+        stages = [{"seconds_at_least": {"compute": 1.0}}, {"seconds_at_least": None, "failure": failure}]
+        output = json.dumps({"ranks": stages})
+        assert self.bounds(tmp_path, monkeypatch, 0, output) == {"compute": 1.0}
+        with refuses("", "rank 2", fact):
+            self.bounds(tmp_path, monkeypatch, 0, output, rank=2)
+
+
+def test_a_second_profile_is_refused(tmp_path):
+    hooks = {"profile": Profile(start=1), "more": Profile(start=2)}
+    job = tiny_job(str(tmp_path), Catalog.installed(), device="cpu", hooks=hooks)
+    facts = ("one profiler", "`every`")
+    check_problems(problems_of(job), at("hooks.profile", *facts), at("hooks.more", *facts))
 
 
 def test_the_bounds_of_the_plan_stand_beside_what_was_measured(profiled, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import threading
@@ -24,8 +25,8 @@ def command(argv: list[str]) -> int:
     add("--join-within", type=float, default=60.0, metavar="S", help="seconds that a living group is waited for (60)")
     with_examples(parser, "forge-run lighthouse --port=29510 --dead-after=2")
     options = parser.parse_args(argv)
-    if min(options.dead_after, options.join_within) <= 0:
-        raise JobError("--dead-after and --join-within are seconds above 0")
+    if not all(0 < seconds < math.inf for seconds in (options.dead_after, options.join_within)):
+        raise JobError("--dead-after and --join-within are finite seconds above 0")
     if not is_loopback(options.host) and not options.trusted_network:
         risk = "torchft's lighthouse has no secret, so whoever reaches it can join the groups and end them"
         raise JobError(f"--host={options.host}: {risk}; add --trusted-network if only machines that you trust reach it")

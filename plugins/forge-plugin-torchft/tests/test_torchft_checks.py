@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import socket
 import stat
@@ -27,7 +28,7 @@ from forge_core.parallel.layout import batch_problems, micro_batches
 from forge_plugin_torchft import DiLoCo, LocalSGD, TorchFT
 from forge_plugin_torchft.groups import Groups
 from forge_plugin_torchft.secret import group_secret
-from forge_plugin_torchft.transport import StateTransport, read_state, write_state
+from forge_plugin_torchft.transport import Received, StateTransport, read_state, write_state
 from forge_testing import Numbers, tiny_job
 from forge_testing.refusals import at, check_problems, lacks, naming
 
@@ -60,6 +61,13 @@ def test_a_stage_that_cannot_work_is_refused(tmp_path, catalog, monkeypatch, cha
     monkeypatch.delenv("FORGE_GROUP", raising=False)
     job = tiny_job(str(tmp_path), catalog, job={"name": "run-1"}, parallel={"torchft": evolve(STAGE, **changes)})
     check_problems(check_rules(job, catalog), at(path, *facts))
+
+
+def test_a_second_stage_is_refused(tmp_path, catalog):
+    stage = evolve(STAGE, lighthouse="http://127.0.0.1:29510")
+    job = tiny_job(str(tmp_path), catalog, job={"name": "run-1"}, parallel={"torchft": stage, "more": stage})
+    found = [problem for problem in check_rules(job, catalog) if "one stage" in problem.message]
+    check_problems(found, at("parallel.torchft", "torchft"), at("parallel.more", "torchft"))
 
 
 def test_on_loopback_no_network_need_be_trusted(tmp_path, catalog):
@@ -188,6 +196,24 @@ def test_a_state_is_served_to_those_who_have_the_secret_and_on_loopback_only():
             each.shutdown()
 
 
+def test_a_state_of_another_update_is_not_served():
+    server = StateTransport("127.0.0.1", 0.05, b"ours")
+    try:
+        server.serve(7, State({}, {"progress": {"step": 7}, "optimizer": {}, "extras": {}}))
+        with pytest.raises(ForgeError, match=naming(server.metadata(), "update 8")):
+            server.recv_checkpoint(0, server.metadata(), 8, timedelta(seconds=5))
+    finally:
+        server.shutdown()
+
+
+def test_a_state_that_is_split_otherwise_is_refused():
+    tensors = {"model.layers.0.weight": (torch.zeros(2), [4], True)}
+    received = Received(7, {}, tensors)
+    for like in ({}, {"layers.0.weight": torch.zeros(4)}):
+        with pytest.raises(ForgeError, match=naming("model.layers.0.weight", "layouts")):
+            received.state(like)
+
+
 class Stranger(StateTransport):
     """Answers every request with a state, as a process may that has joined by the lighthouse without the secret."""
 
@@ -217,11 +243,42 @@ def test_groups_of_one_user_share_a_secret_that_nobody_else_can_read(tmp_path, m
     assert group_secret() == b"given"
 
 
+def test_a_secret_that_cannot_be_kept_can_be_given(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ForgeError, match=naming(tmp_path / "file/group-secret", "FORGE_GROUP_SECRET")):
+        group_secret()
+
+
 def test_a_lighthouse_for_the_network_must_be_asked_for_by_name(capsys):
     assert main(["lighthouse", "--host=[::]", "--port=29999"]) == 2
     words = capsys.readouterr().err
     assert "--host=[::]: torchft's lighthouse has no secret, so whoever reaches it can join the groups" in words
     assert "add --trusted-network" in words
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("option", ["dead-after", "join-within"])
+def test_a_time_that_is_none_is_refused(capsys, option, seconds):
+    assert main(["lighthouse", f"--{option}={seconds}"]) == 2
+    assert not lacks(capsys.readouterr().err, "--dead-after", "--join-within", "above 0")
+
+
+def test_a_lighthouse_that_cannot_listen_names_the_address(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["lighthouse", f"--port={port}"]) == 1
+    assert not lacks(capsys.readouterr().err, f"127.0.0.1:{port}", "in use")
+
+
+def test_what_needs_torchft_names_the_package(monkeypatch, capsys):
+    for name in ("torchft", "torchft.coordination"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["lighthouse"]) == 1
+    assert not lacks(capsys.readouterr().err, "torchft", "pip install")
+    monkeypatch.delitem(sys.modules, "forge_plugin_torchft.session", raising=False)
+    with pytest.raises(ForgeError, match=naming("parallel.torchft", "pip install")):
+        importlib.import_module("forge_plugin_torchft.session")
 
 
 def test_the_lighthouse_listens_on_loopback_unless_told_otherwise():
@@ -258,3 +315,60 @@ def test_weights_are_compared_at_the_interval_and_not_after_a_skipped_update():
         context.job.train.steps = 100
         hook.on_step_end(context)
     assert compared == ["after 3", "after 9"]
+
+
+class TestSession:
+    """What groups have to say to each other, with a manager of torchft that says nothing."""
+
+    @pytest.fixture
+    def session(self):
+        from forge_plugin_torchft.session import Session
+
+        session = Session(evolve(STAGE, min_groups=2, wait_s=1e-9, start_wait_s=0.0))
+        session._manager, session._device = mock.Mock(), torch.device("cpu")
+        session._manager.errored.return_value = None
+        session._transport = mock.Mock(asked=False)
+        return session
+
+    def of_all(self, session, *rows):
+        """Groups whose table, summed, has these rows."""
+        session.sum = lambda table: table.copy_(torch.tensor(rows, dtype=table.dtype))
+
+    def test_a_number_that_another_run_has_is_refused(self, session):
+        session._changes = 1
+        self.of_all(session, [1, 2], [0, 0], [0, 0])
+        with pytest.raises(ForgeError, match=naming("parallel.torchft.group", "group 1")):
+            session._know_each_other(2, healed=False)
+
+    def test_a_lighthouse_that_has_gone_is_named(self, session):
+        session._manager.start_quorum.side_effect = RuntimeError("connection refused")
+        with pytest.raises(ForgeError, match=naming("http://head:29510", "connection refused")):
+            session.quorum(0, mock.Mock())
+
+    @pytest.mark.parametrize(
+        ("failure", "facts"), [(None, ["1 of 2 groups", "min_groups = 2"]), (RuntimeError(), ["has failed"])]
+    )
+    def test_a_group_that_stays_alone_ends(self, session, failure, facts):
+        session._manager.num_participants.return_value = 1
+        session._manager.errored.return_value = failure and SimpleNamespace(original_exception=failure)
+        with pytest.raises(ForgeError, match=naming("1e-09 s", *facts)):
+            session.quorum(0, mock.Mock())
+
+    def test_weights_that_differ_in_a_bit_end_the_run(self, session):
+        model = torch.nn.Linear(2, 1)
+        tables = []
+        session.sum = tables.append
+        session.compare_weights(model)
+        digest = tables[0][1, 1].item()
+        self.of_all(session, [1, 1], [digest, digest])
+        session.compare_weights(model)
+        self.of_all(session, [0, 1], [0, digest])  # the other group is gone
+        session.compare_weights(model)
+        self.of_all(session, [1, 1], [digest + 1, digest])
+        with pytest.raises(ForgeError, match=naming("group 1", "group 0", "to the bit")):
+            session.compare_weights(model)
+
+    def test_a_hook_without_its_stage_is_refused(self):
+        context = mock.Mock(job=SimpleNamespace(parallel={}), model=torch.nn.Linear(1, 1))
+        with pytest.raises(ForgeError, match=naming("[parallel.torchft]")):
+            LocalSGD().on_train_begin(context)
