@@ -321,10 +321,11 @@ class TestSession:
     """What groups have to say to each other, with a manager of torchft that says nothing."""
 
     @pytest.fixture
-    def session(self):
-        from forge_plugin_torchft.session import Session
+    def session(self, monkeypatch):
+        from forge_plugin_torchft import session as module
 
-        session = Session(evolve(STAGE, min_groups=2, wait_s=1e-9, start_wait_s=0.0))
+        monkeypatch.setattr(module, "_any_rank", list)  # of a single rank
+        session = module.Session(evolve(STAGE, min_groups=2, wait_s=1e-9, start_wait_s=0.0))
         session._manager, session._device = mock.Mock(), torch.device("cpu")
         session._manager.errored.return_value = None
         session._transport = mock.Mock(asked=False)
