@@ -54,9 +54,9 @@ def find_trained(source: Path) -> tuple[Path, Mapping[str, Any]]:
         return locate(source, "sizes")
     try:
         table = tomllib.loads(source.read_text()).get("job", {})
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        section = JobSection(**{key: table[key] for key in ("name", "output") if key in table})
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{source} cannot be read as a job file: {error}") from error
-    section = JobSection(**{key: table[key] for key in ("name", "output") if key in table})
     return locate(Path(section.output).expanduser() / section.name, "sizes")
 
 

@@ -26,7 +26,7 @@ from forge_kit.checkpoints import stored_tensors
 from forge_kit.modules import LinearHead
 from forge_plugin_losses import ChunkedCrossEntropy, Distillation
 from forge_plugin_losses.distilled import distillation_loss
-from forge_plugin_losses.teacher import load_trained
+from forge_plugin_losses.teacher import find_trained, load_trained
 from forge_plugin_parallel import FSDP
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_plan.storages import Purpose
@@ -341,6 +341,15 @@ def test_a_job_file_that_never_ran(folder, tmp_path):
     (tmp_path / "job.toml").write_text(JOB.format(name="never", output=tmp_path, layers=1, dropout=0.0))
     with pytest.raises(CheckpointError, match=naming("never", "run folder")):
         load_trained(tmp_path / "job.toml", SimpleNamespace())
+
+
+@pytest.mark.parametrize("content", [None, b"[job", b"\xff", b"job = 3", b"[job]\nname = 3"])
+def test_a_job_file_that_is_none(tmp_path, content):
+    path = tmp_path / "job.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=naming(path, "job file")):
+        find_trained(path)
 
 
 def test_a_student_with_more_words_than_the_teacher(folder, make_job, train):

@@ -20,6 +20,7 @@ from torchao.optim import _AdamW as TorchaoAdamW
 from forge_core.checkpoint.state import Progress, gather_state
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import ParameterGroup
+from forge_core.contracts.errors import CheckpointError
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
@@ -486,6 +487,23 @@ def test_plain_tensors_are_stepped_like_named_ones(make):
             optimizer.step()
     torch.testing.assert_close(plain, named, rtol=0, atol=0)
     torch.testing.assert_close(plain, reference, rtol=0, atol=5e-3)
+
+
+def test_moments_of_another_format_are_not_continued():
+    """As of another block size, or of an optimizer in float32."""
+    parameter = nn.Parameter(torch.zeros(8, 64))
+    named = [{"params": [parameter], "names": ["up.weight"]}]
+    optimizer = QuantisedAdamW(named, EIGHT_BIT, lr=0.01, min_size=1, compile=False)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for slot, tensor in optimizer.state[parameter].items():
+        empty = optimizer.empty_slot(parameter, slot, tensor.shape, tensor.dtype)
+        assert (empty.shape, empty.dtype) == (tensor.shape, tensor.dtype)
+        for size, dtype in ((torch.Size([7]), tensor.dtype), (tensor.shape, torch.int32)):
+            with pytest.raises(CheckpointError, match=naming("up.weight", f"{slot}, {list(size)} of {dtype}")):
+                optimizer.empty_slot(parameter, slot, size, dtype)
+    with pytest.raises(CheckpointError, match=naming("up.weight", "exp_avg_cubed")):
+        optimizer.empty_slot(parameter, "exp_avg_cubed", parameter.shape, parameter.dtype)
 
 
 @pytest.mark.parametrize("component", [AdamW8bit, AdamWBF16], ids=lambda cls: cls.__name__)

@@ -21,6 +21,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_moe.huggingface_names import from_huggingface, to_huggingface
 from forge_plugin_transformer import GroupedQueryAttention, PlainRope, RMSNorm, SwiGLU, Transformer
+from forge_testing.refusals import naming
 from forge_testing.runs import tiny_run
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -142,6 +143,14 @@ def test_names_of_mixtrals_files():
         "experts.down.weight": [20, 21, 22, 23],
         "experts.up.weight": [30, 31, 32, 33],
     }
+
+
+def test_a_block_of_predictions_needs_the_number_of_layers():
+    """Hugging Face counts it as a layer behind the others."""
+    state = {"mtp.blocks.1.ffn.router.weight": torch.zeros(2, 4)}
+    assert [*to_huggingface(state, layers=3)] == ["model.layers.4.mlp.gate.weight"]
+    with pytest.raises(KeyError, match=naming("mtp.blocks.1.ffn.router.weight", "number of layers")):
+        to_huggingface(state)
 
 
 def test_a_missing_expert_is_named():

@@ -58,7 +58,18 @@ class Wrapped(ModelComponent):
         return context.build(self.inner)
 
 
+@frozen(kw_only=True)
+class Normless(Wrapped):
+    """It leaves out the norm behind the layers."""
+
+    def build(self, context: Any) -> Any:
+        model = context.build(self.inner)
+        model.norm = None
+        return model
+
+
 UNFIT_WHEN_BUILT = {
+    "no norm": (Normless(inner=Transformer(vocab_size=32, dim=16)), at("model.fusion.untie", "norm")),
     "layers": (TinyModel(), at("model.fusion", "layers.0", "Layer")),
     "mtp": (Transformer(vocab_size=32, dim=16, mtp=MultiTokenPrediction()), at("model.fusion", "model.language.mtp")),
     "mla": (Transformer(vocab_size=32, dim=16, attention=MLA), at("model.fusion.untie", "LatentAttention")),
@@ -77,6 +88,12 @@ def test_what_a_component_of_ones_own_builds_is_refused(name: str, bare: Callabl
     language, expected = UNFIT_WHEN_BUILT[name]
     with refuses_all(expected):
         bare(MixtureOfTransformers(), Wrapped(inner=language))
+
+
+def test_a_model_of_another_kind_cannot_have_it(make_job: Callable[..., Any], build: Callable[..., Any]) -> None:
+    alone = build(make_job(model=Transformer(vocab_size=32, dim=16)))
+    with refuses("model", "vision_language", "Transformer"):
+        MixtureOfTransformers().build(alone.context, model=alone.model, vision=None)
 
 
 FIT = {

@@ -87,6 +87,8 @@ def _section(
         cls: Any = catalog.load(KIND, offer.qualified, ReportSection)
         title, place = cls.title, cls.place
         blocks = list(make(cls).blocks(runs))
+        if others := [block for block in blocks if not isinstance(block, Block)]:
+            raise TypeError(f"it made a {type(others[0]).__name__}; blocks are those of forge_kit.report_sections")
     except Exception as error:
         cause = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
         message = f"section {offer.type} of {offer.distribution} could not be made: {cause}"

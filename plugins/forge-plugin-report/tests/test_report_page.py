@@ -26,6 +26,8 @@ from forge_kit.sampled_texts import SampledText, SampledTexts
 from forge_plugin_report import write_report
 from forge_plugin_report.collect import runs_of, sections_of
 from forge_plugin_report.heat_map_png import image_of
+from forge_plugin_report.html_blocks import block_html
+from forge_plugin_report.markdown import block_markdown
 from forge_testing.catalogs import with_components
 from forge_testing.refusals import lacks, naming, refuses
 
@@ -190,12 +192,24 @@ class TestSections:
         [section] = sections_of(runs_of(runs), catalog, chosen=["weather"])
         assert (section.title, section.blocks) == ("Weather", [Paragraph(text="rain in a")])
 
-    def test_one_that_fails_says_so_and_leaves_the_others(self, runs: list[Path]) -> None:
-        catalog = with_components(Catalog.installed(), {"report_section": {"broken": Broken}})
-        with pytest.warns(UserWarning, match=naming("broken", "ZeroDivisionError")):
+    @pytest.mark.parametrize("error", ["ZeroDivisionError", "TypeError"])
+    def test_one_that_fails_says_so_and_leaves_the_others(self, runs: list[Path], error: str) -> None:
+        broken = {"ZeroDivisionError": Broken, "TypeError": OfText}[error]
+        catalog = with_components(Catalog.installed(), {"report_section": {"broken": broken}})
+        with pytest.warns(UserWarning, match=naming("broken", error)):
             found = {section.name: section for section in sections_of(runs_of(runs), catalog)}
-        assert "ZeroDivisionError" in found["broken"].blocks[0].text  # type: ignore[union-attr]
+        assert error in found["broken"].blocks[0].text  # type: ignore[union-attr]
         assert "curves" in found
+
+    def test_a_block_of_another_kind_has_no_form(self) -> None:
+        for form in (block_html, block_markdown):
+            with pytest.raises(TypeError, match=naming("str", "forge_kit.report_sections")):
+                form("text")  # type: ignore[arg-type]
+
+    def test_a_form_that_is_none_is_named(self, runs: list[Path], tmp_path: Path) -> None:
+        with refuses("", "'pdf'", "html, md"):
+            write_report(runs, tmp_path / "report.pdf", form="pdf")
+        assert not (tmp_path / "report.pdf").exists()
 
     def test_goodput_is_one_of_them(self, runs: list[Path], tmp_path: Path) -> None:
         run = write_run(tmp_path / "timed", steps(3))
@@ -292,3 +306,13 @@ class Broken(ReportSection):
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
         yield Paragraph(text=str(1 / 0))
+
+
+@frozen(kw_only=True)
+class OfText(ReportSection):
+    """Shows a text, and no block of it."""
+
+    title = "Of text"
+
+    def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        yield "text"  # type: ignore[misc]

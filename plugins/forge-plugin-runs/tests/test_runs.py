@@ -331,6 +331,13 @@ class TestResume:
         assert code == ExitCode.BAD_JOB
         assert not lacks(err, "train.stepz", "'steps'")
         assert forge("resume", "runs/tiny", "--nproc", "0")[0] == ExitCode.BAD_JOB
+        code, _, err = forge("resume", "runs/tiny", "--from", "nowhere")
+        assert code == ExitCode.BAD_JOB
+        assert not lacks(err, "--from nowhere")
+        (trained / "job.toml").unlink()  # as of a start that ended before it was written: the lock is there
+        code, _, err = forge("resume", "runs/tiny")
+        assert code == ExitCode.BAD_JOB
+        assert not lacks(err, "runs/tiny has no job.toml")
 
     @pytest.mark.slow
     def test_it_continues_on_several_ranks(self, trained: Path) -> None:

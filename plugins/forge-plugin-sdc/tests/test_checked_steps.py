@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
+import torch
 from flipped_bits import LAYOUTS, Dropout, FlipsGradient, curve, curves
 
 from forge_core import load_job
@@ -109,3 +111,8 @@ def test_a_gpu_that_does_not_repeat_itself_is_refused(tmp_path):
         load_job(text)
     load_job(text + "tolerance = 1e-3\n")
     load_job(text.replace("[train]", "[train]\ndeterministic = true"))
+    automatic = load_job(text.replace('device = "cuda"', 'device = "auto"'))  # what it is is known in the build only
+    context = SimpleNamespace(device=torch.device("cuda"), job=automatic)
+    with refuses("plugins.sdc.tolerance", "kernels"):
+        next(SDC().forge_build_executor(context, None))
+    next(SDC(tolerance=1e-3).forge_build_executor(context, None))

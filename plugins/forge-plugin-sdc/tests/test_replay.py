@@ -119,6 +119,14 @@ def test_what_cannot_be_replayed_is_refused(make_job, train, monkeypatch, tmp_pa
     assert not lacks(capsys.readouterr().err, *facts)
 
 
+def test_ranks_need_a_folder_for_all_of_them(monkeypatch, capsys):
+    world = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "::1", "MASTER_PORT": 1}
+    for name, value in world.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["replay", "run", "--step", "1"]) == 2
+    assert not lacks(capsys.readouterr().err, "--scratch")
+
+
 class TestVerdict:
     RECORDED = {1: (4.0, 1.0), 2: (3.5, 1.0), 3: (3.0, 1.0), 4: (9.0, 1.0)}
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.layout import Layout
 from forge_core.engine.evaluation import evaluate
 from forge_plugin_moe import MoE
 from forge_plugin_tasks import Arithmetic, File, Item, Recall, TaskComponent, Tasks
@@ -108,6 +110,13 @@ def test_what_a_check_refuses(make_job, tmp_path):
         at("evaluations.downstream.tasks", "2 tasks", "'recall'", "`name`"),
         at("evaluations.downstream.tasks.1.path", f"{file}:1", "context and choices and answer"),
     )
+
+
+def test_a_build_without_a_tokenizer_is_refused(make_job):
+    """Of an evaluation given from Python, which no check has seen."""
+    context = SimpleNamespace(tokenizer=None, job=make_job(), layout=Layout())
+    with refuses("", "[data.tokenizer]"):
+        Tasks(tasks=(Recall(),)).build(context)
 
 
 class Differs(TaskComponent):

@@ -139,6 +139,17 @@ def test_another_folder_than_that_of_the_process_is_refused(make_job, train, sto
         train(make_job(steps=1, loggers={"trackio": Trackio(folder=str(tmp_path / "elsewhere"))}))
 
 
+def test_a_run_that_trackio_does_not_take_ends_before_the_first_step(make_job, train, monkeypatch, project):
+    import trackio
+
+    def refuse(*_, **__):
+        raise PermissionError("no space of that name")
+
+    monkeypatch.setattr(trackio, "init", refuse)
+    with pytest.raises(ForgeError, match=naming("trackio", "no space of that name")):
+        train(make_job(steps=1, loggers={"trackio": Trackio(project=project)}))
+
+
 def test_counts_are_histograms(make_job, catalog, tmp_path, storage, project):
     logger = build_context(make_job(), catalog, tmp_path).build(Trackio(project=project, counts_interval=2))
     logger.start(0)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from forge_core.contracts.components import Component, Plugin
 from forge_core.contracts.errors import PluginError
 from forge_core.contracts.hookspecs import hookimpl
 from forge_core.plugins.catalog import Catalog
 from forge_testing import TinyAdamW
-from forge_testing.refusals import naming
+from forge_testing.catalogs import load_target
+from forge_testing.documents import Sentences
+from forge_testing.refusals import naming, refuses
 
 
 @frozen(kw_only=True)
@@ -66,3 +70,16 @@ def test_plugins_that_do_not_fit_are_refused(plugins_with):
 
     with pytest.raises(PluginError, match=naming("idle", "hook")):
         plugins_with(idle=Idle())
+
+
+def test_a_command_must_be_a_function(catalog_of):
+    catalog = catalog_of({"command": {"greet": lambda argv: 0}})
+    [offer] = [offer for offer in catalog.offers("command") if offer.type == "greet"]
+    assert load_target(offer, catalog)([]) == 0
+    with pytest.raises(PluginError, match=naming("'greet'", "in-memory", "argv")):
+        load_target(evolve(offer, target=3), catalog)
+
+
+def test_sentences_need_a_tokenizer():
+    with refuses("", "[data.tokenizer]"):
+        Sentences().build(SimpleNamespace(tokenizer=None))
