@@ -162,13 +162,15 @@ class Recording:
             self._check_others(visit)
         alive = {id(piece) for piece in storages.alive()}
         ignored = self._ignored - {id(piece) for piece in visit.roles.values()}
+        # Not those that were freed before the pass, as an output that nobody holds until the backward pass.
+        freed = {id(piece) for piece, _ in storages.since(self._start)} - alive
         return Passage(
             changes=[change for change in storages.since(self._start) if id(change[0]) not in ignored],
             flops=meter.flops - self._flops,
             kept=storages.kept - self._kept,
             transfers=meter.transfers - self._transfers,
             roles=dict(visit.roles),
-            ended=frozenset(role for role, piece in visit.roles.items() if id(piece) not in alive),
+            ended=frozenset(role for role, piece in visit.roles.items() if id(piece) in freed),
             flags={role: piece.flags() for role, piece in visit.roles.items()},
         )
 

@@ -194,8 +194,9 @@ class Repetition:
         self._storages.repeat(changes, passage.kept)
         for role, flags in passage.flags.items():
             visit.roles[role].set_flags(flags)
-        for role in passage.ended:
-            self._storages.forget(visit.roles[role])
+        ended = (visit.roles[role] for role in passage.ended)
+        for piece in {id(piece): piece for piece in ended}.values():  # two outputs may have one gradient
+            self._storages.forget(piece)
         self._meter.flops += passage.flops
         self._meter.transfers.update(passage.transfers)
 
