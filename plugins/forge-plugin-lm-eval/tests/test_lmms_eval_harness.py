@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 
 from forge_core.cli import main
 from forge_plugin_lm_eval import image_command
+from forge_testing.refusals import at, check_problems
 
 COLOURS = ("red", "green", "blue", "white", "black", "orange")
 JOB = """
@@ -171,6 +173,21 @@ def test_what_is_refused(trained, capsys, monkeypatch):
     ):
         assert ask(*options) == 2
         assert message in capsys.readouterr().err
+
+
+def test_options_that_do_not_go_together_are_refused_whatever_is_installed(monkeypatch, tmp_path):
+    def problems(**options):
+        return image_command._problems(SimpleNamespace(**{"nproc": None, "system": "", "chat": False, **options}))
+
+    monkeypatch.setattr(image_command, "find_spec", lambda name: name)
+    folders = [tmp_path, tmp_path / "none"]
+    check_problems(
+        problems(nproc=2, system="Be brief.", include=folders),
+        at("--nproc", "2 ranks", "forge-plugin-vlm-eval"),
+        at("--system", "--chat"),
+        at("--include", tmp_path / "none"),
+    )
+    check_problems(problems(nproc=1, system="Be brief.", chat=True, include=folders[:1]))
 
 
 def test_a_missing_package_is_named_with_what_installs_it(trained, capsys, monkeypatch):
