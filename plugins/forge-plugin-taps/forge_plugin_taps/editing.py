@@ -6,6 +6,7 @@ Shapes: B sequences, s positions of this rank, H heads of this rank, E width of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_taps.kinds import Edit
-from forge_plugin_taps.reading import points_in, points_of, read_file, read_point, read_tokens, steps_of
+from forge_plugin_taps.reading import points_in, read_file, read_point, read_tokens, steps_of
 from forge_plugin_taps.selection import matching
 
 if TYPE_CHECKING:
@@ -95,8 +96,9 @@ class StoredMean(Selected):
     def __init__(self, component: Mean, device: torch.device) -> None:
         super().__init__(component, device)
         steps = steps_of(Path(component.store))
-        names = matching([component.point], points_of(steps))
-        self._means = {name: _mean(steps, name).to(device) for name in names}
+        stored = {step: points_in(step) for step in steps}  # a point that nothing passed is not in all of them
+        names = matching([component.point], list(dict.fromkeys(chain.from_iterable(stored.values()))))
+        self._means = {name: _mean([s for s in steps if name in stored[s]], name).to(device) for name in names}
 
     def replacement(self, x: Tensor, where: Where) -> Tensor:
         return _own_part(_stored(self._means, where), x, where, "the mean of the store")
@@ -164,8 +166,6 @@ def _stored(values: dict[str, Tensor], where: Where) -> Tensor:
 def _mean(steps: Sequence[Path], name: str) -> Tensor:
     total, count = torch.zeros((), dtype=torch.float64, device="cpu"), 0
     for step in steps:
-        if name not in points_in(step):  # as where no token chose an expert
-            continue
         values = read_point(step, name)
         total, count = total + values.double().sum(0), count + len(values)
     return total / count

@@ -145,9 +145,9 @@ def _store_problems(folder: str) -> Iterator[Problem]:
 
 def _unstored_problems(folder: str, steps: Sequence[Path], points: Iterable[str]) -> Iterator[Problem]:
     """Yields a problem for each point that no step has; none without steps."""
-    from forge_plugin_taps.reading import points_of
+    from forge_plugin_taps.reading import points_in
 
-    stored = points_of(steps)
+    stored = dict.fromkeys(name for step in steps for name in points_in(step))
     for name in points if steps else ():
         if name not in stored:
             yield Problem("store", f"{folder!r} has no {name}; it has {', '.join(stored)}")

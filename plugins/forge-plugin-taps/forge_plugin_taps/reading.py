@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +34,6 @@ def points_in(step: Path) -> list[str]:
     """Returns the names of the points of a step, gradients (`NAME.grad`) among them."""
     names = (name.removesuffix(".safetensors") for name in manifest_of(step)["files"])
     return [name for name in names if name != TOKENS]
-
-
-def points_of(steps: Sequence[Path]) -> list[str]:
-    """Returns the names of the points that some of these steps have: one that nothing passed is not in all of them."""
-    return list(dict.fromkeys(name for step in steps for name in points_in(step)))
 
 
 def read_point(step: Path, name: str) -> Tensor:
