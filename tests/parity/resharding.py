@@ -3,7 +3,7 @@ from one process that was never interrupted.
 
 python tests/parity/resharding.py
 
-In float64, three steps under each layout: the largest difference of losses, gradient norms and held-out losses, and of
+In float64, two steps under each layout: the largest difference of losses, gradient norms and held-out losses, and of
 anything in the last checkpoint: weights and the optimizer's moments.
 """
 
@@ -40,7 +40,7 @@ from forge_testing.processes import run_on_ranks
 
 DENSE, EXPERTS = "dense", "experts"
 """Models besides the fusions of `images.FUSIONS`."""
-STEPS = 3
+STEPS = 2
 """Under each of the two layouts."""
 
 

@@ -56,19 +56,19 @@ class TestExpertParallel(ParitySuite):
     layouts = ("fsdp2_ep2", "checkpointing_fsdp2_ep2", "fsdp4_ep2", "fsdp2_tp2_ep2", "fsdp2_pp2_ep2")
 
     def parity_changes(self, folder):
-        return {"steps": 2, "model": model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1)}
+        return {"model": model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1)}
 
 
 class TestModelWithCapacity(ParitySuite):
     def parity_changes(self, folder):
-        return {"steps": 2, "model": model_of(capacity_factor=1.0, router=SoftmaxTopK(z_loss=10.0))}
+        return {"model": model_of(capacity_factor=1.0, router=SoftmaxTopK(z_loss=10.0))}
 
 
 class TestModelWithChoosingExperts(ParitySuite):
     layouts = ("fsdp2", "tp2")
 
     def parity_changes(self, folder):
-        return {"steps": 2, "model": model_of(router=ExpertChoice())}
+        return {"model": model_of(router=ExpertChoice())}
 
 
 class TestBiasesUnderLayouts(ParitySuite):
@@ -77,4 +77,4 @@ class TestBiasesUnderLayouts(ParitySuite):
     layouts = ("fsdp2", "tp2", "pp2", "cp2", "fsdp2_ep2", "fsdp2_tp2_ep2", "checkpointing_fsdp2_ep2")
 
     def parity_changes(self, folder):
-        return {"steps": 2, "model": model_of(router=SoftmaxTopK(bias=True, z_loss=10.0), shared_experts=1, **GPT_OSS)}
+        return {"model": model_of(router=SoftmaxTopK(bias=True, z_loss=10.0), shared_experts=1, **GPT_OSS)}
