@@ -70,7 +70,7 @@ def read_prepared(folder: str | Path) -> Prepared | None:
     """The contents of `folder`, if `prepare-data` wrote it.
 
     Raises:
-        JobError: it is not finished, or of another version.
+        JobError: it is not finished, of another version, or its manifest is damaged.
     """
     folder = str(folder) or "."
     if os.path.exists(os.path.join(folder, UNFINISHED)):
@@ -84,5 +84,9 @@ def read_prepared(folder: str | Path) -> Prepared | None:
     if manifest.get("format") != FORMAT:
         message = f"{folder!r} has format {manifest.get('format')}, this version of forge-plugin-memmap reads {FORMAT}"
         raise JobError(f"{message}; prepare the data again, or install the version that wrote it")
-    names = {name: split for split in SPLITS for name in manifest["splits"][split]["files"]}
+    try:
+        names = {name: split for split in SPLITS for name in manifest["splits"][split]["files"]}
+    except (TypeError, LookupError) as error:
+        message = f"{os.path.join(folder, MANIFEST)} does not list the files of both splits"
+        raise JobError(f"{message} ({type(error).__name__}: {error}); prepare the data again") from error
     return Prepared(folder, manifest, names)

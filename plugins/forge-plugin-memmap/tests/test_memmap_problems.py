@@ -297,6 +297,13 @@ def test_a_folder_of_another_version_of_the_format_is_refused(prepared: None, pr
         PreparedTokenizer(path="data").build(None, list)
 
 
+@pytest.mark.parametrize("splits", [{}, {"train": {"files": ["train-0.bin"]}}, {"train": [], "held_out": []}, None])
+def test_a_manifest_without_the_files_of_both_splits_is_refused(prepared: None, problems: Find, splits: Any) -> None:
+    path = Path("data/manifest.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"splits": splits}))
+    check_problems(problems(path="data"), at("path", str(path), "prepare the data again"))
+
+
 def test_a_folder_that_has_lost_its_tokenizer_is_refused(prepared: None) -> None:
     os.remove("data/tokenizer/component.json")
     with refuses("", "data/tokenizer/component.json", "No such file"):

@@ -462,12 +462,9 @@ def _special_ids(run: Path | None) -> dict[str, Any]:
     if (folder / GENERATION).is_file():
         known = read_json(folder / GENERATION)
         return {name: known[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in known}
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-        tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    except (OSError, LookupError, ValueError):
+    if not (folder / "tokenizer_config.json").is_file():
         return {}
-    ids = {token["content"]: token["id"] for token in tokens}
+    settings, ids = read_json(folder / "tokenizer_config.json"), added_tokens(folder)
     found = {}
     for name in ("bos", "eos", "pad"):
         token = settings.get(f"{name}_token")

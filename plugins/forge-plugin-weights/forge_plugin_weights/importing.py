@@ -275,10 +275,19 @@ def _sources(
 
 
 def added_tokens(folder: Path) -> dict[str, int]:
-    """Ids of a tokenizer's added tokens."""
-    if not (folder / "tokenizer.json").is_file():
+    """Ids of a tokenizer's added tokens.
+
+    Raises:
+        JobError: the file cannot be read, or has no list of them.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
         return {}
-    return {token["content"]: token["id"] for token in read_json(folder / "tokenizer.json").get("added_tokens", ())}
+    try:
+        return {token["content"]: token["id"] for token in read_json(path).get("added_tokens", ())}
+    except (TypeError, LookupError) as error:
+        message = f"{path}: added_tokens is no list of tokens with content and id"
+        raise JobError(f"{message} ({type(error).__name__}: {error})") from error
 
 
 def _length(config: Mapping[str, Any], model: Mapping[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from forge_core.contracts.runtime import SpreadStorage
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights import exporting
 from forge_plugin_weights.files import Boxes, Place, places_in, plan_files
-from forge_plugin_weights.importing import import_folder, read_folder, renamed
+from forge_plugin_weights.importing import added_tokens, import_folder, read_folder, renamed
 from forge_plugin_weights.kinds import Filler
 from forge_plugin_weights.matching import match_names
 from forge_plugin_weights.reading import Piece, Reader
@@ -479,3 +479,11 @@ def test_a_model_without_a_published_form_is_refused_by_its_keys(tmp_path, monke
     error = capsys.readouterr().err
     assert not lacks(error, "deepseek_v3", "llama", *facts)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tokens", [None, 3, [None], [{"content": "<s>"}], ["<s>"]])
+def test_added_tokens_of_another_form_are_refused_by_the_file(tmp_path: Path, tokens: object) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"added_tokens": tokens}))
+    with pytest.raises(JobError, match=naming(str(path), "added_tokens")):
+        added_tokens(tmp_path)
