@@ -16,14 +16,16 @@ from forge_core.contracts.contexts import TrainContext
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.engine.evaluation import evaluation_mode
+from forge_core.engine.trainer import Trainer
 from forge_kit.sampled_texts import SampledText, SampledTexts, last_samples, visible
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_samples import Samples
 from forge_plugin_samples.output import show
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing import Numbers, TinyModel
-from forge_testing.layouts import LAYOUTS
+from forge_testing import Numbers, TinyModel, tiny_job
+from forge_testing.catalogs import installed
+from forge_testing.laws import Case, layout_law
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks, refuses
 from forge_testing.tiny_model import TinyNetwork
@@ -207,22 +209,22 @@ def test_a_layout_whose_stage_says_nothing_of_generation_is_refused(make_writer_
     run_on_ranks(2, rank)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "tp2", "pp2", "cp2"])
-def test_ranks_that_share_a_model_write_what_one_process_does(name, make_job, train, catalog):
+def written(folder, layout):
+    """The samples of a run."""
     model = Transformer(dim=16, layers=2, attention=GroupedQueryAttention(heads=2), init_std=0.5, vocab_size=258)
     data = {"sources": (Numbers(),), "tokenizer": Bytes()}
     hook = Samples(every_eval=True, prompts=("some", "a longer text"), max_tokens=12, temperature=1.0)
     changes = {"model": model, "data": data, "hooks": {"samples": hook}, "precision": "fp64", "eval": {"interval": 2}}
-    changes |= {"global_batch_size": 8, "micro_batch_size": LAYOUTS[name].micro_batch_size}
-    one = train(make_job(**changes, job={"name": "one"}))
-    jobs = [make_job(**changes, job={"name": name}, parallel=LAYOUTS[name].stages(catalog))]
+    job = tiny_job(str(folder), installed(), **changes, global_batch_size=8, gc_interval=0, **layout)
+    return kept(Trainer(job, catalog=installed(), echo=lambda text: None).run().folder)
 
-    def rank(number):
-        return train(jobs[0]).folder
 
-    folder, _ = run_on_ranks(2, rank)
-    assert kept(folder) == kept(one.folder)
-    assert len(set(kept(folder))) == 2
+def the_same(ranks, alone):
+    assert ranks == [alone] * len(ranks)
+    assert len(set(alone)) == 2
+
+
+test_layouts = layout_law(Case("samples", observe=written, compare=the_same, layouts=("fsdp2", "tp2", "pp2", "cp2")))
 
 
 @define(kw_only=True, slots=False)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import evolve
 from safetensors.torch import save_file
 from torch.nn import functional as F
@@ -22,11 +23,11 @@ from forge_plugin_compile import Compile
 from forge_plugin_lens import read_points
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE, SoftmaxTopK
-from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel
+from forge_plugin_parallel import FSDP, TensorParallel
 from forge_plugin_taps import Ablate, Add, Mean, Replace, Split, Taps, Where, Zero
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing import Numbers, tiny_job
-from forge_testing.processes import run_on_ranks
+from forge_testing.laws import Case, layout_law
 from forge_testing.refusals import at, check_problems, naming, problems_of
 from forge_testing.runs import tiny_run
 
@@ -37,13 +38,6 @@ MODEL = Transformer(
 )
 STEER = tuple(float(number) for number in torch.linspace(-2, 2, DIM))
 STORED = {"layers.0.resid_post": (DIM,), "layers.0.z": (4, 4)}
-LAYOUTS = {
-    "fsdp2_ep2": (2, {"fsdp": FSDP(), "ep": ExpertParallel(degree=2)}),
-    "tp2": (2, {"tp": TensorParallel(degree=2)}),
-    "tp2 whole": (2, {"tp": TensorParallel(degree=2, sequence_parallel=False)}),
-    "pp2": (2, {"pp": PipelineParallel(degree=2)}),
-    "cp2": (2, {"cp": ContextParallel(degree=2)}),
-}
 
 
 def store(folder: Path) -> dict[str, torch.Tensor]:
@@ -140,12 +134,21 @@ def test_edits_change_the_loss_as_plain_hooks_do(one):
         assert abs(expected - loss({})) > 1e-5, name
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_edits_are_the_same_under_every_layout(one, name):
-    folder, _, metrics = one
-    ranks, parallel = LAYOUTS[name]
-    for seen in run_on_ranks(ranks, lambda _: evaluate(built(folder, parallel), 0)):
-        assert seen == pytest.approx(metrics, abs=1e-12)
+def edited(folder, layout):
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        store(folder / "store")
+    if layout:
+        dist.barrier()
+    return evaluate(built(folder, layout.get("parallel", {})), 0)
+
+
+def the_same(ranks, alone):
+    assert ranks == [pytest.approx(alone, abs=1e-12)] * len(ranks)
+
+
+test_layouts = layout_law(
+    Case("edits", observe=edited, compare=the_same, layouts=("fsdp2_ep2", "tp2", "tp2_whole_sequences", "pp2", "cp2"))
+)
 
 
 def test_training_is_edited_only_if_asked(tmp_path):

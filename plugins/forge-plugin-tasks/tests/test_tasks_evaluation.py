@@ -19,7 +19,7 @@ from forge_plugin_tasks import tasks as module
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers
-from forge_testing.layouts import LAYOUTS
+from forge_testing.laws import Case, layout_law
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, naming, problems_of, refuses
 from forge_testing.runs import tiny_run
@@ -63,17 +63,20 @@ def test_numbers_are_those_of_the_model(make_job, build):
         assert metrics[f"downstream/{task.label}/bits_per_byte_stderr"] == pytest.approx(error, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "fsdp2_ep2"])
-def test_every_layout_measures_what_one_process_does(name, catalog, tmp_path):
-    ffn = {"ffn": MoE(experts=4)} if name == "fsdp2_ep2" else {}
-    changes = CHANGES | {"model": Transformer(**MODEL, **ffn), "micro_batch_size": LAYOUTS[name].micro_batch_size}
-    expected = evaluate(tiny_run(tmp_path, **changes), 0)
+def measured(**ffn):
+    model = Transformer(**MODEL, **ffn)
+    return lambda folder, layout: evaluate(tiny_run(folder, **CHANGES | {"model": model} | layout), 0)
 
-    def evaluated(rank):
-        return evaluate(tiny_run(tmp_path, **changes, parallel=LAYOUTS[name].stages(catalog)), 0)
 
-    for metrics in run_on_ranks(2, evaluated):
-        assert metrics == pytest.approx(expected, rel=1e-9)
+def the_same(ranks, alone):
+    assert ranks == [pytest.approx(alone, rel=1e-9)] * len(ranks)
+
+
+DENSE = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
+test_layouts = layout_law(
+    Case("tasks", observe=measured(), compare=the_same, layouts=DENSE),
+    Case("tasks, experts", observe=measured(ffn=MoE(experts=4)), compare=the_same, layouts=("fsdp2_ep2",)),
+)
 
 
 def test_a_run_logs_the_metrics_that_are_asked_for_and_learns(make_job, train):
