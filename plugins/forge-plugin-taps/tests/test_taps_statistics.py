@@ -9,20 +9,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from scipy.stats import kurtosis
 from taps_stranger import job, run
 
-from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
 from forge_plugin_taps import Statistics, Store
 from forge_plugin_taps.samples import LocalPart
-from forge_testing.processes import run_on_ranks
+from forge_testing.laws import Case, layout_law
+from forge_testing.layouts import LAYOUTS, LayoutCase
 from forge_testing.refusals import at, check_problems, problems_of
 
-LAYOUTS = {
-    "fsdp2_tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
-    "pp2_tp2": (4, {"pp": PipelineParallel(degree=2), "tp": TensorParallel(degree=2, sequence_parallel=False)}),
-}
+PIPELINE = {"pp": {"degree": 2}, "tp": {"degree": 2, "sequence_parallel": False}}
+DIVIDED = {"fsdp2_tp2": LAYOUTS["fsdp2_tp2"], "pp2_tp2": LayoutCase(ranks=4, parallel=PIPELINE)}
 
 
 def lines(folder, file="taps/statistics.jsonl"):
@@ -65,16 +64,21 @@ def test_chosen_scalars_are_in_the_lines_of_metrics(alone):
     assert not {name for name in logged[3] if name.startswith("taps/")}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_figures_are_the_same_under_every_layout(alone, tmp_path, layout):
-    ranks, parallel = LAYOUTS[layout]
-    made = job(tmp_path, parallel=parallel, sinks={"statistics": Statistics(dead_below=0.3)})
-    run_on_ranks(ranks, lambda rank: run(made))
-    for line, expected in zip(lines(tmp_path / "run"), lines(alone), strict=True):
+def figures(folder, layout):
+    run(job(folder, parallel=layout.get("parallel", {}), sinks={"statistics": Statistics(dead_below=0.3)}))
+    return lines(folder / "run") if not dist.is_initialized() or dist.get_rank() == 0 else []
+
+
+def the_same(ranks, alone):
+    for line, expected in zip(ranks[0], alone, strict=True):
         for name, own in line["points"].items():
             other = expected["points"][name]
-            assert own.pop("histogram") == other["histogram"]
-            assert own == pytest.approx({key: other[key] for key in own}, rel=1e-12, abs=1e-13), name
+            assert own["histogram"] == other["histogram"]
+            numbers = {key: value for key, value in own.items() if key != "histogram"}
+            assert numbers == pytest.approx({key: other[key] for key in numbers}, rel=1e-12, abs=1e-13), name
+
+
+test_layouts = layout_law(Case("statistics", observe=figures, compare=the_same, layouts=DIVIDED))
 
 
 def test_a_run_that_continues_has_each_line_once(alone, tmp_path):
