@@ -8,15 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from sae_stranger import job, run, sae
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.layout import Layout
-from forge_plugin_parallel import FSDP, PipelineParallel, TensorParallel
+from forge_plugin_parallel import FSDP
 from forge_plugin_sae import BatchTopK, JumpReLU, LossRecovered, TopK
 from forge_plugin_sae.model import load
 from forge_plugin_sae.training import Trainer
 from forge_plugin_taps import PointInfo, Store, TapsInfo
+from forge_testing.laws import Case, layout_law
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, naming, problems_of
 
@@ -82,19 +84,26 @@ def test_lines_have_the_figures_of_steps_with_updates(alone):
     assert last > max(first, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}), (2, {"pp": PipelineParallel(degree=2)})],
-    ids=["fsdp2_tp2", "pp2"],
-)
-def test_autoencoders_and_what_they_lose_are_the_same_under_every_layout(alone, tmp_path, ranks, layout):
-    run_on_ranks(ranks, lambda rank: run(job(tmp_path, sinks=SINKS, parallel=layout, **EVALUATIONS)))
-    found, expected = weights(tmp_path / "run"), weights(alone)
+def trained(folder, layout):
+    """The autoencoders of a run, and what its evaluations have measured; on the first rank."""
+    run(job(folder, sinks=SINKS, parallel=layout.get("parallel", {}), **EVALUATIONS))
+    if dist.is_initialized() and dist.get_rank():
+        return None
+    return weights(folder / "run"), evaluated(folder / "run")
+
+
+def the_same(ranks, alone):
+    (found, figures), (expected, expected_figures) = ranks[0], alone
     assert found.keys() == expected.keys()
     for name, state in expected.items():
         for key, tensor in state.items():
             torch.testing.assert_close(found[name][key], tensor, rtol=1e-9, atol=1e-9)
-    assert evaluated(tmp_path / "run") == pytest.approx(evaluated(alone), rel=1e-7, abs=1e-9)
+    assert figures == pytest.approx(expected_figures, rel=1e-7, abs=1e-9)
+
+
+test_layouts = layout_law(
+    Case("autoencoders", observe=trained, compare=the_same, layouts=("fsdp2_tp2", "pp2")),
+)
 
 
 def test_two_ranks_that_continue_train_the_same_to_the_bit(alone, tmp_path):
