@@ -152,9 +152,10 @@ def test_a_window_without_a_trace_is_named(tmp_path, capsys):
         b"{}",
         b'{"traceEvents": 3}',
         b'{"traceEvents": [3]}',
-        gzip.compress(b'{"traceEvents": []}')[:-9],
-        gzip.compress(b'{"traceEvents": []}')[:12] + b"damaged",
+        gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9],
+        gzip.compress(b'{"traceEvents": []}', mtime=0)[:12] + b"damaged",
     ],
+    ids=["text", "list", "no events", "a number", "of numbers", "cut off", "damaged"],
 )
 def test_a_file_that_is_no_trace_is_named(tmp_path, capsys, content):
     path = tmp_path / f"trace.json{'.gz' if content.startswith(gzip.compress(b'')[:2]) else ''}"
