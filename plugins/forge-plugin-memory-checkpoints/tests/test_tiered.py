@@ -108,7 +108,8 @@ def held(machine, step):
 
 def lose(*machines):
     for machine in machines:
-        shutil.rmtree(f"memory-{machine}")
+        while (folder := Path(f"memory-{machine}")).exists():  # a rank that was cut may still remove files of a step
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
