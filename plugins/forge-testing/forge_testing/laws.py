@@ -103,7 +103,10 @@ def observed(request: pytest.FixtureRequest | None, case: Case, layout: str) -> 
     """
     observations = request.session.stash.setdefault(_OBSERVATIONS, Observations()) if request else Observations()
     if (case, layout) not in observations.ranks:
-        observations.collect(_pairs_of(request, case.layouts[layout].ranks) if request else [(case, layout)])
+        others = _pairs_of(request, case.layouts[layout].ranks) if request else []
+        # It may be none of them: its id ends otherwise if the class has parameters of its own.
+        pairs = dict.fromkeys([*others, (case, layout)])
+        observations.collect([pair for pair in pairs if pair not in observations.ranks])
     return observations.ranks[case, layout], observations.alone.get(case)
 
 

@@ -135,6 +135,16 @@ def test_all_files_share_a_start_where_one_process_has_all_of_their_laws(config,
     assert laws._pairs_of(request_of(["one.py"], config), 4) == []
 
 
+def test_a_test_that_is_none_of_them_is_observed_and_the_others_once(starts):
+    request = request_of(["one.py"], SimpleNamespace())
+    request.session.stash = pytest.Stash()
+    [(other, layout)] = laws._pairs_of(request, 2)
+    for own in (case("first", rank_and_world), case("second", rank_and_world)):
+        assert laws.observed(request, own, layout) == ([(0, 2), (1, 2)], (0, 1))
+    assert laws.observed(request, other, layout) == ([(0, 2), (1, 2)], (0, 1))
+    assert starts == [2, 2]
+
+
 def test_xdist_sends_laws_by_ranks_and_other_tests_by_file():
     [mark] = layout_law(case("lion", rank_and_world)).pytestmark
     [param] = mark.args[1]
