@@ -368,24 +368,27 @@ def test_an_output_folder_that_cannot_be_made_is_refused(here: Path) -> None:
         pass
 
 
-def test_a_tokenizer_that_changes_when_it_is_saved_is_refused(forge_run: Callable[..., Any], here: Path) -> None:
-    """Otherwise the folder would hold ids of one tokenizer, and another."""
-    source = (here / "letters.py").read_text()
-    (here / "changed.py").write_text(source.replace('hashlib.sha256(b"letters").hexdigest()', "str(id(self))"))
-    argument = "--tokenizer=./changed.py:Letters"
+@pytest.mark.parametrize(
+    ("line", "wrong", "facts"),
+    [
+        # Otherwise the folder would hold ids of one tokenizer, and another
+        ('hashlib.sha256(b"letters").hexdigest()', "str(id(self))", ("data/tokenizer", "wrong.py:Letters")),
+        ("return Letter", "context.job\n        return Letter", ("'job'", "tokenizer")),
+    ],
+    ids=["changes when it is saved", "depends on a run"],
+)
+def test_a_tokenizer_that_cannot_prepare_data_is_refused(
+    forge_run: Callable[..., Any], here: Path, line: str, wrong: str, facts: tuple[str, ...]
+) -> None:
+    (here / "wrong.py").write_text((here / "letters.py").read_text().replace(line, wrong))
+    argument = "--tokenizer=./wrong.py:Letters"
     code, _, err = forge_run("prepare-data", "letters.py", "--output=data", argument, "--workers=1")
     assert code == 1
-    assert not lacks(err, "data/tokenizer", "changed.py:Letters")
+    assert not lacks(err, *facts)
 
 
-def test_a_tokenizer_that_depends_on_a_run_cannot_prepare_data(forge_run: Callable[..., Any], here: Path) -> None:
-    source = (here / "letters.py").read_text()
-    (here / "of_run.py").write_text(source.replace("return Letter", "context.job\n        return Letter"))
-    argument = "--tokenizer=./of_run.py:Letters"
-    code, _, err = forge_run("prepare-data", "letters.py", "--output=data", argument, "--workers=1")
-    assert code == 1
-    assert not lacks(err, "'job'", "tokenizer")
-    assert not hasattr(NO_RUN, "__deepcopy__")  # so that Python's own requests do not fail
+def test_what_python_itself_requests_of_a_missing_run_does_not_fail() -> None:
+    assert not hasattr(NO_RUN, "__deepcopy__")
 
 
 def test_a_core_is_a_worker_by_default(here: Path) -> None:
