@@ -58,7 +58,7 @@ def _warn_of_untested_torch() -> None:
     """Warn of a torch outside the requirement of `forge-run`, which installers compare only when they install."""
     from packaging.requirements import Requirement
 
-    # The first, and no further: parsing those of all extras would take longer than the rest of the summary.
+    # Only up to torch's: parsing the requirements of all extras would take longer than the rest of the summary.
     tested = next(item.specifier for item in map(Requirement, metadata.requires(CORE) or ()) if item.name == "torch")
     if not tested.contains(torch.__version__, prereleases=True):
         message = f"torch {torch.__version__}: {CORE} {core_version()} was tested with torch {tested} only"

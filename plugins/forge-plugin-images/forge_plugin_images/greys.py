@@ -40,7 +40,7 @@ def levels(image: Image.Image, grey_range: GreyRange | None) -> np.ndarray:
     """Returns (height, width) uint8 of deep greys, 0 for black.
 
     Args:
-        image: loaded, or not yet; its header tells what values mean, unless `grey_range` does: see `unknown_range`.
+        image: loaded, or not yet. Without `grey_range`, its header must define its values: see `unknown_range`.
         grey_range: the values that are black and white, between which levels are rounded; None: 16 bits lose the lower
             8, and those of TIFF files of fewer bits have all of these.
 

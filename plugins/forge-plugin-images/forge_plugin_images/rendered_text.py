@@ -42,7 +42,7 @@ class RenderedText(DatasetComponent):
     """
 
     words: FilePath = ""
-    """File with a word a line; empty: those of Python's standard library that occur there twice."""
+    """File with one word per line; empty: those of Python's standard library that occur there twice."""
     length: Range = field(default=(3, 10), validator=_ascending)
     """Letters of a word, from and to, for words of the standard library."""
     held_out: int = field(default=256, validator=ge(0))

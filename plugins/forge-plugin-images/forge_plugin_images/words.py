@@ -62,6 +62,6 @@ def words_of_file(path: str) -> Words:
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        message = f"{path!r} cannot be read ({error}); give a text file with a word a line"
+        message = f"{path!r} cannot be read ({error}); it must be a text file with one word per line"
         raise JobError([Problem("words", message)]) from error
     return Words(frozenset(line.strip() for line in lines) - {""}, repr(path))

@@ -97,7 +97,7 @@ def test_held_out_fonts_draw_held_out_words_only(build, words):
         ({"size": (10, 48)}, r"size: \[10, 48\]: height and width must be multiples of 8 pixels"),
         ({"size": (8, 40)}, r"size: \[8, 40\], but the encoder takes images of \[8, 48\]; leave size out"),
         ({"held_out": 10}, "held_out: 10, but .* has 10 different words"),
-        ({"words": "none.txt"}, "words: 'none.txt' cannot be read .*; give a text file with a word a line"),
+        ({"words": "none.txt"}, "words: 'none.txt' cannot be read .*; it must be a text file with one word per line"),
         ({"fonts": (__file__,)}, r"fonts: '.*test_rendered_text.py' is no font that FreeType can read"),
         ({"fonts": ("Helvetika",)}, "fonts: 'Helvetika' is neither a file nor a font of matplotlib; .*DejaVuSans"),
     ],

@@ -211,7 +211,7 @@ def look(dataset: CorpusDataset) -> Looked:
         if partial := total >= READ:
             break
     if not total:
-        raise JobError(f"--text: no text in {listed([*on_disk])}; give other files")
+        raise JobError(f"--text: no text in {listed([*on_disk])}; name files with text")
     # Compressed text is larger than its file: of the last file, at most the whole counts as read.
     factor = max(1.0, sum(on_disk.values()) / (done + min(of_file, on_disk[last]))) if partial else 1.0
     return Looked(

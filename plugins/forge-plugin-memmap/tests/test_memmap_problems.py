@@ -152,7 +152,7 @@ def test_a_file_that_is_gone_after_it_was_listed_is_refused(here: Path) -> None:
 
 
 def test_every_rank_must_see_the_files_that_rank_0_described(files: None, here: Path) -> None:
-    """A copy of the data on the disk of each machine may differ from that of rank 0."""
+    """The copy of the data on a machine may differ from that of rank 0."""
     shard = read_shard("good.bin")
     check_visible([shard])
     longer = Path("good.bin").read_bytes() + bytes(1)

@@ -175,7 +175,7 @@ def test_a_bucket_that_does_not_exist_is_refused_at_once(store):
 
 
 def test_a_store_that_has_less_than_was_sent_is_noticed(tmp_path, monkeypatch):
-    """Any store: not all have a sum of what they hold."""
+    """Any store: not all have checksums."""
     (tmp_path / "local").write_bytes(b"bytes")
     ours = Bucket(f"file://{tmp_path}/bucket", {}, retries=0)
     ours.upload(tmp_path / "local", "step-1/file")

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--job", action="append", metavar="JOB.toml", help="take the tokenizer of a job's "
         "[data.tokenizer]; several files are layered")  # fmt: skip
     add("--field", default="text", metavar="NAME", help="the key of a line, or the column, that holds the text (text)")
-    shard = "a shard ends with the document that brings it to so many tokens (100M)"
+    shard = "tokens after which a shard ends, at the end of a document (100M)"
     add("--shard-tokens", type=token_count, default=token_count("100M"), metavar="N", help=shard)
     add("--held-out-every", type=interval, default=0, metavar="N", help="hold out every n-th document, "
         "starting with the first; 0: none (0)")  # fmt: skip
