@@ -17,11 +17,11 @@ import re
 import tempfile
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from attrs import field, frozen
 
 from forge_core.contracts.components import TrainingHook
@@ -31,7 +31,7 @@ from forge_testing import tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.layouts import LAYOUTS, LayoutCase
 from forge_testing.outcomes import PowerCut, Stop, metrics_differences, some, state_differences
-from forge_testing.processes import run_on_ranks
+from forge_testing.processes import run_in_turn_on_ranks
 
 Observe = Callable[[Path, Mapping[str, Any]], Any]
 TOGETHER = "forge_laws_together"
@@ -130,20 +130,17 @@ class Observations:
     def collect(self, pairs: Sequence[Pair]) -> None:
         """Observe cases under layouts of the same number of ranks, by one start of ranks if none fails.
 
-        After an exception, ranks may wait in different collectives. So they are started again, without that case.
+        After an exception, ranks may wait in different collectives. So they are started again, for the cases after it.
         """
         left = [pair for pair in pairs if self._has_alone(pair)]
         while left:
             with tempfile.TemporaryDirectory() as folder:
-                try:
-                    by_rank = run_on_ranks(_layout(left[0]).ranks, lambda rank: _observe_all(left, Path(folder)))
-                except AssertionError as error:
-                    failed = left[_failed(Path(folder))]
-                    self.ranks[failed] = str(error)
-                    left.remove(failed)
-                else:
-                    self.ranks |= zip(left, map(list, zip(*by_rank, strict=True)), strict=True)
-                    return
+                observers = [partial(_observe, pair, Path(folder) / str(n)) for n, pair in enumerate(left)]
+                done, error = run_in_turn_on_ranks(_layout(left[0]).ranks, observers)
+            self.ranks |= zip(left, done, strict=False)
+            left = left[len(done) :]
+            if error:
+                self.ranks[left.pop(0)] = error
 
     def _has_alone(self, pair: Pair) -> bool:
         """Compute the observation of one process, before the fork, so that ranks inherit what it imports."""
@@ -184,25 +181,9 @@ def _pair_of(item: Any) -> Pair | None:
     return (case, params["layout"]) if isinstance(case, Case) else None
 
 
-def _observe_all(pairs: Sequence[Pair], folder: Path) -> list[Any]:
-    return [_observe(pair, number, folder) for number, pair in enumerate(pairs)]
-
-
-def _observe(pair: Pair, number: int, folder: Path) -> Any:
-    own = folder / str(number)
-    own.mkdir(exist_ok=True)  # the last one tells which case a rank died in
-    dist.barrier()  # no rank is in a later case than another, whose failure would be taken for one of that case
-    try:
-        return pair[0].observe(own, _layout(pair).changes(pair[0].catalog()))
-    except BaseException:
-        (folder / f"{number}.failed").touch()
-        raise
-
-
-def _failed(folder: Path) -> int:
-    """Return the number of the first case that raised, or in which a rank died without an exception."""
-    raised = [int(path.stem) for path in folder.glob("*.failed")]
-    return min(raised) if raised else max(int(path.name) for path in folder.iterdir())
+def _observe(pair: Pair, folder: Path, _rank: int) -> Any:
+    folder.mkdir(exist_ok=True)
+    return pair[0].observe(folder, _layout(pair).changes(pair[0].catalog()))
 
 
 @frozen(eq=False)

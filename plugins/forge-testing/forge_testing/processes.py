@@ -13,11 +13,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from queue import Empty
 from typing import Any
 from unittest import mock
 
@@ -50,8 +49,8 @@ _imported_by_ranks: set[str] = set()
 """Modules of plugins that a rank has imported, which are imported here before the next ranks start."""
 
 HANG_S = 600.0
-"""Seconds after which processes are considered deadlocked. No test takes as long, even on a busy machine, so reaching
-it is an error of the code."""
+"""Seconds after which processes are considered deadlocked. No function of a test takes as long, even on a busy machine,
+so reaching it is an error of the code."""
 
 
 def prepare_to_fork() -> None:
@@ -71,8 +70,7 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
 
     Args:
         ranks: World size.
-        function: Called in each process. Its result is pickled: tensors are sent as bytes, since a queue would request
-            their shared memory after the process has ended.
+        function: Called in each process. Its result is pickled.
         timeout: Seconds until all ranks are killed.
 
     Returns:
@@ -80,6 +78,26 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
 
     Raises:
         AssertionError: A rank failed (its traceback is the message), or the timeout was reached.
+    """
+    done, error = run_in_turn_on_ranks(ranks, [function], timeout)
+    if error:
+        raise AssertionError(error)
+    return done[0]
+
+
+def run_in_turn_on_ranks(
+    ranks: int, functions: Sequence[Callable[[int], Any]], timeout: float = HANG_S
+) -> tuple[list[list[Any]], str]:
+    """Run functions one after another on the same ranks, until one of them fails.
+
+    Args:
+        ranks: World size.
+        functions: Each is called in every process, when all processes have ended the one before.
+        timeout: Seconds that one of the functions may take.
+
+    Returns:
+        What each function returned, in the order of ranks, up to the first function that failed; and the traceback of
+        that one, or that its ranks died or took too long; empty if none failed.
     """
     for name in IMPORTED:
         importlib.import_module(name)
@@ -92,30 +110,45 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
     # pytest's `faulthandler_timeout` is a thread, which a fork does not copy, and ranks would wait for its end
     faulthandler.cancel_dump_traceback_later()
     context = multiprocessing.get_context("fork")
-    results: Any = context.Queue()
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory() as folder:
-        args = [(rank, ranks, function, Path(folder) / "meet", timeout, results) for rank in range(ranks)]
+        args = [(rank, ranks, functions, Path(folder) / "meet", timeout, pipes) for rank in range(ranks)]
         processes = [context.Process(target=_rank, args=arguments) for arguments in args]
         gc.disable()  # until each rank has frozen what it inherits
         for process in processes:
             process.start()
         gc.enable()
+        for _, sending in pipes:
+            sending.close()  # so that reading ends where the rank has
         try:
-            return _collect(processes, results, time.monotonic() + timeout)
+            return _collect([reading for reading, _ in pipes], len(functions), timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+            for reading, _ in pipes:
+                reading.close()
 
 
-def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, timeout: float, results: Any) -> None:
+def _rank(
+    rank: int,
+    ranks: int,
+    functions: Sequence[Callable[[int], Any]],
+    meet: Path,
+    timeout: float,
+    pipes: Sequence[tuple[Connection, Connection]],
+) -> None:
     # A collection here would touch, and so copy, all objects imported before the fork. And it would hang where garbage
     # holds a process group: freeing one waits for its threads, which a fork does not copy.
     gc.freeze()
     gc.enable()
-    faulthandler.dump_traceback_later(timeout - 2, exit=True)
+    for number, (reading, sending) in enumerate(pipes):
+        reading.close()
+        if number != rank:
+            sending.close()
+    results = pipes[rank][1]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # unused: the group is created below
     torch.set_num_threads(1)
@@ -123,16 +156,20 @@ def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, tim
         share_device_of_gloo()
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
         _reuse_meshes()
-        buffer = io.BytesIO()
         before = set(sys.modules)
-        value = function(rank)
-        imported = [name for name in set(sys.modules) - before if name.startswith("forge_plugin_")]
-        torch.save((value, imported), buffer)
-        results.put((rank, True, buffer.getvalue()))
+        for function in functions:
+            faulthandler.dump_traceback_later(0.95 * timeout, exit=True)  # before the parent gives up
+            dist.barrier()  # no rank is in a later function than another, whose failure would be taken for one there
+            value = function(rank)
+            imported = [name for name in set(sys.modules) - before if name.startswith("forge_plugin_")]
+            buffer = io.BytesIO()
+            # Tensors as bytes: otherwise their shared memory would be requested after the process has ended.
+            torch.save((True, value, imported), buffer)
+            results.send_bytes(buffer.getvalue())  # ends when the parent has read it, or it is in the pipe
     except BaseException:
-        results.put((rank, False, traceback.format_exc()))
-    results.close()
-    results.join_thread()
+        buffer = io.BytesIO()
+        torch.save((False, traceback.format_exc(), []), buffer)
+        results.send_bytes(buffer.getvalue())
     # The parent kills all ranks once it has all results or an error. None leaves before that, while others may need it.
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -156,20 +193,35 @@ def _reuse_meshes() -> None:
     mock.patch("forge_core.parallel.mesh.DeviceMesh", reused).start()
 
 
-def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
-    values: dict[int, bytes] = {}
+def _collect(results: Sequence[Connection], functions: int, timeout: float) -> tuple[list[list[Any]], str]:
+    """Return the results of the first functions that ended on all ranks, and the error of the next one."""
+    values: list[list[Any]] = [[] for _ in results]
     errors: dict[int, str] = {}
-    while len(values) + len(errors) < len(processes) and not errors:
-        try:
-            rank, good, value = results.get(timeout=0.1)
-            (values if good else errors)[rank] = value
-        except Empty:
-            dead = [i for i, p in enumerate(processes) if p.exitcode not in (None, 0) and i not in errors]
-            if dead or time.monotonic() > deadline:
-                raise AssertionError(f"ranks {dead} died" if dead else "timed out") from None
-    if errors:
-        raise AssertionError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
-    loaded = [torch.load(io.BytesIO(values[rank]), weights_only=False) for rank in sorted(values)]
-    for _, modules in loaded:
-        _imported_by_ranks.update(modules)
-    return [value for value, _ in loaded]
+    gone: list[int] = []
+
+    def read_what_is_there() -> None:
+        for rank, connection in enumerate(results):
+            while rank not in gone and connection.poll():
+                try:
+                    data = connection.recv_bytes()
+                except (EOFError, ConnectionResetError):
+                    gone.append(rank)
+                    continue
+                good, value, modules = torch.load(io.BytesIO(data), weights_only=False)
+                _imported_by_ranks.update(modules)
+                if good:
+                    values[rank].append(value)
+                else:
+                    errors[rank] = value
+
+    ended, deadline = 0, time.monotonic() + timeout
+    while ended < functions and not errors and not gone and time.monotonic() < deadline:
+        wait(results, timeout=max(deadline - time.monotonic(), 0))
+        read_what_is_there()
+        if min(map(len, values)) > ended:
+            ended, deadline = min(map(len, values)), time.monotonic() + timeout
+    read_what_is_there()  # what others had sent by then: results of functions before the one that failed
+    error = "\n".join(f"rank {rank}: {text}" for rank, text in errors.items())
+    if ended < functions and not error:
+        error = f"ranks {gone} died" if gone else "timed out"
+    return [list(of_ranks) for of_ranks in zip(*values, strict=False)], error

@@ -25,6 +25,10 @@ def rank_and_world(folder, changes):
     return (dist.get_rank(), dist.get_world_size()) if changes else (0, 1)
 
 
+def process_and_rank(folder, changes):
+    return (os.getpid(), dist.get_rank() if changes else 0)
+
+
 def raises_on_one_rank(folder, changes):
     """The other rank waits in a collective for it."""
     if changes and dist.get_rank() == 1:
@@ -52,8 +56,8 @@ def case(name, observe):
 def starts(monkeypatch):
     """The numbers of ranks that were started."""
     started = []
-    run = laws.run_on_ranks
-    monkeypatch.setattr(laws, "run_on_ranks", lambda ranks, function: [started.append(ranks), run(ranks, function)][1])
+    run = laws.run_in_turn_on_ranks
+    monkeypatch.setattr(laws, "run_in_turn_on_ranks", lambda ranks, of: [started.append(ranks), run(ranks, of)][1])
     return started
 
 
@@ -72,12 +76,13 @@ def test_cases_of_one_number_of_ranks_share_a_start(starts):
 )
 def test_a_case_that_fails_is_named_and_the_others_count(starts, wrong, message):
     observations = Observations()
-    pairs = [(case(o.__name__, o), "replicate2") for o in (rank_and_world, wrong, rank_and_world)]
+    pairs = [(case(o.__name__, o), "replicate2") for o in (process_and_rank, wrong, process_and_rank, process_and_rank)]
     observations.collect(pairs)
     assert starts == [2, 2]
-    good, bad, last = (observations.ranks[pair] for pair in pairs)
-    assert good == last == [(0, 2), (1, 2)]
+    first, bad, third, fourth = (observations.ranks[pair] for pair in pairs)
     assert re.search(message, bad)
+    assert [rank for _, rank in first] == [0, 1]
+    assert third == fourth != first  # those before it are not observed again
 
 
 def test_a_case_that_fails_in_one_process_is_not_started_on_ranks(starts):

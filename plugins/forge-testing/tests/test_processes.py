@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import time
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forge_testing.processes import run_on_ranks
+from forge_testing.processes import run_in_turn_on_ranks, run_on_ranks
 
 
 def gradient(rank):
@@ -28,3 +29,15 @@ def test_ranks_start_in_a_process_that_has_a_timer_of_its_own():
     """That of pytest's `faulthandler_timeout` is a thread, for which ranks would wait for good."""
     faulthandler.dump_traceback_later(100)
     assert run_on_ranks(1, lambda rank: rank, timeout=60) == [0]
+
+
+def takes_a_while(rank):
+    time.sleep(1.5)
+    return rank
+
+
+def test_ranks_may_take_long_in_all_but_not_in_one_function():
+    """Many functions of a busy machine exceed the limit together; what they returned counts if a later one hangs."""
+    done, error = run_in_turn_on_ranks(2, [takes_a_while] * 4 + [lambda rank: time.sleep(600)], timeout=5)
+    assert done == [[0, 1]] * 4
+    assert error
