@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -21,6 +22,7 @@ _scan = Catalog.installed.__func__
 _read: dict[tuple[object, ...], Catalog] = {}
 _listed: dict[tuple[object, ...], Sequence[str]] = {}
 """Paths of entry points in each folder of `sys.path`, by the folder's path, identity and time of change."""
+_PACKAGES = sysconfig.get_path("purelib")
 TICK_NS = 1_000_000_000
 """More than the resolution of the times of files."""
 
@@ -52,8 +54,15 @@ def _remembered(cls: type[Catalog]) -> Catalog:
 
 
 def _files() -> Iterator[tuple[object, ...]]:
-    """Yields each file of entry points that Python finds, with its size and time."""
+    """Yields each file of entry points that Python finds, with its size and time.
+
+    Those of installed packages are not looked at one by one: pip adds and removes whole folders, which changes the
+    time of the folder above.
+    """
     for folder in sys.path:
+        if folder == _PACKAGES:
+            yield folder, os.stat(folder).st_mtime_ns
+            continue
         for path in _paths(folder or "."):
             try:
                 stat = os.stat(path)

@@ -322,6 +322,7 @@ def _main() -> None:
     import catalogs
 
     from forge_testing.processes import IMPORTED, prepare_to_fork
+    from forge_testing.torch_internals import record_no_stacks
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the terminal is for the tests
     before = dict(os.environ)
@@ -329,6 +330,7 @@ def _main() -> None:
         importlib.import_module(name)
     catalogs.install()
     prepare_to_fork()
+    record_no_stacks()
     _Template.set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
     _forget_ends_of_torch()
     gc.collect()

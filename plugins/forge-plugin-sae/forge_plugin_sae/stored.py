@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from attrs import evolve, frozen
-from safetensors.torch import load_file
 from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
@@ -20,7 +17,16 @@ from forge_plugin_sae.quality import Quality
 from forge_plugin_sae.sae import SAE
 from forge_plugin_sae.sink import metadata, targets_of
 from forge_plugin_sae.training import Trainer
-from forge_plugin_taps import PointInfo, TapsInfo
+from forge_plugin_taps import (
+    PointInfo,
+    TapsInfo,
+    manifest_of,
+    points_in,
+    read_point,
+    read_tokens,
+    steps_of,
+    steps_with,
+)
 
 
 @frozen
@@ -30,8 +36,6 @@ class Samples:
     folder: Path
     steps: list[Path]
     """Folders of steps, ascending."""
-    manifest: Mapping[str, Any]
-    """`taps.json` of the first step."""
 
     @classmethod
     def of(cls, path: Path) -> Samples:
@@ -40,31 +44,36 @@ class Samples:
         Raises:
             ForgeError: there are none.
         """
-        folder = next((each for each in (path / "taps", path) if any(each.glob("step-*/taps.json"))), None)
-        if folder is None:
+        steps = steps_of(path)
+        if not steps:
             hint = "a run with [parallel.taps.sinks.store] writes them"
             raise ForgeError(f"{path} holds no samples of activations (taps/step-N/taps.json); {hint}")
-        steps = sorted((each.parent for each in folder.glob("step-*/taps.json")), key=lambda p: int(p.name[5:]))
-        return cls(folder, steps, json.loads((steps[0] / "taps.json").read_text()))
+        return cls(steps[0].parent, steps)
 
     @property
     def seed(self) -> int:
         """Seed of the run."""
-        return int(self.manifest["selection"]["seed"])
+        return int(manifest_of(self.steps[0])["selection"]["seed"])
 
     def info(self) -> TapsInfo:
-        """What was captured."""
-        files = {Path(name).stem: entry for name, entry in self.manifest["files"].items() if "axes" in entry}
-        points = {name: PointInfo(entry["axes"], entry["layer"]) for name, entry in files.items()}
+        """What was captured, in any of the steps."""
+        points = {}
+        for name, having in steps_with(self.steps).items():
+            entry = manifest_of(having[0])["files"][f"{name}.safetensors"]
+            points[name] = PointInfo(entry["axes"], entry["layer"])
         return TapsInfo(points=points, interval=1, rows=0, positions=0, length=0)
+
+    def having(self, *points: str) -> list[Path]:
+        """Steps that have all of these points: one that nothing passed in a step is not in that one."""
+        return [step for step in self.steps if {*points} <= {*points_in(step)}]
 
     def read(self, step: Path, point: str) -> Tensor:
         """The values (N, width) of a point in a step."""
-        return load_file(step / f"{point}.safetensors")[point].flatten(1)
+        return read_point(step, point).flatten(1)
 
     def held_out(self, step: Path, share: float) -> Tensor:
         """(N) whether each sample is of a sequence that is only measured, drawn by step and sequence."""
-        rows = load_file(step / "tokens.safetensors")["row"]
+        rows = read_tokens(step)["row"]
         drawn = torch.rand(int(rows.max()) + 1, generator=generator(f"{self.seed}:held out", int(step.name[5:])))
         return drawn[rows] < share
 
@@ -104,7 +113,9 @@ def train(settings: SAE, samples: Samples, epochs: int, held_out: float, device:
 
 
 def _trainer(settings: SAE, samples: Samples, name: str, target: str, device: torch.device) -> Trainer:
-    width, outputs = (samples.read(samples.steps[0], point).shape[1] for point in (name, target))
+    if not (having := samples.having(name, target)):
+        raise ForgeError(f"{samples.folder}: no step has both {name} and {target}")
+    width, outputs = (samples.read(having[0], point).shape[1] for point in (name, target))
     if problem := settings.activation.size_problem(settings.latents_of(width)):
         raise ForgeError(f"{name} has {width} features: {problem}")
     # The seed of the sink: with all samples, in one epoch, both train the same
@@ -116,7 +127,7 @@ def _rows(
     samples: Samples, name: str, target: str, share: float, *, held: bool
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Inputs, and targets of a transcoder, of each step: those that are held out, or the others."""
-    for step in samples.steps:
+    for step in samples.having(name, target):
         chosen = samples.held_out(step, share) == held
         if chosen.any():
             yield samples.read(step, name)[chosen], None if target == name else samples.read(step, target)[chosen]

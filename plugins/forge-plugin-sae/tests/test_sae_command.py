@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from sae_stranger import job, run, sae
 from forge_core.cli import main
 from forge_plugin_sae import BatchTopK
 from forge_plugin_sae.model import load
-from forge_plugin_taps import Store
+from forge_plugin_taps import Store, manifest_of, steps_of
 from forge_testing.refusals import lacks
 
 SETTINGS = """
@@ -92,6 +93,31 @@ def test_more_epochs_explain_more_of_what_was_held_out(stored, capsys):
 def test_mistakes_are_named(stored, capsys, arguments, facts):
     assert main(["sae", *(each.format(run=stored) for each in arguments)]) != 0
     assert not lacks(capsys.readouterr().err, *facts)
+
+
+def test_steps_that_lack_a_point_are_left_out(stored, tmp_path, capsys):
+    """As where a point is of images, and a step had none."""
+    shutil.copytree(stored / "taps", tmp_path / "taps")
+    steps = steps_of(tmp_path)
+    lacking(steps[0], "layers.1.resid_post")
+    arguments = ["sae", str(tmp_path), str(stored.parent / "sae.toml"), "--held-out", "0"]
+    assert main([*arguments, "--out", str(tmp_path / "saes")]) == 0
+    rows = {row.split()[0]: int(row.split()[2]) for row in capsys.readouterr().out.splitlines() if ".resid_post" in row}
+    assert rows["layers.1.resid_post"] == rows["layers.0.resid_post"] * (len(steps) - 1) / len(steps)
+    for step in steps[1:]:
+        lacking(step, "layers.0.resid_post")
+    lacking(steps[0], "layers.0.mlp_out")
+    transcoder = ["--sae.points=['layers.0.*']", "--sae.output=resid_post", f"--out={tmp_path / 'none'}"]
+    assert main([*arguments, *transcoder]) != 0
+    assert not lacks(capsys.readouterr().err, "layers.0.mlp_out", "layers.0.resid_post", "no step")
+
+
+def lacking(step, point):
+    """Take a point out of a step, as if nothing had passed it."""
+    manifest = manifest_of(step)
+    files = {name: entry for name, entry in manifest["files"].items() if name != f"{point}.safetensors"}
+    (step / "taps.json").write_text(json.dumps({**manifest, "files": files}))
+    (step / f"{point}.safetensors").unlink()
 
 
 @pytest.mark.parametrize("share", ["1", "-0.1", "nan"])

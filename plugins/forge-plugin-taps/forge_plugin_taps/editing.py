@@ -6,7 +6,6 @@ Shapes: B sequences, s positions of this rank, H heads of this rank, E width of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_taps.kinds import Edit
-from forge_plugin_taps.reading import points_in, read_file, read_point, read_tokens, steps_of
+from forge_plugin_taps.reading import points_in, read_file, read_point, read_tokens, steps_of, steps_with
 from forge_plugin_taps.selection import matching
 
 if TYPE_CHECKING:
@@ -95,10 +94,8 @@ class StoredMean(Selected):
 
     def __init__(self, component: Mean, device: torch.device) -> None:
         super().__init__(component, device)
-        steps = steps_of(Path(component.store))
-        stored = {step: points_in(step) for step in steps}  # a point that nothing passed is not in all of them
-        names = matching([component.point], list(dict.fromkeys(chain.from_iterable(stored.values()))))
-        self._means = {name: _mean([s for s in steps if name in stored[s]], name).to(device) for name in names}
+        steps = steps_with(steps_of(Path(component.store)))
+        self._means = {name: _mean(steps[name], name).to(device) for name in matching([component.point], list(steps))}
 
     def replacement(self, x: Tensor, where: Where) -> Tensor:
         return _own_part(_stored(self._means, where), x, where, "the mean of the store")

@@ -17,6 +17,7 @@ from forge_plugin_taps.kinds import Edit, EditComponent
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
     from forge_kit.taps import TapPoint
     from forge_plugin_taps.kinds import TapsInfo
 
@@ -38,6 +39,11 @@ class SelectingEdit(EditComponent):
     positions: tuple[int, ...] = field(default=(), validator=NUMBERS)
     """Positions in the sequence, from 0."""
 
+    def problems(self, job: Job, layout: object) -> Iterator[Problem]:
+        if self.positions and max(self.positions) >= job.train.seq_len:
+            message = f"a sequence has the positions 0 to {job.train.seq_len - 1}, and {max(self.positions)} is named"
+            yield Problem("positions", message)
+
     def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
         for name, point in points.items():
             if self.heads and point.axes != "heads":
@@ -46,6 +52,9 @@ class SelectingEdit(EditComponent):
                 yield Problem("features", f"{name} has heads; choose some by heads")
             if self.experts and not name.endswith(EXPERTS_AT):
                 yield Problem("experts", f"{name} has no numbered experts; layers.*.{EXPERTS_AT} has")
+            for key in ("heads", "features", "experts"):
+                if point.size is not None and (highest := max(getattr(self, key), default=0)) >= point.size:
+                    yield Problem(key, f"{name} has the numbers 0 to {point.size - 1}, and {highest} is named")
             if point.axes == "partial" and shares_tokens(layout) and not isinstance(self, Zero):
                 yield Problem("point", f"each rank of tensor parallel has a part of the sum {name}; take mlp_out")
             if self.positions and name == "embed":
@@ -75,7 +84,8 @@ class Add(SelectingEdit):
     factor: float = 1.0
     """Multiplies the vector."""
 
-    def problems(self, job: object, layout: object) -> Iterator[Problem]:
+    def problems(self, job: Job, layout: object) -> Iterator[Problem]:
+        yield from super().problems(job, layout)
         if bool(self.values) == bool(self.file):
             yield Problem("values", 'the vector is either values = [...] or file = "..."; give one of them')
         if self.file and not Path(self.file).is_file():
@@ -94,7 +104,8 @@ class Mean(SelectingEdit):
     store: FilePath = field(validator=min_len(1))
     """Folder of a store, with steps in it, or of one step."""
 
-    def problems(self, job: object, layout: object) -> Iterator[Problem]:
+    def problems(self, job: Job, layout: object) -> Iterator[Problem]:
+        yield from super().problems(job, layout)
         yield from _store_problems(self.store)
 
     def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
@@ -121,7 +132,8 @@ class Replace(SelectingEdit):
     row: int = field(default=0, validator=ge(0))
     """Number of the sequence in the store."""
 
-    def problems(self, job: object, layout: object) -> Iterator[Problem]:
+    def problems(self, job: Job, layout: object) -> Iterator[Problem]:
+        yield from super().problems(job, layout)
         yield from _store_problems(self.store)
 
     def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
@@ -145,9 +157,9 @@ def _store_problems(folder: str) -> Iterator[Problem]:
 
 def _unstored_problems(folder: str, steps: Sequence[Path], points: Iterable[str]) -> Iterator[Problem]:
     """Yields a problem for each point that no step has; none without steps."""
-    from forge_plugin_taps.reading import points_in
+    from forge_plugin_taps.reading import steps_with
 
-    stored = dict.fromkeys(name for step in steps for name in points_in(step))
+    stored = steps_with(steps)
     for name in points if steps else ():
         if name not in stored:
             yield Problem("store", f"{folder!r} has no {name}; it has {', '.join(stored)}")

@@ -45,14 +45,12 @@ def command(argv: list[str]) -> int:
 
 
 def _show(steps: list[Path]) -> int:
-    from forge_plugin_taps.reading import manifest_of
+    from forge_plugin_taps.reading import manifest_of, steps_with
 
-    manifest = manifest_of(steps[-1])
     rows = [["point", "shape", "dtype"]]
-    for name, entry in manifest["files"].items():
-        if "shape" in entry:
-            shape = " x ".join(map(str, entry["shape"]))
-            rows.append([name.removesuffix(".safetensors"), shape, entry["dtype"]])
+    for name, having in steps_with(steps).items():
+        entry = manifest_of(having[-1])["files"][f"{name}.safetensors"]
+        rows.append([name, " x ".join(map(str, entry["shape"])), entry["dtype"]])
     print(columns(rows))
     numbers = [step.name.rpartition("-")[2] for step in steps]
     print(f"{len(steps)} steps: {', '.join(numbers if len(numbers) < 9 else [*numbers[:3], '…', numbers[-1]])}")

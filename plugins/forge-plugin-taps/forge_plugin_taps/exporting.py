@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_taps.reading import points_in, read_point, read_tokens
+from forge_plugin_taps.reading import points_in, read_point, read_tokens, steps_with
 
 Export = Callable[[Sequence[Path], Path], Iterator[str]]
 """(folders of steps, folder to write) -> lines for the user."""
@@ -29,19 +29,23 @@ def export_npz(steps: Sequence[Path], out: Path) -> Iterator[str]:
 
 
 def export_arrow(steps: Sequence[Path], out: Path) -> Iterator[str]:
-    """Write a dataset with a row for each token: its points, as flat lists, and what is known of it."""
-    datasets = _datasets()
+    """Write a dataset with a row for each token: its points, as flat lists, and what is known of it.
+
+    A row of a step that lacks a point has None there.
+    """
+    datasets, points = _datasets(), steps_with(steps)
     yield from _casts(steps)
 
     def rows() -> Iterator[Mapping[str, Any]]:
         for step in steps:
             values = {name: _array(read_point(step, name)) for name in points_in(step)}
+            lacking = dict.fromkeys(points.keys() - values.keys())
             tokens = {name: column.numpy() for name, column in read_tokens(step).items()}
             for number in range(len(tokens["row"])):
                 row: dict[str, Any] = {name: array[number].reshape(-1) for name, array in values.items()}
-                yield row | {name: int(column[number]) for name, column in tokens.items()}
+                yield lacking | row | {name: int(column[number]) for name, column in tokens.items()}
 
-    first = {name: read_point(steps[0], name) for name in points_in(steps[0])}
+    first = {name: read_point(having[0], name) for name, having in points.items()}
     features = {name: _sequence(datasets, tensor[0].numel(), tensor) for name, tensor in first.items()}
     features |= {name: datasets.Value("int64") for name in read_tokens(steps[0])}
     dataset = datasets.Dataset.from_generator(rows, features=datasets.Features(features), cache_dir=str(out / ".cache"))
@@ -61,9 +65,9 @@ def export_saelens(steps: Sequence[Path], out: Path) -> Iterator[str]:
     datasets = _datasets()
     yield from _casts(steps)
     length = _length(steps)
-    for point in points_in(steps[0]):
-        width = read_point(steps[0], point)[0].numel()
-        kind = str(_array(read_point(steps[0], point)[:1]).dtype)
+    for point, having in steps_with(steps).items():
+        width = read_point(having[0], point)[0].numel()
+        kind = str(_array(read_point(having[0], point)[:1]).dtype)
         features = datasets.Features(
             {
                 point: datasets.Array2D(shape=(length, width), dtype=kind),
@@ -71,8 +75,10 @@ def export_saelens(steps: Sequence[Path], out: Path) -> Iterator[str]:
             }
         )
 
-        def rows(point: str = point, width: int = width) -> Iterator[Mapping[str, Any]]:
-            for step in steps:
+        def rows(
+            point: str = point, width: int = width, having: Sequence[Path] = tuple(having)
+        ) -> Iterator[Mapping[str, Any]]:
+            for step in having:
                 values = _array(read_point(step, point)).reshape(-1, length, width)
                 ids = read_tokens(step)["id"].numpy().astype(np.int32).reshape(-1, length)
                 for activations, tokens in zip(values, ids, strict=True):
@@ -108,7 +114,8 @@ def _length(steps: Sequence[Path]) -> int:
 
 
 def _casts(steps: Sequence[Path]) -> Iterator[str]:
-    names = [name for name in points_in(steps[0]) if read_point(steps[0], name).dtype == torch.bfloat16]
+    points = steps_with(steps).items()
+    names = [name for name, having in points if read_point(having[0], name).dtype == torch.bfloat16]
     if names:
         yield f"bfloat16 becomes float32: {', '.join(names)}"
 

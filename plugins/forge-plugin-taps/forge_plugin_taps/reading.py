@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,15 @@ def points_in(step: Path) -> list[str]:
     """Returns the names of the points of a step, gradients (`NAME.grad`) among them."""
     names = (name.removesuffix(".safetensors") for name in manifest_of(step)["files"])
     return [name for name in names if name != TOKENS]
+
+
+def steps_with(steps: Sequence[Path]) -> dict[str, list[Path]]:
+    """Returns each point with the steps that have it: a point that nothing passed in a step is not in that one."""
+    found: dict[str, list[Path]] = {}
+    for step in steps:
+        for name in points_in(step):
+            found.setdefault(name, []).append(step)
+    return found
 
 
 def read_point(step: Path, name: str) -> Tensor:

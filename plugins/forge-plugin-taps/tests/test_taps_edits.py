@@ -205,6 +205,12 @@ def built_with(folder, changes, model=MODEL):
         (Zero(point="layers.*.zz"), at("parallel.taps.edits.x.point", "'layers.*.zz'")),
         (Zero(point="layers.0.resid_mid", heads=(1,)), at("parallel.taps.edits.x.heads", "layers.0.resid_mid")),
         (Zero(point="layers.1.z", experts=(1,)), at("parallel.taps.edits.x.experts", "layers.1.z")),
+        (
+            Zero(point="layers.1.router_weights", experts=(1, 4)),
+            at("parallel.taps.edits.x.experts", "layers.1.router_weights", "0 to 3", "4"),
+        ),
+        (Zero(point="layers.0.z", positions=(3, 16)), at("parallel.taps.edits.x.positions", "0 to 15", "16")),
+        (Add(point="layers.0.z", values=STEER, positions=(16,)), at("parallel.taps.edits.x.positions", "16")),
         (Zero(point="layers.1.router_choices"), at("parallel.taps.edits.x.point", "layers.1.router_choices")),
         (Add(point="layers.0.z"), at("parallel.taps.edits.x.values", "values")),
         (Mean(point="layers.0.z", store="nowhere"), at("parallel.taps.edits.x.store", "'nowhere'")),
@@ -218,7 +224,7 @@ def built_with(folder, changes, model=MODEL):
 def test_edits_that_cannot_be_made_are_refused_when_the_job_is_checked(tmp_path, monkeypatch, edit, expected):
     monkeypatch.chdir(tmp_path)
     store(tmp_path / "store")
-    job = tiny_job(str(tmp_path), model=MODEL, parallel={"taps": Taps(edits={"x": edit})})
+    job = tiny_job(str(tmp_path), model=MODEL, parallel={"taps": Taps(edits={"x": edit})}, seq_len=LENGTH)
     check_problems(problems_of(job), expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -172,11 +173,13 @@ def test_what_cannot_be_done_is_refused(inside, capsys, arguments, facts):
     assert not lacks(capsys.readouterr().err, *facts)
 
 
-def write_step(folder, number, rows, length):
+def write_step(folder, number, rows, length, points=("x",)):
     step = folder / f"step-{number}"
     step.mkdir(parents=True)
-    (step / "taps.json").write_text('{"files": {"x.safetensors": {}, "tokens.safetensors": {}}}')
-    save_file({"x": torch.zeros(rows * length, 2)}, step / "x.safetensors")
+    entries = {f"{name}.safetensors": {"shape": [rows * length, 2], "dtype": "F32"} for name in points}
+    (step / "taps.json").write_text(json.dumps({"files": {**entries, "tokens.safetensors": {}}}))
+    for name in points:
+        save_file({name: torch.full((rows * length, 2), float(number))}, step / f"{name}.safetensors")
     tokens = {"row": torch.arange(rows).repeat_interleave(length), "position": torch.arange(length).repeat(rows)}
     save_file({**tokens, "id": torch.zeros(rows * length).long()}, step / "tokens.safetensors")
 
@@ -190,6 +193,30 @@ def test_sequences_of_two_lengths_are_none_of_saelens(tmp_path, capsys):
     write_step(tmp_path / "acts", 3, rows=1, length=4)
     assert main([*export, "--out", str(tmp_path / "two")]) == 1
     assert not lacks(capsys.readouterr().err, "SAELens", "[3, 4]")
+
+
+def test_a_point_that_some_steps_lack_is_exported_from_the_others(tmp_path, capsys):
+    import datasets
+
+    acts = tmp_path / "acts"
+    for number, points in enumerate((("x",), ("x", "images.out"), ("images.out",)), 1):
+        write_step(acts, number, rows=1, length=2, points=points)
+    for form in ("npz", "arrow", "saelens"):
+        assert main(["taps", "export", str(acts), "--to", form, "--out", str(tmp_path / form)]) == 0
+    assert [np.load(tmp_path / f"npz/step-{n}.npz").files[:-3] for n in (1, 2, 3)] == [
+        ["x"],
+        ["x", "images.out"],
+        ["images.out"],
+    ]
+    table = datasets.load_from_disk(str(tmp_path / "arrow"))
+    assert table["x"][:] == [[1, 1], [1, 1], [2, 2], [2, 2], None, None]
+    assert table["images.out"][:] == [None, None, [2, 2], [2, 2], [3, 3], [3, 3]]
+    for name, numbers in (("x", (1, 2)), ("images.out", (2, 3))):
+        cached = datasets.load_from_disk(str(tmp_path / "saelens" / name))
+        assert cached[name][:] == [[[number] * 2] * 2 for number in numbers]
+    capsys.readouterr()
+    assert main(["taps", "show", str(acts)]) == 0
+    assert not lacks(capsys.readouterr().out, "x ", "images.out", "3 steps")
 
 
 @pytest.mark.parametrize("form", ["arrow", "saelens"])

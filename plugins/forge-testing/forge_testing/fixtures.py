@@ -23,11 +23,13 @@ from forge_core.plugins.manager import Plugins
 from forge_testing import catalogs, tiny_job
 from forge_testing.laws import TOGETHER, ranks_of
 from forge_testing.processes import prepare_to_fork
+from forge_testing.torch_internals import record_no_stacks
 
 
 def pytest_collection_finish() -> None:
     """Prepare for `run_on_ranks` before the first test can run anything."""
     prepare_to_fork()
+    record_no_stacks()
 
 
 @pytest.hookimpl(optionalhook=True)

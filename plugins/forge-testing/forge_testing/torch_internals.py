@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import traceback
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,3 +31,14 @@ def share_device_of_gloo() -> None:
         create(self, store, rank, size, options)
 
     mock.patch.object(ProcessGroupGloo, "__init__", with_device).start()
+
+
+def record_no_stacks() -> None:
+    """Keep torch from recording the stack of each `FakeTensorMode` and each `torch.manual_seed`.
+
+    It shows them in errors of mixed modes and of a device's first use. Below pytest, stacks are a hundred calls deep:
+    recording them takes a hundredth of the time of all tests.
+    """
+    without = SimpleNamespace(**{**vars(traceback), "extract_stack": lambda: [], "format_stack": lambda: []})
+    for name in ("torch._subclasses.fake_tensor", "torch.cuda", "torch.xpu", "torch.mtia"):
+        mock.patch.object(importlib.import_module(name), "traceback", without).start()

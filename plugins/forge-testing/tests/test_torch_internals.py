@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_testing.processes import run_on_ranks
 
@@ -23,3 +24,11 @@ def threads_of_new_groups(rank):
 
 def test_groups_of_ranks_share_the_thread_of_a_device():
     assert run_on_ranks(2, threads_of_new_groups) == [40, 40]  # two workers each, and no poller
+
+
+def test_no_stack_is_recorded():
+    assert FakeTensorMode()._stack_trace == []
+    if not torch.cuda.is_initialized():
+        torch.manual_seed(0)
+        (_, stack), *_ = torch.cuda._lazy_seed_tracker.get_calls()
+        assert stack == []

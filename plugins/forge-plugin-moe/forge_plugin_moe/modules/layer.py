@@ -135,7 +135,7 @@ class MoELayer(nn.Module):
         `router_logits` are those of routers that have any: before noise, masks and biases that only balance.
         """
         points = tap_points(self.router, "router")
-        points["router_weights"] = TapPoint("router", axes="whole")
+        points["router_weights"] = TapPoint("router", axes="whole", size=self._number)
         points["router_choices"] = TapPoint("router", "output", 1, "whole", differentiable=False)
         points["expert_out"] = TapPoint("routed", axes="partial")
         if self.shared is not None:
