@@ -63,11 +63,9 @@ class FeatureFiles:
         """Returns the features of an image, in the host's memory; None: there are none, or they are damaged."""
         path = self.path(key)
         try:
-            data = path.read_bytes()
+            return _features_in(_content(path), key, shape, dtype)
         except FileNotFoundError:
             return None
-        try:
-            return _features_in(data, key, shape, dtype)
         except _Damaged as reason:
             self.damaged += 1
             logger.warning("features in %s are damaged (%s); computing them again", path, reason)
@@ -79,12 +77,12 @@ class FeatureFiles:
         Raises:
             ForgeError: the file cannot be written.
         """
-        if shutil.disk_usage(self.folder).free < self._keep_free + features.nbytes:
-            return False
         path, features = self.path(key), features.contiguous()
         checksum = torch.tensor(list(_checksum(key, features)), dtype=torch.uint8)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
         try:
+            if shutil.disk_usage(self.folder).free < self._keep_free + features.nbytes:
+                return False
             path.parent.mkdir(exist_ok=True)
             temporary.write_bytes(save({FEATURES: features, CHECKSUM: checksum}))
             # Whole or not at all for every reader, and not synced, which would take longer than many towers do: what
@@ -95,6 +93,16 @@ class FeatureFiles:
                 temporary.unlink()
             raise _cannot_write(path, error) from error
         return True
+
+
+def _content(path: Path) -> bytes:
+    """Returns a file's bytes; raises `_Damaged` if there is one that cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _Damaged(error.strerror) from error
 
 
 def _features_in(data: bytes, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import threading
 from unittest.mock import Mock
 
@@ -71,8 +72,13 @@ def of_another_program(path):
     save_file({"weights": torch.ones(SHAPE)}, path)
 
 
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize(
-    "damage", [cut_short, empty, flip_a_bit, of_another_image, of_another_size, of_another_program]
+    "damage", [cut_short, empty, flip_a_bit, of_another_image, of_another_size, of_another_program, a_folder]
 )
 def test_a_damaged_file_is_named_and_never_used(files, caplog, damage):
     files.write(KEY, torch.randn(SHAPE))
@@ -80,6 +86,12 @@ def test_a_damaged_file_is_named_and_never_used(files, caplog, damage):
     assert files.read(KEY, SHAPE, torch.float32) is None
     assert files.damaged == 1
     assert f"features in {files.path(KEY)} are damaged" in caplog.text
+
+
+def test_a_folder_that_is_gone_is_named(files):
+    shutil.rmtree(files.folder)
+    with pytest.raises(ForgeError, match=naming(files.path(KEY))):
+        files.write(KEY, torch.randn(SHAPE))
 
 
 def test_a_run_computes_damaged_features_again(tmp_path):

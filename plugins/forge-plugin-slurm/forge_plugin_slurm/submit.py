@@ -65,9 +65,12 @@ def command(argv: list[str]) -> int:
     own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parsed, files, overrides = parse_job_arguments(parser, own)
     if parsed.status is not None:
-        if files or overrides or options:
+        others = any(value for name, value in vars(parsed).items() if name != "status")
+        if others or overrides or options:
             raise JobError("--status takes a run folder and nothing else")
         return print_status(Path(parsed.status))
+    if parsed.at_once and parsed.array is None:
+        raise JobError("--at-once is of an array; give its job files by --array")
     given = {name: getattr(parsed, name.replace("-", "_")) for name in OPTIONS}
     settings = [f"{name.replace('-', '_')}={_toml(value)}" for name, value in given.items() if value is not None]
     cluster, problems = read_cluster(parsed.preset, settings)

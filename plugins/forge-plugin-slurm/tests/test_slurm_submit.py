@@ -135,6 +135,7 @@ REFUSED = {
     "another hook of that name": (["--hooks.slurm.type=./hook.py:Other"], ["hooks.slurm", "type"]),
     "a word that is no option": (["--", "high"], ["-- high", "--name=value"]),
     "a status with a job": (["--status=runs/long"], ["--status"]),
+    "a limit of no array": (["--at-once=2"], ["--at-once", "--array"]),
     "no SLURM": ([], ["sbatch", "PATH"]),
 }
 
@@ -158,6 +159,10 @@ def test_nothing_to_submit_is_refused(submit: Run, words: list[str], facts: list
     [
         (["--", "--qos=high"], ["--status"]),
         (["--train.steps=3"], ["--status"]),
+        (["--nodes=3"], ["--status"]),
+        (["--array=jobs/*.toml"], ["--status"]),
+        (["--at-once=3"], ["--status"]),
+        (["--dry-run"], ["--status"]),
     ],
 )
 def test_a_status_with_more_is_refused(submit: Run, words: list[str], facts: list[str]) -> None:

@@ -179,8 +179,10 @@ def _rows_of(source: DatasetComponent, context: BuildContext) -> Dataset:
     rows = built.held_out
     if rows is None and hasattr(built, "__getitem__"):
         rows = built
-    if rows is None or not len(rows):
+    if rows is None:
         raise JobError("the source is a stream without held-out documents; set held_out_split or held_out_every")
+    if not len(rows):
+        raise JobError("the source has no document to ask about; see what its path and keys name")
     return rows  # type: ignore[no-any-return]
 
 

@@ -246,8 +246,13 @@ def test_what_a_check_refuses(make_job, changes, monkeypatch):
 
 def test_a_source_that_asks_nothing_is_refused(changes, tmp_path):
     (tmp_path / "text.txt").write_text("no images")
-    stream = Text(path=str(tmp_path / "text.txt"))
-    for source, facts in ((stream, ["held_out_split", "held_out_every"]), (Numbers(), ["learned text"])):
+    (tmp_path / "none.jsonl").write_text("")
+    stream, empty = Text(path=str(tmp_path / "text.txt")), ImageText(path=str(tmp_path / "none.jsonl"))
+    for source, facts in (
+        (stream, ["held_out_split", "held_out_every"]),
+        (empty, ["no document"]),
+        (Numbers(), ["learned text"]),
+    ):
         evaluations = {"asked": ExactMatch(source=source)}
         with refuses("evaluations.asked", *facts):
             tiny_run(tmp_path, **changes | {"evaluations": evaluations})
