@@ -130,7 +130,6 @@ class SeededFill:
         self._parameter, self._name, self._seed = torch.atleast_1d(parameter), name, seed
         # A generator of another device draws other numbers: parameters kept on the host are drawn on the run's device.
         self._device = device or parameter.device
-        self.used = False
 
     def normal(self, std: float, mean: float = 0.0) -> None:
         self._draw(lambda block, generator: block.normal_(mean, std, generator=generator))
@@ -142,19 +141,16 @@ class SeededFill:
         self._draw(lambda block, generator: block.uniform_(low, high, generator=generator))
 
     def constant(self, value: float) -> None:
-        self.used = True
         with torch.no_grad():
             self._parameter.fill_(value)
 
     def copy(self, whole: Tensor) -> None:
         """Take this rank's part of `whole`."""
-        self.used = True
         for local, start, stop, rest in _local_rows(self._parameter):
             local.copy_(torch.atleast_1d(whole)[start:stop][rest])
 
     @torch.no_grad()
     def _draw(self, fill: Callable[[Tensor, torch.Generator], Any]) -> None:
-        self.used = True
         whole_shape = self._parameter.shape
         rows = 1 if len(whole_shape) > 2 else max(1, BLOCK // max(1, whole_shape[1:].numel()))
         for local, start, stop, rest in _local_rows(self._parameter):
@@ -192,8 +188,9 @@ def materialise(model: Model, device: torch.device, seed: int, home: torch.devic
     _check_memory(model, home or device)
     allocate(model, device, home)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)  # so that `check_finite` finds what no module initialises
+        for tensor in (*model.parameters(), *model.buffers()):
+            # NaN, so that `check_finite` finds what no module initialises
+            tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
     drawn: set[int] = set()  # a tied parameter is drawn once, under the name by which it is listed
     for module_name, module in model.named_modules():
         _initialise_module(module, module_name, device, seed, drawn)
@@ -236,18 +233,15 @@ def _initialise_module(module: nn.Module, name: str, device: torch.device, seed:
     drawn.update(id(parameter) for _, parameter in own)
     if isinstance(module, Initialises):
         for key, parameter in own:
-            fill = SeededFill(parameter, f"{name}.{key}" if name else key, seed, device)
-            module.init_parameter(key, fill)
-            if not fill.used:
-                raise ForgeError(f"{type(module).__name__}.init_parameter did not fill {name}.{key}")
+            module.init_parameter(key, SeededFill(parameter, f"{name}.{key}" if name else key, seed, device))
         module.init_buffers(device)
-    elif own or any(True for _ in module.buffers(recurse=False)):
+    elif own or [*module.buffers(recurse=False)]:
         _reset(module, name, own, device, seed)
 
 
 def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], device: torch.device, seed: int) -> None:
     """Initialise a module of torch's kind: its `reset_parameters` draws a whole copy, of which this rank has a part."""
-    if getattr(module, "reset_parameters", None) is None:
+    if not hasattr(module, "reset_parameters"):
         missing = ", ".join(key for key, _ in (*own, *module.named_buffers(recurse=False)))
         raise ForgeError(
             f"{type(module).__name__} ({name or 'the model'}) cannot initialise {missing}: implement "
@@ -274,13 +268,16 @@ def _whole_copy(module: nn.Module, device: torch.device) -> Any:
         dtype = torch.promote_types(p.dtype, torch.float32)
         # NaN, so that `check_finite` finds what `reset_parameters` leaves out
         whole._parameters[key] = nn.Parameter(torch.full(p.shape, torch.nan, dtype=dtype, device=device))
-    whole._buffers = {key: None if b is None else torch.zeros_like(b) for key, b in module._buffers.items()}
+    whole._buffers = {key: b if b is None else b.clone() for key, b in module._buffers.items()}
     return whole
 
 
 def check_finite(model: Model) -> None:
-    """Raises ForgeError for a parameter that initialisation forgot, and names the first that is not finite."""
+    """Raises ForgeError for what initialisation forgot: names the first parameter that is not finite, or NaN buffer."""
     for name, parameter in model.named_parameters():
         local = local_part(parameter)
-        if local.numel() and not bool(torch.isfinite(local.sum())):
+        if local.numel() and not torch.isfinite(local.sum()):
             raise ForgeError(f"parameter {name} is not finite after initialisation")
+    for name, buffer in model.named_buffers():
+        if buffer.isnan().any():
+            raise ForgeError(f"buffer {name} is NaN after initialisation; init_buffers or reset_parameters must fill it")

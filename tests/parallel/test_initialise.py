@@ -131,7 +131,7 @@ def test_a_module_that_cannot_initialise_itself_is_named(make_job, build):
 def test_a_parameter_that_stays_nan_is_found(make_job, build):
     class HalfDone(Linear):
         def init_parameter(self, name, fill):
-            fill.used = True
+            pass
 
     @frozen(kw_only=True)
     class Model(Custom):
@@ -157,6 +157,46 @@ def test_a_parameter_that_reset_parameters_leaves_out_is_found(make_job, build):
             return HalfReset()
 
     with pytest.raises(ForgeError, match=naming("extra.gain", "finite")):
+        build(make_job(model=Model()))
+
+
+class Rotary(nn.Module):
+    """Computes a buffer when it is made, on the meta device, and not again; a table of whole numbers, too."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.register_buffer("table", torch.ones(4, dtype=dtype))
+        self.register_buffer("mask", torch.zeros(4))
+
+    def reset_parameters(self):
+        self.mask.fill_(float("-inf"))
+        self.mask[0] = float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_buffer_that_is_made_with_its_module_alone_is_found(make_job, build, dtype):
+    @frozen(kw_only=True)
+    class Model(Custom):
+        def extra(self):
+            return Rotary(dtype)
+
+    with pytest.raises(ForgeError, match=naming("buffer extra.table", "init_buffers", "reset_parameters")):
+        build(make_job(model=Model()))
+
+
+class InitialisesNoBuffer(Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("table", torch.ones(4))
+
+
+def test_a_buffer_that_init_buffers_leaves_out_is_found(make_job, build):
+    @frozen(kw_only=True)
+    class Model(Custom):
+        def extra(self):
+            return InitialisesNoBuffer()
+
+    with pytest.raises(ForgeError, match=naming("buffer extra.table", "init_buffers")):
         build(make_job(model=Model()))
 
 

@@ -18,6 +18,7 @@ JOB = '[job]\nname = "tiny"\n' + TINY_JOB.replace("steps = 4", "steps = 500")
 
 HOOKS = '''
 import os
+import time
 
 import torch
 from attrs import define
@@ -49,7 +50,8 @@ class Stubborn(TrainingHook):
     """Forgets every request to stop."""
 
     def on_step_end(self, context):
-        if not context.requests.final:
+        if context.requests.stop and not context.requests.final:
+            time.sleep(0.5)  # a signal is delivered by its handler and by a thread, which may be late
             context.requests.stop = ""
 '''
 

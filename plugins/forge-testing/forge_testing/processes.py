@@ -144,9 +144,9 @@ def _rank(
     # holds a process group: freeing one waits for its threads, which a fork does not copy.
     gc.freeze()
     gc.enable()
-    for number, (reading, sending) in enumerate(pipes):
+    for other, (reading, sending) in enumerate(pipes):
         reading.close()
-        if number != rank:
+        if other != rank:
             sending.close()
     results = pipes[rank][1]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
@@ -157,9 +157,10 @@ def _rank(
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
         _reuse_meshes()
         before = set(sys.modules)
-        for function in functions:
+        for number, function in enumerate(functions):
             faulthandler.dump_traceback_later(0.95 * timeout, exit=True)  # before the parent gives up
-            dist.barrier()  # no rank is in a later function than another, whose failure would be taken for one there
+            if number:  # no rank is in a later function than another, whose failure would be taken for one there
+                dist.barrier()
             value = function(rank)
             imported = [name for name in set(sys.modules) - before if name.startswith("forge_plugin_")]
             buffer = io.BytesIO()
