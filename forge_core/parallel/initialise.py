@@ -230,12 +230,12 @@ def ties(model: Model) -> Mapping[str, str]:
 
 def _initialise_module(module: nn.Module, name: str, device: torch.device, seed: int, drawn: set[int]) -> None:
     own = [(key, p) for key, p in module.named_parameters(recurse=False) if id(p) not in drawn]
-    drawn.update(id(parameter) for _, parameter in own)
+    drawn |= {id(parameter) for _, parameter in own}
     if isinstance(module, Initialises):
         for key, parameter in own:
             module.init_parameter(key, SeededFill(parameter, f"{name}.{key}" if name else key, seed, device))
         module.init_buffers(device)
-    elif own or [*module.buffers(recurse=False)]:
+    elif [*own, *module.buffers(recurse=False)]:
         _reset(module, name, own, device, seed)
 
 
@@ -280,4 +280,4 @@ def check_finite(model: Model) -> None:
             raise ForgeError(f"parameter {name} is not finite after initialisation")
     for name, buffer in model.named_buffers():
         if buffer.isnan().any():
-            raise ForgeError(f"buffer {name} is NaN after initialisation; init_buffers or reset_parameters must fill it")
+            raise ForgeError(f"buffer {name} is NaN after initialisation: fill it in init_buffers or reset_parameters")

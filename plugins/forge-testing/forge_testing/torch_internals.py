@@ -39,6 +39,6 @@ def record_no_stacks() -> None:
     It shows them in errors of mixed modes and of a device's first use. Below pytest, stacks are a hundred calls deep:
     recording them takes a hundredth of the time of all tests.
     """
-    without = SimpleNamespace(**{**vars(traceback), "extract_stack": lambda: [], "format_stack": lambda: []})
+    without = SimpleNamespace(**vars(traceback) | dict.fromkeys(("extract_stack", "format_stack"), list))
     for name in ("torch._subclasses.fake_tensor", "torch.cuda", "torch.xpu", "torch.mtia"):
         mock.patch.object(importlib.import_module(name), "traceback", without).start()
