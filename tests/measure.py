@@ -97,9 +97,15 @@ LAYOUT = {
 
 
 def tokens(folder: Path) -> int:
-    """Tokens of the source, without comments and layout. A docstring is one token, whatever its length."""
-    sources = (io.StringIO(path.read_text()) for path in modules(folder))
-    return sum(token.type not in LAYOUT for source in sources for token in tokenize.generate_tokens(source.readline))
+    """Tokens of the source, without comments and layout. A string is one token, whatever its length."""
+    count = within = 0
+    for path in modules(folder):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            name = tokenize.tok_name[token.type]
+            within -= name == "FSTRING_END"
+            count += token.type not in LAYOUT and not within and name != "FSTRING_END"
+            within += name == "FSTRING_START"  # from Python 3.12 on, its parts are tokens
+    return count
 
 
 def function_lengths(folder: Path) -> list[int]:

@@ -229,7 +229,7 @@ def ties(model: Model) -> Mapping[str, str]:
 
 
 def _initialise_module(module: nn.Module, name: str, device: torch.device, seed: int, drawn: set[int]) -> None:
-    own = [(key, p) for key, p in module.named_parameters(recurse=False) if id(p) not in drawn]
+    own = [pair for pair in module.named_parameters(recurse=False) if id(pair[1]) not in drawn]
     drawn |= {id(parameter) for _, parameter in own}
     if isinstance(module, Initialises):
         for key, parameter in own:
@@ -241,7 +241,7 @@ def _initialise_module(module: nn.Module, name: str, device: torch.device, seed:
 
 def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], device: torch.device, seed: int) -> None:
     """Initialise a module of torch's kind: its `reset_parameters` draws a whole copy, of which this rank has a part."""
-    if not hasattr(module, "reset_parameters"):
+    if getattr(module, "reset_parameters", None) is None:
         missing = ", ".join(key for key, _ in (*own, *module.named_buffers(recurse=False)))
         raise ForgeError(
             f"{type(module).__name__} ({name or 'the model'}) cannot initialise {missing}: implement "
