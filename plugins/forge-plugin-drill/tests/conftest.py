@@ -53,6 +53,12 @@ class Stubborn(TrainingHook):
         if context.requests.stop and not context.requests.final:
             time.sleep(0.5)  # a signal is delivered by its handler and by a thread, which may be late
             context.requests.stop = ""
+
+
+@define(kw_only=True, slots=False)
+class Failing(TrainingHook):
+    def on_step_end(self, context):
+        raise ValueError("of its own")
 '''
 
 

@@ -110,10 +110,8 @@ def test_a_stop_request_that_is_forgotten_is_missed(drill):
 
 
 @pytest.mark.thorough
-def test_a_job_that_fails_without_any_fault_is_not_drilled(start, folder):
-    hooks = folder / "hooks.py"
-    hooks.write_text(hooks.read_text().replace('context.requests.stop = ""', "raise ValueError('of its own')"))
-    process = start("--hooks.own.type=./hooks.py:Stubborn")
+def test_a_job_that_fails_without_any_fault_is_not_drilled(start):
+    process = start("--hooks.own.type=./hooks.py:Failing")
     _, errors = process.communicate()
     assert process.returncode == 1
     assert "the job fails without any fault, with exit code 1" in errors
