@@ -1,4 +1,4 @@
-"""The defaults of all keys are those of the record, `defaults.json`: jobs that leave a key out rely on them.
+"""The defaults of all keys, and what validates them, are those of the record, `defaults.json`: jobs rely on them.
 
 python tests/config/test_defaults.py  # writes the record; say in CHANGELOG.md what has changed
 """
@@ -6,6 +6,7 @@ python tests/config/test_defaults.py  # writes the record; say in CHANGELOG.md w
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from attrs import NOTHING
@@ -20,11 +21,13 @@ RECORD = Path(__file__).with_name("defaults.json")
 
 
 def defaults_of(cls: type) -> dict[str, str]:
-    """The defaults of the keys of a table, and of tables in it, as Python writes them."""
+    """The defaults of the keys of a table, and of tables in it, as Python writes them, and their validators."""
     found = {}
     for key, attribute in resolved_fields(cls).items():
         default = default_of(attribute)
         found[key] = "(required, or depends on other keys)" if default is NOTHING else repr(default)
+        if attribute.validator is not None:
+            found[key] += "; " + re.sub(r" at 0x[0-9a-f]+", "", repr(attribute.validator))
         if (section := section_in(attribute.type)) is not None:
             found |= {f"{key}.{inner}": value for inner, value in defaults_of(section).items()}
     return found

@@ -107,12 +107,15 @@ class Reached:
             ordered = [
                 name
                 for group in (entering, beside)
-                for name in sorted(group, key=lambda name: (self._seconds.get(name, 0.0), name))
+                for name in sorted(group, key=self._turn)
                 if name.startswith(home) == is_own
             ]
             total = itertools.accumulate(self._seconds.get(name, 0.0) + OVERHEAD_S for name in ordered)
             stages.append([name for name, until in zip(ordered, total, strict=True) if until <= budget_s])
         return [stage for stage in stages if stage]
+
+    def _turn(self, name: str) -> tuple[bool, float, str]:
+        return not name.startswith(READ_CLASSES), self._seconds.get(name, 0.0), name
 
 
 def _home(change: Change) -> str:

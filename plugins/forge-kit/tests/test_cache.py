@@ -86,6 +86,16 @@ def test_what_can_be_continued_is_not_cleared_however_old_it_is(folder, monkeypa
     assert make.written.count(8) == 1
 
 
+@pytest.mark.parametrize(("wanted", "names"), [({}, ["a"]), ({"sums": True}, ["a", "a.crc32"])])
+def test_sums_of_blocks_are_written_if_they_are_asked_for(folder, wanted, names) -> None:
+    def make(folder: Path) -> dict[str, int]:
+        (folder / "a").write_bytes(bytes(9))
+        return {}
+
+    made = cached_folder("group", "key", make, **wanted).path
+    assert sorted(path.name for path in made.iterdir() if path.name[0] == "a") == names
+
+
 def test_the_identity_of_what_is_cached_is_that_of_its_content(folder) -> None:
     one, other = (cached_folder("group", key, Interrupted()) for key in ("one", "other"))
     assert one.identity("train") == other.identity("train") != one.identity("held_out")

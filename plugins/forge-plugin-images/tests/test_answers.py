@@ -125,6 +125,19 @@ def test_a_film_strip_has_all_frames_and_each_answer_in_its_colour(tmp_path):
     assert ["red" if red > green else "green" for red, green, _ in lines] == ["green", "green", "red"]
 
 
+@pytest.mark.parametrize(("shown", "numbers"), [(3, [0, 1, 3]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4])])
+def test_the_answers_that_are_drawn_are_evenly_spread(make_job, tmp_path, monkeypatch, shown, numbers):
+    source = RenderedText(held_out=6, length=(3, 4), text_size=(5, 5))
+    component = Answers(sequences=5, shown=shown, max_tokens=1)
+    job, drawn = make_job(source, evaluations={"answers": component}), []
+    answers = [SimpleNamespace(is_right=False, letters=0.0, without_motion={}, number=number) for number in range(5)]
+    monkeypatch.setattr("forge_plugin_images.answering.answered", lambda *given: answers)
+    monkeypatch.setattr("forge_plugin_images.gallery.draw_answers", lambda chosen, *given: drawn.extend(chosen))
+    build = SimpleNamespace(layout=Layout(), folder=tmp_path)
+    component.evaluate(SimpleNamespace(build=build, job=job, model=None, step=1))
+    assert [answer.number for answer in drawn] == numbers
+
+
 def test_a_run_logs_how_many_are_right_and_draws_them(make_job, catalog):
     evaluations = {"answers": Answers(sequences=5, shown=3, max_tokens=4)}
     job = make_job(RenderedText(held_out=6, length=(3, 4), text_size=(5, 5)), evaluations=evaluations, steps=2)

@@ -104,13 +104,18 @@ def test_filling_images_are_those_of_siglip_2(size):
     assert np.abs(ours.patches(photo(*size)).reshape(theirs.shape) - (theirs * std + mean) * 255).max() < 1e-4
 
 
-def test_padded_images_are_those_of_llava():
-    """`expand2square` with the mean colour, as in LLaVA-1.5, then one size."""
-    image, form = photo(30, 60), ImageFormat(patch=8, grid=(4, 4), mean=(0.48, 0.46, 0.41))
-    square = Image.new("RGB", (60, 60), tuple(int(255 * mean) for mean in form.mean))
-    square.paste(image, (0, 15))
-    expected = np.asarray(square.resize((32, 32), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
-    assert (whole(ImageProcessor(form, "pad", 16).patches(image), 4, 4, 8) == expected).all()
+@pytest.mark.parametrize(
+    ("grid", "padded", "place"),
+    [((4, 4), (60, 60), (0, 15)), ((8, 4), (60, 120), (0, 45)), ((2, 8), (120, 30), (30, 0))],
+)
+def test_padded_images_are_those_of_llava(grid, padded, place):
+    """`expand2square` with the mean colour, as in LLaVA-1.5, then one size; the canvas has the shape of the grid."""
+    image, form = photo(30, 60), ImageFormat(patch=8, grid=grid, mean=(0.48, 0.46, 0.41))
+    canvas = Image.new("RGB", padded, tuple(int(255 * mean) for mean in form.mean))
+    canvas.paste(image, place)
+    resized = canvas.resize((8 * grid[1], 8 * grid[0]), Image.Resampling.BICUBIC)
+    patches = ImageProcessor(form, "pad", grid[0] * grid[1]).patches(image)
+    assert (whole(patches, *grid, 8) == np.asarray(resized).transpose(2, 0, 1)).all()
 
 
 @pytest.mark.parametrize("size", [(1, 5000), (5000, 1), (3, 3), (999, 1001)])

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from forge_core import Trainer, load_job
 from forge_plugin_init.sizes import Machine, Sizes
@@ -278,23 +279,34 @@ def test_on_a_terminal_it_asks_and_tries_some_steps(here: Path, books: Path) -> 
     assert table()["data"]["sources"][0]["path"] == "books"
 
 
+SIZES = Sizes(
+    layers=3,
+    dim=96,
+    parameters=1000,
+    seq_len=16,
+    global_batch_size=2,
+    micro_batch_size=0,
+    steps=10,
+    lr=1e-3,
+    warmup_steps=1,
+    seconds=1.0,
+    epochs=None,
+)
+MACHINE = Machine(name="this", flops=1e11, precision="fp32")
+
+
 def test_a_training_that_does_not_run_here_is_refused_with_its_error(here: Path) -> None:
-    wrong = Sizes(
-        layers=3,
-        dim=100,  # three heads do not divide it
-        parameters=1000,
-        seq_len=16,
-        global_batch_size=2,
-        micro_batch_size=0,
-        steps=10,
-        lr=1e-3,
-        warmup_steps=1,
-        seconds=1.0,
-        epochs=None,
-    )
-    machine = Machine(name="this", flops=1e11, precision="fp32")
+    wrong = evolve(SIZES, dim=100)  # three heads do not divide it
     with refuses("", "model.attention.heads", 3, 100):
-        efficiency(wrong, 300, machine)
+        efficiency(wrong, 300, MACHINE)
+
+
+@pytest.mark.parametrize(("micro_batch_size", "rows"), [(0, 2), (1, 1)])
+def test_the_efficiency_is_the_work_of_a_step_by_its_time_and_the_speed(monkeypatch, micro_batch_size, rows) -> None:
+    monkeypatch.setattr("forge_plugin_init.trial._step_seconds", lambda job, folder: 0.004)
+    sizes = evolve(SIZES, micro_batch_size=micro_batch_size)
+    flops = rows * 16 * (6 * 1000 + 6 * 3 * 96 * 16)  # of weights, and of attention to half of the positions
+    assert efficiency(sizes, 300, MACHINE) == pytest.approx(flops / (0.004 * 1e11))
 
 
 def test_help_is_instant_and_ends_with_examples() -> None:

@@ -188,6 +188,18 @@ def test_mkl_is_slow_on_amd_processors_with_avx512(monkeypatch, tmp_path, vendor
         products._mkl_is_slow.cache_clear()
 
 
+@pytest.mark.parametrize("missing", ["mkl", "mkldnn"])
+def test_without_mkl_or_onednn_there_is_nothing_to_choose(monkeypatch, missing):
+    for name in ("mkl", "mkldnn"):
+        monkeypatch.setattr(getattr(torch.backends, name), "is_available", lambda name=name: name != missing)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: pytest.fail("asked for the processor"))
+    products._mkl_is_slow.cache_clear()
+    try:
+        assert products._mkl_is_slow() is False
+    finally:
+        products._mkl_is_slow.cache_clear()
+
+
 @pytest.mark.parametrize(("keys", "told"), [({}, True), ({"precision": "bf16"}, False)])
 def test_the_summary_of_a_run_tells_which_library_multiplies(make_job, catalog, keys, told):
     lines = []

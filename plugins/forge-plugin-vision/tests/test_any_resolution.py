@@ -14,7 +14,7 @@ from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.modeling_llava_next import LlavaNextModel, unpad_image
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 
-from forge_plugin_vision import AnyResolution, Grid
+from forge_plugin_vision import AnyResolution, Grid, ImageFormat
 from forge_plugin_vision.modules.images import Images
 
 WIDTH, DIM, SIDE = 6, 5, 3
@@ -138,3 +138,18 @@ def test_the_numbers_of_a_grid_are_one_function_for_integers_and_tensors(height,
     assert tensors.patches.tolist() == [grid.patches, 18, 0, 9]
     assert Grid(*(side.double() for side in tensors)).patches.tolist() == [grid.patches, 18, 0, 9]
     assert keys.positions(tensors).tolist() == [keys.positions(grid), 19, 0, 10]
+
+
+@pytest.mark.parametrize(
+    ("form", "patches", "grid"),
+    [
+        (ImageFormat(patch=4), None, None),
+        (ImageFormat(patch=4, grid=(2, 3)), 6, Grid(1, 2, 3)),
+        (ImageFormat(patch=4, multiple=3, arrangements=((1, 2), (2, 3), (4, 1))), 54, Grid(1, 6, 9)),
+        # Tiles that are joined, and beside them the image in one tile
+        (ImageFormat(patch=4, grid=(3, 3), arrangements=((1, 2), (2, 3))), 63, Grid.of_tiles(2, 3, (6, 9))),
+    ],
+)
+def test_the_largest_image_has_all_patches_of_the_most_tiles(form, patches, grid):
+    assert form.largest == grid
+    assert grid is None or grid.patches == patches

@@ -328,6 +328,18 @@ def test_what_forge_does_not_compute_is_named(model_type, changes, expected):
         read_config(architecture, config)
 
 
+@pytest.mark.parametrize("name", ["LlavaNext", "LlavaOnevision"])
+def test_a_config_that_leaves_pinpoints_out_means_those_of_transformers(name):
+    """In their order: of two arrangements that fit an image as well, the first is taken."""
+    written = getattr(transformers, f"{name}Config")()
+    config = json.loads(written.to_json_string(use_diff=False))
+    side = written.vision_config.image_size
+    del config["image_grid_pinpoints"]
+    _, architecture = architecture_of(config, Catalog.installed())
+    arrangements = read_config(architecture, config)["vision"]["adapter"]["arrangements"]
+    assert [[side * tiles for tiles in pair] for pair in arrangements] == written.image_grid_pinpoints
+
+
 def test_other_pinpoints_of_the_processor_are_said(tmp_path):
     theirs = MODELS["llava_next"].write(tmp_path / "published")
     reference = processor_of(theirs)

@@ -27,6 +27,9 @@ from forge_plugin_weights.importing import import_folder, read_json
 from forge_plugin_weights.tables import architecture_of, read_config, write_config
 from forge_testing.refusals import at, refuses, refuses_all
 
+BOUNDS = {"qwen2_5_vl": (56 * 56, 28 * 28 * 1280), "qwen3_vl": (256 * 256, 4096 * 4096)}
+"""Pixels of an image by the published files, `shortest_edge` and `longest_edge`, of which `config.json` has none."""
+
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
@@ -42,6 +45,8 @@ def test_a_model_that_sees_videos_comes_in_and_goes_out(tmp_path, name):
 
     again = loaded(export_run(run, tmp_path / "out"), theirs)
     check_tensors(theirs, again, ())
+    size = read_json(tmp_path / "out/preprocessor_config.json")["size"]
+    assert (size["shortest_edge"], size["longest_edge"]) == BOUNDS[name.partition(",")[0].removesuffix("_moe")]
     before, after = (read_json(tmp_path / folder / "config.json") for folder in ("published", "out"))
     _, architecture = architecture_of(before, Catalog.installed())
     if name != "qwen3_vl_moe":  # whose number of experts has another of its two names
