@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import attrs
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from PIL import Image
 
 from forge_core.contracts.errors import DataError, ForgeError, JobError
 from forge_core.contracts.model import Model
@@ -21,7 +26,7 @@ from forge_core.engine.build import build_context
 from forge_core.engine.evaluation import evaluate
 from forge_kit.generation import WholeModel, join
 from forge_plugin_images import ImageText
-from forge_plugin_images.testing import tiny_model
+from forge_plugin_images.testing import LANGUAGE, tiny_model
 from forge_plugin_packing import BestFit
 from forge_plugin_text import Bytes, Text
 from forge_plugin_vision import MultimodalRope
@@ -30,12 +35,19 @@ from forge_plugin_vlm_eval.answers import check_generates
 from forge_plugin_vlm_eval.asked import Asked, questions_for
 from forge_plugin_vlm_eval.generated import GeneratedAnswers
 from forge_testing import Numbers
-from forge_testing.layouts import LAYOUTS
-from forge_testing.processes import run_on_ranks
+from forge_testing.laws import Case, layout_law
 from forge_testing.refusals import at, check_problems, naming, problems_of, refuses
 from forge_testing.runs import tiny_run
 
 CHOICES = ["red", "green", "a very deep blue"]
+COLOURS = ("red", "green", "blue", "white", "black")
+QUESTIONS = [
+    {"question": "which?" * (number % 3), "choices": CHOICES, "right": number % 3, "all": ["a", "red", "bb"]}
+    for number in range(17)
+]
+"""Of several lengths."""
+# Initial weights that are far from uniform guesses
+MODEL = attrs.evolve(tiny_model(8, 16), language=attrs.evolve(LANGUAGE, vocab_size=258, layers=2, init_std=0.5))
 
 
 class Said(GeneratedAnswers):
@@ -45,21 +57,24 @@ class Said(GeneratedAnswers):
         return {"said": int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:6])}
 
 
-@pytest.fixture
-def records():
-    """Seventeen questions, of several lengths."""
-    return [
-        {"question": "which?" * (number % 3), "choices": CHOICES, "right": number % 3, "all": ["a", "red", "bb"]}
-        for number in range(17)
-    ]
+def write_records(folder, records, name="questions"):
+    """Write a file with a record for each of these: a coloured image, a question, and the keys given."""
+    lines = []
+    for number, record in enumerate(records):
+        colour = COLOURS[number % len(COLOURS)]
+        Image.new("RGB", (16, 8), colour).save(folder / f"{colour}.png")
+        lines.append(json.dumps({"image": f"{colour}.png", "question": "which?", "text": colour, **record}))
+    path = folder / f"{name}.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
 
 
-@pytest.fixture
-def changes(write, records, model):
-    source = {"path": write(records), "prompt": "question"}
+def settings_of(path):
+    """Settings of a job that trains on a file and evaluates its questions."""
+    source = {"path": path, "prompt": "question"}
     choices = MultipleChoice(source=ImageText(**source), options="choices", answer="right")
     return {
-        "model": model,
+        "model": MODEL,
         "data": {"sources": (ImageText(**source, held_out_every=2),), "tokenizer": Bytes()},
         "evaluations": {
             "choices": choices,
@@ -71,6 +86,16 @@ def changes(write, records, model):
         "global_batch_size": 8,
         "precision": "fp64",
     }
+
+
+@pytest.fixture
+def write(tmp_path):
+    return partial(write_records, tmp_path)
+
+
+@pytest.fixture
+def changes(write):
+    return settings_of(write(QUESTIONS))
 
 
 def check_numbers(run, options):
@@ -119,11 +144,11 @@ def check_numbers(run, options):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_numbers_are_those_of_the_model(model, changes, records, packing, tmp_path):
+def test_numbers_are_those_of_the_model(changes, packing, tmp_path):
     keys = {"data": changes["data"] | {"packing": BestFit()}} if packing else {}
     # Behind an image, positions of mrope depend on how many images a row is said to have had.
-    attention = attrs.evolve(model.language.attention, rope=MultimodalRope(sections=(1, 1, 0)))
-    language = attrs.evolve(model.language, attention=attention)
+    attention = attrs.evolve(MODEL.language.attention, rope=MultimodalRope(sections=(1, 1, 0)))
+    language = attrs.evolve(MODEL.language, attention=attention)
     keys |= {"model": attrs.evolve(tiny_model(8, 16, images_per_sequence=3), language=language)}
     evaluations = {name: changes["evaluations"][name] for name in ("choices", "said")}
     run = tiny_run(tmp_path, **changes | keys | {"evaluations": evaluations})
@@ -131,11 +156,11 @@ def test_numbers_are_those_of_the_model(model, changes, records, packing, tmp_pa
     assert len(set(bits)) > 5
     assert len(set(said)) > 2
     asked = run.evaluations["choices"].questions.asked
-    assert len(asked) == len(records)
-    assert (len({one.index for one in asked}) < len(records)) == packing  # a packed row has several
+    assert len(asked) == len(QUESTIONS)
+    assert (len({one.index for one in asked}) < len(QUESTIONS)) == packing  # a packed row has several
 
 
-def test_clips_are_asked_like_images(model, changes, tmp_path):
+def test_clips_are_asked_like_images(changes, tmp_path):
     """With times as text between their frames, and two captions each."""
     pytest.importorskip("av")
     from forge_plugin_video import Frames, Uniform, VideoText
@@ -154,27 +179,31 @@ def test_clips_are_asked_like_images(model, changes, tmp_path):
         "choices": MultipleChoice(source=source, options=("yes", "no way"), answer="right"),
         "said": Said(source=source, max_tokens=6),
     }
-    keys = {"model": attrs.evolve(seen, language=model.language), "evaluations": evaluations, "seq_len": 96}
+    keys = {"model": attrs.evolve(seen, language=MODEL.language), "evaluations": evaluations, "seq_len": 96}
     bits, _ = check_numbers(tiny_run(tmp_path, **changes | keys), ("yes", "no way"))
     assert len(set(bits)) == 3
 
 
-def test_every_layout_measures_what_one_process_does(changes, catalog, tmp_path):
-    expected = evaluate(tiny_run(tmp_path, **changes), 0)
-    assert {name.split("/")[0] for name in expected} == {"eval", "choices", "said", "anls", "vqa"}
-    assert 0 < expected["anls/anls"] < 1
-    cases = {name: LAYOUTS[name] for name in ("fsdp2", "tp2", "pp2", "cp2")}
+def metrics_of(folder, layout):
+    """What the evaluations measure, with a cache that ranks share."""
+    if not layout or dist.get_rank() == 0:
+        write_records(folder, QUESTIONS)
+    if layout:
+        dist.barrier()
+    # Ranks are started by any test, without the fixtures of this module.
+    with mock.patch.dict(os.environ, FORGE_CACHE=str(folder / "cache")):
+        return evaluate(tiny_run(folder, **settings_of(str(folder / "questions.jsonl")), **layout), 0)
 
-    def evaluated(rank):
-        return {
-            name: evaluate(
-                tiny_run(tmp_path, **changes, micro_batch_size=case.micro_batch_size, parallel=case.stages(catalog)), 0
-            )
-            for name, case in cases.items()
-        }
 
-    for metrics in run_on_ranks(2, evaluated):
-        assert metrics == {name: pytest.approx(expected, rel=1e-9) for name in cases}
+def same_metrics(ranks, alone):
+    assert {name.split("/")[0] for name in alone} == {"eval", "choices", "said", "anls", "vqa"}
+    assert 0 < alone["anls/anls"] < 1
+    assert ranks == [pytest.approx(alone, rel=1e-9)] * len(ranks)
+
+
+test_layouts = layout_law(
+    Case("vlm-eval", observe=metrics_of, compare=same_metrics, layouts=("fsdp2", "tp2", "pp2", "cp2"))
+)
 
 
 def test_a_run_asks_before_its_first_step_what_its_files_say_and_logs_the_metrics(make_job, train, write, changes):
@@ -258,8 +287,8 @@ def test_a_source_that_asks_nothing_is_refused(changes, tmp_path):
             tiny_run(tmp_path, **changes | {"evaluations": evaluations})
 
 
-def test_an_evaluation_from_python_is_refused_without_a_tokenizer(make_job, model, catalog):
-    job = make_job(model=model, data={"sources": (Numbers(),)})
+def test_an_evaluation_from_python_is_refused_without_a_tokenizer(make_job, catalog):
+    job = make_job(model=MODEL, data={"sources": (Numbers(),)})
     with refuses("", "[data.tokenizer]"):
         ExactMatch().build(build_context(job, catalog, None))
 
