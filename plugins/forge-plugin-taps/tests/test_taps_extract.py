@@ -16,6 +16,7 @@ from forge_core.cli import main
 from forge_core.data.reading import collate
 from forge_core.engine.build import build_datasets
 from forge_plugin_lens import read_points
+from forge_plugin_taps import TOKENS
 from forge_plugin_taps.extracting import extract
 from forge_plugin_taps.reading import points_in, read_point, read_tokens, steps_of
 from forge_testing.processes import run_on_ranks
@@ -90,15 +91,25 @@ def test_a_store_has_the_held_out_sequences_in_order(inside):
     assert {*points_in(steps_of(Path("acts"))[0])} == {*expected, "layers.1.pattern"}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_store_is_the_same_under_every_layout(inside, name):
-    def rank(_):
-        taps = {"points": list(POINTS), "positions": "all"}
-        trained = load_model("runs/run", parallel={**LAYOUTS[name], "taps": taps})
-        return extract(trained, Path(f"acts-{name}"), sequences=0, group=3)
+@pytest.fixture(scope="module")
+def extracted(folder):
+    """Stores that two ranks write, one for each layout; by rank, the numbers of sequences by layout."""
 
-    assert run_on_ranks(2, rank) == [5, 5]
-    for column in ("id", "label", "row", "position", "step"):
+    def rank(_):
+        counts = {}
+        for name, stages in LAYOUTS.items():
+            taps = {"points": list(POINTS), "positions": "all"}
+            trained = load_model(folder / "runs/run", parallel={**stages, "taps": taps})
+            counts[name] = extract(trained, folder / f"acts-{name}", sequences=0, group=3)
+        return counts
+
+    return run_on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_store_is_the_same_under_every_layout(inside, extracted, name):
+    assert [counts[name] for counts in extracted] == [5, 5]
+    for column in TOKENS:
         assert torch.equal(columns(f"acts-{name}", column), columns("acts", column))
     for point in points_in(steps_of(Path("acts"))[0]):
         assert (whole(f"acts-{name}", point) - whole("acts", point)).abs().max() < 1e-12
