@@ -8,7 +8,6 @@ import json
 import os
 import warnings
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,33 +16,29 @@ from safetensors.torch import load_file, save_file
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.engine.trainer import Trainer
-from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_parallel import FSDP
 from forge_plugin_taps import Store, Taps
 from forge_plugin_taps.tensor_file import TensorFile
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
+from forge_testing.laws import Case, layout_law
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks, refuses
 
 
-@pytest.fixture
-def job(catalog):
-    def make(folder, name="run", store=None, stages=None, **settings):
-        attention = GroupedQueryAttention(heads=4, kv_heads=2)
-        points, gradients = ("embed", "layers.*.q"), ("layers.1.resid_post",)
-        taps = Taps(interval=1, positions=3, points=points, gradients=gradients, sinks={"store": store or Store()})
-        settings = {"steps": 4, "micro_batch_size": 2, "checkpoint": {"interval": 2}, **settings}
-        return tiny_job(
-            str(folder),
-            catalog,
-            job={"name": name},
-            model=Transformer(vocab_size=32, dim=16, layers=2, attention=attention),
-            data={"sources": (Numbers(ignored=1, held_out=5),)},
-            parallel={**(stages or {}), "taps": taps},
-            **settings,
-        )
-
-    return make
+def job(folder, name="run", store=None, stages=None, **settings):
+    attention = GroupedQueryAttention(heads=4, kv_heads=2)
+    points, gradients = ("embed", "layers.*.q"), ("layers.1.resid_post",)
+    taps = Taps(interval=1, positions=3, points=points, gradients=gradients, sinks={"store": store or Store()})
+    settings = {"steps": 4, "micro_batch_size": 2, "checkpoint": {"interval": 2}, **settings}
+    return tiny_job(
+        str(folder),
+        job={"name": name},
+        model=Transformer(vocab_size=32, dim=16, layers=2, attention=attention),
+        data={"sources": (Numbers(ignored=1, held_out=5),)},
+        parallel={**(stages or {}), "taps": taps},
+        **settings,
+    )
 
 
 def digests(folder):
@@ -53,7 +48,7 @@ def digests(folder):
     }
 
 
-def test_a_step_has_a_file_for_each_point_and_a_manifest(tmp_path, job):
+def test_a_step_has_a_file_for_each_point_and_a_manifest(tmp_path):
     Trainer(job(tmp_path, store=Store(keep=2))).run()
     folder = tmp_path / "run" / "taps"
     assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4"]
@@ -69,7 +64,7 @@ def test_a_step_has_a_file_for_each_point_and_a_manifest(tmp_path, job):
     assert manifest["files"]["layers.0.q.safetensors"]["shape"] == [12, 4, 4]
 
 
-def test_a_run_that_crashed_and_continues_has_each_step_once_and_whole(tmp_path, job, monkeypatch):
+def test_a_run_that_crashed_and_continues_has_each_step_once_and_whole(tmp_path, monkeypatch):
     Trainer(job(tmp_path, "whole")).run()
     killed = job(tmp_path)
     with monkeypatch.context() as patch:
@@ -97,7 +92,7 @@ def _die_at(step):
     return die
 
 
-def _full(rank, folder, make):
+def _full(rank, folder):
     """A disk on which one rank finds no room."""
     real = os.pwrite
 
@@ -108,7 +103,7 @@ def _full(rank, folder, make):
 
     os.pwrite = pwrite
     for on_error in ("fail", "warn"):
-        made = make(folder, on_error, Store(on_error=on_error), {"fsdp": FSDP()}, steps=1)
+        made = job(folder, on_error, Store(on_error=on_error), {"fsdp": FSDP()}, steps=1)
         with warnings.catch_warnings(record=True) as seen:
             failure = pytest.raises(ForgeError) if on_error == "fail" else nullcontext()
             with failure as raised:
@@ -116,8 +111,8 @@ def _full(rank, folder, make):
         yield [str(warning.message) for warning in seen] if raised is None else str(raised.value)
 
 
-def test_a_full_disk_leaves_a_step_out_or_ends_the_training_by_key(tmp_path, job):
-    results = run_on_ranks(2, lambda rank: list(_full(rank, tmp_path, job)))
+def test_a_full_disk_leaves_a_step_out_or_ends_the_training_by_key(tmp_path):
+    results = run_on_ranks(2, lambda rank: list(_full(rank, tmp_path)))
     [(_, warned), _] = results
     for message in (*(failed for failed, _ in results), next(text for text in warned if "cannot store" in text)):
         assert not lacks(message, "step 1", "No space left on device", "rank 1", "`keep`")
@@ -126,29 +121,20 @@ def test_a_full_disk_leaves_a_step_out_or_ends_the_training_by_key(tmp_path, job
     assert len((tmp_path / "warn/metrics.jsonl").read_text().splitlines()) > 0
 
 
-LAYOUTS = {
-    "fsdp": {"fsdp": FSDP()},
-    "tp": {"tp": TensorParallel(degree=2)},
-    "pp": {"pp": PipelineParallel(degree=2)},
-    "cp": {"cp": ContextParallel(degree=2)},
-}
+def stored(folder, layout):
+    Trainer(job(folder, stages=layout.get("parallel"), steps=1), echo=lambda text: None).run()
+    return digests(folder / "run" / "taps")
 
 
-def _train(rank, folder, make):
-    for name, stages in LAYOUTS.items():
-        Trainer(make(folder, name, stages=stages, steps=1), echo=lambda text: None).run()
-
-
-def test_equal_values_are_equal_files_under_every_layout(tmp_path, job):
+def equal_files(ranks, alone):
     """In the first step, embeddings are equal to the bit."""
-    Trainer(job(tmp_path, "alone", steps=1)).run()
-    run_on_ranks(2, partial(_train, folder=tmp_path, make=job))
-    expected = digests(tmp_path / "alone" / "taps")
-    for name in LAYOUTS:
-        found = digests(tmp_path / name / "taps")
-        assert found.keys() == expected.keys()
+    for files in ranks:
+        assert files.keys() == alone.keys()
         for file in ("step-1/embed.safetensors", "step-1/tokens.safetensors"):
-            assert found[file] == expected[file], (name, file)
+            assert files[file] == alone[file], file
+
+
+test_layouts = layout_law(Case("store", observe=stored, compare=equal_files, layouts=("fsdp2", "tp2", "pp2", "cp2")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
