@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -96,7 +96,8 @@ def observation(name: str) -> Callable[[Path, Mapping[str, Any]], Outcome]:
 
 @cache
 def alone(name: str) -> Outcome:
-    return run(Path(mkdtemp()), **RUNS[name])
+    with TemporaryDirectory() as folder:
+        return run(Path(folder), **RUNS[name])
 
 
 def same_training(ranks: Sequence[Outcome], expected: Outcome) -> None:
