@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+from functools import cache
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +14,18 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from forge_core import ForgeError, Trainer, load_model
+from forge_core.config.load import to_toml
 from forge_kit.ranks import executor_of
 from forge_plugin_lm_eval.model import ForgeLM
 from forge_plugin_lm_eval.shared_model import SharedLM
+from forge_testing.catalogs import installed
+from forge_testing.laws import Case, layout_law
+from forge_testing.layouts import LayoutCase
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import naming, refuses
 
-LENGTH, ROWS = 48, 3
+LENGTH = 48
+SETTINGS = {"max_length": LENGTH, "batch_size": 3}
 TEXT = "the cat sat on the mat and the dog sat on the log, and then the bird flew over the red tree\n"
 MODEL = {
     "type": "transformer",
@@ -24,41 +34,55 @@ MODEL = {
     "init_std": 0.3,
     "attention": {"heads": 4, "kv_heads": 2},
 }
-WITH_EXPERTS = {**MODEL, "ffn": {"type": "moe", "experts": 4}}
 JOB = {
     "train": {"steps": 1, "global_batch_size": 3, "seq_len": LENGTH, "device": "cpu"},
     "data": {"tokenizer": {"type": "bpe", "vocab_size": 264}},
     "optimizer": {"type": "forge_testing:TinyAdamW"},
+    "model": MODEL,
 }
-LAYOUTS = {
-    "fsdp": {"fsdp": {}},
-    "tp": {"tp": {"degree": 2}},
-    "pp": {"pp": {"degree": 2}},
-    "copies": {},
-    "tp, whole": {"tp": {"degree": 2, "sequence_parallel": False, "loss_parallel": False}},
-    "pp, interleaved": {"pp": {"degree": 2, "schedule": "interleaved_1f1b"}},
-    "cp, ring": {"cp": {"degree": 2}},
-    "cp, ulysses": {"cp": {"degree": 2, "method": "ulysses"}},
+AVERAGED = {**JOB, "train": {**JOB["train"], "steps": 3}}
+RUNS = {
+    "dense": JOB,
+    "experts": {**JOB, "model": {**MODEL, "ffn": {"type": "moe", "experts": 4}}},
+    "ema": {**AVERAGED, "plugins": {"ema": {"decay": 0.5, "warmup": False}}},
+    "schedule-free": {**AVERAGED, "optimizer": {"type": "schedule_free_adamw", "lr": 0.05}},
 }
-QUICK = ("fsdp", "tp", "pp")
-OTHERS = tuple(name for name in LAYOUTS if name not in QUICK)
-FOUR = {
-    "fsdp x tp": {"fsdp": {}, "tp": {"degree": 2}},
-    "fsdp x pp": {"fsdp": {}, "pp": {"degree": 2}},
-    "tp x pp": {"tp": {"degree": 2}, "pp": {"degree": 2}},
+QUICK = ("fsdp2", "tp2", "pp2")
+
+
+def layout_of(ranks=2, **parallel):
+    return LayoutCase(ranks=ranks, parallel=parallel)
+
+
+OTHERS = {
+    "copies": layout_of(),
+    "tp, whole": layout_of(tp={"degree": 2, "sequence_parallel": False, "loss_parallel": False}),
+    "pp, interleaved": layout_of(pp={"degree": 2, "schedule": "interleaved_1f1b"}),
+    "cp, ring": layout_of(cp={"degree": 2}),
+    "cp, ulysses": layout_of(cp={"degree": 2, "method": "ulysses"}),
+    "fsdp x tp": layout_of(4, fsdp={}, tp={"degree": 2}),
+    "fsdp x pp": layout_of(4, fsdp={}, pp={"degree": 2}),
+    "tp x pp": layout_of(4, tp={"degree": 2}, pp={"degree": 2}),
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Two runs: `dense`, and `experts`."""
-    folder = tmp_path_factory.mktemp("runs")
+@cache
+def trained(name):
+    """The folder of a run, which is trained once: by the process that forks the ranks that read it."""
+    folder = Path(mkdtemp())  # a law has no fixtures
+    atexit.register(rmtree, folder, ignore_errors=True)
     (folder / "text.txt").write_text(TEXT * 20)
     source = {"type": "text", "path": f"{folder}/text.txt"}
-    for name, model in (("dense", MODEL), ("experts", WITH_EXPERTS)):
-        job = {**JOB, "job": {"name": name, "output": str(folder)}, "model": model}
-        Trainer({**job, "data": {**JOB["data"], "sources": [source]}}, echo=lambda text: None).run()
-    return folder
+    job = {**RUNS[name], "job": {"name": name, "output": str(folder)}}
+    return Trainer({**job, "data": {**job["data"], "sources": [source]}}, echo=lambda text: None).run().folder
+
+
+def loaded(name, parallel):
+    return load_model(trained(name), device="cpu", parallel=parallel)
+
+
+def shared(model, **settings):
+    return SharedLM(model, model.tokenizer, **{**SETTINGS, **settings})
 
 
 def asked(lm):
@@ -88,91 +112,71 @@ def request(*args):
     return SimpleNamespace(args=args)
 
 
-@pytest.fixture(scope="module")
-def expected(runs):
-    found = {}
-    for name in ("dense", "experts"):
-        trained = load_model(runs / name, device="cpu")
-        found[name] = asked(ForgeLM(trained.model, trained.tokenizer, max_length=LENGTH, batch_size=ROWS))
-    return found
+def stages(changes):
+    return to_toml(changes.get("parallel", {}), installed())
 
 
-def shared(run, parallel, **settings):
-    trained = load_model(run, device="cpu", parallel=parallel)
-    return SharedLM(trained, trained.tokenizer, **{"max_length": LENGTH, "batch_size": ROWS, **settings})
+def answers(name):
+    def observe(folder, changes):
+        model = loaded(name, stages(changes))
+        return asked(shared(model) if changes else ForgeLM(model.model, model.tokenizer, **SETTINGS))
+
+    return observe
 
 
-def check(found, expected):
-    for subject in ("tokens", "rolling"):
-        pairs = zip(found[subject], expected[subject], strict=True)
-        for one, other in pairs:
-            assert one == pytest.approx(other, abs=1e-5, rel=0)
-    assert {flag for _, flag in expected["tokens"]} == {True, False}
-    for subject in ("greedy", "drawn", "one", "size"):
-        assert found[subject] == expected[subject]
+def the_same(ranks, alone):
+    assert {flag for _, flag in alone["tokens"]} == {True, False}
+    for of_rank in ranks:
+        for subject in ("tokens", "rolling"):
+            for one, other in zip(of_rank[subject], alone[subject], strict=True):
+                assert one == pytest.approx(other, abs=1e-5, rel=0)
+        for subject in ("greedy", "drawn", "one", "size"):
+            assert of_rank[subject] == alone[subject]
 
 
-def check_layouts(ranks, layouts, runs, expected):
-    """Ranks, started once, have the answers of one process under each layout."""
-    for of_rank in run_on_ranks(ranks, lambda rank: [asked(shared(runs / "dense", each)) for each in layouts]):
-        for found in of_rank:
-            check(found, expected["dense"])
+def sums(name):
+    """Sums of the losses of sequences: of averaged weights, as evaluations use them."""
+
+    def observe(folder, changes):
+        ids = 30 + torch.arange(42).reshape(2, 21)
+        batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+        model = loaded(name, stages(changes))
+        if changes:
+            return executor_of(model).evaluate([batch]).per_sequence[0].tolist()
+        return cross_entropy(model(batch["input_ids"]).mT, batch["labels"], reduction="none").sum(1).tolist()
+
+    return observe
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["quick", "others"])
-def test_two_ranks(names, runs, expected):
-    check_layouts(2, [LAYOUTS[name] for name in names], runs, expected)
+def the_same_sums(ranks, alone):
+    assert ranks == [pytest.approx(alone, rel=1e-6)] * len(ranks)
 
 
-@pytest.mark.thorough
-def test_four_ranks(runs, expected):
-    check_layouts(4, [*FOUR.values()], runs, expected)
-
-
-@pytest.mark.thorough
-def test_ranks_that_share_experts(runs, expected):
-    parallel = {"fsdp": {}, "ep": {"degree": 2}}
-    for found in run_on_ranks(2, lambda rank: asked(shared(runs / "experts", parallel))):
-        check(found, expected["experts"])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "changes",
-    [{"plugins": {"ema": {"decay": 0.5, "warmup": False}}}, {"optimizer": {"type": "schedule_free_adamw", "lr": 0.05}}],
-    ids=["ema", "schedule-free"],
+test_layouts = layout_law(Case("dense", observe=answers("dense"), compare=the_same, layouts=QUICK))
+test_further_layouts = pytest.mark.thorough(
+    layout_law(
+        Case("dense", observe=answers("dense"), compare=the_same, layouts=OTHERS),
+        Case("experts", observe=answers("experts"), compare=the_same, layouts=("fsdp2_ep2",)),
+        Case("ema", observe=sums("ema"), compare=the_same_sums, layouts=QUICK),
+        Case("schedule-free", observe=sums("schedule-free"), compare=the_same_sums, layouts=QUICK),
+    )
 )
-def test_weights_are_those_that_evaluations_use(changes, runs):
-    source = {"type": "text", "path": f"{runs}/text.txt"}
-    job = {**JOB, "job": {"name": f"averaged-{next(iter(changes))}", "output": str(runs)}, "model": MODEL, **changes}
-    job = {**job, "train": {**JOB["train"], "steps": 3}, "data": {**JOB["data"], "sources": [source]}}
-    run = Trainer(job, echo=lambda text: None).run().folder
-    ids = 30 + torch.arange(42).reshape(2, 21)
-    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-    logits = load_model(run, device="cpu")(batch["input_ids"])
-    expected = cross_entropy(logits.mT, batch["labels"], reduction="none").sum(1)
-
-    def rank(number):
-        models = (load_model(run, device="cpu", parallel=LAYOUTS[name]) for name in QUICK)
-        return [executor_of(model).evaluate([batch]).per_sequence[0].tolist() for model in models]
-
-    for sums in run_on_ranks(2, rank):
-        for found in sums:
-            assert found == pytest.approx(expected.tolist(), rel=1e-6)
 
 
-def test_what_ranks_cannot_do_is_refused(runs):
+def test_what_ranks_cannot_do_is_refused():
     def rank(number):
         with refuses("", 30, 4, "tp 2", 28):
-            shared(runs / "dense", {"tp": {"degree": 2}}, max_length=30)
+            shared(loaded("dense", {"tp": {"degree": 2}}), max_length=30)
         with refuses("parallel", "tp 3 = 3", "2 ranks"):
-            shared(runs / "dense", {"tp": {"degree": 3}})
+            loaded("dense", {"tp": {"degree": 3}})
         with refuses("parallel.ep.degree", 2, "shard 1 x cp 1 = 1", "[parallel.fsdp]"):
-            shared(runs / "experts", {"ep": {"degree": 2}})
-        lm = shared(runs / "dense", {"tp": {"degree": 2}})
+            loaded("experts", {"ep": {"degree": 2}})
+        lm = shared(loaded("dense", {"tp": {"degree": 2}}))
         with pytest.raises(ForgeError, match=naming("tp 2", "forge_kit")):
             lm._trained([1, 2, 3])
         with pytest.raises(ForgeError, match=naming("different", "tasks")):
             lm._loglikelihood_tokens([(None, [1], [number])], disable_tqdm=True)
 
+    for name in ("dense", "experts"):
+        trained(name)
     run_on_ranks(2, rank)
