@@ -289,6 +289,7 @@ def test_sizes_that_do_not_fit_the_language_model_are_refused_when_the_job_is_ch
         ({"heads": 4, "kv_heads": 3}, at("model.fusion.kv_heads", 3, 4)),
         ({"every": 2, "layers": (1,)}, at("model.fusion.layers", "every")),
         ({"layers": (1, 1)}, at("model.fusion.layers", "once")),
+        ({"layers": (-1, 1)}, at("model.fusion.layers", "[-1, 1]", "from 0")),
         ({"gate": "none", "gate_start": 0.5}, at("model.fusion.gate_start", "gates")),
     ],
 )

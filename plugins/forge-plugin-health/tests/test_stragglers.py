@@ -73,6 +73,17 @@ def named(err):
     return [line for line in err.splitlines() if "the others wait for" in line]
 
 
+@pytest.mark.parametrize(("passed", "waited", "share"), [(4.0, 1.0, 0.25), (4.0, 5.0, 1.0), (0.5, 0.0, 0.0)])
+def test_the_share_of_waiting_is_by_the_time_that_passed(monkeypatch, passed, waited, share):
+    monkeypatch.setattr("forge_core.parallel.mesh.gather_objects", lambda own: [own, own])
+    hook, logged = Stragglers(), {}
+    context = SimpleNamespace(step=100, model=torch.nn.Linear(2, 2), log=logged.__setitem__)
+    hook.on_train_begin(context)
+    hook._look(context, 50, passed, waited)
+    hook.on_train_end(context)
+    assert logged["wait_share"] == share
+
+
 @pytest.mark.slow
 def test_a_rank_with_more_work_is_named_after_three_looks_with_its_host(folder):
     from forge_kit.metrics import read_metrics

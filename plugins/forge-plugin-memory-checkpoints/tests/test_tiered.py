@@ -601,6 +601,10 @@ class TestStorage:
         Path("memory/step-1/manifest.json").write_text(text)
         assert saved.steps() == []
 
+    def test_a_step_of_which_memory_lacks_a_file_is_not_there(self, saved):
+        Path("memory/step-1/file").unlink()
+        assert saved.steps() == []
+
     def test_what_was_damaged_in_memory_does_not_become_durable(self, saved):
         Path("memory/step-1/file").write_bytes(b"BYTES")
         with pytest.raises(CheckpointError, match=naming("file", "damaged in memory")):

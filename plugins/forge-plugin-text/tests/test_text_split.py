@@ -101,6 +101,12 @@ def test_a_list_that_does_not_exist_is_a_problem(letters: Path, problems) -> Non
     check_problems(found, at("held_out_list", "'gone.list'", "No such file or directory"))
 
 
+def test_a_list_that_is_no_text_is_a_problem(letters: Path, problems) -> None:
+    Path("held_out.list").write_bytes(b"\xff\xfe")
+    found = problems(Text(path="*.txt", held_out_list="held_out.list"))
+    check_problems(found, at("held_out_list", "'held_out.list'", "utf-8"))
+
+
 def test_a_single_document_cannot_be_split(letters: Path, problems) -> None:
     found = problems(Text(path="a.txt", held_out_every=20))
     check_problems(found, at("held_out_every", 20, "single document", "held_out_every = 0"))
