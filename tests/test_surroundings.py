@@ -76,5 +76,12 @@ def test_a_dependence_on_the_clock_is_recognised(rule, code):
     assert list(rule(ast.parse(code)))
 
 
+def test_forks_of_tests_leave_inherited_garbage():
+    """Where it holds a process group, a collection in the fork would hang: see `exit_code_of_fork`."""
+    for path in files_of_tests():
+        names = called(ast.parse(path.read_text()))
+        assert "get_context" not in names or "freeze" in names, f"{path}: use forge_testing.processes.exit_code_of_fork"
+
+
 def test_that_something_took_at_least_so_long_may_be_asserted():
     assert list(timed_assertions(ast.parse("assert time.monotonic() - began > 7"))) == []

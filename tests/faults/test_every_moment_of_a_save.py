@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import shutil
 import sys
@@ -15,6 +14,7 @@ import torch
 from forge_core.checkpoint.manager import Checkpoints, Retention, State
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.parallel.mesh import leave_group
+from forge_testing.processes import exit_code_of_fork
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Audit events of operations that change a file system; opening a file to write is another."""
@@ -52,13 +52,6 @@ def ready_to_fork():
     gc.freeze()  # nothing of it is garbage for the forks, which would copy each page that they look through
 
 
-def exit_code(function, *arguments):
-    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
-    process.start()
-    process.join()
-    return process.exitcode
-
-
 @pytest.mark.filterwarnings("error:passing over")
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step that is there"])
 def test_a_save_that_dies_leaves_the_one_before_or_itself_whole(tmp_path, step, ready_to_fork):
@@ -69,7 +62,7 @@ def test_a_save_that_dies_leaves_the_one_before_or_itself_whole(tmp_path, step, 
     for operation in count(1):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(before, folder)
-        if exit_code(save_and_die, folder, step, operation) != DEAD:
+        if exit_code_of_fork(save_and_die, folder, step, operation) != DEAD:
             break
         deaths += 1
         path, manifest = checkpoints(folder).newest()

@@ -37,12 +37,12 @@ class Forgetful(TrainingHook):
 
 @define(kw_only=True, slots=False)
 class Trembling(TrainingHook):
-    """Adds noise that no seed decides, of the size of rounding."""
+    """Adds noise that no seed decides: enough that the losses of no two runs are equal by chance."""
 
     def on_gradients(self, context):
         generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
         for parameter in context.model.parameters():
-            parameter.grad *= 1 + 1e-6 * torch.rand(parameter.grad.shape, generator=generator)
+            parameter.grad *= 1 + 1e-4 * torch.rand(parameter.grad.shape, generator=generator)
 
 
 @define(kw_only=True, slots=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from forge_plugin_goodput.events import EventLog, process_began, read_events
 from forge_plugin_goodput.run_account import read_run
 from forge_plugin_goodput.slurm_facts import slurm_facts
 from forge_testing import tiny_job
-from forge_testing.processes import run_on_ranks
+from forge_testing.processes import exit_code_of_fork, run_on_ranks
 from forge_testing.refusals import at, check_problems, lacks, naming
 
 STEPS, UPDATE_S, HOOK_S = 12, 0.02, 0.01
@@ -66,10 +65,7 @@ def in_a_process(job, catalog, dies=0):
         torch.set_num_threads(1)  # threads of a pool do not survive a fork
         Trainer(job, hooks=[Eventful(dies=dies)], catalog=catalog, echo=lambda text: None).run()
 
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    process.join()
-    return process.exitcode
+    return exit_code_of_fork(run)
 
 
 @pytest.fixture(scope="module")

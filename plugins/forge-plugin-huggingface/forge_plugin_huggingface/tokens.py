@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 from collections import deque
@@ -146,6 +147,9 @@ _work: Callable[[Any], Any]
 
 def _set_work(work: Callable[[Any], Any]) -> None:
     global _work
+    # Collecting inherited garbage could wait for good: freeing a process group waits for its threads, which a fork does
+    # not copy.
+    gc.freeze()
     _work = work
 
 

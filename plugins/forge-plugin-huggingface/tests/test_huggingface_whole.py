@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch.distributed as dist
 
 from forge_core import load_job
 from forge_core.contracts.data import Documents
@@ -308,6 +310,21 @@ def test_a_process_that_is_killed_while_it_tokenises_is_named():
 
     with pytest.raises(ForgeError, match=naming("tokenises", "killed")):
         list(token_files.in_order(work, iter(range(4)), 2))
+
+
+def test_a_process_that_tokenises_does_not_free_a_group_that_it_inherits():
+    """Of a run before, in a notebook: it would wait for the group's threads, which a fork does not copy."""
+    ring = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1)]
+    ring.append(ring)
+    held = [ring]
+    del ring
+
+    def work(task: int) -> int:
+        held.clear()
+        gc.collect()
+        return task
+
+    assert list(token_files.in_order(work, iter(range(4)), 2)) == [0, 1, 2, 3]
 
 
 def test_a_source_that_rank_0_described_is_read_on_a_machine_with_another_cache(write, tmp_path, monkeypatch):

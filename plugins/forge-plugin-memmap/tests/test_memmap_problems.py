@@ -17,6 +17,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.token_file import TokenFileWriter
 from forge_plugin_memmap import PreparedTokenizer
 from forge_plugin_memmap.shards import check_visible, read_shard
+from forge_testing.processes import exit_code_of_fork
 from forge_testing.refusals import ExpectedProblem, at, check_problems, lacks, naming, refuses, refuses_all
 
 Find = Callable[..., list[Problem]]
@@ -221,12 +222,9 @@ def test_files_share_one_folder_of_the_cache_and_a_killed_check_continues(
         read.append(Path(shard.path).name)
         return blocks(shard)
 
-    process = os.fork()
-    if not process:
-        monkeypatch.setattr(ids, "blocks", lambda shard: os._exit(7) if shard.path.endswith("2.npy") else note(shard))
-        open_documents(**keys)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
+    with monkeypatch.context() as patch:
+        patch.setattr(ids, "blocks", lambda shard: os._exit(7) if shard.path.endswith("2.npy") else note(shard))
+        assert exit_code_of_fork(lambda: open_documents(**keys)) == 7
     monkeypatch.setattr(ids, "blocks", note)
     folders = []
     monkeypatch.setattr(ids, "cached_folder", lambda *given, **more: folders.append(given[1]) or opened(*given, **more))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from forge_core.contracts.components import TrainingHook
 from forge_plugin_tensorboard import TensorBoard
 from forge_plugin_tensorboard.writer import TensorBoardLogger, heat_map
+from forge_testing.processes import exit_code_of_fork
 
 
 def shown(folder):
@@ -60,9 +60,7 @@ def test_what_came_before_a_checkpoint_outlives_a_killed_process(tmp_path):
         logger.flush()  # as before a checkpoint
         os.kill(os.getpid(), signal.SIGKILL)
 
-    process = multiprocessing.get_context("fork").Process(target=log_and_die)
-    process.start()
-    process.join()
+    assert exit_code_of_fork(log_and_die) == -signal.SIGKILL
     assert [step for step, _ in shown(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5]
 
 

@@ -104,15 +104,8 @@ def run_in_turn_on_ranks(
     while _imported_by_ranks:
         with suppress(ImportError):  # of a package that a test has removed since
             importlib.import_module(_imported_by_ranks.pop())
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()
-    # pytest's `faulthandler_timeout` is a thread, which a fork does not copy, and ranks would wait for its end
-    faulthandler.cancel_dump_traceback_later()
-    context = multiprocessing.get_context("fork")
+    context = _context_of_forks()
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-    sys.stdout.flush()
-    sys.stderr.flush()
     with tempfile.TemporaryDirectory() as folder:
         args = [(rank, ranks, functions, Path(folder) / "meet", timeout, pipes) for rank in range(ranks)]
         processes = [context.Process(target=_rank, args=arguments) for arguments in args]
@@ -132,6 +125,50 @@ def run_in_turn_on_ranks(
                 reading.close()
 
 
+def exit_code_of_fork(function: Callable[..., Any], *arguments: Any, timeout: float = HANG_S) -> int:
+    """Call a function in a fork of this process, one that dies for example.
+
+    Args:
+        function: What it raises is printed by the fork, whose exit code is 1 then.
+        arguments: Of the function.
+        timeout: Seconds until the fork is ended.
+
+    Returns:
+        The exit code; the negative number of the signal, if one has ended the fork.
+    """
+    process = _context_of_forks().Process(target=_called, args=(function, arguments, timeout))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _called(function: Callable[..., Any], arguments: Sequence[Any], timeout: float) -> None:
+    _leave_inherited_garbage()
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    function(*arguments)
+
+
+def _context_of_forks() -> Any:
+    """Make this process ready to be forked, and return the context of processes that are forks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    # pytest's `faulthandler_timeout` is a thread, which a fork does not copy, and forks would wait for its end
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return multiprocessing.get_context("fork")
+
+
+def _leave_inherited_garbage() -> None:
+    """Keep the collector of a fork from what it inherits.
+
+    It would touch, and so copy, all objects imported before the fork. And it would hang where garbage holds a process
+    group: freeing one waits for its threads, which a fork does not copy.
+    """
+    gc.freeze()
+
+
 def _rank(
     rank: int,
     ranks: int,
@@ -140,9 +177,7 @@ def _rank(
     timeout: float,
     pipes: Sequence[tuple[Connection, Connection]],
 ) -> None:
-    # A collection here would touch, and so copy, all objects imported before the fork. And it would hang where garbage
-    # holds a process group: freeing one waits for its threads, which a fork does not copy.
-    gc.freeze()
+    _leave_inherited_garbage()
     gc.enable()
     for other, (reading, sending) in enumerate(pipes):
         reading.close()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
+import os
+import signal
 import time
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forge_testing.processes import run_in_turn_on_ranks, run_on_ranks
+from forge_testing.processes import exit_code_of_fork, run_in_turn_on_ranks, run_on_ranks
 
 
 def gradient(rank):
@@ -41,3 +46,30 @@ def test_ranks_may_take_long_in_all_but_not_in_one_function():
     done, error = run_in_turn_on_ranks(2, [takes_a_while] * 4 + [lambda rank: time.sleep(600)], timeout=5)
     assert done == [[0, 1]] * 4
     assert error
+
+
+def test_a_fork_does_not_free_a_group_that_it_inherits():
+    """It would wait for the group's threads, which it does not have."""
+    ring = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1)]
+    ring.append(ring)
+    held = [ring]
+    del ring
+
+    def make_garbage():
+        held.clear()
+        gc.collect()
+
+    assert exit_code_of_fork(make_garbage, timeout=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (lambda: None, 0),
+        (lambda: os._exit(7), 7),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
+        (lambda: 1 / 0, 1),
+    ],
+)
+def test_how_a_fork_ends_is_its_exit_code(end, code):
+    assert exit_code_of_fork(end) == code
