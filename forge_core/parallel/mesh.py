@@ -77,12 +77,13 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 def mesh_of(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
     """All ranks of the run, row by row, in a mesh of these dimensions, outermost first. Collective."""
-    ranks = torch.arange(math.prod(sizes.values()), dtype=torch.int).view(*sizes.values())
+    ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes))
     # The groups of a mesh have torch's default limit, 10 minutes with NCCL, whatever the group of all ranks has.
     if (limit := group_timeout()) is not None:
         for group in mesh.get_all_groups():
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+            # Public from torch 2.15 on, where the other one warns
+            (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(limit, group)
     return mesh
 
 
@@ -93,7 +94,7 @@ def group_timeout() -> timedelta | None:
     # A day after the watchdog, which sees whether any rank still moves, as in a long save on rank 0. A collective only
     # knows how long it has waited, and is for the case that no watchdog can run.
     limit_s = this_process.rendezvous.hang_timeout_s
-    return timedelta(seconds=limit_s, days=1) if limit_s else timedelta(days=365)
+    return timedelta(seconds=limit_s, days=1 if limit_s else 365)
 
 
 def leave_group() -> None:
