@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from forge_kit.torch_internals import flash_on_cpu, flash_on_cpu_backward, grouped_mm
 
@@ -49,17 +48,6 @@ def _attend(
     return flash_on_cpu(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-def count_kernels() -> None:
-    """Register the FLOPs of the kernel above, half of them if causal, and of grouped products."""
-    for kernel, formula in (
-        (flash_on_cpu, _forward_flops),
-        (flash_on_cpu_backward, _backward_flops),
-        (grouped_mm, _grouped_flops),
-    ):
-        if kernel not in flop_registry:
-            register_flop_formula(kernel)(formula)
-
-
 def _products(q: Any, k: Any, causal: bool) -> float:
     """Returns the FLOPs of one product over all pairs of positions computed: q (B, H, S, E), k (B, K, T, E)."""
     batch, heads, queries, width = q
@@ -81,3 +69,12 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> float:
     # stacks, one product each.
     stacks = a[0] if len(a) == 3 == len(b) else 1
     return 2 * stacks * a[-2] * a[-1] * b[-1]
+
+
+FORMULAS: Mapping[Any, Callable[..., float]] = {
+    flash_on_cpu: _forward_flops,
+    flash_on_cpu_backward: _backward_flops,
+    grouped_mm: _grouped_flops,
+}
+"""FLOPs of the kernel above, half of them if causal, and of grouped products, from the shapes of arguments. torch has
+none of them or, from 2.15 on, those of attention to all positions."""

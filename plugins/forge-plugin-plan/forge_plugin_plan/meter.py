@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from attrs import define, frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.mesh import local_part
 from forge_kit.torch_internals import FakeTensor
+from forge_plugin_plan.kernels import FORMULAS
 from forge_plugin_plan.storages import Piece, Purpose, Storages
 from forge_plugin_plan.torch_internals import (
     DEVICE,
@@ -49,6 +51,7 @@ def _nothing(_whole: int, _ranks: int) -> float:
     return 0
 
 
+_OWN_FORMULAS = {kernel: shape_wrapper(formula) for kernel, formula in FORMULAS.items()}
 COLLECTIVES = ("c10d", "_c10d_functional")
 KINDS: Mapping[str, tuple[str, Sent]] = {
     "_allgather_base_": ("all-gather", _ring),
@@ -115,6 +118,9 @@ class Meter(PlainDispatchMode):
             stack.enter_context(self.storages.resizing())
             stack.enter_context(self._without_questions_of_dtensors())
             stack.enter_context(self)
+            stack.enter_context(warnings.catch_warnings())
+            # From torch 2.15 on, where selective checkpointing saves: what it saves is found without the hooks below
+            warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
             yield
 
@@ -165,7 +171,8 @@ class Meter(PlainDispatchMode):
         if func.namespace in COLLECTIVES:
             self._communicate(func, args, result, (*read, *made))
         self._allocate(read, made, overwritten)
-        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+        packet = func.overloadpacket
+        if (formula := _OWN_FORMULAS.get(packet) or flop_registry.get(packet)) is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         return result
 

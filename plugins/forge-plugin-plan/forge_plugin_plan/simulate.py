@@ -28,7 +28,7 @@ from forge_kit.batches import zero_batch
 from forge_kit.torch_internals import is_compiled
 from forge_plugin_plan.fake_run import FakeRun, fake_run
 from forge_plugin_plan.fake_world import BroadcastLog, Line, fake_world, line_of
-from forge_plugin_plan.kernels import FusedAttention, count_kernels
+from forge_plugin_plan.kernels import FusedAttention
 from forge_plugin_plan.meter import Meter, Transfer
 from forge_plugin_plan.repetition import Repetition
 from forge_plugin_plan.storages import Memory, Purpose
@@ -180,7 +180,6 @@ class _Rank:
         """Bytes of each parameter's gradient, which may be a part of a storage."""
         self._repeats = False
         self._report: Callable[[str], object] = lambda text: None
-        count_kernels()
 
     def plan(self, states: StateLog, repeats: bool, report: Callable[[str], object]) -> RankPlan:
         """Simulate a step; adds the sizes of its parameters to `states`."""

@@ -17,7 +17,8 @@ from forge_core import load_job
 from forge_core.cli import main
 from forge_core.parallel.mesh import leave_group
 from forge_plugin_plan.gpus import find_gpu
-from forge_plugin_plan.kernels import count_kernels
+from forge_plugin_plan.kernels import FORMULAS, FusedAttention
+from forge_plugin_plan.meter import Meter
 from forge_plugin_plan.report import SPARE
 from forge_testing.refusals import lacks
 
@@ -187,10 +188,20 @@ def test_what_leaves_nodes_is_less_where_tokens_cross_once(tmp_path: Path, capsy
     assert groups == ["shard (16 ranks, 8 a node)", "shard (2 ranks, 1 a node)", "shard (8 ranks)"]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_counts_the_pairs_of_positions_that_a_kernel_computes(causal: bool) -> None:
+    """torch 2.15 counts this kernel, too, but all pairs."""
+    q, k, v = torch.randn(3, 2, 4, 16, 8, requires_grad=True).unbind(0)
+    meter = Meter()
+    with meter.watching(), FusedAttention():
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
+    pairs = 16 * 16 / (2 if causal else 1)
+    assert meter.flops == (2 + 5) * 2 * 2 * 4 * 8 * pairs  # products: two forward, five backward
+
+
 def test_products_of_groups_count_as_many_flops_as_their_rows_make() -> None:
-    count_kernels()
     x, weight = torch.randn(10, 16, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         y = torch.nn.functional.grouped_mm(x, weight.mT, offs=torch.tensor([4, 4, 10], dtype=torch.int32))
         assert counter.get_total_flops() == 2 * 10 * 16 * 8
         y.backward(torch.ones(10, 8))
