@@ -51,7 +51,7 @@ class TapPoint:
     """Whether it has a gradient; chosen numbers of experts, say, have none."""
     size: int | None = field(default=None, kw_only=True)
     """How many heads, features or experts it has over all ranks, so that a number beyond them is refused when a job is
-    checked; None: not told."""
+    checked; None: unknown."""
     mixing: Mapping[str, float] = field(factory=dict, kw_only=True, validator=_known_mixing)
     """Of a `pattern`: what differs from plain causal attention, as a module of `sequence_mixers()` says it by
     `mixing()`; see `MIXING`. A module that does more has no such point."""

@@ -98,7 +98,7 @@ def test_in_half_precision_gradients_are_reduced_in_float32():
     for dtype, narrow in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
         policy = _precision(dtype, narrow)
         assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-        assert not policy.cast_forward_inputs, "a module decides the dtypes of what it receives"
+        assert not policy.cast_forward_inputs, "a module decides the dtypes of its inputs"
     for dtype in (torch.float32, torch.float64):
         assert _precision(dtype, narrow=False).reduce_dtype is None, "whatever the gradients have"
 

@@ -76,5 +76,5 @@ FORMULAS: Mapping[Any, Callable[..., float]] = {
     flash_on_cpu_backward: _backward_flops,
     grouped_mm: _grouped_flops,
 }
-"""FLOPs of the kernel above, half of them if causal, and of grouped products, from the shapes of arguments. torch has
-none of them or, from 2.15 on, those of attention to all positions."""
+"""FLOPs of the kernel above, half of them if causal, and of grouped products, from the shapes of arguments. torch
+lacks these formulas; from 2.15 on it has those of attention, for all pairs of positions."""

@@ -70,7 +70,7 @@ def command(argv: list[str]) -> int:
             raise JobError("--status takes a run folder and nothing else")
         return print_status(Path(parsed.status))
     if parsed.at_once and parsed.array is None:
-        raise JobError("--at-once is of an array; give its job files by --array")
+        raise JobError("--at-once limits an array: pass its job files with --array")
     given = {name: getattr(parsed, name.replace("-", "_")) for name in OPTIONS}
     settings = [f"{name.replace('-', '_')}={_toml(value)}" for name, value in given.items() if value is not None]
     cluster, problems = read_cluster(parsed.preset, settings)

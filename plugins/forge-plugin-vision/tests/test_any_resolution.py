@@ -146,7 +146,7 @@ def test_the_numbers_of_a_grid_are_one_function_for_integers_and_tensors(height,
         (ImageFormat(patch=4), None, None),
         (ImageFormat(patch=4, grid=(2, 3)), 6, Grid(1, 2, 3)),
         (ImageFormat(patch=4, multiple=3, arrangements=((1, 2), (2, 3), (4, 1))), 54, Grid(1, 6, 9)),
-        # Tiles that are joined, and beside them the image in one tile
+        # Joined tiles, and the whole image as one more tile
         (ImageFormat(patch=4, grid=(3, 3), arrangements=((1, 2), (2, 3))), 63, Grid.of_tiles(2, 3, (6, 9))),
     ],
 )

@@ -193,7 +193,7 @@ def _rank(
         _reuse_meshes()
         before = set(sys.modules)
         for number, function in enumerate(functions):
-            faulthandler.dump_traceback_later(0.95 * timeout, exit=True)  # before the parent gives up
+            faulthandler.dump_traceback_later(0.95 * timeout, exit=True)  # before the parent's own limit
             if number:  # no rank is in a later function than another, whose failure would be taken for one there
                 dist.barrier()
             value = function(rank)
