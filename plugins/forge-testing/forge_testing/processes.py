@@ -135,16 +135,23 @@ def exit_code_of_fork(function: Callable[..., Any], *arguments: Any, timeout: fl
 
     Returns:
         The exit code; the negative number of the signal, if one has ended the fork.
+
+    Raises:
+        AssertionError: The timeout was reached.
     """
     process = _context_of_forks().Process(target=_called, args=(function, arguments, timeout))
     process.start()
-    process.join()
+    process.join(timeout)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise AssertionError("timed out")
     return process.exitcode
 
 
 def _called(function: Callable[..., Any], arguments: Sequence[Any], timeout: float) -> None:
     _leave_inherited_garbage()
-    faulthandler.dump_traceback_later(timeout, exit=True)
+    faulthandler.dump_traceback_later(0.95 * timeout, exit=True)  # before the parent's own limit
     function(*arguments)
 
 

@@ -62,6 +62,12 @@ def test_a_fork_does_not_free_a_group_that_it_inherits():
     assert exit_code_of_fork(make_garbage, timeout=30) == 0
 
 
+def test_a_fork_that_hangs_before_its_own_limit_begins_is_ended(monkeypatch):
+    monkeypatch.setattr("forge_testing.processes._leave_inherited_garbage", lambda: time.sleep(600))
+    with pytest.raises(AssertionError, match="timed out"):
+        exit_code_of_fork(int, timeout=1)
+
+
 @pytest.mark.parametrize(
     ("end", "code"),
     [
