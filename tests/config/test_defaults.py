@@ -1,4 +1,4 @@
-"""The defaults of all keys, and what validates them, are those of the record, `defaults.json`: jobs rely on them.
+"""`defaults.json` records the default and the validator of each key: jobs rely on them, so no change goes unnoticed.
 
 python tests/config/test_defaults.py  # writes the record; say in CHANGELOG.md what has changed
 """

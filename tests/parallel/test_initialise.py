@@ -161,7 +161,7 @@ def test_a_parameter_that_reset_parameters_leaves_out_is_found(make_job, build):
 
 
 class Rotary(nn.Module):
-    """Computes a buffer when it is made, on the meta device, and not again; a table of whole numbers, too."""
+    """Computes a table in its constructor, on the meta device, and not again; its mask has infinite values."""
 
     def __init__(self, dtype):
         super().__init__()

@@ -77,4 +77,4 @@ FORMULAS: Mapping[Any, Callable[..., float]] = {
     grouped_mm: _grouped_flops,
 }
 """FLOPs of the kernel above, half of them if causal, and of grouped products, from the shapes of arguments. torch
-lacks these formulas; from 2.15 on it has those of attention, for all pairs of positions."""
+before 2.15 lacks these formulas; since then, its own for attention count all pairs of positions."""

@@ -37,7 +37,7 @@ class SelectingEdit(EditComponent):
     features: tuple[int, ...] = field(default=(), validator=NUMBERS)
     """Numbers of features, from 0 over all ranks, at points without heads (`mlp_hidden`: neurons)."""
     positions: tuple[int, ...] = field(default=(), validator=NUMBERS)
-    """Positions in the sequence, from 0."""
+    """Positions in the sequence, from 0 and below `train.seq_len`."""
 
     def problems(self, job: Job, layout: object) -> Iterator[Problem]:
         if self.positions and max(self.positions) >= job.train.seq_len:
