@@ -108,6 +108,9 @@ class Fault:
     def at_end(self, injection: Injection, context: StepContext) -> None:
         """Called after the update of the step."""
 
+    def before_step(self, injection: Injection, context: StepContext) -> None:
+        """Called before every step, before or after the fault."""
+
     def after_step(self, injection: Injection, context: StepContext) -> None:
         """Called after every step, before or after the fault."""
 
@@ -345,6 +348,7 @@ class DiskFull(Fault):
     """
 
     name, title, in_save, hits_all = "disk-full", "disk full at a save", True, True
+    changes_storage = True
     ends = (ExitCode.FAILED, ExitCode.FINISHED)
     hint = 'checkpoint.on_failure = "continue" would train on and try again at the next save'
 
@@ -363,6 +367,10 @@ class DiskFull(Fault):
             injection.mark()
         injection.disarm()
         resource.setrlimit(resource.RLIMIT_FSIZE, (injection.largest_file() // 2, hard))
+
+    def before_step(self, injection: Injection, context: StepContext) -> None:
+        if context.step == getattr(self, "_lift", 0):
+            injection.await_save()
 
     def after_step(self, injection: Injection, context: StepContext) -> None:
         if context.step == getattr(self, "_lift", 0):

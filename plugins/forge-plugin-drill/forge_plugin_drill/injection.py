@@ -39,6 +39,7 @@ class Injection:
         self._storage: Storage | None = None
         self._weights = 0
         self._limits_bind = threading.Event()
+        self._save_settled = threading.Event()
         self.due_in_loss = False
         """Whether the next loss of this rank shall have a wrong gradient."""
         self.pause_s = 0.0
@@ -101,6 +102,8 @@ class Injection:
             self._fault.prepare(self, context)
 
     def step_begins(self, context: StepContext) -> None:
+        if self._fault is not None:
+            self._fault.before_step(self, context)
         if self._is_due(context.step):
             self._limits_bind.set()
             self._fault.at_begin(self, context)  # type: ignore[union-attr]
@@ -131,14 +134,28 @@ class Injection:
             return
         # On the class: an instance may have slots, and a delegate would not be recognised as a `SpreadStorage`
         cls: Any = type(storage)
-        commit = cls.commit
+        commit, discard = cls.commit, cls.discard
 
         def committing(own: Storage, step: int) -> Path:
             if self._is_due(step):
                 self._fault.before_commit(self)  # type: ignore[union-attr]
+            self._note_settled(step)
             return commit(own, step)
 
-        cls.commit = committing
+        def discarding(own: Storage, step: int) -> None:
+            self._note_settled(step)
+            discard(own, step)
+
+        cls.commit, cls.discard = committing, discarding
+
+    def _note_settled(self, step: int) -> None:
+        if step == self.step:
+            self._save_settled.set()
+
+    def await_save(self) -> None:
+        """Wait until the files of the step's checkpoint are written, or failed to be: it may be in the background."""
+        if self._own_rank == 0:  # the only rank whose storage is always called; the step's collectives hold the others
+            self._save_settled.wait()
 
     def around_loss(self, loss: LossFunction) -> LossFunction:
         """The loss, whose gradient is wrong once if the fault says so."""

@@ -23,7 +23,7 @@ import time
 import torch
 from attrs import define
 
-from forge_core import TrainingHook
+from forge_core import Plugin, TrainingHook, hookimpl
 
 
 @define(kw_only=True, slots=False)
@@ -53,6 +53,23 @@ class Stubborn(TrainingHook):
         if context.requests.stop and not context.requests.final:
             time.sleep(0.5)  # a signal is delivered by its handler and by a thread, which may be late
             context.requests.stop = ""
+
+
+@define(kw_only=True, slots=False)
+class SlowSaves(Plugin):
+    """Saves in the background begin late: the next steps of so small a job are over by then."""
+
+    @hookimpl(wrapper=True)
+    def forge_build_storage(self):
+        storage = yield
+        cls, begin = type(storage), type(storage).begin
+
+        def beginning(own, step):
+            time.sleep(0.5)
+            return begin(own, step)
+
+        cls.begin = beginning
+        return storage
 
 
 @define(kw_only=True, slots=False)

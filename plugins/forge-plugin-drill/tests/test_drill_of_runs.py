@@ -8,6 +8,8 @@ from forge_testing.refusals import lacks
 
 pytestmark = pytest.mark.slow
 
+IN_BACKGROUND = "--checkpoint.async_save=true"
+
 
 @pytest.mark.thorough
 def test_damage_that_nobody_looks_for_is_missed_by_name(drill, folder):
@@ -43,10 +45,9 @@ def test_one_process_has_what_needs_no_others(drill):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("async_save", ["false", "true"])
-def test_a_full_disk_that_the_run_outlives(async_save, drill):
-    keys = ("--checkpoint.on_failure=continue", f"--checkpoint.async_save={async_save}")
-    code, told = drill("--only=disk-full", *keys)
+@pytest.mark.parametrize("keys", [[], [IN_BACKGROUND], [IN_BACKGROUND, "--plugins.slow.type=./hooks.py:SlowSaves"]])
+def test_a_full_disk_that_the_run_outlives(keys, drill):
+    code, told = drill("--only=disk-full", "--checkpoint.on_failure=continue", *keys)
     [fault] = told["faults"]
     assert code == 0, fault
     assert fault["said"]
