@@ -17,7 +17,7 @@ import watched
 
 # A busy machine is not an error: an example may take as long as it takes. They are others in every run, so that few of
 # them find in time what many would.
-settings.register_profile("patient", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 pytest_plugins = ["forge_testing.fixtures", "command_line"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 from collections import deque
@@ -19,6 +18,7 @@ from attrs import frozen
 from forge_core import report_progress
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
+from forge_kit.forks import collect_own_garbage, collector_paused
 from forge_kit.token_file import TokenFile, TokenFileWriter
 from forge_plugin_huggingface.encoding import Encoded, Encoder, text_of
 from forge_plugin_huggingface.part import SplitPart
@@ -131,6 +131,8 @@ def in_order(work: Callable[[Any], Any], tasks: Iterator[Any], processes: int) -
     fork = multiprocessing.get_context("fork")  # `work` is inherited, and need not be picklable
     with ProcessPoolExecutor(processes, fork, _set_work, (work,)) as pool:
         try:
+            with collector_paused():
+                pool.submit(int)  # the first task forks
             ahead = deque(pool.submit(_do_work, task) for task in islice(tasks, processes * BATCHES_AHEAD))
             while ahead:
                 result = ahead.popleft().result()
@@ -147,9 +149,7 @@ _work: Callable[[Any], Any]
 
 def _set_work(work: Callable[[Any], Any]) -> None:
     global _work
-    # Collecting inherited garbage could wait for good: freeing a process group waits for its threads, which a fork does
-    # not copy.
-    gc.freeze()
+    collect_own_garbage()
     _work = work
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import pickle
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-import torch.distributed as dist
 
 from forge_core import load_job
 from forge_core.contracts.data import Documents
@@ -22,6 +20,7 @@ from forge_kit.outputs import mark_output
 from forge_plugin_huggingface import HuggingFace
 from forge_plugin_huggingface import tokens as token_files
 from forge_plugin_huggingface.source import DescribedSource, Origin
+from forge_testing.processes import endanger_forks, exit_code_of_fork
 from forge_testing.refusals import at, check_problems, naming, refuses
 
 FORMATS = ["jsonl", "parquet", "saved"]
@@ -314,17 +313,12 @@ def test_a_process_that_is_killed_while_it_tokenises_is_named():
 
 def test_a_process_that_tokenises_does_not_free_a_group_that_it_inherits():
     """Of a run before, in a notebook: it would wait for the group's threads, which a fork does not copy."""
-    ring = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1)]
-    ring.append(ring)
-    held = [ring]
-    del ring
 
-    def work(task: int) -> int:
-        held.clear()
-        gc.collect()
-        return task
+    def tokenise() -> None:
+        endanger_forks()
+        assert list(token_files.in_order(abs, iter(range(4)), 2)) == [0, 1, 2, 3]
 
-    assert list(token_files.in_order(work, iter(range(4)), 2)) == [0, 1, 2, 3]
+    assert exit_code_of_fork(tokenise, timeout=30) == 0
 
 
 def test_a_source_that_rank_0_described_is_read_on_a_machine_with_another_cache(write, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ process per executor, the death of a worker is the failure of exactly the unit t
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import queue
@@ -23,6 +22,7 @@ import torch
 
 from forge_core.contracts.data import LoadedRows, SampleReader, SampleRow
 from forge_core.contracts.errors import DataError
+from forge_kit.forks import collect_own_garbage, collector_paused
 
 QUEUED = 2
 """Units that a worker has at a time, so that it need not wait for the next one. When it dies, it was reading the first,
@@ -55,7 +55,8 @@ class Workers:
             before = multiprocessing.active_children()
             # The first task forks: here, so that the processes start from the thread that will live longest, and read
             # while the rest of the graph is made.
-            self._pids = [executor.submit(os.getpid) for executor in self._executors]
+            with collector_paused():
+                self._pids = [executor.submit(os.getpid) for executor in self._executors]
             self._processes = [child for child in multiprocessing.active_children() if child not in before]
         self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in [*range(count)] * QUEUED:
@@ -141,9 +142,7 @@ class _Worker:
 
 def _begin(reader: SampleReader, parent: int) -> None:
     """Initialise a worker process."""
-    # Collections of garbage leave alone what a fork inherits: to search it would copy its memory, and to free an object
-    # of another library may wait for ever for threads that a fork does not copy.
-    gc.freeze()
+    collect_own_garbage()
     _Worker.reader = reader
     torch.set_num_threads(1)
     # Ctrl-C and a scheduler's signal reach the whole process group. The run then saves before it ends, and for that it

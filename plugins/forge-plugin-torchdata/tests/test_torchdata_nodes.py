@@ -26,6 +26,7 @@ from forge_core.data.loader import TrainLoader
 from forge_core.data.reading import Plain
 from forge_plugin_torchdata import Nodes
 from forge_testing import Numbers
+from forge_testing.processes import endanger_forks, exit_code_of_fork
 from forge_testing.refusals import at, check_problems, naming
 from forge_testing.tiny import NumberSequences
 
@@ -70,6 +71,14 @@ def load(job, build, count, samples=None):
 def same(one, other):
     pairs = [(a, b) for step, of in zip(one, other, strict=True) for a, b in zip(step, of, strict=True)]
     return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
+
+
+def test_workers_do_not_free_a_group_that_they_inherit(make_job, build):
+    def load_in_danger():
+        endanger_forks()
+        load(make_job(data={"sources": MAPS, "workers": 2}), build, 3)
+
+    assert exit_code_of_fork(load_in_danger, timeout=60) == 0
 
 
 @pytest.mark.parametrize("sources", [MAPS, STREAMS], ids=["by number", "streams"])

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from forge_kit.forks import collect_own_garbage, collector_paused
 from forge_testing.torch_internals import share_device_of_gloo
 
 IMPORTED = (
@@ -109,10 +110,9 @@ def run_in_turn_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         args = [(rank, ranks, functions, Path(folder) / "meet", timeout, pipes) for rank in range(ranks)]
         processes = [context.Process(target=_rank, args=arguments) for arguments in args]
-        gc.disable()  # until each rank has frozen what it inherits
-        for process in processes:
-            process.start()
-        gc.enable()
+        with collector_paused():
+            for process in processes:
+                process.start()
         for _, sending in pipes:
             sending.close()  # so that reading ends where the rank has
         try:
@@ -140,7 +140,8 @@ def exit_code_of_fork(function: Callable[..., Any], *arguments: Any, timeout: fl
         AssertionError: The timeout was reached.
     """
     process = _context_of_forks().Process(target=_called, args=(function, arguments, timeout))
-    process.start()
+    with collector_paused():
+        process.start()
     process.join(timeout)
     if process.exitcode is None:
         process.kill()
@@ -149,8 +150,22 @@ def exit_code_of_fork(function: Callable[..., Any], *arguments: Any, timeout: fl
     return process.exitcode
 
 
+def endanger_forks() -> None:
+    """From here on, each fork of this process inherits a process group that is garbage, and allocates much at once.
+
+    Its collector would hang: freeing the group waits for threads that a fork does not copy. There is no way back, so
+    call it in a process that ends, such as one of `exit_code_of_fork`.
+    """
+
+    def make_garbage() -> None:
+        ring: list[Any] = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1)]  # type: ignore[attr-defined, call-arg]
+        ring.append(ring)
+
+    os.register_at_fork(before=make_garbage, after_in_child=lambda: [[] for _ in range(100_000)])
+
+
 def _called(function: Callable[..., Any], arguments: Sequence[Any], timeout: float) -> None:
-    _leave_inherited_garbage()
+    collect_own_garbage()
     faulthandler.dump_traceback_later(0.95 * timeout, exit=True)  # before the parent's own limit
     function(*arguments)
 
@@ -167,15 +182,6 @@ def _context_of_forks() -> Any:
     return multiprocessing.get_context("fork")
 
 
-def _leave_inherited_garbage() -> None:
-    """Keep the collector of a fork from what it inherits.
-
-    It would touch, and so copy, all objects imported before the fork. And it would hang where garbage holds a process
-    group: freeing one waits for its threads, which a fork does not copy.
-    """
-    gc.freeze()
-
-
 def _rank(
     rank: int,
     ranks: int,
@@ -184,8 +190,7 @@ def _rank(
     timeout: float,
     pipes: Sequence[tuple[Connection, Connection]],
 ) -> None:
-    _leave_inherited_garbage()
-    gc.enable()
+    collect_own_garbage()
     for other, (reading, sending) in enumerate(pipes):
         reading.close()
         if other != rank:

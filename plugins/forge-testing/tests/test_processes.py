@@ -7,13 +7,14 @@ import gc
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forge_testing.processes import exit_code_of_fork, run_in_turn_on_ranks, run_on_ranks
+from forge_testing.processes import endanger_forks, exit_code_of_fork, run_in_turn_on_ranks, run_on_ranks
 
 
 def gradient(rank):
@@ -62,8 +63,17 @@ def test_a_fork_does_not_free_a_group_that_it_inherits():
     assert exit_code_of_fork(make_garbage, timeout=30) == 0
 
 
+@pytest.mark.parametrize("fork", [partial(run_on_ranks, 2, gradient), partial(exit_code_of_fork, int)])
+def test_a_fork_frees_nothing_that_it_inherits_before_it_runs_anything_of_ours(fork):
+    def fork_in_danger():
+        endanger_forks()
+        fork(timeout=20)
+
+    assert exit_code_of_fork(fork_in_danger, timeout=60) == 0
+
+
 def test_a_fork_that_hangs_before_its_own_limit_begins_is_ended(monkeypatch):
-    monkeypatch.setattr("forge_testing.processes._leave_inherited_garbage", lambda: time.sleep(600))
+    monkeypatch.setattr("forge_testing.processes.collect_own_garbage", lambda: time.sleep(600))
     with pytest.raises(AssertionError, match="timed out"):
         exit_code_of_fork(int, timeout=1)
 
