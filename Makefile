@@ -9,10 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed$(if $(GIVEN),-$(subst =,-,$(TORCH)))
 
-# A process per core, and two more, since a third of the time tests wait for processes that they start; at most 8. A file's
+# A process per core, and three more, since a third of the time tests wait for processes that they start; at most 8. A file's
 # tests are in one process, since they share what they set up. A process that ends in a test is not replaced: the next
 # one would start with the same test.
-PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 6 ? n + 2 : 8)))
+PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 5 ? n + 3 : 8)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --max-worker-restart=0
 
 # Threads that wait must not spin: a busy neighbour would slow them down several times over.

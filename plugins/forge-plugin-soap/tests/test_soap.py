@@ -237,9 +237,9 @@ OPTIMIZER = SOAP(lr=0.02, precondition_frequency=2)
 
 
 def trained(folder, changes):
-    """Weights after five steps, and of how many matrices this rank has state."""
+    """Weights after four steps, the last in a corrected basis, and of how many matrices this rank has state."""
     run = tiny_run(folder, optimizer=OPTIMIZER, model=MODEL, **SIZES | changes)
-    advance(run, 5)
+    advance(run, 4)
     weights = whole_tensors({item.name: item.parameter for item in run.parameters}, run.context.mesh)
     return weights, sum("left" in state for state in run.optimizer.state.values())
 
@@ -256,8 +256,7 @@ def same_weights_and_divided_state(ranks, alone):
     assert max(shares) < 2 * all_of_them / len(shares)
 
 
-NAMES = ("replicate2", "fsdp2", "tp2", "pp2", "fsdp4", "hsdp2x2")
-NAMES += ("fsdp2_tp2", "fsdp2_pp2", "fsdp2_cp2", "replicate2_tp2")
+NAMES = ("fsdp2", "tp2", "hsdp2x2", "fsdp2_tp2", "fsdp2_pp2")
 test_layouts = layout_law(
     Case("soap", observe=trained, compare=same_weights_and_divided_state, layouts=NAMES),
 )
