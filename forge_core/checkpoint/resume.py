@@ -46,11 +46,10 @@ class Start:
     @property
     def extras(self) -> Mapping[str, Any]:
         """The state of hooks and plugins, but for those that have given way to others under the same name."""
-        types = [change for change in self.changes if change.path.endswith(".type") and change.after is not None]
-        replaced = {change.path.removesuffix(".type") for change in types}
+        changed = {change.path for change in self.changes if change.after is not None}
         saved = self.manifest["extras"].items()
         paths = {owner: owner.removeprefix("hook:").replace("plugin:", "plugins.", 1) for owner, _ in saved}
-        return {owner: state for owner, state in saved if paths[owner] not in replaced}
+        return {owner: state for owner, state in saved if f"{paths[owner]}.type" not in changed}
 
 
 def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str, with_changes: bool) -> Start:

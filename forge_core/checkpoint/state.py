@@ -155,12 +155,6 @@ def restore_state(
     return Progress(**manifest["progress"])
 
 
-def holders(hooks: Mapping[str, TrainingHook], plugins: Mapping[str, Plugin]) -> dict[str, TrainingHook | Plugin]:
-    """Hooks and plugins, which may have state too, by their names in a checkpoint."""
-    own = {f"hook:{name}": hook for name, hook in hooks.items()}
-    return {**own, **{f"plugin:{name}": plugin for name, plugin in plugins.items()}}
-
-
 def _empty_held(owner: str, stored: Shapes) -> dict[str, Tensor]:
     """Memory for the tensors that a checkpoint has of a hook or plugin, whole on every rank."""
     own = {name.removeprefix(f"{owner}."): shape for name, shape in stored.items() if name.startswith(f"{owner}.")}

@@ -11,7 +11,7 @@ from forge_core.checkpoint.manager import Checkpoints
 from forge_core.checkpoint.resume import FLAG, Start
 from forge_core.checkpoint.run_diff import check_tokenizer, describe_changes
 from forge_core.checkpoint.run_folder import JOB
-from forge_core.checkpoint.state import Progress, gather_state, holders, in_folder, in_memory, restore_state
+from forge_core.checkpoint.state import MODEL, Progress, gather_state, in_folder, in_memory, restore_state
 from forge_core.checkpoint.storage import to_json
 from forge_core.config.load import dump_job
 from forge_core.config.mixture import source_names
@@ -31,9 +31,12 @@ def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> Sta
     """All that a checkpoint holds. Reads only: a save, at any step, changes no later loss. Collective."""
     # The schedule's factor alone, by which a continued run notices another schedule: settings come from the job.
     progress.schedule = run.rates.factor(progress.step - 1) if progress.step else None
-    plugins, pipeline = run.context.plugins, pipeline_group(run.context.mesh)
-    state = gather_state(run.model, run.optimizer, progress, holders(run.hooks.hooks, plugins.active), pipeline)
-    values = {"tokens": progress.tokens, "job": dump_job(run.job, plugins.catalog), "provenance": provenance}
+    state = gather_state(run.model, run.optimizer, progress, _holders(run), pipeline_group(run.context.mesh))
+    values = {
+        "tokens": progress.tokens,
+        "job": dump_job(run.job, run.context.plugins.catalog),
+        "provenance": provenance,
+    }
     return State(state.tensors, {**values, **state.values})
 
 
@@ -48,9 +51,12 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
     run.hooks.beacon.enter(Phase.LOADING)
     # Checks first: a run that is refused has not read the tensors, which may take minutes.
     check_tokenizer(start.manifest["provenance"], provenance)
-    own = holders(run.hooks.hooks, run.context.plugins.active)
+    own = _holders(run)
     notes = [*_check_extras(start, own), *_check_sources(start, run)]
     source = in_folder(start.checkpoint, {**start.manifest, "extras": start.extras})
+    known = {MODEL + name for name in run.outline.tensors}
+    if left := [name for name in source.stored if name.startswith(MODEL) and name not in known]:
+        notes.append(f"left behind, since the model has no such tensors now: {listed(left)}")
     progress = restore_state(source, run.model, run.optimizer, own, run.outline.sizes)
     run.hooks("on_checkpoint_load", CheckpointContext(**run.references, step=progress.step, path=start.checkpoint))
     lines = [f"continuing from {start.checkpoint}, step {progress.step}"]
@@ -81,10 +87,15 @@ def go_back(rollback: Rollback, run: Run, checkpoints: Checkpoints) -> Progress:
         before = "" if rollback.step is None else f" of at most {rollback.step} steps"
         hint = "checkpoint.at_start = true saves one before the first step"
         raise CheckpointError(f"cannot go back ({rollback.reason}): there is no checkpoint{before}; {hint}")
-    own = holders(run.hooks.hooks, run.context.plugins.active)
-    own = {name: holder for name, holder in own.items() if holder.rolls_back or rollback.with_data}
+    own = {name: holder for name, holder in _holders(run).items() if holder.rolls_back or rollback.with_data}
     run.optimizer.state.clear()  # of parameters that had none then, which the source does not name
     return restore_state(source, run.model, run.optimizer, own, run.outline.sizes)
+
+
+def _holders(run: Run) -> dict[str, TrainingHook | Plugin]:
+    """Hooks and plugins, which may have state too, by their names in a checkpoint."""
+    own = {f"hook:{name}": hook for name, hook in run.hooks.hooks.items()}
+    return {**own, **{f"plugin:{name}": plugin for name, plugin in run.context.plugins.active.items()}}
 
 
 def _check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Iterator[str]:

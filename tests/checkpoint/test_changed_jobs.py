@@ -369,12 +369,14 @@ def test_counters_of_a_group_that_no_pattern_has_any_more_are_refused_by_name(re
 class Normed(Plugin):
     """Adds a module to the model."""
 
+    trains: bool = True
+
     @hookimpl(wrapper=True)
     def forge_build_model(self):
         from forge_kit.modules import LayerNorm
 
         model = yield
-        model.norm.further = LayerNorm(TinyModel().dim)
+        model.norm.further = LayerNorm(TinyModel().dim).requires_grad_(self.trains)
         model.norm.register_forward_hook(lambda norm, inputs, output: norm.further(output))
         return model
 
@@ -382,6 +384,11 @@ class Normed(Plugin):
 def test_state_of_a_parameter_that_a_plugin_added_is_not_left_out_silently(resume):
     with pytest.raises(ResumeError, match=naming("norm.further.weight")):
         resume({"plugins": {"normed": Normed()}}, {}, resume_with_changes=True)
+
+
+def test_frozen_weights_that_a_plugin_added_are_not_left_out_silently(resume, said):
+    assert resume({"plugins": {"normed": Normed(trains=False)}}, {}, resume_with_changes=True).step == 4
+    assert not lacks(said[0], "model.norm.further.weight")
 
 
 def test_the_next_checkpoint_has_the_new_job(resume, train, make_job):
