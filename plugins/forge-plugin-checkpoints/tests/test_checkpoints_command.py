@@ -319,6 +319,7 @@ class TestExport:
 
     def test_a_small_model_is_one_file_in_the_folder(self, checkpoints, weights, tmp_path):
         checkpoints("export", "--output", str(tmp_path / "out"))
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"], "and no index of files"
         assert self.same(load_file(tmp_path / "out/model.safetensors"), weights)
 
     def test_the_newest_intact_one_is_taken(self, checkpoints, run, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
 from forge_kit.supervisor import Supervisor
-from forge_plugin_health.elastic import Attempt, run_elastic
+from forge_plugin_health.elastic import Attempt, command, run_elastic
 from forge_plugin_health.spares import Spares
 from forge_testing import TINY_JOB
 from forge_testing.processes import HANG_S
@@ -208,3 +208,13 @@ def test_without_a_spare_process_a_rank_is_started_as_ever():
     process = spares([sys.executable, "-c", "raise SystemExit(3)"], env=dict(os.environ), pass_fds=[])
     assert process.wait() == 3
     spares.close()
+
+
+@pytest.mark.parametrize("asked", [[], ["--resume-with-changes"], ["--quiet"]])
+def test_ranks_are_started_with_no_more_than_was_asked_for(asked, tmp_path, monkeypatch):
+    (tmp_path / "job.toml").write_text(TINY_JOB)
+    started = []
+    monkeypatch.setattr("forge_plugin_health.elastic.run_elastic", lambda run, *_: started.append(run.arguments) or 0)
+    job = str(tmp_path / "job.toml")
+    assert command([job, "--nproc=2", *asked]) == 0
+    assert started == [[job, *asked]]

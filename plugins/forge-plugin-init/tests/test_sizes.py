@@ -144,3 +144,10 @@ def test_the_job_says_which_bound_its_vocabulary_comes_from(text_bytes: int, sec
 def test_a_prompt_ends_at_a_word(text: str, prompt: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text)
     assert own_text([str(tmp_path / "a.txt")], "text").prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(999, "999"), (1_000, "1 k"), (1_234_567, "1.23 M"), (1e9, "1 G"), (2e12, "2 T")]
+)
+def test_amounts_are_told_in_the_largest_unit_that_is_not_more(count, text):
+    assert sizes.amount(count) == text
