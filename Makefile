@@ -9,9 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed$(if $(GIVEN),-$(subst =,-,$(TORCH)))
 
-# A process per core, and three more, since a third of the time tests wait for processes that they start; at most 8. A file's
-# tests are in one process, since they share what they set up. A process that ends in a test is not replaced: the next
-# one would start with the same test.
+# A process per core, and three more, since a third of the time tests wait for processes that they start; at most 8.
+# A file's tests are in one process, since they share what they set up. A process that ends in a test is not replaced:
+# the next one would start with the same test.
 PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 5 ? n + 3 : 8)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --max-worker-restart=0
 
