@@ -344,8 +344,8 @@ class DiskFull(Fault):
     """The disk is full at a save: no process may write a file beyond half the size of the largest in a checkpoint.
 
     By RLIMIT_FSIZE, for which no privileges are needed: writing fails in the middle of a file with EFBIG, where a full
-    disk has ENOSPC. The limit is lifted again after one interval of saves, when the save has met it, which may be in the
-    background.
+    disk has ENOSPC. The limit is lifted again after one interval of saves, when the save has met it (a save may run in
+    the background).
     """
 
     name, title, in_save, hits_all = "disk-full", "disk full at a save", True, True
