@@ -226,6 +226,7 @@ class Terminal:
     """`forge-run` on a terminal, in a process of its own."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
+        self.shown = ""
         self.process, self._terminal = pty.fork()
         if self.process == 0:
             os.chdir(folder)
@@ -242,7 +243,7 @@ class Terminal:
         while not (expected in new and new.endswith(end)):
             assert time.monotonic() < deadline, f"{expected!r} is not in {new!r}"
             if select.select([self._terminal], [], [], 1.0)[0]:
-                new += os.read(self._terminal, 4096).decode(errors="replace")
+                new += self._read()
         return new
 
     def leave(self) -> int:
@@ -263,11 +264,16 @@ class Terminal:
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self._terminal], [], [], left)[0]:
                 try:
-                    if not os.read(self._terminal, 4096):
+                    if not self._read():
                         return True
                 except OSError:  # the other side is closed
                     return True
         return False
+
+    def _read(self) -> str:
+        text = os.read(self._terminal, 4096).decode(errors="replace")
+        self.shown += text
+        return text
 
 
 @pytest.mark.slow
@@ -285,5 +291,5 @@ def test_on_a_terminal_ctrl_c_ends_a_text_and_ctrl_d_leaves(folder) -> None:
     time.sleep(1.0)
     terminal.type("\n")
     terminal.wait_for("Ctrl-D leaves")
-    assert terminal.leave() == 0
+    assert terminal.leave() == 0, terminal.shown
     assert "an alle" in (folder / ".local/state/forge-run/chat_history").read_text()

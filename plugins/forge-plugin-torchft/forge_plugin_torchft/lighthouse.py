@@ -6,11 +6,16 @@ import argparse
 import math
 import os
 import signal
-import threading
+from typing import TYPE_CHECKING
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_plugin_torchft.secret import is_loopback
+
+if TYPE_CHECKING:
+    from torchft.coordination import LighthouseServer
+
+ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def command(argv: list[str]) -> int:
@@ -35,8 +40,24 @@ def command(argv: list[str]) -> int:
         from torchft.coordination import LighthouseServer
     except ImportError as error:
         raise ForgeError(f"needs the package torchft: {error}; pip install 'torchft>=0.2,<0.3'") from error
+    # Blocked, and waited for: a handler would not wake a thread that goes to sleep just as the signal arrives. The
+    # server's threads inherit the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     try:
-        server = LighthouseServer(
+        server = _listen(LighthouseServer, options)
+        # torchft gives the name of the machine, at which loopback may not be reached
+        address = f"http://{options.host}:{options.port}" if is_loopback(options.host) else server.address()
+        print(f"lighthouse = {address!r}  # also shows who is present, in a browser", flush=True)
+        signal.sigwait(ENDS)
+        server.shutdown()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return ExitCode.FINISHED
+
+
+def _listen(server: type[LighthouseServer], options: argparse.Namespace) -> LighthouseServer:
+    try:
+        return server(
             bind=f"{options.host}:{options.port}",
             min_replicas=options.min_groups,
             join_timeout_ms=round(1000 * options.join_within),
@@ -45,12 +66,3 @@ def command(argv: list[str]) -> int:
         )
     except RuntimeError as error:
         raise ForgeError(f"the lighthouse cannot listen at {options.host}:{options.port}: {error}") from error
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    # torchft gives the name of the machine, at which loopback may not be reached
-    address = f"http://{options.host}:{options.port}" if is_loopback(options.host) else server.address()
-    print(f"lighthouse = {address!r}  # also shows who is present, in a browser", flush=True)
-    ended.wait()
-    server.shutdown()
-    return ExitCode.FINISHED

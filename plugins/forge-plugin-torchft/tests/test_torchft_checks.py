@@ -30,6 +30,7 @@ from forge_plugin_torchft.groups import Groups
 from forge_plugin_torchft.secret import group_secret
 from forge_plugin_torchft.transport import Received, StateTransport, read_state, write_state
 from forge_testing import Numbers, tiny_job
+from forge_testing.processes import HANG_S
 from forge_testing.refusals import at, check_problems, lacks, naming
 
 STAGE = TorchFT(groups=2, group=1, lighthouse="http://head:29510", trusted_network=True)
@@ -289,8 +290,10 @@ def test_the_lighthouse_listens_on_loopback_unless_told_otherwise():
         try:
             assert process.stdout.readline().startswith(f"lighthouse = 'http://127.0.0.1:{port}'")
             assert refused(port)
-        finally:
             process.terminate()
+            assert process.wait(HANG_S) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
