@@ -40,6 +40,10 @@ class TestEachCommand:
             for action in parser._actions:
                 assert not getattr(action.type, "__name__", "").startswith("_"), action.option_strings
 
+    def test_an_option_has_no_abbreviations(self, offer: Offer) -> None:
+        """They would change their meaning with a new option, and take overrides of the job for options."""
+        assert not [parser.prog for parser in parsers(parsed(offer, []).parser) if parser.allow_abbrev]
+
     def test_numbers_that_are_defaults_are_in_the_help(self, offer: Offer) -> None:
         for parser in parsers(parsed(offer, []).parser):
             for action in parser._actions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import frozen
 from cross_attention_models import Open, rows
 from torch import Tensor
 from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
@@ -11,7 +12,7 @@ from transformers.models.mllama.processing_mllama import get_cross_attention_tok
 from forge_plugin_cross_attention.modules.block import Attention
 from forge_plugin_cross_attention.modules.sight import GRIDS, MASK, SEEN, VISIBLE, Sight, visible_images
 from forge_plugin_transformer import InitStd
-from forge_plugin_vision import PATCHES, ImageFormat, ImageInput, LinearAdapter, ViT
+from forge_plugin_vision import PATCHES, AdapterComponent, Grid, ImageFormat, ImageInput, LinearAdapter, ViT
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -27,15 +28,22 @@ def seen(ids: Tensor, sees: str, document_ids: Tensor | None = None) -> list[lis
     return [[list(range(*bounds)) for bounds in row] for row in visible_images(ids, document_ids, sees).tolist()]
 
 
-def sight_of(images: int, features: int) -> Sight:
-    """Whose images have as many features as patches."""
+@frozen
+class ThreeFeatures(LinearAdapter):
+    """Has three features of each image, whatever its size; as the contract allows, of an empty grid too."""
+
+    def positions(self, grid: Grid) -> int:
+        return grid.patches * 0 + 3
+
+
+def sight_of(images: int, features: int, adapter: AdapterComponent) -> Sight:
     form = ImageFormat(patch=1)
     budget = ImageInput(
         format=form,
         patches_per_sequence=features,
         images_per_sequence=images,
         encoder=ViT(),
-        adapter=LinearAdapter(),
+        adapter=adapter,
         fusion=Open(),
     )
     return Sight(budget, features, torch.float64)
@@ -78,7 +86,7 @@ def test_an_image_is_seen_within_its_document_only(sees):
 
 
 def test_features_belong_to_images_by_their_grids():
-    sight = sight_of(images=2, features=9)
+    sight = sight_of(images=2, features=9, adapter=LinearAdapter())
     grids = torch.tensor([[[1, 2, 2], [2, 1, 1]], [[0, 0, 0], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]]])
     numbers = sight.numbers(grids, 9)
     assert numbers.tolist() == [[0] * 4 + [1] * 2 + [-1] * 3, [-1] * 9, [0] + [-1] * 8]
@@ -88,6 +96,12 @@ def test_features_belong_to_images_by_their_grids():
     assert batch[SEEN].squeeze(-1).tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 0]]
     assert batch[MASK].shape == (3, 1, 3, 9)
     assert batch[MASK].squeeze(1).sum(-1).tolist() == [[9, 4, 2], [9, 9, 9], [1, 1, 9]]
+
+
+def test_a_place_without_an_image_has_no_features_whatever_the_adapter():
+    sight = sight_of(images=2, features=7, adapter=ThreeFeatures())
+    grids = torch.tensor([[[1, 2, 2], [1, 1, 1]], [[1, 2, 2], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]])
+    assert sight.numbers(grids, 7).tolist() == [[0] * 3 + [1] * 3 + [-1], [0] * 3 + [-1] * 4, [-1] * 7]
 
 
 def test_attention_is_open_flamingos():
@@ -109,7 +123,9 @@ def test_attention_is_open_flamingos():
     expected = attention.o((weights @ v).transpose(1, 2).flatten(2))
     grids = torch.tensor([[[1, 1, 2]] * 3])
     visible = visible_images(ids, None, "last")
-    batch = sight_of(images=3, features=6).add_masks(with_patches({GRIDS: grids, VISIBLE: visible}, 6))
+    batch = sight_of(images=3, features=6, adapter=LinearAdapter()).add_masks(
+        with_patches({GRIDS: grids, VISIBLE: visible}, 6)
+    )
     assert (batch[SEEN] * attention(x, media, batch) - expected).abs().max() < 1e-12
     assert expected[0, :2].abs().max() == 0
     assert expected[0, 2:].abs().min() > 0

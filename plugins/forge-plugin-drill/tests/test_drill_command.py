@@ -15,6 +15,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from forge_core import Trainer, load_job
 from forge_core.cli import main
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.run_end import Cause, End
@@ -110,6 +111,20 @@ def test_checkpoints_in_a_folder_of_all_runs_are_not_touched(tmp_path):
     made = subject(f'checkpoint.storage={{type = "local", folder = "{tmp_path}/shared"}}')
     assert made.tables["checkpoint"]["storage"] == {"type": "forge-run/local"}
     assert not lacks(made.changes[-1], f"{tmp_path}/shared")
+
+
+def test_one_bit_of_the_newest_checkpoint_is_flipped(job):
+    summary = Trainer(load_job(job, overrides=["train.steps=2"]), echo=lambda line: None).run()
+    files = sorted((summary.folder / "checkpoints").glob("step-*/*"))
+    before = [file.read_bytes() for file in files]
+    subject().flip_bit(str(summary.folder))
+    changed = [
+        (file.parent.name, old ^ new)
+        for file, content in zip(files, before, strict=True)
+        for old, new in zip(content, file.read_bytes(), strict=True)
+        if old != new
+    ]
+    assert changed == [("step-2", 4)]
 
 
 @pytest.fixture

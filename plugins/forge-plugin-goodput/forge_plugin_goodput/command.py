@@ -17,7 +17,7 @@ FORMATS = (".png", ".pdf", ".svg")
 
 def command(argv: list[str]) -> int:
     """Show where the time of a run went, over all its starts, and what its failures and saves cost."""
-    parser = argparse.ArgumentParser("forge-run goodput", description=command.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("forge-run goodput", description=command.__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, also of a run that is running")
     parser.add_argument("--json", action="store_true", help="print JSON: an object, or an array of several runs")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the run's time into a PNG, PDF or SVG file")

@@ -49,8 +49,9 @@ class Goodput(TrainingHook):
 
         hosts = list(dict.fromkeys(gather_objects(host_name())))  # on every rank
         self._log: EventLog | None = None
-        if global_rank() != 0 or context.folder is None:
+        if global_rank() != 0:
             return
+        assert context.folder is not None
         self._log = log = EventLog(context.folder / EVENTS, context.seconds)
         self._gone = 0.0
         self._productive, self._run_began = _earlier(context.folder / EVENTS, context.step, log.began)

@@ -96,7 +96,7 @@ def _check_combinations(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROGRAM, description=command.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(PROGRAM, description=command.__doc__)
     add = parser.add_argument
     add("job", nargs="?", default="job.toml", metavar="JOB.toml", help="the file to write (job.toml)")
     data = parser.add_argument_group("what to train on, one of")

@@ -494,9 +494,11 @@ class TestCommands:
         assert not list(DURABLE.glob("step-*"))
 
 
-def test_too_little_memory_is_refused_before_the_first_step(monkeypatch, tmp_path):
+def test_too_little_memory_is_refused_before_the_first_step(monkeypatch, tmp_path, build):
+    state = 3 * sum(4 * parameter.numel() for parameter in build(make()).model.parameters())  # with two moments
+    needed = state * (2 * (1 + 1) + 1)  # own checkpoint and copy of another machine, each old and new; one on its way
     meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemAvailable:       64 kB\n")
+    meminfo.write_text(f"MemAvailable:       {int(0.9 * needed / 0.6 / 1024)} kB\n")
     monkeypatch.setattr("forge_plugin_memory_checkpoints.memory.MEMINFO", meminfo)
     with pytest.raises(ForgeError, match=naming("checkpoint.storage.copies", "60%")) as refused:
         Trainer(make(), echo=lambda text: None).run()

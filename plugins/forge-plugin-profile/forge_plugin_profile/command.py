@@ -14,7 +14,7 @@ from forge_kit.commands import count
 
 def command(argv: list[str]) -> int:
     """Show where the time of profiled steps went, or what became slower between two profiles."""
-    parser = argparse.ArgumentParser("forge-run profile", description=command.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("forge-run profile", description=command.__doc__)
     what = "a run folder (its newest profile), a folder profile/step-N, or a trace; two are compared"
     parser.add_argument("profiles", nargs="+", type=Path, metavar="RUN", help=what)
     parser.add_argument("--step", type=count, metavar="N", help="of a run folder: the profile that begins with step N")

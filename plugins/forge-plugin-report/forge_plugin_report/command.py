@@ -20,7 +20,7 @@ SUFFIXES = (".html", ".htm", ".md", ".markdown")
 
 def command(argv: list[str]) -> int:
     """Write a report on one or several runs: one HTML file that needs no network, or Markdown."""
-    parser = argparse.ArgumentParser("forge-run report", description=command.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("forge-run report", description=command.__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, also of a run that is running")
     add("--out", type=Path, metavar="FILE", help="where to write it (report.html, or report.md)")

@@ -21,13 +21,14 @@ from forge_core.cli import main
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.outputs import MARK
-from forge_kit.report_sections import Block, HeatMap, Paragraph, ReportRun, ReportSection
+from forge_kit.report_sections import Block, HeatMap, Paragraph, ReportRun, ReportSection, Table
 from forge_kit.sampled_texts import SampledText, SampledTexts
 from forge_plugin_report import write_report
 from forge_plugin_report.collect import runs_of, sections_of
 from forge_plugin_report.heat_map_png import image_of
 from forge_plugin_report.html_blocks import block_html
 from forge_plugin_report.markdown import block_markdown
+from forge_plugin_report.sections.data import Data
 from forge_testing.catalogs import with_components
 from forge_testing.refusals import lacks, naming, refuses
 
@@ -97,6 +98,14 @@ class TestOneFile:
         out = tmp_path / "bare.html"
         write_report([write_run(tmp_path / "bare", [], "")], out)
         assert [each["id"] for each in Page(out.read_text()).all("section")] == ["overview", "job"]
+
+
+def test_the_loss_of_a_source_is_that_of_the_last_twentieth_of_the_steps(tmp_path: Path) -> None:
+    left = [float(step) for step in range(60)]
+    folder = write_run(tmp_path / "run", steps(60, **{"loss/source/left": left}))
+    *_, table = Data().blocks(runs_of([folder]))
+    assert isinstance(table, Table)
+    assert [(row[0], row[-1]) for row in table.rows] == [("left", 58.0), ("right", None)]
 
 
 class TestCurves:

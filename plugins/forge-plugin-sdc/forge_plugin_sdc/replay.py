@@ -33,7 +33,7 @@ NEVER = 2**31
 
 def command(argv: list[str]) -> int:
     """Compute a step of a run again, compare it with what was recorded, and show its worst sequences."""
-    parser = argparse.ArgumentParser("forge-run replay", description=command.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("forge-run replay", description=command.__doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run folder; nothing is written into it")
     add("--step", type=positive, required=True, metavar="N", help="the step, from 1")

@@ -111,7 +111,6 @@ def main(argv: Sequence[str]) -> int:
     policy = Policy(
         requeue=tuple(filter(None, options.requeue.split(","))), max_idle_restarts=options.max_idle_restarts
     )
-    (run / FOLDER).mkdir(parents=True, exist_ok=True)
     log = log_file()
     offset = log.stat().st_size if log else 0
     if other := other_job(run, scheduler.own_job(os.environ)):

@@ -44,7 +44,7 @@ HOOK = "--hooks.slurm.type=forge-plugin-slurm/slurm"
 
 def command(argv: list[str]) -> int:
     """Queue a run in SLURM: checked first, saved before its time limit, and queued until it has finished."""
-    parser = argparse.ArgumentParser("forge-run submit", description=command.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("forge-run submit", description=command.__doc__)
     add = parser.add_argument
     add("files", nargs="*", metavar="JOB.toml", help="job files, layered from left to right")
     add("--preset", metavar="CLUSTER.toml", help="settings of the cluster: its table [submit]")

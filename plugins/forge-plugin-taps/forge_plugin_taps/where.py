@@ -39,9 +39,9 @@ class Where:
     """This rank's part of the micro-batch."""
     first: int
     """Number of the first position that x has, among those of the batch on this rank (sequence parallel)."""
-    outputs: tuple[Any, ...] = ()
+    outputs: tuple[Any, ...]
     """All that the point's module returns, where the point is one of several outputs."""
-    decoding: bool = False
+    decoding: bool
     """Whether the batch continues what a cache holds, so that it says itself which positions it has."""
 
     def places(self, x: Tensor) -> Tensor:

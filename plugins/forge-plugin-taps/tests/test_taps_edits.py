@@ -265,7 +265,9 @@ def test_a_mean_is_that_of_the_steps_that_have_the_point(tmp_path):
 def edited(edit, x, split=None, point=""):
     """What an edit makes of activations x (B, s, …)."""
     context = SimpleNamespace(device=x.device)
-    return edit.build(context, taps=None).apply(x, Where(point or edit.point, "full", 0, split, {}, 0))
+    return edit.build(context, taps=None).apply(
+        x, Where(point or edit.point, "full", 0, split, {}, 0, outputs=(), decoding=False)
+    )
 
 
 HALF = Split(offset=2, length=2, size=4)

@@ -41,6 +41,12 @@ def test_maps_show_growth_outliers_and_the_distribution_by_point(tmp_path: Path)
     assert [row[:2] for row in table.rows] == [["x", 8.0], ["y", None]]
 
 
+def test_a_point_without_finite_values_has_no_distribution(tmp_path: Path) -> None:
+    line = {"step": 2, "edges": [0, 1], "points": {"x": figures(), "y": figures(histogram=[0, 0, 0], not_finite=8)}}
+    histogram = blocks(tmp_path, line)[2]
+    assert histogram.values[1] == [0.0, 0.0, 0.0]
+
+
 def test_many_sampled_steps_are_thinned_and_end_with_the_last(tmp_path: Path) -> None:
     lines = [{"step": step, "points": {"x": figures(norm=float(step))}} for step in range(1, 1001)]
     norm, *_ = blocks(tmp_path, *lines)

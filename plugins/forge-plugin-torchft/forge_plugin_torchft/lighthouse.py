@@ -20,7 +20,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 
 def command(argv: list[str]) -> int:
     """Run the lighthouse, by which the groups of [parallel.torchft] know of each other."""
-    parser = argparse.ArgumentParser("forge-run lighthouse", description=command.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("forge-run lighthouse", description=command.__doc__)
     add = parser.add_argument
     add("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen at (loopback; [::] for all networks)")
     add("--trusted-network", action="store_true", help="only trusted machines reach --host, which has no secret")

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from attrs import evolve, frozen
 from qwen_models import LANGUAGE, MODEL, TOWER
+from torch.utils.flop_counter import FlopCounterMode
 
+from forge_core.contracts.contexts import BuildContext
 from forge_core.engine.build import build_bare_model, build_context
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_transformer import GroupedQueryAttention
-from forge_plugin_vision import Joint, LinearAdapter, Merger, MultimodalRope, Perceiver, VisionLanguage
+from forge_plugin_vision import Grid, Joint, LinearAdapter, Merger, MultimodalRope, Perceiver, VisionLanguage
+from forge_plugin_vision.modules.images import Images
 from forge_plugin_vision.testing import RandomImages
 from forge_testing import tiny_job
 from forge_testing.refusals import ExpectedProblem, at, check_problems, problems_of, refuses_all
@@ -105,3 +109,15 @@ def test_another_position_encoding_is_left_alone(tmp_path: Any) -> None:
     job = tiny_job(str(tmp_path), catalog, model=model)
     built, _ = build_bare_model(job, build_context(job, catalog, None))
     assert "positions_3d" not in (built.sequence_entries() or ())
+
+
+def test_flops_are_those_of_the_products_and_of_the_pairs_that_see_each_other(context: BuildContext) -> None:
+    tower = evolve(TOWER, table=0).build(context, taps=()).float()  # whose interpolation would count as a product
+    grids = torch.tensor([[[2, 6, 5]]])
+    with FlopCounterMode(display=False) as counter:
+        tower(torch.randn(1, 60, 3 * 2 * 2 * 2), Images.of(grids, 60))
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(count for operator, count in counts.items() if "attention" not in str(operator))
+    pairs = {"windows": sum(n**2 for n in (4 * 4, 4 * 1, 2 * 4, 2 * 1)), "frames": (6 * 5) ** 2}
+    seen = 2 * (2 * pairs["windows"] + 1 * pairs["frames"])  # of two frames, in two blocks and one
+    assert tower.flops(Grid(2, 6, 5)) == pytest.approx(3 * (products + 2 * 2 * seen * 16))

@@ -73,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
     """Add an action whose help is the docstring of its function."""
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=function.__doc__, description=function.__doc__)
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=function.__doc__, description=function.__doc__, allow_abbrev=False
+    )
     parser.set_defaults(action=function)
     return parser
 

@@ -72,7 +72,7 @@ def read_settings(argv: list[str]) -> Settings:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="forge-run prepare-data", description=command.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="forge-run prepare-data", description=command.__doc__)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="files, folders and globs, in order: .txt, .md and .py are one "
         "document a file, .jsonl is one a line (each also .gz or .zst), .parquet is one a row")  # fmt: skip
