@@ -6,7 +6,9 @@ plugin alone uses is in its own module of this name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +47,7 @@ __all__ = [
     "children_of",
     "defer_reduction",
     "detect_fake_mode",
+    "eagerly",
     "flash_on_cpu",
     "flash_on_cpu_backward",
     "flattened",
@@ -139,6 +142,14 @@ def hooks_registered() -> int:
 def is_compiled(model: nn.Module) -> bool:
     """Returns whether some module runs compiled: `Module.compile` leaves no public trace."""
     return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """Compiled functions run as plain Python within.
+
+    torch imports its compiler for that, which takes a second: not in a process that has compiled nothing.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def flattened(mesh: DeviceMesh, names: Sequence[str], joined: str) -> DeviceMesh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -158,3 +159,24 @@ def test_adamw_of_own_parts_is_that_of_whole_tensors():
     for fused, local_fused, looped, local_looped in run_on_ranks(2, stepped):
         for expected, found in ((fused, local_fused), (looped, local_looped)):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_compiled_functions_run_as_python_within_eagerly():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append("compiled")
+        return graph.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+    with torch_internals.eagerly():
+        assert double(torch.ones(1)).item() == 2.0
+    assert calls == []
+    assert double(torch.ones(1)).item() == 2.0
+    assert calls == ["compiled"]
+
+
+def test_eagerly_does_not_import_the_compiler(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    with torch_internals.eagerly():
+        assert "torch._dynamo" not in sys.modules

@@ -14,6 +14,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
 from forge_kit.generation import Generates, JointGeneration, WholeModel, joint_generation
 from forge_kit.position_probe import ProbeFailed, uncached_mixer
+from forge_kit.torch_internals import eagerly
 from forge_plugin_generate.running_rows import RowEnd, RunningRows
 
 
@@ -108,7 +109,7 @@ def check_cache(model: Model) -> None:
     if model in _checked:
         return
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with eagerly():
             name = uncached_mixer(model)
     except ProbeFailed:  # it runs on GPUs only, or needs further entries
         name = None

@@ -25,7 +25,7 @@ from forge_core.parallel.mesh import local_part
 from forge_core.parallel.stages import around
 from forge_core.plugins.catalog import Catalog
 from forge_kit.batches import zero_batch
-from forge_kit.torch_internals import is_compiled
+from forge_kit.torch_internals import eagerly, is_compiled
 from forge_plugin_plan.fake_run import FakeRun, fake_run
 from forge_plugin_plan.fake_world import BroadcastLog, Line, fake_world, line_of
 from forge_plugin_plan.kernels import FusedAttention
@@ -271,7 +271,7 @@ class _Rank:
         count, _ = micro_batches(self._run.job, self._layout)
         pipeline = self._layout.pp
         if pipeline > 1:
-            with self._surroundings(), self._attention():
+            with eagerly(), self._attention():
                 self._run.executor.evaluate([self._batch()])  # the first call also negotiates shapes
         first = pipeline if self._may_run(pipeline) else 2 * pipeline
         more = next(
@@ -319,7 +319,7 @@ class _Rank:
         meter.storages.assign(_state(run), Purpose.OPTIMIZER)
         _name(meter, run)
         repeating = self._repetition(meter, count).applied() if self._repeats else nullcontext()
-        with meter.watching(), self._surroundings():
+        with meter.watching(), eagerly():
             stepper = Stepper(run)
             with repeating, self._attention():
                 _, sums = stepper.gradients(batches, step=0)
@@ -332,10 +332,6 @@ class _Rank:
 
     def _repetition(self, meter: Meter, count: int) -> Repetition:
         return Repetition(meter, self._run.model, self._loss, count, self._report)
-
-    def _surroundings(self) -> AbstractContextManager[object]:
-        """Blocks as they are, even if the job compiles them."""
-        return torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
 
     def _attention(self) -> AbstractContextManager[object]:
         """Attention as on the planned device."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import any_rank, gather_objects, global_rank, sample_rank
+from forge_kit.torch_internals import eagerly
 from forge_plugin_taps.capture import Capture, Drawn, Part
 from forge_plugin_taps.division import FEATURES, Division, group_along, place_along
 from forge_plugin_taps.kinds import GRADIENT, PointInfo, TapsInfo
@@ -149,7 +150,7 @@ class Recorder:
         """A context in which edits are on, by the names of their tables, and no others. With any, all runs eagerly."""
         before, self.current.edits = self.current.edits, frozenset(names)
         # Edits are Python of anybody, and may come and go: each set of them would be another graph, if it is one at all
-        stance = torch.compiler.set_stance("force_eager") if self.current.edits else nullcontext()
+        stance = eagerly() if self.current.edits else nullcontext()
         try:
             with stance:
                 yield
