@@ -99,3 +99,10 @@ def test_sums_of_blocks_are_written_if_they_are_asked_for(folder, wanted, names)
 def test_the_identity_of_what_is_cached_is_that_of_its_content(folder) -> None:
     one, other = (cached_folder("group", key, Interrupted()) for key in ("one", "other"))
     assert one.identity("train") == other.identity("train") != one.identity("held_out")
+
+
+def test_what_is_there_is_opened_without_the_lock(folder, monkeypatch) -> None:
+    """So that a cache that only others may write can be read."""
+    made = cached_folder("group", "key", Interrupted())
+    monkeypatch.setattr(cache, "locked", None)
+    assert cached_folder("group", "key", Interrupted()).path == made.path

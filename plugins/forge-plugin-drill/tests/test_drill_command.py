@@ -97,6 +97,11 @@ def test_faults_can_be_named_with_a_rank():
     assert [case.key for case in cases] == ["killed-0", "killed-1", "frozen-1", "second-signal-0"]
 
 
+def test_a_case_names_the_rank_that_it_hits_if_it_does_not_hit_all():
+    cases, _ = cases_of(subject(), ["frozen-1", "disk-full"])
+    assert [case.title(subject()) for case in cases] == ["process frozen, rank 1", "disk full at a save"]
+
+
 def test_a_job_keeps_its_components_and_gets_a_folder_of_its_own(job):
     made = subject("job.name=mine", "optimizer.lr=0.5")
     base, layer = made.write("killed-0", {"steps": 12}, {"launch.hang_timeout_s": 20.0})

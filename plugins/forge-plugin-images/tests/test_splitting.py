@@ -15,7 +15,7 @@ from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageText
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
-from forge_plugin_images.splitting import most_tiles, nearest_shape, split_grid
+from forge_plugin_images.splitting import most_tiles, nearest_shape, split_grid, stretched_tiles
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.tile_text import TileText
 from forge_plugin_text import Bytes
@@ -167,3 +167,10 @@ def test_what_a_row_needs_is_known_without_decoding(tmp_path):
     for size in ((37, 80), (80, 37), (50, 50), (1, 99)):
         image = Image.new("RGB", (size[1], size[0]))
         assert sum(grid.patches for grid in processor.grids(size)) == len(processor.patches(image))
+
+
+def test_tiles_need_not_be_squares() -> None:
+    pixels = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    tiles = stretched_tiles(Image.fromarray(pixels), (2, 2), (2, 3), Image.Resampling.NEAREST)
+    expected = [pixels[top : top + 2, left : left + 3] for top in (0, 2) for left in (0, 3)]
+    assert [np.asarray(tile).tolist() for tile in tiles] == [tile.tolist() for tile in expected]

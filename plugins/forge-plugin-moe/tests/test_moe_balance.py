@@ -15,6 +15,7 @@ from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper, metrics
 from forge_core.job import MetricsSection
 from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
+from forge_plugin_moe.modules.topk import summarise_bias
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing.laws import Interrupted, resumption_law
@@ -190,6 +191,11 @@ def test_a_step_that_the_device_skips_leaves_the_bias(tmp_path, monkeypatch):
         biases.append(router.bias.abs().max().item())
     loader.close()
     assert biases == [0.0, 0.5]
+
+
+def test_the_largest_range_of_biases_is_logged():
+    rows = {0: torch.tensor([0.1, -0.2, 0.0]), 1: torch.tensor([0.5, -0.3, 0.0]), 2: torch.zeros(3)}
+    assert summarise_bias(rows)["moe/bias_range"].item() == pytest.approx(0.8)
 
 
 # Biases and the counts of the step before are in the checkpoint.

@@ -110,7 +110,7 @@ def visible_range(extremes: Sequence[np.ndarray]) -> tuple[float, float]:
     if not len(values):
         return 0.0, 1.0
     most = np.quantile(values, (0.01, 0.99))
-    medians = np.concatenate([_medians(each[:, 1]) for each in extremes if len(each)])
+    medians = np.concatenate([_medians(each[:, 1]) for each in extremes])
     low, high = float(min(most[0], medians.min())), float(max(most[1], medians.max()))
     full_low, full_high, reach = float(values.min()), float(values.max()), high - low
     # Each end by itself: an outlier below is no reason to cut the peaks

@@ -270,6 +270,13 @@ class TestShow:
         assert re.search(r"^  time +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d$", text, re.MULTILINE)
         assert re.search(r"^  step_seconds +[\d.e-]+ s$", text, re.MULTILINE)
 
+    def test_a_checkpoint_has_the_evaluation_of_its_own_step(self, forge: Forge, trained: Path) -> None:
+        keys = {"job.name": "more", "train.steps": 3, "checkpoint.interval": 1, "eval.interval": 2}
+        assert forge("job.toml", *(f"--{key}={value}" for key, value in keys.items()))[0] == 0
+        checkpoints = json.loads(forge("show", "runs/more", "--json")[1])["checkpoints"]
+        evaluated = {each["step"]: "eval/loss" in each["evaluation"] for each in checkpoints}
+        assert evaluated == {1: False, 2: True, 3: True}  # the last step is always evaluated
+
     def test_a_folder_that_is_no_run_is_refused_with_the_runs_in_it(self, forge: Forge, trained: Path) -> None:
         code, _, err = forge("show", "runs")
         assert (code, lacks(err, "runs", "job.toml", "runs/tiny")) == (ExitCode.BAD_JOB, [])

@@ -28,7 +28,9 @@ from forge_plugin_transformer import (
     Transformer,
 )
 from forge_plugin_transformer.huggingface_names import to_huggingface
+from forge_plugin_transformer.modules.spans import SPANS
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Joint, VisionLanguage
+from forge_plugin_vision.modules.grafting import PLACES
 from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import tiny_language, tiny_vision
 from forge_testing import TinyModel, job_problems
@@ -135,6 +137,15 @@ def test_frames_with_text_between_see_themselves_alone(
 
     assert changed_at(4) == list(range(1, S))
     assert changed_at(9) == list(range(6, S))
+
+
+def test_images_of_one_position_are_spans_of_one(make_model: Callable[..., Any]) -> None:
+    spans_of = make_model().image_spans
+    grids = torch.tensor([[[1, 1, 1], [1, 1, 1]], [[1, 2, 2], [0, 0, 0]]])
+    places = torch.tensor([[0, 1, -1, -1, -1], [-1, 0, 1, 2, 3]])
+    patches = torch.zeros(2, 8, 12)
+    spans = spans_of({GRIDS: grids, PLACES: places, PATCHES: patches})[SPANS]
+    assert spans.tolist() == [[0, 1, -1, -1, -1], [-1, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("rows", [["apart", "text"], ["apart", "text", "side by side"]], ids=["Gemma's", "any"])

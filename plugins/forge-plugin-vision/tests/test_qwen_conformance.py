@@ -36,3 +36,20 @@ def test_the_suite_refuses_a_model_whose_last_token_sees_the_frames_of_another_d
 
     with pytest.raises(AssertionError, match="the document behind it"):
         Leaking().test_a_video_is_seen_frame_by_frame(tmp_path)
+
+
+def test_the_suite_refuses_a_model_whose_gradients_depend_on_what_is_frozen(tmp_path):
+    class Coupled(VisionModelSuite):
+        component = MODEL
+
+        def _model(self, *args, **keys):
+            model = super()._model(*args, **keys)
+
+            def scale(module, inputs, hidden):
+                return hidden if model.norm.weight.requires_grad else 2 * hidden
+
+            model.vision.adapter.register_forward_hook(scale)
+            return model
+
+    with pytest.raises(AssertionError, match="if other parts are frozen"):
+        Coupled().test_gradients_reach_what_trains_and_nothing_else(tmp_path, "vision.adapter")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -204,3 +204,19 @@ def shapes_of(model: ModelComponent) -> Any:
         return model_shapes(job, CATALOG)
     except (JobError, ValueError, ZeroDivisionError):  # refused when the job is checked
         return None
+
+
+def _described(kind: type[ArchitectureComponent] = ArchitectureComponent) -> Iterator[type[ArchitectureComponent]]:
+    """Yields all classes of architectures, those that are parts of others too."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from _described(each)
+
+
+def test_defaults_are_those_of_the_published_classes() -> None:
+    compared = []
+    for architecture in {each for each in _described() if each.defaults}:
+        theirs = getattr(transformers, architecture.name).config_class()
+        assert architecture.defaults == {key: getattr(theirs, key) for key in architecture.defaults}, architecture
+        compared.append(architecture.name)
+    assert {"LlamaForCausalLM", "Qwen2_5_VLTextModel"} <= set(compared)
