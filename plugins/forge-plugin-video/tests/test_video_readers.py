@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from fractions import Fraction
+from types import SimpleNamespace
 
+import av
 import numpy as np
 import pytest
 
 from forge_plugin_images.decoding import BytesImage, FileImage
 from forge_plugin_video import Auto, BrokenVideo, PyAV, TorchCodec
 from forge_plugin_video.readers import torchcodec_problem
+from forge_plugin_video.readers_torchcodec import TorchCodecReader
 from forge_plugin_video.testing import bar_code, read_bar_code, write_clip
 from forge_testing.refusals import at, check_problems, lacks, naming
 
@@ -49,6 +54,27 @@ def test_a_job_that_insists_on_torchcodec_is_refused_where_it_does_not_load(no_t
     check_problems(TorchCodec().problems(None, None), at("", "torchcodec.decoders", 'type = "pyav"'))
     check_problems(Auto(prefer=("torchcodec",)).problems(None, None), "prefer")
     assert not list(Auto().problems(None, None))
+
+
+def test_torchcodec_is_told_times_in_the_ticks_of_the_file(tmp_path, monkeypatch):
+    """Of a file whose tick is no part of a second: 1001 / 30000 s, one per frame."""
+    with av.open(path := tmp_path / "clip.avi", "w") as output:
+        stream = output.add_stream("mpeg4", rate=Fraction(30000, 1001))
+        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+        frames = [av.VideoFrame.from_ndarray(bar_code(number, height=32, width=48)) for number in range(4)]
+        output.mux([packet for frame in [*frames, None] for packet in stream.encode(frame)])
+    told = []
+
+    def decoder(data, *, custom_frame_mappings, **_):
+        told.extend(json.loads(custom_frame_mappings)["frames"])
+        raise RuntimeError("that is all")
+
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", SimpleNamespace(VideoDecoder=decoder))
+    reader = TorchCodecReader(max_duration=60.0)
+    file = FileImage(str(path))
+    with pytest.raises(BrokenVideo, match="that is all"):
+        reader.frames(file, reader.probe(file), [0])
+    assert [(frame["pts"], frame["duration"]) for frame in told] == [(0, 1), (1, 1), (2, 1), (3, 1)]
 
 
 @needs_torchcodec

@@ -21,35 +21,43 @@ class TestQwen(VisionModelSuite):
 
 
 def test_the_suite_refuses_a_model_whose_last_token_sees_the_frames_of_another_document(tmp_path):
-    class Leaking(VisionModelSuite):
-        component = MODEL
-
-        def _model(self, *args, **keys):
-            model = super()._model(*args, **keys)
-
-            def leak(module, inputs, hidden):
-                last = torch.arange(hidden.shape[1]) == hidden.shape[1] - 1
-                return hidden + inputs[0][PATCHES].to(hidden.dtype).mean((1, 2))[:, None, None] * last[:, None]
-
-            model.register_forward_hook(leak)
-            return model
+    def leak(model, batch, hidden):
+        return hidden + batch[PATCHES].to(hidden.dtype).mean((1, 2))[:, None, None] * _last(hidden)
 
     with pytest.raises(AssertionError, match="the document behind it"):
-        Leaking().test_a_video_is_seen_frame_by_frame(tmp_path)
+        _suite_of(leak).test_a_video_is_seen_frame_by_frame(tmp_path)
+
+
+def test_the_suite_refuses_a_model_whose_last_token_sees_the_images_of_other_rows(tmp_path):
+    def leak(model, batch, hidden):
+        return hidden + batch[PATCHES].to(hidden.dtype).mean() * _last(hidden)
+
+    with pytest.raises(AssertionError, match="hidden states of another row"):
+        _suite_of(leak).test_an_image_changes_its_own_row_alone(tmp_path)
 
 
 def test_the_suite_refuses_a_model_whose_gradients_depend_on_what_is_frozen(tmp_path):
-    class Coupled(VisionModelSuite):
+    def scale(model, batch, hidden):
+        return hidden if model.norm.weight.requires_grad else 2 * hidden
+
+    with pytest.raises(AssertionError, match="if other parts are frozen"):
+        _suite_of(scale).test_gradients_reach_what_trains_and_nothing_else(tmp_path, "vision.adapter")
+
+
+def _suite_of(change):
+    """Returns the suite of a model whose hidden states are changed by change(model, batch, hidden)."""
+
+    class Changed(VisionModelSuite):
         component = MODEL
 
         def _model(self, *args, **keys):
             model = super()._model(*args, **keys)
-
-            def scale(module, inputs, hidden):
-                return hidden if model.norm.weight.requires_grad else 2 * hidden
-
-            model.vision.adapter.register_forward_hook(scale)
+            model.register_forward_hook(lambda module, inputs, hidden: change(module, inputs[0], hidden))
             return model
 
-    with pytest.raises(AssertionError, match="if other parts are frozen"):
-        Coupled().test_gradients_reach_what_trains_and_nothing_else(tmp_path, "vision.adapter")
+    return Changed()
+
+
+def _last(hidden):
+    """Returns (S, 1): whether a position is the last one."""
+    return (torch.arange(hidden.shape[1]) == hidden.shape[1] - 1)[:, None]
