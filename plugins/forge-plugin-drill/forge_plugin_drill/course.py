@@ -235,7 +235,9 @@ class Course:
         if finding is not None:
             result.said = finding.text
         elif attempt.code is not None and fault.missing and not self._is_alone_and_killed(attempt):
-            result.fail(fault.missing, fault.hint)
+            end = evidence.end
+            other = f"; its record is {end.cause.value}, rank {end.rank}: {end.reason}" if end is not None else ""
+            result.fail(f"{fault.missing}{other}", fault.hint)
         if objection := fault.objection(evidence):
             result.fail(objection, fault.hint)
         if not result.said and attempt.code not in (None, 0):

@@ -23,12 +23,12 @@ from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.rank_process import this_process
 from forge_kit.metrics import FAULTY_RANK
 from forge_plugin_drill.command import step_count
-from forge_plugin_drill.course import cases_of
+from forge_plugin_drill.course import Case, Course, cases_of
 from forge_plugin_drill.faults import FAULTS, flip_bit
 from forge_plugin_drill.folder import DrillFolder
 from forge_plugin_drill.injection import Injection
 from forge_plugin_drill.records import Event, Evidence, Record
-from forge_plugin_drill.results import deviation, first_difference
+from forge_plugin_drill.results import Result, deviation, first_difference
 from forge_plugin_drill.subject import FEWEST_STEPS, prepare
 from forge_testing import TINY_JOB
 from forge_testing.refusals import lacks, naming
@@ -95,6 +95,19 @@ def test_every_fault_is_either_drilled_or_has_a_reason():
 def test_faults_can_be_named_with_a_rank():
     cases, _ = cases_of(subject(), ["frozen-1", "second-signal", "killed"])
     assert [case.key for case in cases] == ["killed-0", "killed-1", "frozen-1", "second-signal-0"]
+
+
+def test_of_a_run_that_began_anew_the_key_to_set_is_named(monkeypatch):
+    attempts = iter([[], [Record(event=Event.BEGIN, step=0, rank=0, time=1.0)]])
+    ended = SimpleNamespace(code=0, began=0.0, left=[])
+    monkeypatch.setattr(Course, "_records", lambda course, key: next(attempts))
+    monkeypatch.setattr(Course, "_run", lambda *arguments: ended)
+    case = Case(fault=FAULTS["killed"](), rank=0)
+    result = Result(fault="killed", rank=0, title="killed")
+    Course(subject=subject(), patience_s=1.0, show=print)._restart(case, [], result, 5)
+    assert result.steps_lost == 5
+    assert "anew" in result.reason
+    assert "checkpoint.interval" in result.fix
 
 
 def test_a_case_names_the_rank_that_it_hits_if_it_does_not_hit_all():

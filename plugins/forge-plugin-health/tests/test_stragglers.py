@@ -17,7 +17,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from forge_plugin_health.stragglers import Look, Noise, Stragglers, describe, slow_ranks
+from forge_plugin_health.stragglers import Look, Noise, Stragglers, describe, matmul_ms, slow_ranks
 from forge_testing import TINY_JOB
 from forge_testing.refusals import lacks, naming
 
@@ -124,6 +124,14 @@ def test_a_rank_that_runs_a_quarter_of_the_time_is_named(folder):
     assert process.returncode == 0
     assert named(err)
     assert all(f"rank 1 on {socket.gethostname()} " in line for line in named(err))
+
+
+def test_the_fastest_of_some_products_counts(monkeypatch):
+    """Others are slow because of something else on the machine."""
+    ends = iter([3.0, *[0.25] * 5, *[0.5] * 14])
+    times = iter([time for end in ends for time in (0.0, end)])
+    monkeypatch.setattr("forge_plugin_health.stragglers.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert matmul_ms(torch.device("cpu")) == 250.0
 
 
 def look(own_s=1.0, waited=0.0, matmul_ms=5.0, host="gpu01"):

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forge_plugin_transformer.attention_backends import Choice
 from forge_plugin_transformer.document_backends import DocumentChoice
+from forge_plugin_transformer.modules import attention_core
 from forge_plugin_transformer.modules import gemm_attention as gemm_module
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.documents import document_mask
 from forge_plugin_transformer.modules.gemm_attention import gemm_attention
+from forge_plugin_transformer.modules.softmax_attention import one_query_attention
 from forge_testing.refusals import naming
 
 CPU_KERNELS = ("torch", "flash", "math", "gemm")
@@ -151,3 +154,22 @@ def test_the_flash_kernel_on_cuda_refuses_a_mask():
         q, k, v, mask = (torch.empty(1, 4, 2, 8, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     with pytest.raises(ValueError, match=naming("document_ids", "cuda", "attention.backend")):
         torch_attention(q, k, v, mask, "flash")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_a_query_of_shared_keys_takes_two_products_where_scores_keep_their_digits(monkeypatch, dtype):
+    """On CPUs, where they are faster than torch's kernels; those do not round scores to 16 bits."""
+    calls = []
+
+    def recorded(*arguments):
+        calls.append(arguments)
+        return one_query_attention(*arguments)
+
+    monkeypatch.setattr(attention_core, "one_query_attention", recorded)
+    q, k, v = (torch.randn(2, n, heads, 8, dtype=dtype) for n, heads in ((1, 4), (5, 2), (5, 2)))
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    found = torch_attention(q, k, v, mask)
+    assert len(calls) == (dtype.itemsize >= 4)
+    expected = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), mask, enable_gqa=True)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
