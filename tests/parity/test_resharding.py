@@ -9,7 +9,6 @@ from images import FUSIONS
 from resharding import (
     DENSE,
     EXPERTS,
-    FSDP2,
     FSDP2_EP2,
     FSDP2_PP2,
     FSDP2_PP2_EP2,
@@ -24,7 +23,6 @@ from resharding import (
     PP2_ZBV,
     TP2,
     TP2_CP2,
-    TP4,
     Outcome,
     Part,
     compare,
@@ -35,12 +33,12 @@ from resharding import (
 )
 
 WHOLE_CHAINS = {
-    DENSE: [ONE, FSDP4, ONE, TP2, FSDP2, PP2, FSDP2_TP2, PP2_ZBV, FSDP2_PP2, TP4, HSDP, TP2_CP2, ONE],
-    EXPERTS: [FSDP4_EP4, ONE, FSDP4_EP4, FSDP2_EP2, FSDP4_EP2, FSDP2_PP2_EP2, FSDP4_EP4, FSDP2_TP2_EP2, PP2, ONE],
+    DENSE: [ONE, FSDP4, TP2, PP2, FSDP2_TP2, PP2_ZBV, HSDP, TP2_CP2, ONE],
+    EXPERTS: [FSDP4_EP4, ONE, FSDP2_EP2, FSDP4_EP2, FSDP2_PP2_EP2, FSDP2_TP2_EP2, PP2],
     "joint": [FSDP4, PP2, FSDP2_TP2, ONE],
-    "cross_attention": [PP2_ZBV, FSDP2_PP2, TP2_CP2, HSDP],
-    "mot": [TP2, FSDP4, PP2, TP2_CP2],
-    "moma": [FSDP2_EP2, FSDP2_PP2_EP2, FSDP2_TP2_EP2, ONE],
+    "cross_attention": [PP2_ZBV, FSDP2_PP2, TP2_CP2],
+    "mot": [TP2, FSDP4, PP2],
+    "moma": [FSDP2_EP2, FSDP2_PP2_EP2, FSDP2_TP2_EP2],
 }
 CHAINS = {model: [layout for layout in layouts if runs(layout)] for model, layouts in WHOLE_CHAINS.items()}
 ORDINARY = (DENSE, EXPERTS, "mot")
