@@ -18,7 +18,6 @@ from forge_testing.processes import run_on_ranks
 FLOAT8 = Float8(recipe="rowwise", exclude=("layers.*.attention.[kv]",))
 STAGES = {
     "tp without sequence parallel": {"tp": TensorParallel(degree=2, sequence_parallel=False)},
-    "cp by all-gather": {"cp": ContextParallel(degree=2, method="all_gather")},
     "cp by ulysses": {"cp": ContextParallel(degree=2, method="ulysses")},
     "fsdp, checkpointing": {"fsdp": FSDP(), "activation_checkpointing": ActivationCheckpointing()},
     "float8, tp": {"float8": FLOAT8, "tp": TensorParallel(degree=2)},

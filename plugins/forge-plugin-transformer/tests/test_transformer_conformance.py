@@ -54,7 +54,7 @@ class TestTransformerLikeOlmo(ModelSuite):
         vocab_size=32, dim=16, layers=2, norm_placement="post",
         attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all"),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "checkpointing2", "traced")
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
     loss_tolerance = 1e-10  # of gradient norms, which are large behind norms of small outputs; losses: 1e-14
 
 
@@ -80,7 +80,7 @@ class TestTransformerLikeGPT(ModelSuite):
         vocab_size=32, dim=16, layers=2, residual="parallel", learned_positions=64, norm=LayerNorm(),
         ffn=GELU(bias=True), attention=GroupedQueryAttention(heads=4, bias=True),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "compiled")
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
 
 
 class TestTransformerWithEveryOptionThatPredictsFurther(ModelSuite):
