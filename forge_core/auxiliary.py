@@ -59,13 +59,13 @@ class Counter:
 
 
 class Auxiliary:
-    """Collects what modules attach in their forward pass. One object a run, found as `context.auxiliary`."""
+    """Collects the values that modules attach in their forward pass. One object per run: `context.auxiliary`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.recomputing = False
         self.active = False
-        # Tensors and not numbers: how many tokens are valid only the device knows, and asking would wait for it.
+        # Tensors, not numbers: the count of valid tokens is on the device, and reading it would wait for the device.
         self._scale = {unit: torch.zeros((), device=device, dtype=torch.float64) for unit in get_args(Unit)}
         self._counters: dict[str | Count, Counter] = {}
         """One for each metric, by name, and for each count."""
@@ -94,8 +94,8 @@ class Auxiliary:
         Args:
             x: any tensor on the path to the loss.
             value: (), float32 or wider, a *sum* over `unit`: over the tokens or the sequences of this micro-batch.
-            unit: what the sum runs over. Its count is that of the global batch, so that the objective does not depend
-                on micro-batches or ranks. `layer`: a value that is the same in every micro-batch, counted once.
+            unit: the unit that the sum runs over. It is counted over the global batch, so that the objective does not
+                depend on micro-batches or ranks. `layer`: a value that is the same in every micro-batch, counted once.
             name: metric under which the mean is logged, unweighted; values of one name add up over layers.
             weight: factor in the objective.
         """
@@ -123,7 +123,7 @@ class Auxiliary:
     def counter(self, name: str, row: int, unit: Unit | None = None) -> Counter:
         """The counter that `count` adds to, for a layer to keep.
 
-        A forward pass that named the layer's number would need a compiled graph of its own for each layer.
+        A forward pass that contained the layer's number would need a separate compiled graph for each layer.
         """
         return self._counters.setdefault(Count(name, row), Counter(self, unit))
 

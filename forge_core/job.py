@@ -121,7 +121,7 @@ class DataSection:
 
 @frozen(kw_only=True)
 class Retention:
-    """The checkpoints to keep, by keys of `[checkpoint]`: one stays if any of these asks for it."""
+    """The checkpoints to keep, by keys of `[checkpoint]`: a checkpoint is kept if any of these keys selects it."""
 
     early_steps: int = field(default=0, validator=ge(0))
     """Up to this step, also save at the powers of two (1, 2, 4, …), and keep those forever."""
@@ -130,15 +130,15 @@ class Retention:
     keep: int = field(default=0, validator=ge(0))
     """Number of the newest checkpoints to keep; 0 keeps all."""
     keep_every: int = field(default=0, validator=ge(0))
-    """Keep forever what is saved at multiples of this step; 0: none."""
+    """Keep checkpoints at multiples of this step forever; 0: none."""
     keep_best: int = field(default=0, validator=ge(0))
     """Number of the best checkpoints to keep, by `best_metric`; needs `eval.interval`."""
     best_metric: str = field(default="eval/loss", validator=min_len(1))
-    """Metric of the evaluations that says which checkpoints are best: lower is better. The newest evaluation at or
-    before a checkpoint counts, and for the first checkpoint after it only."""
+    """Evaluation metric that determines which checkpoints are best: lower is better. The newest evaluation at or
+    before a checkpoint counts, and only for the first checkpoint after it."""
 
     def to_delete(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
-        """The steps of checkpoints that nothing asks to keep, ascending; of `metrics`, by step, lower is better."""
+        """The steps of checkpoints that no key keeps, ascending; in `metrics`, by step, lower values are better."""
         staying = {step for step in steps if self.keeps_forever(step)}
         staying |= set(sorted(steps)[-self.keep :])  # all of them if `keep` is 0
         best = sorted((metrics[step], step) for step in steps if step in metrics)
@@ -166,10 +166,10 @@ class CheckpointSection(Retention):
     keep: int = field(default=3, validator=ge(0))
     """Number of the newest checkpoints to keep; 0 keeps all."""
     async_save: bool = False
-    """Copy the state to host memory and write it while training goes on. Takes host memory of the size of the state."""
+    """Copy the state to host memory and write it while training continues. Takes as much host memory as the state."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """When a save fails (a full disk, say): end the run, or warn, go on, and try again at the next one. The last save
-    of a run must succeed either way."""
+    """When a save fails (for example because the disk is full): end the run, or warn, continue, and try again at the
+    next save. The last save of a run must succeed either way."""
     verify: Literal["full", "sizes"] = "full"
     """Check before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
     storage: components.StorageComponent = default_type(LOCAL_STORAGE)
@@ -203,8 +203,8 @@ class MetricsSection:
     peak_tflops: float = field(default=0.0, validator=ge(0))
     """Peak TFLOP/s of one device for the model-FLOPs utilisation; 0: from the core's table, no MFU where unknown."""
     counts_interval: int = field(default=10, validator=ge(0))
-    """Steps between the lines that hold what modules counted, such as the tokens of each expert, with that of the last
-    step; 0: never. With them, a line of a model with 58 layers of 256 experts has 120 kB."""
+    """Steps between the lines that contain counts of modules, such as the tokens of each expert; the last step's line
+    has them too; 0: never. With them, a line of a model with 58 layers of 256 experts has 120 kB."""
 
 
 @frozen(kw_only=True)

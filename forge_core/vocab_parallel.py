@@ -41,7 +41,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def combine_logsumexp(local: Tensor, shard: VocabShard | None) -> Tensor:
-    """Combines each rank's logsumexp over its slice into that of the whole vocabulary. Not differentiable."""
+    """Combines each rank's logsumexp over its slice into one over the whole vocabulary. Not differentiable."""
     if shard is None:
         return local
     # One collective; with all_reduce it would take two, of the largest and then of the sums relative to it.

@@ -12,13 +12,14 @@ import statistics
 import sys
 import tokenize
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tools")]
 
-from public_names import imported, is_public  # noqa: E402
+from plain_words import COMMENT, per_10_000, tree  # noqa: E402
+from public_names import imported_in, is_public  # noqa: E402
 from workspace import FLOORS  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,12 @@ LIMITS: Mapping[str, Limit] = {
     "core: hasattr on components": Limit(0, 0),
     "plugins: private names of the core": Limit(0, 0),
     "forge-testing: private names of the core": Limit(0, 0),
+    "core: public functions without a docstring, %": Limit(14.5, 10),
+    "plugins: public functions without a docstring, %": Limit(34.5, 20),
+    "plugins: lines for each comment": Limit(58, 25),
+    "distributions": Limit(68, 52),
+    "commands": Limit(38, 26),
+    **{f"{kind}: words of no plain English per 10,000": Limit(4, 4) for kind in ("docs", "docstrings", "messages")},
 }
 
 NO_COMPONENT = {
@@ -62,12 +69,6 @@ NO_COMPONENT = {
 def modules(folder: Path) -> list[Path]:
     """The Python files below a folder, without templates."""
     return [path for path in sorted(folder.rglob("*.py")) if "templates" not in path.parts]
-
-
-@functools.cache
-def tree(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
-    return ast.parse(path.read_text())
 
 
 def lines(folder: Path) -> int:
@@ -117,12 +118,7 @@ def function_lengths(folder: Path) -> list[int]:
 
 def comments(folder: Path) -> int:
     """Comments for readers, not for tools."""
-    count = 0
-    for path in modules(folder):
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            for_tools = ("# type:", "# noqa", "# pragma", "# ---")
-            count += token.type == tokenize.COMMENT and not token.string.startswith(for_tools)
-    return count
+    return sum(len(COMMENT.findall(path.read_text())) for path in modules(folder))
 
 
 def docstring_lines(folder: Path) -> int:
@@ -240,10 +236,43 @@ def private_imports() -> Mapping[str, list[str]]:
     found: dict[str, list[str]] = {}
     for folder in sorted((ROOT / "plugins").iterdir()):
         paths = [path for path in modules(folder) if "tests" not in path.relative_to(folder).parts[:1]]
-        used = {pair for path in paths if "benchmarks" not in path.parts for pair in imported(path.read_text())}
+        used = {pair for path in paths if "benchmarks" not in path.parts for pair in imported_in(tree(path))}
         if names := sorted(f"{module}.{name}" for module, name in used if not is_public(module, name)):
             found[folder.name] = names
     return found
+
+
+# --- distributions and their documentation ----------------------------------------------------------------------------
+
+
+def packages() -> list[Path]:
+    """The package of every distribution that users install, the core's first."""
+    plugins = sorted((ROOT / "plugins").glob("forge-*/forge_*"))
+    return [CORE, *(path for path in plugins if path.is_dir() and path.parent.name != TESTING)]
+
+
+def commands() -> list[str]:
+    """Names behind `forge-run`."""
+    files = (ROOT / "pyproject.toml", *sorted((ROOT / "plugins").glob("*/pyproject.toml")))
+    tables = (tomllib.loads(path.read_text())["project"].get("entry-points", {}) for path in files)
+    return sorted(name for table in tables for name in table.get("forge.command", ()))
+
+
+def public_functions(path: Path) -> Iterator[tuple[str, bool]]:
+    """Functions and methods of a file whose names have no underscore, and whether each has a docstring."""
+    waiting: list[ast.AST] = [tree(path)]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                yield f"{name_of(path)}:{node.lineno} {node.name}", ast.get_docstring(node) is not None
+            elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                waiting.append(node)
+
+
+def undocumented(folders: Iterable[Path]) -> float:
+    """Share of public functions and methods that have no docstring, in percent."""
+    having = [has for folder in folders for path in modules(folder) for _, has in public_functions(path)]
+    return round(100 * (1 - sum(having) / len(having)), 1)
 
 
 # --- all together -----------------------------------------------------------------------------------------------------
@@ -252,7 +281,7 @@ def private_imports() -> Mapping[str, list[str]]:
 @functools.cache
 def figures() -> Mapping[str, float]:
     """Every figure by name."""
-    lengths, private = function_lengths(CORE), private_imports()
+    lengths, private, plugins = function_lengths(CORE), private_imports(), packages()[1:]
     total = lines(CORE)
     return {
         "core: statements": statements(CORE),
@@ -272,6 +301,12 @@ def figures() -> Mapping[str, float]:
         "plugins: private names of the core": sum(len(names) for key, names in private.items() if key != TESTING),
         "plugins: those that import such": sum(1 for key in private if key != TESTING),
         "forge-testing: private names of the core": len(private.get(TESTING, [])),
+        "core: public functions without a docstring, %": undocumented([CORE]),
+        "plugins: public functions without a docstring, %": undocumented(plugins),
+        "plugins: lines for each comment": round(sum(map(lines, plugins)) / sum(map(comments, plugins)), 1),
+        "distributions": len(list((ROOT / "plugins").glob("*/pyproject.toml"))) + 1,
+        "commands": len(commands()),
+        **{f"{kind}: words of no plain English per 10,000": value for kind, value in per_10_000().items()},
     }
 
 

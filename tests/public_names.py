@@ -33,7 +33,12 @@ def documented() -> tuple[frozenset[str], frozenset[str]]:
 
 def imported(source: str) -> Iterator[tuple[str, str]]:
     """Names that a source takes from the core, each with its module. Imports for type checkers count."""
-    for node in ast.walk(ast.parse(source)):
+    return imported_in(ast.parse(source))
+
+
+def imported_in(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """As `imported`, of a syntax tree."""
+    for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forge_core"):
             yield from ((str(node.module), alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import measure
 import pytest
+from plain_words import Prose, strings
 from public_names import imported, is_public
 
 
@@ -55,3 +56,23 @@ def test_statements_are_measured_without_their_surroundings(tmp_path) -> None:
     assert measure.function_lengths(tmp_path) == [3]
     assert measure.comments(tmp_path) == 1
     assert measure.docstring_lines(tmp_path) == 2
+
+
+def test_words_are_counted_in_prose_alone(tmp_path) -> None:
+    text = "It says so.\n\n```python\nit says\n```\n`says` is code,\nand it goes on, besides.\n"
+    prose = Prose("docs", tmp_path / "page.md", 10, text)
+    assert [(found.line, found.word) for found in prose.found()] == [(10, "says"), (16, "goes on"), (16, "besides")]
+
+
+def test_strings_of_a_file_are_told_apart(tmp_path) -> None:
+    (tmp_path / "m.py").write_text('"""A module."""\nx = 1  # why so\nraise ValueError(f"the job says {x}", "key")\n')
+    found = [(each.kind, each.line, each.text) for each in strings(tmp_path / "m.py")]
+    assert found == [("docstrings", 1, "A module."), ("messages", 3, "the job says "), ("docstrings", 2, "why so")]
+
+
+def test_functions_without_a_docstring_are_counted(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    (tmp_path / "m.py").write_text(
+        'def a():\n    """Yes."""\ndef b(): ...\nclass C:\n    def d(self): ...\n    def _e(self): ...\n'
+    )
+    assert measure.undocumented([tmp_path]) == 66.7

@@ -29,12 +29,12 @@ from forge_core.job import CheckpointSection, Retention
 from forge_core.parallel.mesh import gather_objects, group_timeout
 
 T = TypeVar("T")
-ADVICE = "Once that is mended, the same command continues from the newest checkpoint"
+ADVICE = "Once the problem is fixed, the same command continues from the newest checkpoint"
 
 
 @frozen
 class Checkpoints:
-    """The checkpoints of one run, which all its `ranks` save and load together; `newest` verifies as `how` says."""
+    """The checkpoints of one run, saved and loaded by all `ranks` together; `how` sets how `newest` verifies them."""
 
     storage: Storage
     retention: Retention
@@ -99,7 +99,7 @@ class Checkpoints:
             except CheckpointError as error:
                 faults.append(str(error))
                 self.warn(f"passing over a damaged checkpoint: {error}")
-        if faults:  # not None: a run that quietly began anew would bury the checkpoints that a repair may save
+        if faults:  # not None: a run that silently started over would bury checkpoints that a repair may recover
             raise CheckpointError("no checkpoint is intact: " + "; ".join(faults))
         return None
 
@@ -111,8 +111,8 @@ class Checkpoints:
     def prune(self, intact: int | None = None) -> list[int]:
         """Delete the checkpoints that retention does not keep; returns their steps. Collective.
 
-        A step that is known to be `intact` stays whatever retention says. Without one, at least one of those that stay
-        must be whole by the sizes of its files.
+        A step known to be `intact` is kept regardless of retention. Without one, at least one checkpoint to keep must
+        be complete, judged by the sizes of its files.
         """
         for step in (doomed := self.ranks.on_rank0(lambda: self._doomed(intact))):
             self._call(partial(self.storage.delete, step))
@@ -141,7 +141,7 @@ class Checkpoints:
         listed = ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "…", *steps[-3:]]))
         left = f"checkpoints of steps {listed} are untouched" if steps else "there is no earlier one"
         existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-        # Of a cache of what is kept elsewhere, the room would say nothing
+        # For a cache of checkpoints that are stored elsewhere, the free space would be meaningless
         is_cache = isinstance(self.storage, SpreadStorage)
         free = "" if is_cache else f"; {shutil.disk_usage(existing).free / 1e9:.1f} GB free there"
         return f"could not save step {step} in {folder}: {fault}{free}; {left}"
@@ -229,7 +229,7 @@ class Saver:
             # One thread for the whole run, where DCP's `async_save` starts one for each save
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._staging = Staging()
-            # A process group of its own: messages of a save must not mix with those of the steps that go on meanwhile
+            # A separate process group: messages of a save must not mix with messages of the steps that run meanwhile
             self._checkpoints = evolve(
                 checkpoints, ranks=Ranks(dist.new_group(backend="gloo", timeout=group_timeout()))
             )
@@ -250,20 +250,20 @@ class Saver:
             self._checkpoints.warn(f"checkpoint.best_metric = {self._section.best_metric!r} is none of {known}")
 
     def due(self, step: int) -> bool:
-        """Whether the number of a step asks for a checkpoint."""
+        """Whether a checkpoint is due at this step number."""
         interval = self._section.interval
         return bool(interval and step % interval == 0) or self._checkpoints.retention.is_early(step)
 
     @property
     def overdue(self) -> bool:
-        """Whether the clock of this rank asks for a checkpoint; others may still have another minute."""
+        """Whether a checkpoint is due by this rank's clock; other ranks may not have reached that time yet."""
         return time.monotonic() - self._saved_at >= (60 * self._section.interval_minutes or math.inf)
 
     def save(self, step: int, state: State, final: bool = False) -> None:
         """Save the state of `step`, or with `async_save` copy it and start to write it.
 
-        The last save of a run is `final`: it is waited for, and must succeed. Raises a `CheckpointError` if a save
-        failed, this or the one before, and `on_failure` does not let it pass.
+        The last save of a run is `final`: it is waited for, and must succeed. Raises a `CheckpointError` if this
+        save or the previous one failed, and `on_failure` does not tolerate it.
         """
         self._saved_at = time.monotonic()  # also if it fails: the next one is not tried at once
         self.settle()  # one at a time: the copy in host memory is reused, and checkpoints appear in the order of steps
@@ -303,7 +303,7 @@ class Saver:
         try:
             self.settle()
         except Exception as other:
-            error.add_note(f"Besides: {other}")
+            error.add_note(f"In addition: {other}")
         if self._section.async_save:
             self._thread.shutdown()  # its group stays: to destroy it, ranks would wait for those that have failed
 
@@ -315,7 +315,7 @@ class Saver:
             dist.destroy_process_group(self._checkpoints.ranks.group)
 
     def _plain_values(self, step: int, state: State) -> dict[str, Any]:
-        """All but the tensors, as a copy: training goes on and changes the originals."""
+        """A copy of everything except the tensors: training continues and changes the originals."""
 
         def take() -> str:
             # Metrics go to the disk first: a run that continues from this checkpoint does not make these lines again
@@ -332,4 +332,4 @@ class Saver:
         self.saved_step = None
         if final or self._section.on_failure == "stop":
             raise CheckpointError(f"{error}. {ADVICE}") from error
-        self._checkpoints.warn(f"{error}. Training goes on, and the next save tries again")
+        self._checkpoints.warn(f"{error}. Training continues, and the next save tries again")

@@ -1,7 +1,8 @@
 """Exchange between the ranks of a run while they save or load, so that all of them reach the same result.
 
-A rank that raised while the others go on would leave them waiting in their next collective. So an error travels with
-the result, and is raised on every rank or on none. `launch.rendezvous` does the like before there is a process group.
+If one rank raised while the others continued, these would be left waiting in their next collective. An error is
+therefore sent with the result, and raised on every rank or on none. `launch.rendezvous` does the same before a process
+group exists.
 """
 
 from __future__ import annotations

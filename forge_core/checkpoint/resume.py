@@ -21,7 +21,7 @@ from forge_core.plugins.catalog import Catalog
 
 FLAG = "--resume-with-changes"
 ANEW = (
-    "To start a new run from these weights instead, with an optimizer, steps and data of its own, give it another "
+    "To start a new run from these weights instead, with its own optimizer, steps and data, give it another "
     'job.name and a table [checkpoint.load] with path = "{path}"'
 )
 

@@ -189,7 +189,7 @@ def _shown(value: Any) -> str:
 
 
 def collect_provenance(job: Job, catalog: Catalog, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """Record of all that shapes a run besides its job's values, as plain types; nothing of environment variables.
+    """Record of everything that shapes a run apart from its job's values, as plain types; no environment variables.
 
     It has `components` (path -> type), `distributions` that the job uses (name -> version, and commit of an editable
     one), `files` (local component files -> SHA-256), the tokenizer's fingerprint, versions of Python and torch, and the
@@ -260,7 +260,7 @@ def _describe(dist: Distribution) -> dict[str, str]:
 
 @functools.cache
 def _commit(path: Path) -> str:
-    """`git describe` of an editable install, whose version alone says nothing; empty outside a repository."""
+    """`git describe` of an editable install, whose version does not identify its code; empty outside a repository."""
     command = ["git", "-C", str(path), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -85,7 +85,7 @@ def owned(folder: Path, advice: str = "give this run another job.name", patience
 
 
 def displaced(folder: Path) -> str:
-    """Why this process, which has taken the lock of `folder`, no longer owns what is there; empty if it does."""
+    """Why this process, which took the lock of `folder`, no longer owns the folder at that path; empty if it does."""
     if (lock := _held.get(folder.absolute())) is None:
         return ""
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -118,7 +118,7 @@ def _lock(folder: Path, advice: str, deadline: float) -> IO[str]:
 
 
 def _take(lock: IO[str]) -> bool:
-    """Try more than once: a process that only asks for the owner holds the lock for a moment."""
+    """Try more than once: a process that only looks up the owner holds the lock for a moment."""
     for pause in (0.05, 0.1, 0):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,10 +222,10 @@ def _plugins_build_storage(folder: Path) -> bool:
 
 
 def storage_of(folder: Path) -> Storage:
-    """The storage that keeps the checkpoints of a run folder, as the job in it says.
+    """The storage that keeps the checkpoints of a run folder, as specified by the job in the folder.
 
-    Raises a `JobError` if it is a file, or its job names what is not installed; a `ForgeError` if the storage cannot be
-    built.
+    Raises a `JobError` if the folder is a file or its job names something that is not installed, and a `ForgeError` if
+    the storage cannot be built.
     """
     refuse_file(folder)
     table = RunFolder(folder).job().get("checkpoint", {}).get("storage", {})

@@ -67,7 +67,7 @@ def gather_state(
     own: Mapping[str, TrainingHook | Plugin],
     pipeline: ProcessGroup | None = None,
 ) -> State:
-    """The state to save, with that of the `holders`. Collective over `pipeline`, the ranks with different layers.
+    """The state to save, including each owner in `own`. Collective over `pipeline`, the ranks with different layers.
 
     Reads only: a save, at any step, changes nothing.
     """
@@ -145,7 +145,7 @@ def restore_state(
     tensors |= {f"{owner}.{name}": tensor for owner, parts in held.items() for name, tensor in parts.items()}
     tensors |= {EVALUATION + name: tensor for name, (_, tensor) in evaluated.items()}
     source.fill(tensors)
-    # Into memory of its own first: to step a fresh optimizer for its state, as torch does, would change the training
+    # Into separate memory first: stepping a fresh optimizer to create its state, as torch does, would change training
     _fill_optimizer(optimizer, slots, manifest["optimizer"])
     # After parameters and state: an optimizer may derive the weights for evaluation from these
     if isinstance(optimizer, HasEvaluationWeights) and evaluated:

@@ -175,7 +175,7 @@ def _check_keys(value: Any, path: str) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, not compared with its files.
 
-    A `CheckpointError` says that it is missing, or not of the form that is written here.
+    Raises a `CheckpointError` if it is missing or does not have the form that this module writes.
     """
     path = folder / MANIFEST
     try:
@@ -226,11 +226,11 @@ def _fault(path: Path, entry: Mapping[str, Any], how: How) -> str:
             fetch(path.parent, [path.name])
         size = storage.size(step, path.name) if storage and how == "sizes" else path.stat().st_size
         if size != entry["size"]:
-            return f"{path} has {size} bytes, the manifest says {entry['size']}"
+            return f"{path} has {size} bytes, but the manifest records {entry['size']}"
         if how == "full" and _sha256(path) != entry["sha256"]:
             return f"{path} is damaged: its SHA-256 is not the manifest's"
     except FileNotFoundError:
-        return f"{path} is missing, the manifest says {entry['size']} bytes"
+        return f"{path} is missing, but the manifest records {entry['size']} bytes"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     except CheckpointError as error:

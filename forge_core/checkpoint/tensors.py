@@ -125,7 +125,7 @@ def shared_index(folder: Path) -> Index:
 
 
 def read_index(folder: Path) -> Index:
-    """The index, read by this process; a `CheckpointError` says that it is missing, or not of the form written here."""
+    """The index, read by this process; raises a `CheckpointError` if it is missing or not of the form written here."""
     path = folder / INDEX
     try:
         fetch(folder, [INDEX])
@@ -300,7 +300,7 @@ class TensorWriter:
 
         Collective. With `staged`, a copy of `tensors`, its values are written. Raises on all ranks if one cannot write.
         """
-        # A rank whose own tensors stayed must plan as well if those of another changed: planning is collective
+        # A rank whose own tensors are unchanged must also plan if another rank's have changed: planning is collective
         changed = ranks.on_all(lambda: _chunks_of(tensors, ranks) != self._local)
         if ranks.on_rank0(lambda: any(changed)):
             self._plan(_chunks_of(tensors, ranks), ranks)

@@ -111,7 +111,7 @@ def find_command(catalog: Catalog, name: str) -> Offer:
 
 
 def help_text(catalog: Catalog) -> str:
-    """Usage and every installed command, those of the core first. Imports none of them."""
+    """Usage and every installed command, the core's commands first. Imports none of them."""
     offers = sorted(catalog.offers("command"), key=lambda offer: (offer.distribution.name != CORE, offer.type))
     margin, width = max(len(offer.type) for offer in offers) + 4, shutil.get_terminal_size().columns
     lines = []

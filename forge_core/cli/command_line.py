@@ -39,7 +39,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def with_examples(parser: argparse.ArgumentParser, *commands: str) -> None:
-    """Show example commands at the end of a parser's help, each on a line of its own; options are written out."""
+    """Show example commands at the end of a parser's help, one per line; options cannot be abbreviated."""
     parser.allow_abbrev = False  # an abbreviation changes its meaning with each new option
     parser.formatter_class, parser.epilog = _Help, "\n  ".join([EXAMPLES, *commands]).replace("%", "%%")
 

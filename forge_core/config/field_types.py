@@ -173,7 +173,7 @@ def toml_text(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key} = {toml_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, str | PurePath):
-        return json.dumps(str(value), ensure_ascii=False)  # the escapes of JSON are among those of TOML
+        return json.dumps(str(value), ensure_ascii=False)  # TOML supports all escapes of JSON
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

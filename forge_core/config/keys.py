@@ -13,7 +13,7 @@ from forge_core.contracts.errors import PluginError
 
 
 def key_fields(cls: type) -> dict[str, Attribute]:
-    """The fields of an attrs class that are keys of a table, by key, with those of its bases last."""
+    """The fields of an attrs class that are keys of a table, by key, with the fields of its bases last."""
     own_first = sorted(fields(cls), key=lambda f: f.inherited)
     return {f.alias or f.name: f for f in own_first if f.init}  # without `init`, it is the state of a hook or plugin
 
@@ -98,7 +98,7 @@ def demands(validator: Any) -> Iterator[Demand]:
 
 def validate(f: Attribute, value: Any, instance: Any) -> None:
     """Raise a `Mismatch` if a field's validator refuses a value; `instance` has the fields that are known already."""
-    # A validator of a field with a converter wants the converted value, so attrs asks it when the object is made.
+    # The validator of a field with a converter expects the converted value: attrs calls it when it makes the object.
     for demand in demands(None if f.converter else f.validator):
         try:
             demand.check(instance, f, value)
@@ -110,7 +110,7 @@ def validate(f: Attribute, value: Any, instance: Any) -> None:
 
 
 def plain_message(error: Exception, name: str = "") -> str:
-    """The message of an exception without the field's name, which the path before it says already."""
+    """The message of an exception without the field's name, which is already part of the path before it."""
     text = str(error.args[0]) if error.args and isinstance(error, ValueError | TypeError) else str(error)
     if isinstance(error, ValueError):
         return text.removeprefix(f"'{name}' ").removeprefix(f"{name} ") or "is not valid"

@@ -15,12 +15,12 @@ KeyPath = tuple[str | int, ...]
 """Keys of nested tables and indices of arrays, from the root: `("data", "sources", 0, "path")`."""
 
 _STRING = (
-    r'"""(?:\\[\s\S]|[^\\])*?"""(?:"{0,2})'  # a multi-line string may end in up to two quotes of its own
+    r'"""(?:\\[\s\S]|[^\\])*?"""(?:"{0,2})'  # the text of a multi-line string may end in up to two quotes
     r"|'''[\s\S]*?'''(?:'{0,2})"
     r'|"(?:\\.|[^"\\\n])*"'
     r"|'[^'\n]*'"
 )
-_BLANK = r"(?>[ \t\r\n]|#[^\n]*)*+"  # possessive: a blank that is not followed by what is wanted is not read twice
+_BLANK = r"(?>[ \t\r\n]|#[^\n]*)*+"  # possessive: blanks without the expected text after them are not read twice
 _KEY = rf"(?:{_STRING}|[A-Za-z0-9_. \t-])+"
 _SCALAR = rf"{_STRING}|[^,\]}}#\n\0]+"
 _END = "\0"  # which no TOML has

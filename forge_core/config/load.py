@@ -49,7 +49,7 @@ def load_job(
     world_size = world_size or join_world().size
     root, problems = read_job(sources, overrides)
     _add_always(root)  # to the tree and not to the job, so that their keys are known to hints about misplaced ones
-    for _ in range(9):  # what is clipped first decides what is left for the next key
+    for _ in range(9):  # the keys that are clipped first determine what remains for the next one
         job, findings = structure(root, Job, catalog)
         broken = [*problems, *findings.problems]
         if job is not INVALID:  # also with problems: rules are checked on all that could be read
@@ -107,7 +107,7 @@ def complete(job: Job, catalog: Catalog | None = None) -> Job:
 
 
 def _add_always(root: Node) -> None:
-    """Add the core's own entries to the tree, before those of the job, which may configure them."""
+    """Add the core's own entries to the tree, before the job's entries, which may configure them."""
     for section, names in ALWAYS.items():
         table = root.value.setdefault(section, Node({}, root.origin))
         if isinstance(table.value, dict):

@@ -1,4 +1,4 @@
-"""The mixture of sources as a job states it: names, weights and phases, and what is wrong with them."""
+"""The mixture of sources as specified by a job: names, weights and phases, and the problems with them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def is_drawn(job: Job, number: int) -> bool:
 
 
 def first_step(phase: Phase, job: Job, step: int = 0, tokens: int = 0) -> int:
-    """Completed steps after which a phase begins, where `step` steps are completed and were fed `tokens` positions."""
+    """Completed steps after which a phase begins, given that `step` completed steps were fed `tokens` positions."""
     if phase.start_step is not None:
         return phase.start_step
-    # Counted from `step` on: until there, batches may have had another size than the job says. Rounded up (the floor of
-    # the negative): a phase begins with the first step that starts at or after its tokens.
+    # Counted from `step`, as earlier batches may have had a different size from the job's. Rounded up (the floor of the
+    # negative): a phase begins with the first step that starts at or after its tokens.
     return step - (tokens - (phase.start_tokens or 0)) // (job.train.global_batch_size * job.train.seq_len)
 
 

@@ -1,4 +1,4 @@
-"""Rules across fields and sections: the core's own, those of components, and those of active plugins."""
+"""Rules across fields and sections: from the core itself, from components, and from active plugins."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
         for name in (name for name, stage in job.parallel.items() if stage.brings_executor):
             yield Problem(
                 "executor",
-                f"{executor!r} would not be used: parallel.{name} brings an executor of its own; leave one of them out",
+                f"{executor!r} would not be used: parallel.{name} brings its own executor; remove one of the two",
             )
     try:
         order_stages(job.parallel, catalog)
@@ -105,7 +105,7 @@ def _component_problems(path: str, component: Component, job: Job, layout: Layou
 
 
 def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
-    """Problems with the model, which is built only if it asks for that, or a stage, the optimizer or a plugin does."""
+    """Problems with the model, which is built only if the model, a stage, the optimizer or a plugin requires it."""
     asking: list[Any] = [*job.parallel.values(), job.optimizer, job.data.packing]
     bases = (ParallelComponent, OptimizerComponent, PackingComponent)
     asked = {type(part).model_problems for part in asking}.difference(base.model_problems for base in bases)

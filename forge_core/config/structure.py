@@ -1,4 +1,4 @@
-"""From the raw tree to typed components, in one pass that notes every problem and goes on.
+"""From the raw tree to typed components, in one pass that records every problem and continues.
 
 A method for each form of type (section, component, array, …) returns the typed value or raises `Mismatch`; the next
 outer table or array notes the problem at the path where it arose, and reads the other entries. Nothing is converted
@@ -53,7 +53,7 @@ class Noted(Exception):
 
 @define
 class Findings:
-    """Results of one pass besides the value."""
+    """Results of one pass in addition to the value."""
 
     problems: list[Problem] = field(factory=list)
     deprecated: list[ForgeDeprecation] = field(factory=list)
@@ -195,7 +195,7 @@ class _Structurer:
     def _load(self, base: type[Component], type_: str) -> type[Component]:
         try:
             return self._catalog.load(base.kind, type_, base)
-        except UnknownTypeError as error:  # one line installs what is missing in the whole job, after all problems
+        except UnknownTypeError as error:  # one line, after all problems, installs everything that the job lacks
             self.findings.missing.append(error.distribution)
             raise Mismatch(error.message) from error
 

@@ -84,7 +84,7 @@ class Node:
 
 
 def annotate(value: Any, lines: dict[KeyPath, int], origin: Origin, path: KeyPath = ()) -> Node:
-    """The tree of a value from `tomllib`. A key whose line is not known takes that of its table."""
+    """The tree of a value from `tomllib`. A key whose line is not known takes the line of its table."""
     origin = Origin(origin.source, lines.get(path, origin.line), origin.layer)
     if isinstance(value, dict):
         return Node({key: annotate(item, lines, origin, (*path, key)) for key, item in value.items()}, origin)

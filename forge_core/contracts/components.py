@@ -1,7 +1,7 @@
 """Base classes of the core's kinds of component.
 
-A component is an attrs class, frozen and keyword-only, that *is* the typed configuration and knows how to `build` what
-it configures; `model`, `data`, `optimizer` and `runtime` beside this module describe what `build` must return.
+A component is a frozen, keyword-only attrs class that *is* the typed configuration and can `build` the object that it
+configures. The modules `model`, `data`, `optimizer` and `runtime` of this package describe what `build` must return.
 """
 
 # Neither this module nor one of a component imports torch: `build` does, so that a job file is checked on a login node
@@ -64,7 +64,7 @@ user must allow by `--resume-with-changes`. `impossible`: the saved state does n
 
 
 def when_resumed(change: WhenResumed) -> dict[str, WhenResumed]:
-    """Metadata of a field whose change has another effect on a continued run than `Component.resumes_as` says."""
+    """Metadata of a field whose change affects a continued run differently from `Component.resumes_as`."""
     return {"when_resumed": change}
 
 
@@ -91,7 +91,7 @@ class Component(Generic[Built]):
 
     kind: ClassVar[str]
     resumes_as: ClassVar[WhenResumed | None] = None
-    """Effect of a changed key, or of adding or removing the component. None: that of the component around it."""
+    """Effect of a changed key, or of adding or removing the component. None: as for the component around it."""
     type_resumes_as: ClassVar[WhenResumed | None] = None
     """Effect of another type in this component's table, where that is more serious than a changed key."""
     usual_type: ClassVar[str | None] = None
@@ -134,7 +134,7 @@ class ModelComponent(Component["Model"]):
     """Whether building the model shows mistakes that `problems` cannot, so that a check of the job builds it."""
 
     def batch_fields(self, job: Job) -> Mapping[str, BatchField]:
-        """Entries of batches that the model takes besides tokens, by name. A row without one has zeros there."""
+        """Batch entries that the model takes in addition to tokens, by name. A row without an entry has zeros."""
         # Of the component, not of the module: workers, the plan and every rank of a pipeline know them without a model.
         return {}
 
@@ -165,9 +165,9 @@ class ParameterGroup:
 class OptimizerComponent(Component["torch.optim.Optimizer"]):
     """Builds a `torch.optim.Optimizer`.
 
-    Every parameter group has `names`, those of its parameters in their order (`NamedParameters.groups` sets them).
+    Every parameter group has `names`, the names of its parameters in their order (`NamedParameters.groups` sets them).
     Before each step the engine multiplies its base `lr` by the schedule, and writes each field that holds a
-    `SchedulerComponent` to the key of that name. The optimizer's attribute `group_state` lists keys of its own
+    `SchedulerComponent` to the key of that name. The optimizer's attribute `group_state` lists the keys of its internal
     counters. It may implement `HasEvaluationWeights` and `PlacesState` of `forge_core.contracts.optimizer`.
     """
 
@@ -178,7 +178,7 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
     has_evaluation_weights: ClassVar[bool] = False
     """Whether what it builds implements `HasEvaluationWeights`; known before it is built, when the job is checked."""
     further_roles: ClassVar[Sequence[str] | None] = None
-    """Roles of parameters that it knows besides the usual ones: a model with another is refused. None: any will do."""
+    """Parameter roles supported in addition to the usual ones: a model with another role is refused. None: any role."""
     groups: tuple[ParameterGroup, ...] = ()
     """Other settings for some parameters, by pattern of their names."""
 
@@ -264,7 +264,7 @@ class PackingComponent(Component["Dataset"]):
         return ()
 
     def build(self, context: BuildContext, documents: Documents) -> Dataset:
-        """The sequences of the documents, and in its `held_out` those of `documents.held_out`."""
+        """The sequences of the documents; its `held_out` has the sequences of `documents.held_out`."""
         raise NotImplementedError
 
 
@@ -358,14 +358,15 @@ class ParallelComponent(Component["ParallelStage"]):
         return 1.0
 
     def degrees(self) -> Mapping[str, int | str]:
-        """Mesh dimensions that this stage asks for, with their size, or `"auto"` for the ranks that are left."""
+        """Mesh dimensions that this stage requires, with their sizes, or `"auto"` for the remaining ranks."""
         return {}
 
     def divided_axes(self) -> Mapping[str, Collection[str]]:
-        """Which axes of activations ranks divide, by mesh dimension; of one left out, nobody knows.
+        """The axes of activations that ranks divide, by mesh dimension; for a dimension left out, they are unknown.
 
-        Of `heads`, `hidden` (features), and `rest` (positions between blocks), the ranks in order have equal parts.
-        Of `positions`, each has those in the entry `places` (B, s) that `split` adds. None: all have equal values.
+        Of `heads`, `hidden` (features), and `rest` (positions between blocks), the ranks in order have equal parts. Of
+        `positions`, each rank has those given by the entry `places` (B, s) that `split` adds. Without any axis, all
+        ranks have equal values.
         """
         return {}
 

@@ -44,7 +44,7 @@ class BuildContext:
     """None only where no process group exists (single process)."""
     device: torch.device
     dtype: torch.dtype
-    """Compute dtype: that of the output of `Model.embed`. For parameters, see `OptimizerComponent.parameter_dtype`."""
+    """Compute dtype, as returned by `Model.embed`. For parameters, see `OptimizerComponent.parameter_dtype`."""
     auxiliary: Auxiliary
     """Auxiliary losses and module metrics attach here."""
     tokenizer: Tokenizer | None = None
@@ -58,7 +58,7 @@ class BuildContext:
     def build(self, component: Component[Built], **inputs: Any) -> Built:
         """Build a nested component: through `forge_build_<kind>` where such a hook exists, else by its own `build`.
 
-        A `PluginError` says that the builder returned None, or failed (with the distribution's name and the cause).
+        Raises a `PluginError` if the builder returned None or failed (with the distribution's name and the cause).
         """
         # The only way to build a component inside another: called by itself, `component.build` would skip the hooks.
         return self.plugins.build(component, self, **inputs)
@@ -119,7 +119,7 @@ class Rollback:
 
 @define(kw_only=True)
 class TrainContext:
-    """Live references to what is trained."""
+    """Live references to the objects of a training run."""
 
     job: Job
     model: Model
@@ -168,7 +168,7 @@ class TrainContext:
     def put_state(self, state: State) -> None:
         """Go back, before the next step, to a state that `take_state` returned: progress and data too.
 
-        Every rank asks in the same step, for its own part. Lines of steps that are made again are written again.
+        Every rank calls this in the same step, with its own part. The lines of repeated steps are written again.
         """
         self.requests.rollback = Rollback(reason="a state was put back", state=state, with_data=True)
 
@@ -196,7 +196,7 @@ class StepContext(TrainContext):
     grad_norm: Tensor | None = None
     """Global norm before clipping; None until it is computed. On the device."""
     skipped: bool | None = None
-    """Whether the update was skipped; None before it, and where only the device knows."""
+    """Whether the update was skipped; None before it, and where the answer is available only on the device."""
     may_skip: bool = False
     """Whether some hook of the run declares `may_skip`."""
     logged: dict[str, Any] = field(factory=dict)
@@ -214,7 +214,7 @@ class StepContext(TrainContext):
     def request_stop(self, reason: str, final: bool = False, cause: Cause = Cause.REQUEST) -> None:
         """Save after this step and end the run: to be continued (exit code 75), or as a `final` one (exit code 0).
 
-        A final end is noted in the checkpoint: the same command then says so and trains no further.
+        A final end is recorded in the checkpoint: the same command then reports it and trains no further.
 
         Args:
             reason: for people. It is one line in the run's `end.json`: line breaks and other runs of whitespace become
@@ -226,10 +226,10 @@ class StepContext(TrainContext):
         self.requests.cause = cause
 
     def request_rollback(self, reason: str, to: int | State | None = None, leave_out: int = 0) -> None:
-        """Go back to an earlier state of model, optimizer, hooks and plugins, while steps, schedules and data go on.
+        """Go back to an earlier state of model, optimizer, hooks and plugins, while steps, schedules and data continue.
 
         Hooks that declare `rolls_back = False` keep their own state. The run goes back before the next step, once the
-        ranks have agreed: it is enough that one of them asks, unless `to` is a state, of which each has its own part.
+        ranks have agreed: a request from one rank is enough, unless `to` is a state, of which each has its own part.
 
         Args:
             reason: in words, for the user.

@@ -19,9 +19,10 @@ Batch = dict[str, "Tensor"]
 (already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S) int64. Neighbours
 with equal document ids are of one document, which attention does not leave; without ids, a row is one document.
 Positions count from 0 at the start of a document, without them of the row. Further entries have the dataset's dtype, or
-are those of `ModelComponent.batch_fields`, images say, which rows may lack. In training, `sources` and `numbers` (B,)
-int64 have the number of each row's source and of its sequence there; `slots` (B,) int64, if some source has costs
-(`HasCost`), that of the row as drawn. The engine adds `draw` (B,) int64, unique to sequence and step, for noise."""
+are declared by `ModelComponent.batch_fields` (images, for example); rows may lack these. In training, `sources` and
+`numbers` (B,) int64 contain the number of each row's source and of its sequence in that source; `slots` (B,) int64, if
+some source has costs (`HasCost`), the slot in which the row was drawn. The engine adds `draw` (B,) int64, unique to
+sequence and step, for noise."""
 IGNORED_LABEL = -100
 BYTES_PER_TOKEN = "bytes_per_token"
 """Entry (B,) float64 of batches for evaluation, where known: mean UTF-8 bytes of a token of the row's source."""
@@ -29,7 +30,7 @@ BYTES_PER_TOKEN = "bytes_per_token"
 
 @frozen
 class BatchField:
-    """An entry of batches that a model asks for besides tokens; see `ModelComponent.batch_fields`."""
+    """An entry of batches that a model requires in addition to tokens; see `ModelComponent.batch_fields`."""
 
     shape: tuple[int, ...]
     """Shape of one row, without B."""
@@ -59,24 +60,24 @@ class Dataset(Protocol):
         """Entries of a `Batch` without B, equal in shape and dtype; integers of any width. A `BatchField` may lack."""
 
 
-# Optional methods stay protocols, asked by `isinstance`: a dataset is often a class of another library.
+# Optional methods stay protocols, checked by `isinstance`: a dataset is often a class of another library.
 @runtime_checkable
 class HasLocation(Protocol):
-    """A dataset that knows the file and place of a sequence, for errors."""
+    """A dataset that can report the file and place of a sequence, for error messages."""
 
     def where(self, index: int) -> str: ...
 
 
 @runtime_checkable
 class HasDescription(Protocol):
-    """A dataset that describes its sequences, besides their number, in a line of the summary of the run."""
+    """A dataset that describes its sequences, in addition to their number, in a line of the run's summary."""
 
     def describe(self) -> str: ...
 
 
 @runtime_checkable
 class HasIdentity(Protocol):
-    """Data whose exchange is noticed: checkpoints keep the identity, and another one needs `--resume-with-changes`."""
+    """Data whose replacement is detected: checkpoints keep the identity; another one needs `--resume-with-changes`."""
 
     def identity(self) -> str:  # called at each save, so it must return quickly
         """Differs when the content does (sizes, digests, times of change), not when it is moved; empty: unknown."""
@@ -89,10 +90,10 @@ def identity_of(data: object) -> str:
 
 @runtime_checkable
 class HasCost(Protocol):
-    """A dataset whose sequences take unequal time, as those with more images do."""
+    """A dataset whose sequences take unequal time, for example because some have more images."""
 
     def cost(self, index: int) -> float:
-        """Returns the time besides that of its tokens, in any unit, by sizes alone: every rank asks for all rows."""
+        """Returns the time beyond its tokens' time, in any unit, from sizes alone: every rank calls it for all rows."""
 
 
 @runtime_checkable
@@ -198,7 +199,7 @@ class SampleReader(Protocol):
         """Stack the samples of these rows. Raises a `DataError` that names what could not be read."""
 
     def describe(self, row: SampleRow) -> str:
-        """Which sample a row is, and the file that it comes from where the source knows."""
+        """Describes which sample a row is, and the file that it comes from if the source can report it."""
 
 
 @runtime_checkable

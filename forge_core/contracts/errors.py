@@ -42,8 +42,8 @@ class Problem:
     message: str
     origin: str = ""
     fits: Any = None
-    """For a key that asks for more than `train.steps`: the value that fits, or `LEFT_OUT`. Where a later layer has
-    shortened the run, it is taken, with a warning."""
+    """For a key that requires more than `train.steps`: the value that fits, or `LEFT_OUT`. If a later layer has
+    shortened the run, this value is used, with a warning."""
 
     def below(self, prefix: str) -> Problem:
         """The same problem, with its path below `prefix`."""
@@ -84,11 +84,11 @@ class DataError(ForgeError):
 
 
 class CheckpointError(ForgeError):
-    """A checkpoint is missing, damaged, or cannot be written, or the job cannot go on from it (`ResumeError`)."""
+    """A checkpoint is missing, damaged, or cannot be written, or the job cannot continue from it (`ResumeError`)."""
 
 
 class ResumeError(CheckpointError):
-    """The job, or the command, cannot go on from a checkpoint that is there; nothing has been changed."""
+    """The job, or the command, cannot continue from an existing checkpoint; nothing has been changed."""
 
     exit_code = ExitCode.BAD_JOB
 
@@ -128,7 +128,7 @@ def in_words(error: BaseException, speaker: str = "forge-run") -> str:
 
 
 SURE = 0.8
-"""Similarity from which a word is more likely a misspelling than a word of its own."""
+"""Minimum similarity at which a word is more likely a misspelling than a different word."""
 
 
 SHOWN = 8

@@ -78,7 +78,7 @@ class ForgeHooks:
 
     @hookspec(firstresult=True)
     def forge_build_dataset(self, component: components.DatasetComponent, context: BuildContext) -> Dataset | None:
-        """Build one data source; a wrapper may return a `Dataset` of its own around the given one."""
+        """Build one data source; a wrapper may return its own `Dataset` around the given one."""
 
     @hookspec(firstresult=True)
     def forge_build_parallel_stage(
@@ -117,12 +117,12 @@ class ForgeHooks:
     def forge_validate_job(self, job: Job, layout: Layout) -> Iterable[Problem]:  # type: ignore[empty-body]
         """Contribute problems of the whole job; paths are full TOML paths. Called before anything is built.
 
-        One that insists on clipping yields `Problem("train.grad_clip_norm", "must not be 0")` where it is 0.
+        A plugin that requires clipping yields `Problem("train.grad_clip_norm", "must not be 0")` where it is 0.
         """
 
     @hookspec
     def forge_training_hooks(self, job: Job) -> Iterable[components.TrainingHook]:  # type: ignore[empty-body]
-        """Contribute training hooks, which run after those of the job's components and before those of `[hooks]`."""
+        """Contribute training hooks, which run after the hooks of the job's components and before `[hooks]`."""
 
     @hookspec
     def forge_add_hookspecs(self) -> Any:

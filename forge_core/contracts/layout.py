@@ -49,7 +49,7 @@ class Layout:
     """Ranks along each mesh dimension, 1 where left out; their product is the world size.
 
     Layout(shard=4, tp=2)
-    Layout([MeshDimension("branch", order=45)], branch=2)  # a dimension besides the usual ones
+    Layout([MeshDimension("branch", order=45)], branch=2)  # a dimension in addition to the usual ones
     """
 
     sizes: tuple[tuple[MeshDimension, int], ...]

@@ -80,8 +80,8 @@ class ChangesWithUpdates(Protocol):
 
     def after_update(self) -> None:
         """Update the buffers, by the counts of all ranks in `context.auxiliary.counted`; called on every rank."""
-        # Only the engine knows when a step is over, under accumulation, recomputation and pipelines. It does not call
-        # this after a skipped update; after a skip that only the device knows of, all counts are zero.
+        # Only the engine can detect the end of a step, under accumulation, recomputation and pipelines. It does not
+        # call this after a skipped update; after a skip that only the device can detect, all counts are zero.
 
 
 class Model(nn.Module):
@@ -127,7 +127,7 @@ class Model(nn.Module):
         """Returns model FLOPs per token, forward and backward, at this sequence length; None: unknown.
 
         6 for each weight that multiplies a token (no look-ups, no recomputation), plus the causal half of attention. A
-        model that knows better while it trains logs the metric `flops_per_token`, of which MFU is then made.
+        model with a better value during training logs the metric `flops_per_token`, from which MFU is then computed.
         """
         return None
 
@@ -173,7 +173,7 @@ class Model(nn.Module):
         return None
 
     def further_blocks(self) -> Sequence[str]:
-        """Returns names of blocks besides `layers`, run by `embed` or `finish`; in a pipeline, of this rank's only."""
+        """Returns names of blocks other than `layers`, run by `embed` or `finish`; in a pipeline, only this rank's."""
         # Named by the model, so that stages which recompute or compile each layer do so with them.
         return ()
 
@@ -218,8 +218,8 @@ DECLARED = [name for name, member in vars(Model).items() if isfunction(member) a
 def with_defaults(module: Any) -> Model:
     """Returns the module with the defaults of `Model` for methods that it lacks, if it does not derive from it."""
     names, cls = () if isinstance(module, Model) else DECLARED, type(module)
-    # Into a class of its own, after whatever the module's class or its `__getattr__` has: a wrapper may pass on the
-    # methods of the model inside it.
+    # Into a new class, after everything that the module's class or its `__getattr__` provides: a wrapper may forward
+    # the methods of the model inside it.
     lacking = {name: getattr(Model, name) for name in names if getattr(module, name, None) is None}
     if lacking:  # not once more for a module that has them by now
         module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **lacking})

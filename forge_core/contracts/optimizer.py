@@ -87,7 +87,7 @@ def _derive_role(name: str, module: nn.Module, parameter: nn.Parameter) -> Role:
 
 
 def role_problems(component: OptimizerComponent, roles: Mapping[str, Role]) -> Iterable[Problem]:
-    """Roles of a model's parameters that an optimizer, which treats each role in a way of its own, does not know."""
+    """Roles of a model's parameters that are unknown to an optimizer which treats each role differently."""
     if component.further_roles is not None:
         known = [*ROLES, *component.further_roles]
         strange = {role: name for name, role in roles.items() if role not in known}
@@ -97,9 +97,10 @@ def role_problems(component: OptimizerComponent, roles: Mapping[str, Role]) -> I
 
 @runtime_checkable
 class HasEvaluationWeights(Protocol):
-    """An optimizer whose weights for evaluation, between `eval()` and `train()`, are others than those it trains.
+    """An optimizer whose weights for evaluation, between `eval()` and `train()`, differ from the weights it trains.
 
-    A checkpoint holds both: training goes on from the one, generation, export and `[checkpoint.load]` take the other.
+    A checkpoint holds both: training continues from the trained weights, whereas generation, export and
+    `[checkpoint.load]` take the weights for evaluation.
     """
 
     def eval(self) -> None:

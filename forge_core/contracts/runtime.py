@@ -59,8 +59,8 @@ class ParallelStage:
         Args:
             model: after all stages.
             backward: whether the context also spans recomputation and the backward pass.
-            last: whether this is the last micro-batch of its step. False around all of a step, by an executor that lets
-                micro-batches overlap: what is left to reduce is then reduced in `complete_gradients`.
+            last: whether this is the last micro-batch of its step. False around a whole step if the executor overlaps
+                micro-batches: the remaining gradients are then reduced in `complete_gradients`.
         """
         return nullcontext()
 
@@ -139,12 +139,12 @@ class TakesArtifacts(Protocol):
     """A logger that keeps or sends files, such as pictures, samples and profiles."""
 
     def artifact(self, path: Path, name: str, step: int) -> None:
-        """Take the file `path` as it is now, after `step` steps: later it may be written anew, or be gone."""
+        """Take the file `path` as it is now, after `step` steps: it may be rewritten or removed later."""
 
 
 @runtime_checkable
 class LearnsEnd(Protocol):
-    """A logger that tells runs that finished from those that stopped or failed."""
+    """A logger that distinguishes runs that finished from runs that stopped or failed."""
 
     def end(self, code: int, reason: str) -> None:
         """Before `close`: an `ExitCode`, and a reason unless all steps are done. With 0, it ended for good before."""
@@ -181,10 +181,10 @@ class Storage(Protocol):
 
 
 class SpreadStorage(ABC):
-    """Base of storages whose checkpoints are on no file system of all ranks, but in a bucket or in memory of nodes.
+    """Base of storages whose checkpoints are on no file system shared by all ranks, but in a bucket or nodes' memory.
 
-    Its methods and those of `Storage` are called on every rank; an error on one is raised on all. The manifest is in
-    rank 0's folder when `commit` is called. A process that never calls `join` (a command's) reads alone.
+    Its methods and the methods of `Storage` are called on every rank; an error on one is raised on all. The manifest is
+    in rank 0's folder when `commit` is called. A process that never calls `join` (a command's) reads alone.
     """
 
     opened: ClassVar[dict[Path, tuple[SpreadStorage, int]]] = {}
@@ -220,4 +220,4 @@ class SpreadStorage(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is under way in the background: the run ends well, and all is saved."""
+        """Finish all work in the background: the run ends well, and everything is saved."""

@@ -46,7 +46,7 @@ from forge_core.plugins.manager import RunContext
 class TrainLoader:
     """This rank's micro-batches of each step, from a given position on, read ahead by `[data.loader]`.
 
-    The order is always that of `SampleOrder`. The position is that of the last step returned, whatever was read ahead.
+    `SampleOrder` always defines the order. The position belongs to the last step returned, regardless of reading ahead.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class TrainLoader:
     def state(self) -> dict[str, Any]:
         """Returns the position after the last step returned, over all ranks, as plain JSON.
 
-        Collective if there are streams, since each rank knows the positions of its own lanes only.
+        Collective if there are streams, since each rank has only the positions of the lanes that it reads.
         """
         identities = {name: {"identity": known} for name, known in identities_of(self._job, self._datasets).items()}
         sources = {name: source | identities.get(name, {}) for name, source in self._position["sources"].items()}
@@ -155,7 +155,7 @@ class TrainLoader:
 
 
 def identities_of(job: Job, datasets: Sequence[Dataset | Stream]) -> dict[str, str]:
-    """Returns the identity (see `HasIdentity`) of each source that knows it, by the source's name."""
+    """Returns the identity (see `HasIdentity`) of each source that has one, by the source's name."""
     pairs = zip(source_names(job), datasets, strict=True)
     return {name: identity for name, data in pairs if (identity := identity_of(data))}
 
@@ -189,8 +189,8 @@ def _parts(share: int, workers: int, rows_per_lane: int) -> list[slice]:
 class Concatenated(ConcatDataset):
     """The held-out sequences of several sources, one after the other.
 
-    If every source knows its mean bytes per token, each sequence has it as entry `BYTES_PER_TOKEN`, so that an
-    evaluation weighs the sources by the tokens that it evaluated of each.
+    If the mean bytes per token of every source are known, each sequence has them as entry `BYTES_PER_TOKEN`, so that an
+    evaluation weights each source by the number of its evaluated tokens.
     """
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:

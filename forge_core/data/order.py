@@ -410,9 +410,10 @@ def _shortage_problem(
 def source_changes(
     state: Mapping[str, Any], sizes: Mapping[str, int | None], identities: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Returns a message for each difference between the sources and those of `state`, from `TrainLoader.state()`.
+    """Returns a message for each difference between the sources and the `state` from `TrainLoader.state()`.
 
-    `sizes` has the sequences of each source by its name, None for a stream; `identities` see `HasIdentity`.
+    `sizes` has the number of sequences of each source by its name, None for a stream; for `identities`, see
+    `HasIdentity`.
     """
     saved: Mapping[str, Mapping[str, Any]] = state.get("sources", {})
     new = [f"source {name!r} is new" for name in sizes if saved and name not in saved]

@@ -42,7 +42,7 @@ UNITS_AHEAD = 3
 """Units of rows that are read ahead, the one being read included."""
 LanePositions = Mapping[str, Mapping[str, Any]]
 """Source name -> lane -> position, plain JSON."""
-# Token ids may be stored in any width, which need not be that of the next source.
+# Token ids may be stored in any width, which may differ between sources.
 DTYPES = dict.fromkeys(TOKEN_ENTRIES, "int64")
 
 
@@ -106,8 +106,9 @@ def collate(
 ) -> Batch:
     """Stack samples to tensors (B, …) by entry. Entries in `TOKEN_ENTRIES` become int64; all others keep their dtype.
 
-    Rows without one of `fields`, which the model asks for, have zeros there. A `DataError` names an entry that is not
-    as the model asks, or that differs between rows (in shape or dtype too), and the rows as `describe` does.
+    Rows without one of `fields`, which the model requires, have zeros there. A `DataError` names an entry that does not
+    meet the model's requirements, or that differs between rows (also in shape or dtype), and the rows as returned by
+    `describe`.
     """
     import numpy as np
 

@@ -103,17 +103,17 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
 def build_run(
     job: Job, context: RunContext, hooks: Iterable[TrainingHook] = (), beacon: ProgressBeacon | None = None
 ) -> Run:
-    """Build data, model, optimizer and all else, in this order; `hooks` run after those of the job.
+    """Build data, model, optimizer and everything else, in this order; `hooks` run after the job's hooks.
 
     Raises:
         JobError: the job cannot run as written.
     """
-    # The tokenizer first: data and model need it. Data before the model: what is wrong shows before memory is taken.
+    # The tokenizer first: data and model need it. Data before the model: errors appear before memory is allocated.
     context = evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
     evaluations = {name: _build(each, context, f"evaluations.{name}") for name, each in job.evaluations.items()}
     runner = HookRunner(collect_hooks(job, context.plugins, hooks), beacon)
-    runner.beacon.enter(Phase.BUILDING)  # each part may take minutes, and the watchdogs of all ranks look
+    runner.beacon.enter(Phase.BUILDING)  # each part may take minutes, and the watchdogs of all ranks are watching
     run = assemble(job, context, build_model(job, context), context.build(job.loss), datasets, runner)
     return evolve(run, evaluations=evaluations)
 
@@ -153,7 +153,7 @@ def build_tokenizer(job: Job, context: BuildContext) -> Tokenizer | None:
     component = job.data.tokenizer
     if component is None:
         return None
-    # The one in the folder first: a continued run must not train a tokenizer anew on data that may have grown since.
+    # The one in the folder first: a continued run must not retrain a tokenizer on data that may have grown since.
     if context.folder is not None and (context.folder / TOKENIZER).is_dir():
         return component.load(context, context.folder / TOKENIZER)
 
@@ -244,7 +244,7 @@ def build_bare_model(job: Job, context: BuildContext) -> tuple[Model, Outline]:
 
 
 def stages_of(job: Job, context: RunContext) -> list[OrderedStage]:
-    """The stages in order, with the one that the core adds; a JobError says where their relations contradict."""
+    """The stages in order, with the one that the core adds; a `JobError` reports contradictory relations."""
     catalog = context.plugins.catalog
     return order_stages(with_owner(job, context.layout, catalog), catalog)
 

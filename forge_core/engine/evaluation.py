@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class HeldOut(EvaluationComponent):
-    """Token-weighted loss and perplexity over held-out sequences; bits per byte where the data knows its bytes.
+    """Token-weighted loss and perplexity over held-out sequences; bits per byte where the data has byte counts.
 
-    Logs `{prefix}/loss` in nats a token, `{prefix}/perplexity`, `{prefix}/tokens` and `{prefix}/bits_per_byte`. Does
+    Logs `{prefix}/loss` in nats per token, `{prefix}/perplexity`, `{prefix}/tokens` and `{prefix}/bits_per_byte`. Does
     nothing where the data has no held-out part.
     """
 
@@ -55,7 +55,7 @@ class HeldOut(EvaluationComponent):
                 if BYTES_PER_TOKEN in batch:
                     labels = (batch["labels"] != IGNORED_LABEL).sum(dim=1)
                     total[2:] += torch.stack([(labels * batch[BYTES_PER_TOKEN]).sum(), labels.sum().double()])
-        # The labels are counted apart from `tokens`: ranks that divide sequences each count those of whole ones.
+        # Labels are counted separately from `tokens`: ranks that divide sequences each count labels of whole sequences.
         loss_sum, tokens, text_bytes, all_labels = context.all_reduce(total).tolist()
         loss = loss_sum / max(tokens, 1)
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}

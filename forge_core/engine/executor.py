@@ -91,7 +91,7 @@ class SplittingExecutor:
 def combine(outputs: Sequence[LossOutput]) -> StepOutput:
     """Joins the sums and counts of several micro-batches.
 
-    The loss sum is that of the plain loss, `per_sequence`: other terms of an objective (z-loss, label smoothing) are
+    The loss sum contains only the plain loss, `per_sequence`: other terms of an objective (z-loss, label smoothing) are
     trained on but not reported as the loss.
     """
     import torch

@@ -41,7 +41,7 @@ def check_groups(groups: Sequence[Mapping[str, Any]], parameters: NamedParameter
 
 
 def check_modes(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer with modes says which weights are evaluated, or checkpoints would lack them."""
+    """Check that an optimizer with modes declares which weights are evaluated, or checkpoints would lack them."""
     needed = ("train", "evaluation_weights", "load_evaluation_weights")
     missing = [name for name in needed if name not in dir(optimizer)]
     if "eval" in dir(optimizer) and missing:
@@ -62,7 +62,7 @@ def apply_settings(optimizer: torch.optim.Optimizer, tables: Sequence[ParameterG
 
 
 def _divide(number: int, group: Group, tables: Sequence[ParameterGroup], names: Names) -> Iterator[Group]:
-    """The parts of a group: that of no table first, then one of each table. Their key `match` identifies them."""
+    """The parts of a group: first the part without a table, then one per table. Their key `match` identifies them."""
     # A rank of a pipeline may hold a tied parameter by its other name alone.
     known_as = [names.get(name, (name,)) for name in group["names"]]
     chosen = [next((n for n, table in enumerate(tables) if fits(each, [table.match])), -1) for each in known_as]
@@ -120,7 +120,7 @@ class Rates:
         return self._schedule(step, self._job.train.steps)
 
     def apply(self, step: int, tokens: int) -> float:
-        """Set every rate for the update after `step` steps and `tokens` positions; returns that of the first group."""
+        """Set every rate for the update after `step` steps and `tokens` positions; returns the first group's rate."""
         factor = self.factor(step) * lr_factor(self._job, step, tokens)
         # From the job's base rates and not from the groups: a run that continues follows its present job.
         for group, base in zip(self._groups, self._base, strict=True):

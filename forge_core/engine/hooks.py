@@ -20,7 +20,7 @@ EVENTS = tuple(name for name in vars(TrainingHook) if name.startswith("on_"))
 
 def collect_hooks(job: Job, plugins: Plugins, given: Iterable[TrainingHook]) -> dict[str, TrainingHook]:
     """Every hook of a run by name, in the order in which they run, which is the same on every rank."""
-    # Hooks may communicate, hence one order: first those that belong to what is trained, then those that observe it.
+    # Hooks may communicate, hence one order: first the hooks of the trained parts, then the hooks that observe them.
     parts = [(path, part) for path, part in walk_components(job) if not isinstance(part, TrainingHook)]
     entries = [(f"{path}.{type(hook).__name__}", hook) for path, part in parts for hook in part.training_hooks(job)]
     entries += [(f"plugins.{type(hook).__name__}", hook) for hook in plugins.training_hooks(job)]

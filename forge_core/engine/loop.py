@@ -234,7 +234,7 @@ class Loop:
 
     def _step_context(self, step: int, batches: Sequence[Batch] = ()) -> StepContext:
         requests, may_skip = self.requests, self._hooks.may_skip
-        requests.skip = ""  # is asked for in each step anew, unlike the others, which stay until ranks agree on them
+        requests.skip = ""  # must be requested in each step, unlike the others, which stay until ranks agree on them
         return StepContext(**self._references(), step=step, batches=batches, may_skip=may_skip)
 
     def _references(self) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def _collecting(interval: int) -> Iterator[None]:
 
 
 def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> None:
-    """Try the shapes of a step, forward and backward, if `train.dry_run` says so."""
+    """Try the shapes of a step, forward and backward, as set by `train.dry_run`."""
     mode, device = run.job.train.dry_run, run.context.device
     if mode == "never" or (mode == "auto" and device.type == "cpu"):  # an accelerator's memory may not suffice
         return
@@ -286,7 +286,7 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
         # A pipeline's schedule is made for all its micro-batches; one alone would not run
         pipelined = any(dimension.layers and size > 1 for dimension, size in run.context.layout.sizes)
         Stepper(run).gradients(batches if pipelined else batches[:1], step=0)
-    # Gradients and buffers are all that it has changed: generators are seeded anew, and counts zeroed, in every step.
+    # It has changed nothing but gradients and buffers: generators are reseeded, and counts zeroed, in every step.
     run.optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
         for name, buffer in run.model.named_buffers():
@@ -323,7 +323,7 @@ class Agreement:
         requests, saver = self._requests, self._saver
         asked = [bool(requests.stop), requests.checkpoint or saver.overdue, bool(requests.non_finite), saver.writing]
         asked += [requests.final, requests.rollback is not None]
-        peaks = peak_memory(self._device)  # along with the flags, as a collective of its own would cost as much again
+        peaks = peak_memory(self._device)  # along with the flags, as a separate collective would cost as much again
         values = [*asked, *peaks.values()] if self._alone else largest([*asked, *peaks.values()])
         stop, checkpoint, non_finite, writing, final, rollback = map(bool, values[: len(asked)])
         self.peaks = dict(zip(peaks, values[len(asked) :], strict=True))

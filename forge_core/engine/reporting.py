@@ -150,7 +150,7 @@ def _memory(run: Run) -> str:
 
 
 def _room(run: Run, folder: Path) -> str:
-    """Whether checkpoints fit on their disk; a `JobError` if one has no room for its weights, the least that it has."""
+    """Whether checkpoints fit on their disk; a `JobError` if there is not even room for the weights of one."""
     size = sum(run.outline.sizes.values()) * next(iter(run.parameters)).parameter.element_size()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
     text = f"weights of {size / 1e6:,.0f} MB each, besides optimizer state; {free / 1e9:,.1f} GB free in {folder}"
@@ -207,18 +207,18 @@ class Recorder:
         self._tracker.put(record, scalars)
 
     def _seconds_since_last_line(self) -> dict[str, float]:
-        """Seconds by phase of this step, and of what came between: an agreement, an evaluation, a save."""
+        """Seconds by phase of this step and of the work before it: an agreement, an evaluation, a save."""
         before, self._in_lines = self._in_lines, self._seconds()
         spent = {phase: round(total - before.get(phase, 0.0), 6) for phase, total in self._in_lines.items()}
         return {f"seconds/{phase.replace(' ', '_')}": taken for phase, taken in spent.items() if taken}
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write an evaluation's line; `flush` comes before it, so that those of earlier steps do."""
+        """Write an evaluation's line; call `flush` first, so that it follows the lines of earlier steps."""
         self.last_evaluation = metrics
         self._write({"step": step, **metrics})
 
     def sync(self) -> None:
-        """Let loggers put the lines so far where they outlive the machine: a checkpoint comes next, and needs them."""
+        """Let loggers put the lines so far where they outlive the machine: the checkpoint that follows needs them."""
         for name, logger in self._loggers.items():
             if isinstance(logger, Flushes):
                 with named(name):

@@ -41,7 +41,7 @@ def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> Sta
 
 
 def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callable[[str], object]) -> Progress:
-    """Continue a checkpoint, or take the weights of one, or neither, as `start` says. Collective."""
+    """Continue a checkpoint, or take the weights of one, or neither, as specified by `start`. Collective."""
     if start.weights:
         echo("\n".join(_take_weights(start, run)))
     if start.checkpoint is None:
@@ -69,7 +69,7 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
 
 def taken(state: State) -> State:
     """A copy of a state, which training does not change: this rank's part of each tensor, on its device."""
-    # By way of the text that a checkpoint has: what is put back is what a run that continues would have found
+    # Through the text format of a checkpoint: the restored values are those that a continued run would have found
     values = json.loads(to_json(state.values))
     return State({name: tensor.detach().clone() for name, tensor in state.tensors.items()}, values)
 
@@ -112,7 +112,7 @@ def _check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Ite
 
 
 def _has_state(holder: TrainingHook | Plugin) -> bool:
-    """Whether a hook or plugin remembers anything: it has state fields, or a way of its own to save them."""
+    """Whether a hook or plugin keeps any state: it has state fields, or its own way to save state."""
     base = next(cls for cls in (TrainingHook, Plugin) if isinstance(holder, cls))
     return bool(state_fields(type(holder))) or type(holder).state_dict is not base.state_dict
 
@@ -122,7 +122,7 @@ def _check_sources(start: Start, run: Run) -> list[str]:
     saved = start.manifest["progress"]["samples"]
     if (changes := source_changes(saved, sizes, identities_of(run.job, run.datasets))) and not start.with_changes:
         hint = f"to continue all the same, run the same command with {FLAG}"
-        raise ResumeError(f"the data is not that of {start.checkpoint}: {'; '.join(changes)}; {hint}")
+        raise ResumeError(f"the data is not the same as in {start.checkpoint}: {'; '.join(changes)}; {hint}")
     return changes
 
 

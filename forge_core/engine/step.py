@@ -34,7 +34,7 @@ WAITED = "waited"
 """Name, among the reduced sums, of the seconds that the slowest rank waited for the data of the step."""
 
 ABSENT = -math.inf
-"""The loss of a source without a valid token in a step, which only the device knows. The line leaves it out."""
+"""The loss of a source without a valid token in a step, which only the device can detect. The line omits it."""
 
 Sums = Mapping[str | Count, Tensor]
 """Totals of a step over the token ranks: sums (), and what modules counted (n,)."""
@@ -101,13 +101,13 @@ class Stepper:
         return output, sums
 
     def _with_draws(self, batches: Sequence[Batch], step: int) -> list[Batch]:
-        """The micro-batches with `draw` (B,), a number of each sequence and step that no layout changes, for noise."""
+        """The micro-batches with `draw` (B,), a number per sequence and step, the same in every layout, for noise."""
         sizes = [len(batch["input_ids"]) for batch in batches]
         of_step = self._first_draw + step * self._job.train.global_batch_size
         first = of_step + (self._first_rank + self._sample_rank) * sum(sizes)
         draws = torch.arange(first, first + sum(sizes), device=self._run.context.device).split(sizes)
         pairs = zip(batches, draws, strict=True)
-        # Rows that were shared out by cost are those of other places, whose noise goes with them.
+        # Rows that were redistributed by cost come from other slots, and take the noise of these slots with them.
         return [{**batch, "draw": batch["slots"] + of_step if "slots" in batch else draw} for batch, draw in pairs]
 
     def norm(self) -> Tensor:
@@ -115,7 +115,7 @@ class Stepper:
         return global_norm(self._counted, self._pipeline)
 
     def update(self, context: StepContext, loss_sum: Tensor) -> Tensor | None:
-        """Clip and step, unless the update is to be skipped; returns whether it was, if only the device knows."""
+        """Clip and step, unless the update must be skipped; returns whether it was, if only the device can tell."""
         assert context.grad_norm is not None
         # Both were summed over the ranks, so a NaN of one rank is one of all, and all decide alike without a message.
         finite = torch.isfinite(loss_sum) & torch.isfinite(context.grad_norm)
@@ -147,7 +147,7 @@ class Stepper:
     @torch.no_grad()
     def _change_buffers(self, finite: Tensor) -> None:
         """After the update: a router's bias, say, belongs to the weights that come next."""
-        if self._masked:  # only the device knows whether there was an update: counts of a skipped one become 0
+        if self._masked:  # whether there was an update is known on the device only: counts of a skipped one become 0
             self._run.context.auxiliary.forget_counted_unless(finite)
         for module in self._changing:
             module.after_update()
@@ -203,7 +203,7 @@ class Stepper:
 
 
 def agreed_reason(own: str) -> str:
-    """The reason of this rank for what was asked, or else that of the first rank that has one. Collective."""
+    """This rank's reason for the request, or else the reason of the first rank that has one. Collective."""
     reasons = mesh.gather_objects(own)
     return own or next((f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason), "")
 
@@ -219,7 +219,7 @@ def _unflatten(flat: Tensor, like: Sums) -> dict[str | Count, Tensor]:
 
 
 def global_norm(parameters: Collection[nn.Parameter], stages: ProcessGroup | None = None) -> Tensor:
-    """2-norm of all gradients over all ranks, `stages` those of a pipeline; a device scalar in at least float32."""
+    """2-norm of all gradients over all ranks, `stages` being a pipeline's ranks; a device scalar, at least float32."""
     # Not by DTensor, which would reduce each parameter by itself: here one reduction serves all that are split alike.
     split: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:

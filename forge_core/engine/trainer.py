@@ -65,13 +65,13 @@ class Summary:
 
 
 class Trainer:
-    """Trains what a job describes.
+    """Trains a model as described by a job.
 
         summary = Trainer("job.toml").run()
 
     Args:
-        job: a job, or what `load_job` takes: a path, a text of TOML, or a dict.
-        hooks: training hooks besides those of the job; they run last.
+        job: a job, or a source that `load_job` takes: a path, a text of TOML, or a dict.
+        hooks: training hooks in addition to the job's hooks; they run last.
         catalog: where components are looked up; by default everything installed.
         resume: `auto` continues the run folder's newest checkpoint, `never` refuses a folder that has any, and a path
             names a checkpoint, or a run folder whose newest one is meant, to start from.
@@ -206,7 +206,7 @@ def _agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:
 
 
 def _describe(mine: Mapping[str, Any], identities: Mapping[int, Mapping[str, Any]], catalog: Catalog) -> str:
-    """How the jobs and installations of other ranks differ from those of rank 0; empty if they do not."""
+    """How the jobs and installations of other ranks differ from rank 0's; empty if they do not."""
     by_rank = {rank: list(_differences(mine, theirs, catalog)) for rank, theirs in identities.items()}
     ranks = [rank for rank, differences in by_rank.items() if differences]
     if not ranks:

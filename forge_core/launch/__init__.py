@@ -1,4 +1,5 @@
 """Ranks of a run: how they are started, find each other, are watched, and end together.
 
-Nothing here knows what a run does. `supervisor` starts ranks; `rank_process` is one of them or of another launcher's.
+Nothing here depends on what a run does. `supervisor` starts ranks; `rank_process` is one of these ranks, or one that
+another launcher started.
 """

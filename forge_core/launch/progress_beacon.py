@@ -36,7 +36,7 @@ class Position:
 class ProgressBeacon:
     """Keeps the position of this rank. Entering a phase costs about a microsecond."""
 
-    # On the class: a tokenizer that reports knows no run. Without a lock: of two reports at once one may be lost
+    # On the class, as a tokenizer that reports has no run. Without a lock: of two simultaneous reports one may be lost
     reports: ClassVar[int] = 0
     """Calls of `report_progress` in this process, from any thread."""
     phase: ClassVar[str] = Phase.IMPORTS
@@ -98,11 +98,11 @@ def report_progress(detail: str = "", done: float = 0, total: float = 0) -> None
     document, file or batch. It costs about a microsecond, may be called from any thread of a rank's process (not from a
     worker process, which the watchdog does not see), and does nothing where no run is watched.
 
-    Users see `detail` beside the phase, the kind of work such as `"encoding text"` (empty: what was there stays), and
-    from the amounts `done` and `total`, in any unit (0: not known), how much time is left.
+    Users see `detail` beside the phase, the kind of work such as `"encoding text"` (empty: the earlier text stays), and
+    the remaining time, computed from the amounts `done` and `total`, in any unit (0: not known).
     """
     ProgressBeacon.reports += 1
     if total and (detail != ProgressBeacon.detail or total != ProgressBeacon.total):
-        ProgressBeacon.since = time.monotonic()  # of other work the speed says nothing
+        ProgressBeacon.since = time.monotonic()  # the speed of other work does not apply
     if detail or total:
         ProgressBeacon.detail, ProgressBeacon.done, ProgressBeacon.total = detail, done, total

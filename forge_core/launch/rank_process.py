@@ -44,7 +44,7 @@ class RankProcess:
         self.rendezvous: Rendezvous | None = None
         """The connection to the other ranks, from `join` to `leave`."""
         self.verbosity = 0
-        """What is printed: -1 warnings and the end, 0 progress, 1 the resolved job and every step too."""
+        """Level of output: -1 warnings and the end, 0 progress, 1 the resolved job and every step too."""
         self._world = World()
         self._log: RankLog | None = None
         self._launcher: socket.socket | None = None
@@ -57,9 +57,9 @@ class RankProcess:
         """Returns the completed steps of the run; None before it has begun to train."""
 
     def join(self, world: World, *limits_s: float) -> Rendezvous:
-        """The connection to the other ranks, which the first call opens; `limits_s` are those of `Rendezvous`."""
+        """The connection to the other ranks, which the first call opens; `limits_s` are the limits of `Rendezvous`."""
         if self.rendezvous is None:
-            # Late: torch takes seconds to import, which a rank whose job is wrong does without
+            # Late: torch takes seconds to import, which a rank with an invalid job does not need
             from forge_core.launch.rendezvous import Rendezvous
 
             self._world = world
@@ -126,7 +126,7 @@ class RankProcess:
 
     @contextmanager
     def recording_end(self, rank: int, write: Callable[[End], object]) -> Iterator[list[End]]:
-        """Hand the end of the run to `write`: the error of this rank, or on rank 0 what is put into the list."""
+        """Hand the end of the run to `write`: the error of this rank, or on rank 0 the entry added to the list."""
         started, ends = time.time(), list[End]()
         self._write_end = lambda end: write(evolve(end, started=started))
         try:
@@ -184,7 +184,7 @@ class RankProcess:
             os.write(self._log.terminal.fileno() if self._log else 2, f"{text}\n".encode())
         if self._log is not None:
             self._log.write(text)
-        if self._launcher is None:  # our launcher asks the other ranks itself
+        if self._launcher is None:  # our launcher queries the other ranks itself
             self.leave()
         # Processes that read data: they would wait for their parent for ever
         for child in sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else ():
@@ -202,7 +202,7 @@ class RankProcess:
                 if self.rendezvous is not None:
                     first = self.rendezvous.end(report)
                     report = report if first.rank == report.rank else report_of(report.rank, EndedElsewhere(first))
-        self.emit(report)  # after the store, which says whether this rank was first
+        self.emit(report)  # after the store, which determines whether this rank was first
         return report
 
     def emit(self, report: FailureReport) -> None:
@@ -244,7 +244,7 @@ this_process = RankProcess()
 
 
 class RankLog:
-    """Output of this process: rank 0's on the terminal, its errors in the log too; that of other ranks in their logs.
+    """Output of this process: rank 0 writes to the terminal, and errors also to its log; other ranks to their logs.
 
     Until the run folder is known, the log is a temporary file.
     """

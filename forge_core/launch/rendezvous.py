@@ -55,7 +55,7 @@ def call_within(limit_s: float, function: Callable[..., T], *arguments: object) 
     """The result of `function(*arguments)`, called in another thread; after `limit_s` (inf: never) `StoreUnresponsive`.
 
     TCPStore waits for its server without a deadline in most calls, and holds a lock meanwhile: a rank 0 that is stopped
-    (SIGSTOP, a machine that swaps) would stop every thread that asks the store for anything, watchdogs included.
+    (SIGSTOP, a machine that swaps) would block every thread that accesses the store, watchdogs included.
     """
     future: Future[T] = Future()
 
@@ -103,7 +103,7 @@ class Rendezvous:
         self.set("here", True)
 
     def group_store(self) -> Store:
-        """The store for a process group, over a connection of its own: waiting there blocks no call here."""
+        """The store for a process group, over a separate connection: waiting there blocks no call here."""
         return PrefixStore("groups", _named(_connect(self.world, self.start_timeout_s)))
 
     def set(self, topic: str, value: Any) -> None:
@@ -191,7 +191,7 @@ class Rendezvous:
             raise
 
     def end(self, report: FailureReport) -> FailureReport:
-        """End the run for all ranks; returns the report that counts, that of the first rank to call this."""
+        """End the run for all ranks; returns the report that counts, from the first rank to call this."""
         return FailureReport.from_json(self._call(self._store.compare_set, END, "", report.to_json()))
 
     def ending(self) -> FailureReport | None:
@@ -217,7 +217,7 @@ class Rendezvous:
             now, beating = time.monotonic(), self.get(HEARTBEAT, ranks)
             moved |= {rank: now for rank, beat in beating.items() if beat != heartbeats.get(rank)}
             heartbeats |= beating
-            # A rank that was killed never says that it leaves; only its heartbeat distinguishes it from a slow one
+            # A rank that was killed never announces that it leaves; only its heartbeat distinguishes it from a slow one
             patience_s = SILENT_S if self.ending() is None else SILENT_AFTER_FAILURE_S
             silent = now - max(moved[rank] for rank in ranks) > patience_s + 2 * self.heartbeat_s
             # One that was never here may still arrive, and ask why there is no run

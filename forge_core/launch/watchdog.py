@@ -35,7 +35,7 @@ WRITING_S = 2.0
 LEAST_S = 30.0
 """Limits that are learnt from the run are never shorter."""
 WARM_UP = 5
-"""A phase has a limit of its own from its fifth occurrence on."""
+"""A phase has its own limit from its fifth occurrence on."""
 START_FACTOR = 10
 """Heartbeats may stand still for this much longer before the first step: reading data may keep Python's lock."""
 COMPILERS = (

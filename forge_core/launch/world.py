@@ -23,7 +23,7 @@ PORTS = range(20000, 32000)
 
 @frozen(kw_only=True)
 class World:
-    """This process among those of its run."""
+    """This process among the processes of its run."""
 
     rank: int = 0
     size: int = 1
@@ -37,9 +37,9 @@ class World:
 
 
 def join_world(environment: MutableMapping[str, str] | None = None) -> World:
-    """Read the world from the environment; a `JobError` says which variables contradict each other or are missing.
+    """Read the world from the environment; a `JobError` names variables that contradict each other or are missing.
 
-    Variables of SLURM are copied to the names that torch knows (`RANK`, `LOCAL_RANK`, …).
+    Variables of SLURM are copied to the names that torch reads (`RANK`, `LOCAL_RANK`, …).
     """
     variables = os.environ if environment is None else environment
     # RANK first: SLURM's numbers are not the ranks' under torchrun in a step, where a task has several of them

@@ -51,7 +51,7 @@ class Console(LoggerComponent):
 
 @contextmanager
 def showing_progress(loggers: Mapping[str, LoggerComponent]) -> Iterator[None]:
-    """Show phases that last for a second or more, as `[loggers.console]` says; by a thread, as the main one is busy."""
+    """Show phases that last a second or more, as set in `[loggers.console]`; in a thread, as the main one is busy."""
     console, ended = next((each for each in loggers.values() if isinstance(each, Console)), None), threading.Event()
 
     def show(console: Console) -> None:

@@ -32,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 def bare_model(job: Job, context: BuildContext) -> Model:
     """The whole model on the meta device, in the dtypes of training and before any stage.
 
-    A `JobError` says that the model does not derive from `Model`, or which of its methods is a misspelt one of that.
+    Raises a `JobError` if the model does not derive from `Model`, or if one of its methods is a misspelt method of it.
     """
     with torch.device("meta"):
         model = context.build(job.model)
@@ -41,7 +41,7 @@ def bare_model(job: Job, context: BuildContext) -> Model:
         raise JobError([Problem("model", f"builds a {cls}, which does not derive from {base}; derive it from that")])
     if names := next(misspelt(model), None):
         # It would never be called, and the default would be used in silence.
-        hint = f"did you mean {names[1]!r}? A name of its own that is so similar starts with an underscore"
+        hint = f"did you mean {names[1]!r}? If another method is meant, start its name with an underscore"
         raise JobError([Problem("model", f"{cls} has {names[0]!r}, which {base} has not; {hint}")])
     model.batch_fields = job.model.batch_fields(job)
     if context.dtype == torch.float64:
@@ -60,7 +60,7 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
     size = job.data.tokenizer.expected_vocab_size() if job.data.tokenizer else None
     tokenizer = cast("Tokenizer", _TokenizerToBe(size)) if size else None
     refused: list[list[Problem]] = []
-    # With "auto", the run chooses the device: a model is refused here only for what is wrong on both.
+    # With "auto", the run chooses the device: a model is refused here only for problems that occur on both.
     for device in ("cuda", "cpu") if job.train.device == "auto" else (job.train.device,):
         try:
             model = bare_model(job, bare_context(job, layout, catalog, torch.device(device), tokenizer))
@@ -115,7 +115,7 @@ def bare_context(
     )
 
 
-# A parameter is drawn in fixed blocks along dimension 0, each by a generator of its own, seeded from (seed, parameter
+# A parameter is drawn in fixed blocks along dimension 0, each by a separate generator, seeded from (seed, parameter
 # name, block). A rank draws the blocks that it holds, so that values depend on neither the layout nor the order of
 # modules, and a module that is added changes no other.
 BLOCK = 2**20
@@ -174,7 +174,7 @@ def _local_rows(parameter: Tensor) -> Iterator[tuple[Tensor, int, int, Any]]:
     if not hasattr(parameter, "to_local"):
         yield parameter.data, 0, len(parameter), ...
         return
-    tensor: Any = parameter  # a DTensor, which knows for checkpoints where its parts are in the whole
+    tensor: Any = parameter  # a DTensor, which provides, for checkpoints, the place of its parts in the whole
     for chunk in tensor.__create_chunk_list__():
         first, *rest = (slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
         yield tensor.to_local(), first.start, first.stop, (slice(None), *rest)
@@ -197,7 +197,7 @@ def materialise(model: Model, device: torch.device, seed: int, home: torch.devic
 
 
 def _check_memory(model: Model, device: torch.device) -> None:
-    """Raise a `JobError` if weights and gradients alone do not fit: an allocator says less, and Linux may kill."""
+    """Raise a `JobError` if weights and gradients alone do not fit: an allocator reports less, and Linux may kill."""
     sizes = [(local_part(each).numel(), each.element_size(), each.requires_grad) for each in model.parameters()]
     needed = sum(count * (size + max(size, 4) * trained) for count, size, trained in sizes)
     host = re.search(r"MemAvailable: *(\d+) kB", MEMINFO.read_text() if MEMINFO.exists() else "")
@@ -259,7 +259,7 @@ def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], de
 
 
 def _whole_copy(module: nn.Module, device: torch.device) -> Any:
-    """The module with whole parameters of its own, in float32 or wider: values are those of float32, rounded."""
+    """A copy of the module with its own whole parameters, in float32 or wider: values are float32 values, rounded."""
     # Not copy.copy: FSDP2 replaces the class by one whose __new__ calls the constructor, here without its arguments.
     whole: Any = object.__new__(type(module))
     whole.__dict__.update(module.__dict__)

@@ -1,4 +1,4 @@
-"""The layout that a job asks for on a number of ranks, and whether its batch fits it. Pure arithmetic, no torch."""
+"""The layout that a job requests on a number of ranks, and whether its batch fits it. Pure arithmetic, no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from forge_core.job import Job
 
 
 def plan_layout(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
-    """The layout that the job's stages ask for on `world_size` ranks, and the problems with it.
+    """The layout that the job's stages request on `world_size` ranks, and the problems with it.
 
-    A dimension given as `"auto"` takes the ranks that are left. Where no stage asks for a dimension that divides
+    A dimension given as `"auto"` takes the remaining ranks. If no stage requests a dimension that divides
     samples, they go to `replicate`: the core then adds that stage. Otherwise left-over ranks are an error.
     """
     known = {dimension.name: dimension for dimension in DIMENSIONS}

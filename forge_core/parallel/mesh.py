@@ -23,17 +23,17 @@ from forge_core.launch.world import is_rank_of_step, join_world
 
 
 def world_size() -> int:
-    """Ranks of this run, as the launcher's environment says."""
+    """Number of ranks of this run, from the launcher's environment."""
     return dist.get_world_size() if dist.is_initialized() else join_world().size
 
 
 def global_rank() -> int:
-    """This process's rank, as the launcher's environment says."""
+    """This process's rank, from the launcher's environment."""
     return dist.get_rank() if dist.is_initialized() else join_world().rank
 
 
 def choose_device(name: str) -> torch.device:
-    """This rank's device. If GPUs are fewer than ranks, all ranks take the CPU with `auto`; `cuda` raises JobError."""
+    """This rank's device. With fewer GPUs than ranks, all ranks use the CPU with `auto`; `cuda` raises JobError."""
     # NCCL refuses two ranks on one GPU, and devices of two kinds could not be in one mesh, so it is all ranks or none.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # SLURM may show each task its own GPUs only.
@@ -92,7 +92,7 @@ def group_timeout() -> timedelta | None:
     if this_process.rendezvous is None:
         return None
     # A day after the watchdog, which sees whether any rank still moves, as in a long save on rank 0. A collective only
-    # knows how long it has waited, and is for the case that no watchdog can run.
+    # measures its own waiting time, and its limit is for the case that no watchdog can run.
     limit_s = this_process.rendezvous.hang_timeout_s
     return timedelta(seconds=limit_s, days=1 if limit_s else 365)
 
@@ -186,7 +186,7 @@ def largest(values: Sequence[float]) -> list[float]:
 
 def _disseminate(known: Tensor) -> Tensor:
     """Maximum of all ranks' values in log2(n) rounds (dissemination, Hensgen et al. 1988)."""
-    # In round k a rank sends what it knows to the rank 2^k further on. A value may arrive twice, which changes nothing
+    # In round k a rank sends its values to the rank 2^k further on. A value may arrive twice, which changes nothing
     # in a maximum, so n need not be a power of two.
     rank, size, distance = dist.get_rank(), dist.get_world_size(), 1
     received = torch.empty_like(known)

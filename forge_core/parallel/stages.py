@@ -37,7 +37,7 @@ def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> l
 
     A `JobError` names the stages whose relations contradict each other, and the reasons.
     """
-    # Relations go by type and not by name: a stage knows those of other distributions, and a job names its own freely.
+    # Relations refer to types, not names: a stage can name types of other distributions, and a job names stages freely.
     types = {name: catalog.type_of(type(component)).rpartition("/")[2] for name, component in stages.items()}
     pairs = list(permutations(stages, 2))
     why = {(a, b): stages[b].after[types[a]] for a, b in pairs if types[a] in stages[b].after}
@@ -92,7 +92,7 @@ def apply_stages(
     from forge_core.contracts.model import with_defaults
     from forge_core.contracts.optimizer import role_problems, roles_of
 
-    # On the bare model, before the first stage: a problem then has the names that the user knows. Asked again, because
+    # On the bare model, before the first stage: a problem then has names familiar to the user. Checked again, because
     # the model cannot always be built when the job is checked.
     problems = list(model_problems(model, {stage.name: stage.component for stage in stages}, context.layout))
     problems += [problem.below("optimizer") for problem in role_problems(context.job.optimizer, roles_of(model))]
@@ -136,7 +136,7 @@ def check_contract(stage: object, name: str) -> None:
     contract = {attribute for attribute in dir(ParallelStage) if not attribute.startswith("_")}
     for attribute in dir(stage):
         if not attribute.startswith("_") and attribute not in contract:
-            hint = did_you_mean(attribute, contract) or "; what is its own starts with an underscore"
+            hint = did_you_mean(attribute, contract) or "; start the stage's other names with an underscore"
             raise ForgeError(f"{name}: {cls} has {attribute!r}, which {base} does not know{hint}")
 
 

@@ -1,1 +1,1 @@
-"""Components and plugins: what is installed, what a job activates, and the record of it."""
+"""Components and plugins: which are installed, which ones a job activates, and the record of them."""

@@ -138,7 +138,7 @@ class Catalog:
         return self._distributions.get(normalised(name))
 
     def kind_base(self, kind: str) -> type[Component]:
-        """The base class of a kind; a `PluginError` says that no distribution declares it, or that two do."""
+        """The base class of a kind; raises a `PluginError` if no distribution declares it, or if two do."""
         owners = self.matching("kind", kind)
         if not owners:
             message = f"no installed distribution declares the kind {kind!r}; there are {', '.join(self.kinds())}"
@@ -302,7 +302,7 @@ def _digest(path: Path) -> str:
 
 
 def has_metadata(dist: metadata.Distribution) -> bool:
-    """Whether a folder is that of a distribution: an interrupted uninstall leaves folders without metadata."""
+    """Whether a folder belongs to a distribution: an interrupted uninstall leaves folders without metadata."""
     return bool(dist.read_text("METADATA") or dist.read_text("PKG-INFO"))
 
 
@@ -337,11 +337,11 @@ def check_requirement(distribution: Distribution) -> None:
     """Compare a plugin's requirement on `forge-run` with the running core; installers check it only once.
 
     Raises:
-        PluginError: they do not fit; the message says which side to upgrade.
+        PluginError: they do not fit; the message names the side to upgrade.
     """
     if normalised(distribution.name) == CORE:
         return
-    # Late: listing what is installed must stay fast, and most commands load few distributions.
+    # Late: listing installed components must stay fast, and most commands load few distributions.
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.version import Version
 
@@ -353,7 +353,7 @@ def check_requirement(distribution: Distribution) -> None:
             raise PluginError(f"{distribution} has a requirement that cannot be read: {line!r}: {error}") from error
         if normalised(requirement.name) != CORE or (requirement.marker and not requirement.marker.evaluate()):
             continue
-        # Each bound by itself, so that the message says which side is too old. A release candidate of the core loads
+        # Each bound separately, so that the message names the outdated side. A release candidate of the core loads
         # the plugins of its version.
         if broken := [spec for spec in requirement.specifier if not spec.contains(version, prereleases=True)]:
             newer = any(Version(version) < Version(spec.version.removesuffix(".*")) for spec in broken)

@@ -1,6 +1,6 @@
 """Activation of plugins, and the typed facade through which the engine calls hooks.
 
-pluggy is called from this file alone. Each job has a manager of its own: jobs in one process do not share plugins.
+pluggy is called from this file alone. Each job has its own manager: jobs in one process do not share plugins.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Plugins:
         # After all are registered: a plugin may implement what another one, named later in the job, specifies.
         self._add_hookspecs()
         self._check_pending()
-        # Then the core's own builders, since plugins may have specified build hooks for kinds of their own.
+        # Then the core's own builders, since plugins may have specified build hooks for new kinds.
         hooks = [name for name in self._specified() if name.startswith("forge_build_")]
         self._manager.register(SimpleNamespace(**dict.fromkeys(hooks, self._build_last)), "forge-run")
 
@@ -87,8 +87,8 @@ class Plugins:
     @hookimpl(trylast=True)
     def _build_last(self, component: Any, context: BuildContext) -> Any:
         """Build the component that the job selected; the core's own implementation of every build hook."""
-        # pluggy passes an implementation the arguments that it names. This one serves every kind, those of plugins
-        # too, whose inputs it cannot name; it finds them where `build` has put them.
+        # pluggy passes an implementation the arguments that it names. This one serves every kind, including
+        # plugins' kinds, whose inputs it cannot name; it finds them where `build` has put them.
         return component.build(context, **self._inputs[-1])
 
     def type_of(self, component: Component) -> str:
@@ -135,7 +135,7 @@ class Plugins:
                 continue
             try:
                 self._manager.add_hookspecs(declare())
-            except pluggy.PluginValidationError as error:  # of the plugin that implements what is declared here
+            except pluggy.PluginValidationError as error:  # of the plugin that implements a hook declared here
                 culprit = next(other for other, active in self.active.items() if active is error.plugin)
                 raise self._refused(culprit, error) from error
             except ValueError as error:

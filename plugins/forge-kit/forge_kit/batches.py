@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def zero_batch(job: Job, rows: int, device: torch.device | None = None) -> Batch:
-    """Returns a batch of `rows` whole sequences, all zeros: tokens, labels, and what the model asks for besides.
+    """Returns a batch of `rows` whole sequences, all zeros: tokens, labels, and the other entries that the model needs.
 
-    A fake one within a `FakeTensorMode`.
+    Within a `FakeTensorMode`, its tensors are fake.
     """
     shape, fields = (rows, job.train.seq_len), job.model.batch_fields(job)
     batch = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("input_ids", "labels")}

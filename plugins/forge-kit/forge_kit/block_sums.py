@@ -61,7 +61,7 @@ class CheckedBlocks:
     """Blocks of a file of `size` bytes, each of which is checked once by this process. For several threads."""
 
     def __init__(self, size: int, fault: Callable[[int], str]) -> None:
-        """`fault` returns what is wrong with the block of a number; empty if nothing is."""
+        """`fault` maps the number of a block to a description of its fault; empty if it has none."""
         self._fault = fault
         self.checked = bytearray(blocks_of(size))
         """Whether each block was: of a file of 1 TB these are 16 MB. A reader may look itself, to save a call."""
@@ -87,7 +87,7 @@ class CheckedBlocks:
             number = checked.find(0, number + 1, end)
 
     def _note_progress(self) -> None:
-        # By what is marked and not by a count: two threads may check one block, and would count it twice
+        # Based on the marks and not on a counter: two threads may check the same block, and would count it twice
         first = self.checked.find(0, self._first_unchecked)
         if first < 0:
             self.is_complete = True

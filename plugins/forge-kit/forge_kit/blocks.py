@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def blocks_of(model: Model) -> list[nn.Module]:
-    """Returns the layers, then the blocks of `Model.further_blocks`; in a pipeline, those of this rank."""
+    """Returns the layers, then the blocks of `Model.further_blocks`; in a pipeline, only the ones on this rank."""
     return [*model.layers.values(), *further_blocks(model)]
 
 
 def further_blocks(model: Model) -> list[nn.Module]:
-    """Returns the blocks of `Model.further_blocks`, run by `embed` or `finish`; in a pipeline, those of this rank."""
+    """Returns the blocks of `Model.further_blocks`, run by `embed` or `finish`; in a pipeline, only this rank's."""
     return [model.get_submodule(name) for name in model.further_blocks()]

@@ -23,7 +23,7 @@ class Budget:
     """One kind of room of a sequence, and what the documents of a source need of it."""
 
     name: str
-    """What is counted: `positions`, `patches`, …"""
+    """The counted unit: `positions`, `patches`, …"""
     key: str
     """The job's key that sets the room: `train.seq_len`."""
     room: int
@@ -70,13 +70,13 @@ class HasBudgets(Protocol):
     """A dataset component whose documents take more than positions, or must not be longer than a sequence."""
 
     def budgets(self, context: BuildContext) -> Budgets | None:
-        """Measure all documents, or take what is known of them from the cache; None: only reading them would tell.
+        """Measure all documents, or take their measurements from the cache; None: unknown until they are read.
 
         Args:
             context: as for `build`, with the tokenizer.
 
         Raises:
-            JobError: they cannot be read, or are not as the job says.
+            JobError: they cannot be read, or do not match the job.
         """
 
 
@@ -149,7 +149,7 @@ def text_budgets(documents: Documents, seq_len: int) -> Budgets | None:
 def report(name: str, budgets: Budgets | None) -> Iterator[str]:
     """Yields lines for a reader."""
     if budgets is None:
-        yield f"source {name}: a stream, or sequences of its own: nothing is measured before training"
+        yield f"source {name}: nothing is measured before training, since it is a stream or makes its own sequences"
         return
     yield f"source {name}: {budgets.documents:,} documents"
     if note := left_out_note(budgets.left_out):

@@ -136,7 +136,7 @@ def cached_folder(
         except _Unusable as reason:
             if folder.exists():
                 logger.warning("the cached %s is damaged (%s); making it again", folder, reason)
-        # Without a lock another process may be writing there: each then makes a folder of its own, from the start.
+        # Without a lock, another process may be writing there: each process then makes its own folder, from the start.
         partial = folder.with_name(f".{folder.name}.{PARTIAL}") if resumable and is_alone else None
         return _make(folder, _with_sums(make) if sums else make, verify, partial)
 
@@ -153,7 +153,7 @@ def _with_sums(make: Callable[[Path], Mapping[str, Any]]) -> Callable[[Path], Ma
 
 @contextmanager
 def writable_cache() -> Iterator[None]:
-    """Within, failure to write below the cache's root raises an error that says how to choose another."""
+    """Within it, a failure to write below the cache's root raises an error that explains how to choose another."""
     try:
         yield
     except OSError as error:
@@ -215,9 +215,9 @@ def _check(path: Path, expected: Mapping[str, Any], verify: Verify) -> None:
     except OSError as error:
         raise _Unusable(f"{path.name}: {error.strerror}") from error
     if size != expected["size"]:
-        raise _Unusable(f"{path.name} has {size} bytes, its manifest says {expected['size']}")
+        raise _Unusable(f"{path.name} has {size} bytes, but its manifest lists {expected['size']}")
     if verify == "full" and file_digest(path) != expected["sha256"]:
-        raise _Unusable(f"the SHA-256 of {path.name} is not that of its manifest")
+        raise _Unusable(f"the SHA-256 of {path.name} does not match its manifest")
 
 
 def _make(
@@ -232,7 +232,7 @@ def _make(
         _seal(temporary, folder.name, info)
         _publish(temporary, folder, verify)
     except BaseException as error:
-        # A user who interrupts (or a signal that ends the process) means to go on later; an error would come again.
+        # After an interrupt by the user (or a signal), the work is expected to continue later; an error would recur.
         if partial is None or isinstance(error, Exception) or not (temporary / PROGRESS).exists():
             shutil.rmtree(temporary, ignore_errors=True)
         raise

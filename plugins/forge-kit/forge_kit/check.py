@@ -126,7 +126,7 @@ def _parts(job: Job, catalog: Catalog) -> dict[str, Any]:
 
 
 def _data(measured: Mapping[str, Budgets | None]) -> dict[str, Any]:
-    """Entry `data`, where it was asked for: what is known of each source, None of those that cannot be measured."""
+    """Entry `data`, where it was requested: the budgets of each source, None for sources that cannot be measured."""
     return {"data": {name: budgets and asdict(budgets) for name, budgets in measured.items()}} if measured else {}
 
 

@@ -80,7 +80,7 @@ class Damage:
             return None
         message = f"{self.damaged:,} of {self.documents:,} documents cannot be read"
         allowed = f"; {decodable.allowed:.2%} may be left out" if decodable.allowed else ""
-        return Problem(decodable.key, f"{message}{allowed}; repair what is named above, or allow more to be left out")
+        return Problem(decodable.key, f"{message}{allowed}; repair those listed above, or allow more to be left out")
 
 
 def decode_sources(
@@ -132,7 +132,7 @@ def decode_sources(
 
 
 def damage_of(documents: DecodableDocuments, workers: int) -> Iterator[Sequence[str]]:
-    """Yields what `damage` says of each document, in order.
+    """Yields the messages that `damage` returns for each document, in order.
 
     Raises:
         ForgeError: a worker process ended.

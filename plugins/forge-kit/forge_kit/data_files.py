@@ -1,8 +1,8 @@
 """Which files a path, a folder or a glob of a dataset stands for.
 
 Forge never reads its own runs as data: their texts, pictures and tables change while they train, and a run that learned
-them could not be continued. Nor does it open pipes, sockets and devices, which may never end. What is left out is
-counted, and shown by `forge-run data` and `forge-run check --data`.
+them could not be continued. Nor does it open pipes, sockets and devices, which may never end. Everything that is left
+out is counted, and shown by `forge-run data` and `forge-run check --data`.
 """
 
 from __future__ import annotations

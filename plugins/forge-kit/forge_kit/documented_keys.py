@@ -45,7 +45,7 @@ class Key:
 
 
 def keys_of(cls: type) -> list[Key]:
-    """The keys of an attrs class, in order. A `PluginError` says that the types of its fields cannot be resolved."""
+    """Returns the keys of an attrs class, in order. Raises `PluginError` if its field types cannot be resolved."""
     docs, keys = field_docs(cls), []
     for key, f in resolved_fields(cls).items():
         depends = f.default is not attrs.NOTHING and default_of(f) is attrs.NOTHING

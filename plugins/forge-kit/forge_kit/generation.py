@@ -1,7 +1,7 @@
-"""Generation by ranks that share a model: what stages tell the code that generates.
+"""Generation by ranks that share a model: the interface between stages and the code that generates.
 
-A stage that splits a model puts a `JointGeneration` on it, around that of the stages before it, so that code which
-generates knows no stage, and a stage of a third party joins in.
+A stage that splits a model attaches a `JointGeneration` to it, which wraps the one attached by earlier stages. The code
+that generates therefore does not depend on any stage, and third-party stages can take part.
 
 Shapes: B rows, S new positions of each, V the whole vocabulary.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "joint_generation"
 PROMPT = "prompt_positions"
-"""Batch entry (B, S) bool of a model that asks for it (`AsksForPrompt`): positions that stand before what is generated,
-or whose answer is scored. It is the only one beside `labels` that says where a prompt ends."""
+"""Batch entry (B, S) bool for models that need it (`AsksForPrompt`): positions before the generated tokens, or before
+the scored answer. It and `labels` are the only entries that show where a prompt ends."""
 
 
 @runtime_checkable
@@ -41,13 +41,13 @@ class Generates(Protocol):
 
 @runtime_checkable
 class AsksForPrompt(Protocol):
-    """A model that attends to a prompt otherwise than to what follows: batches without labels say where it ends."""
+    """A model that attends differently to a prompt than to what follows: batches without labels mark where it ends."""
 
     asks_for_prompt: bool
 
 
 def with_prompt(model: Any, batch: Batch, answers: Sequence[int]) -> Batch:
-    """Returns the batch with the entry `PROMPT`, if the model asks for it.
+    """Returns the batch with the entry `PROMPT`, if the model needs it.
 
     Args:
         model: the model that gets the batch.
@@ -74,7 +74,7 @@ class VoidsCache(Protocol):
 
 @runtime_checkable
 class JoinsRows(Protocol):
-    """A cache whose rows can be picked and joined with those of others, so that a row that has ended makes room.
+    """A cache whose rows can be selected and joined with rows of other caches, so that a finished row makes room.
 
     Rows are flush right: the newest position of each is the last one of the cache, and padding stands on the left.
     """
@@ -100,7 +100,7 @@ class JointGeneration:
     """How the ranks of one model generate together. Stages derive from it and override what they change.
 
     Every rank of a group calls its methods equally often, whether its own rows have ended or not: each call may hold a
-    collective of the group. Passing through to `inner`, that of the stages before, is the default.
+    collective of the group. By default, calls are passed to `inner`, the `JointGeneration` of earlier stages.
     """
 
     shares_rows = False
@@ -176,12 +176,12 @@ def joint_generation(model: Any) -> JointGeneration:
 
 
 def generates_jointly(model: Any) -> bool:
-    """Returns whether a stage says how the ranks of this model generate together."""
+    """Returns whether a stage defines how the ranks of this model generate together."""
     return ATTRIBUTE in vars(model)
 
 
 def join(model: Any, joint: JointGeneration) -> None:
-    """Put a stage's `JointGeneration` on a model, around those of earlier stages."""
+    """Attach a stage's `JointGeneration`, which wraps the one of earlier stages, to a model."""
     setattr(model, ATTRIBUTE, joint)
 
 

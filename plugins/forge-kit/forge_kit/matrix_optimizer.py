@@ -92,7 +92,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if self.matrix_key in group:
                 self.step_matrices(group)
         self.finish_matrices()
-        # Anew at each step: torch replaces state and groups when a state dict is loaded.
+        # Set again at each step: torch replaces state and groups when a state dict is loaded.
         self._adam.state = self.state
         self._adam.param_groups = [group for group in self.param_groups if self.matrix_key not in group]
         self._adam.step()

@@ -20,7 +20,7 @@ ARRANGEMENTS = "forge_arrangements"
 def arrange(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
     """The ranks of the run's mesh in another arrangement, for a stage that groups them its own way. Collective.
 
-    Parameters may be split over its dimensions: `coordinate` knows them from then on.
+    Parameters may be split over its dimensions, which `coordinate` accepts from then on.
 
     Args:
         mesh: the run's mesh (`context.mesh`).

@@ -249,7 +249,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _others(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What is no number."""
+    """Returns the entries of a record that are not numbers."""
     return {name: value for name, value in record.items() if value not in NOT_FINITE and not _is_number(value)}
 
 

@@ -66,7 +66,7 @@ class Linear(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """torch's, in the dtype of x (it computes in float32 or wider inside); starts as the plain normalisation.
 
-    The weights are cast like those of `Linear`. A norm that widens x to their dtype instead rounds them under FSDP,
+    The weights are cast as in `Linear`. A norm that widens x to their dtype instead rounds them under FSDP,
     which gathers in the compute dtype, and not in one process.
     """
 

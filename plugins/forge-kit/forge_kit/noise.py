@@ -50,7 +50,7 @@ def _key(name: str) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's step and finaliser on int64, whose products wrap around as those of uint64 do."""
+    """SplitMix64's step and finaliser on int64, whose products wrap around like uint64 products."""
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)

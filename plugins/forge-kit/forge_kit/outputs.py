@@ -1,4 +1,4 @@
-"""Where commands write: never over what is not Forge's, and what cannot be written is refused in one sentence."""
+"""Where commands write: only Forge's own files are overwritten, and unwritable paths are refused in one sentence."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ProbeFailed(Exception):
 
 
 def mixes_positions(module: nn.Module) -> bool:
-    """Returns whether a module says, by an attribute `mixes_positions`, that positions depend on each other there.
+    """Returns whether a module declares, by an attribute `mixes_positions`, that its positions depend on each other.
 
     It then computes the same where a stage divides sequences, by its own collectives, and no stage replaces it.
     """
@@ -54,7 +54,7 @@ def mixes_positions(module: nn.Module) -> bool:
 
 
 def undeclared_mixer(model: Model) -> str | None:
-    """Returns the name of a part in which positions depend on each other and that does not say so; None: there is none.
+    """Returns the name of a part whose positions depend on each other without a declaration; None: there is none.
 
     Args:
         model: whole, on the meta device or not, before any stage. It is left as it was, and so are all generators.

@@ -1,4 +1,4 @@
-"""What several ranks do together besides training: commands that they run, and the use of a model that they share."""
+"""Joint work of several ranks other than training: commands that they run, and the use of a model that they share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_ranks(
 
 
 def ranks_asked_for(started: int | None) -> int:
-    """Returns how many ranks a command has: those that `--nproc` starts, or those of torchrun or srun.
+    """Returns the number of ranks of a command, as started by `--nproc`, or by torchrun or srun.
 
     Raises:
         JobError: `--nproc` in a process that is one of several ranks already.

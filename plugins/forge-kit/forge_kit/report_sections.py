@@ -1,6 +1,6 @@
 """Sections of reports on runs: the kind `report_section`, and the blocks that one is made of.
 
-A section says what is shown; `forge-run report` (forge-plugin-report) draws it, in HTML and in Markdown. Text is
+A section defines the content; `forge-run report` (forge-plugin-report) renders it, in HTML and in Markdown. Text is
 plain everywhere: the report escapes it, so that no section can break the page or put a script into it.
 
     @frozen(kw_only=True)
@@ -61,7 +61,7 @@ class ReportRun:
 
     @cached_property
     def metrics(self) -> Metrics:
-        """Rows of steps, and in `evaluations` those of evaluations, in the order of steps."""
+        """Rows of steps, and in `evaluations` the rows of evaluations, in the order of steps."""
         try:
             return read_metrics(self.folder)
         except ForgeError:
@@ -220,7 +220,7 @@ class ReportSection(Component):
         """Returns what the section shows of the runs; nothing leaves the section out.
 
         Raises:
-            ForgeError: a file of a run cannot be used. The report says so in place of the section.
+            ForgeError: a file of a run cannot be used. The report shows this in place of the section.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""What a run folder says of its run: who is using it, and `[checkpoint]` of its job."""
+"""Information in a run folder about its run: the process that is using it, and `[checkpoint]` of its job."""
 
 from __future__ import annotations
 

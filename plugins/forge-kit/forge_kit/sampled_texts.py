@@ -1,4 +1,4 @@
-"""Texts that a model wrote during training: records in `samples.jsonl` of a run folder, which only this module knows.
+"""Texts that a model wrote during training: `samples.jsonl` of a run folder, which only this module reads and writes.
 
 The hook `samples` writes them, and reports read them. A model may write any characters: show them by `visible`.
 """

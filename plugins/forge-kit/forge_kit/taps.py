@@ -24,11 +24,11 @@ Axes = Literal["rest", "heads", "hidden", "whole", "partial", "images"]
 `heads`: (B, S, H, E), whose heads tensor parallel divides. `hidden`: (B, S, F), whose features it divides. `whole`:
 (B, S, …), equal on all ranks of tensor parallel, inside of a part that they share, so that each has a part of its
 gradient. `partial`: (B, S, D), of whose sum each of them has a part, with equal gradients. `images`: rows and positions
-are those of images, as in a vision tower, and not those of the batch's tokens."""
+belong to images, as in a vision tower, and not to the batch's tokens."""
 
 
 MIXING = frozenset({"window", "scale", "soft_cap", "sinks"})
-"""What `forge_kit.attention_pattern` computes besides plain causal attention, by the names of `TapPoint.mixing`."""
+"""Variations of causal attention that `forge_kit.attention_pattern` supports, by the names of `TapPoint.mixing`."""
 
 
 def _known_mixing(_: object, attribute: Any, value: Mapping[str, float]) -> None:
@@ -53,8 +53,8 @@ class TapPoint:
     """How many heads, features or experts it has over all ranks, so that a number beyond them is refused when a job is
     checked; None: unknown."""
     mixing: Mapping[str, float] = field(factory=dict, kw_only=True, validator=_known_mixing)
-    """Of a `pattern`: what differs from plain causal attention, as a module of `sequence_mixers()` says it by
-    `mixing()`; see `MIXING`. A module that does more has no such point."""
+    """For a `pattern`: the differences from plain causal attention, as returned by `mixing()` of a module of
+    `sequence_mixers()`; see `MIXING`. A module that does more has no such point."""
 
     def hook(self, module: nn.Module, passing: Callable[[Tensor], Tensor]) -> RemovableHandle:
         """Let a function see what passes the point, not a `pattern`, and return what takes its place.

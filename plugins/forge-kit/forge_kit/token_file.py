@@ -141,8 +141,8 @@ class TokenFileWriter:
             name: of the document, for errors.
             ids: token ids.
             text_bytes: UTF-8 bytes that the ids stand for.
-            learned: (len(ids),) which ids are learned as labels, where the file says so; None: all. The end-of-text is
-                learned if the id before it is.
+            learned: (len(ids),) which ids are learned as labels, where the file records this; None: all. The
+                end-of-text is learned if the id before it is.
             is_last: whether the document ends here.
 
         Raises:
@@ -268,7 +268,7 @@ def read_header(stem: Path) -> Header:
     """Returns the header of `{stem}.bin`.
 
     Raises:
-        JobError: the file is missing, is none of ours, or has another size than its header says.
+        JobError: the file is missing, is not a token file of Forge, or its size does not match its header.
     """
     path = _beside(stem, TOKENS)
     try:
@@ -288,7 +288,7 @@ def parse_header(path: str | Path, data: bytes, size: int) -> Header:
         size: its size in bytes.
 
     Raises:
-        JobError: it is no token file, or has another size than its header says.
+        JobError: it is not a token file, or its size does not match its header.
     """
     if data[: len(MAGIC)] != MAGIC or len(data) < HEADER.size:
         raise JobError(f"{path}: not a token file of Forge (it does not begin with {MAGIC.decode()})")
@@ -298,7 +298,9 @@ def parse_header(path: str | Path, data: bytes, size: int) -> Header:
         raise JobError(f"{path}: format {version} with ids of {header.width} bytes; this version reads format {FORMAT}")
     expected = HEADER.size + header.tokens * header.width
     if size != expected:
-        raise JobError(f"{path} has {size} bytes, its header says {expected} ({header.tokens} tokens): it is damaged")
+        raise JobError(
+            f"{path} has {size} bytes, but its header implies {expected} ({header.tokens} tokens): it is damaged"
+        )
     return header
 
 

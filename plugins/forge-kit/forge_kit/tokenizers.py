@@ -10,7 +10,7 @@ from forge_core.contracts.data import Tokenizer
 
 @runtime_checkable
 class BeginsText(Protocol):
-    """A tokenizer whose models expect certain ids, such as that of `<s>`, before every document and prompt."""
+    """A tokenizer whose models expect certain ids, such as the id of `<s>`, before every document and prompt."""
 
     begin_of_text: Sequence[int]
 

@@ -1,7 +1,7 @@
 """Everything private to torch that several of Forge's plugins use: names that begin with an underscore.
 
-Each says what it needs and why; `tests/test_torch_internals.py` names the one that another torch has changed. What one
-plugin alone uses is in its own module of this name.
+A comment explains what each is needed for; `tests/test_torch_internals.py` names the one that another version of torch
+has changed. Private names that only one plugin uses are in that plugin's own `torch_internals` module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loggers that report to a service for experiments: which run it is there, and what of a line is sent."""
+"""Loggers that report to a service for experiments: the run's identity there, and the parts of a line to send."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
 
 RECORD = "trackers.json"
-"""Name of the file in a run folder that says which run of which service it is."""
+"""Name of the file in a run folder that records which run of which service it is."""
 
 
 @frozen(kw_only=True)
@@ -36,12 +36,12 @@ class TrackerComponent(LoggerComponent):
     interval: int = field(default=1, validator=gt(0))
     """Steps between two training lines that are sent; evaluations are always sent."""
     branch: str = ""
-    """Any word. A copied run folder with another word than the original is a run of its own in the service."""
+    """Any word. A copied run folder with a different word than the original is a separate run in the service."""
 
 
 @define
 class TrackedRun:
-    """A run as a service knows it: the id is in the run folder, so that a run that continues is the same run there."""
+    """A run in a service. Its id is stored in the run folder, so that a continued run remains the same run there."""
 
     id: str
     name: str
@@ -87,7 +87,7 @@ class TrackedRun:
         _record(self.folder, {**runs, self._key: {**runs[self._key], "ended": len(self.starts)}})
 
     def takes_counts(self, record: Mapping[str, Any], interval: int) -> bool:
-        """Whether a line's counts are sent: those of the first line with any in every `interval` steps (0: none)."""
+        """Whether a line's counts are sent: it is the first line with counts in every `interval` steps (0: never)."""
         # Not every step that `interval` divides: lines have counts every `metrics.counts_interval` steps only.
         step = record["step"]
         if not interval or not record.get("counts") or step // interval == self.counted // interval:

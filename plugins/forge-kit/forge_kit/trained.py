@@ -124,10 +124,10 @@ def load_model(
     Args:
         path: a run folder, of which the newest intact checkpoint is meant, or a checkpoint.
         device: `auto` takes a GPU if there is one.
-        dtype: compute dtype, `bf16`, `fp32` or `fp64`; by default that of its training.
+        dtype: compute dtype, `bf16`, `fp32` or `fp64`; by default the dtype of its training.
         run: run folder with the tokenizer, where the checkpoint is elsewhere.
         parallel: stages by which ranks share the model, all of which call this: a table like `[parallel]`, or True for
-            that of its job. False: each process has the whole model, but for stages that `overrides` name.
+            the table of its job. False: each process has the whole model, except for stages that `overrides` name.
         overrides: keys of its job to change, as in `load_job`.
         catalog: where components are looked up; by default everything installed.
         check: is called with the tokenizer before the model is loaded, which may take long.

@@ -1,6 +1,6 @@
-"""Single reductions over a vocabulary whose logits may be split over ranks, for losses and evaluations of one's own.
+"""Single reductions over a vocabulary whose logits may be split over ranks, for custom losses and evaluations.
 
-Conventions are those of `forge_core.vocab_parallel`, which has the cross-entropy and the parts that both are made of.
+The conventions of `forge_core.vocab_parallel` apply; it has the cross-entropy and the parts that both are built from.
 """
 
 from __future__ import annotations

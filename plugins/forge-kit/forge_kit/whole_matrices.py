@@ -50,7 +50,7 @@ class WholeMatrices:
     Args:
         parameters: matrices, or stacks of them on dimension 0, split over ranks in any way.
         mesh: the run's; None in a single process.
-        cost: work on a matrix of a shape, to divide it equally; by default that of products with its own Gram matrix.
+        cost: work on a matrix of a shape, to divide it equally; by default a product with its own Gram matrix.
 
     Attributes:
         matrices: all of them; equal on all ranks that share them.

@@ -1,4 +1,4 @@
-"""`forge-run plugins --check`: loads each component in a process of its own and checks it."""
+"""`forge-run plugins --check`: loads each component in a separate process and checks it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def distribution_files(kind: str, name: str, catalog: Catalog) -> Mapping[Path, 
     """Returns the files of a new distribution, by their paths in it.
 
     Raises:
-        JobError: the kind has no template, or the name is not allowed; the message says what is.
+        JobError: the kind has no template, or the name is not allowed; the message gives the allowed ones.
     """
     check_kind(kind, catalog)
     templates = {path: source.read_text(encoding="utf-8") for path, source in template_files(kind)}
@@ -101,7 +101,7 @@ def check_name(kind: str, name: str, templates: Mapping[Path, str]) -> None:
     """Refuse a name that is not allowed for a type, or that the sources would use for two things.
 
     Raises:
-        JobError: the message says what is allowed.
+        JobError: the name is refused; the message states the rule that it breaks.
     """
     if not TYPE.fullmatch(name):
         allowed = "small letters, digits and single underscores between them, a letter first"

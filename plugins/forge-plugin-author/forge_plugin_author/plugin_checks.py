@@ -1,4 +1,4 @@
-"""Finds the problems that `forge-run plugins --check` reports, each entry point in a process of its own."""
+"""Finds the problems that `forge-run plugins --check` reports, loading each entry point in a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 120
 
 
 def probes(offers: Sequence[Offer]) -> list[Probe]:
-    """Load each offer in a process of its own, so that neither failures nor imports affect another."""
+    """Load each offer in a separate process, so that neither its failures nor its imports affect another offer."""
     with ThreadPoolExecutor(WORKERS) as pool:
         return list(pool.map(_probe, offers))
 

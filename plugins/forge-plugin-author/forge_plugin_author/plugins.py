@@ -1,4 +1,4 @@
-"""`forge-run plugins`: what is installed, known from metadata alone."""
+"""`forge-run plugins`: lists the installed components, from metadata alone."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ListedComponent:
 
 
 def command(argv: list[str]) -> int:
-    """List the installed components, or those of one distribution or type."""
+    """List the installed components, optionally of one distribution or type only."""
     parser = list_parser("forge-run plugins", str(command.__doc__))
-    check = "load each one in a process of its own, and look at it; exit code 1 if anything is wrong"
+    check = "load each one in a separate process and check it; exit code 1 if anything is wrong"
     parser.add_argument("--check", action="store_true", help=check)
     with_examples(parser, "forge-run plugins --kind optimizer", "forge-run plugins forge-plugin-muon --check")
     options = parser.parse_args(argv)

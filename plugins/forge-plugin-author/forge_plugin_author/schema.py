@@ -104,7 +104,7 @@ class _Writer:
         return {"type": SCALARS[type_]} if type_ in SCALARS else {}
 
     def _mapping(self, item: Any) -> Schema:
-        """Named tables: a name that is an installed type needs no `type` of its own."""
+        """Named tables: a table whose name is an installed type needs no `type` key."""
         if not types.is_component(item):
             return {"type": "object", "additionalProperties": self.value(item)}
         named = {type_: self._component(item, type_) for type_ in self._catalog.types(item.kind)}
@@ -145,7 +145,7 @@ class _Writer:
             try:
                 cls = self._catalog.load(offer.kind, offer.qualified)
                 self._keys_of(cls)
-            except PluginError as error:  # an editor that knows the other components is better than none
+            except PluginError as error:  # a schema of the other components is better than none
                 self.left_out[str(error)] = None
                 continue
             unique = [other.type for other in offers].count(offer.type) == 1
@@ -162,7 +162,7 @@ class _Writer:
 
 
 def keywords(demand: Demand) -> Schema:
-    """Returns the keywords of JSON Schema that say what a condition of a validator says, if there are any."""
+    """Returns the JSON Schema keywords that express a validator's condition, if there are any."""
     validator: Any = demand.check
     if hasattr(validator, "compare_op"):
         return {BOUNDS[validator.compare_op]: validator.bound}

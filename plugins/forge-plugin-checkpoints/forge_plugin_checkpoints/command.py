@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("second", metavar="B", help="likewise")
     diff.add_argument("--all", action="store_true", help=f"list every tensor that differs, not only {SHOWN}")
     prune = add("prune", prune_checkpoints)
-    prune.add_argument("--keep", type=positive, metavar="N", help="keep the newest N, instead of what the job says")
+    prune.add_argument("--keep", type=positive, metavar="N", help="keep the newest N, overriding the job's settings")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     export = add("export", export_checkpoint)
     export.add_argument(

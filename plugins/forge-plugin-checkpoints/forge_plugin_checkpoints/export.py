@@ -29,7 +29,8 @@ def export_weights(
         manifest: its manifest.
         output: a file if it ends in `.safetensors`; else a folder for several files and an index, named as on the
             Hugging Face hub.
-        shard_bytes: upper bound of the bytes of a file in a folder; a larger tensor has a file of its own.
+        shard_bytes: upper bound of the bytes of a file in a folder; a larger tensor is written to a separate
+            file.
 
     Returns:
         The files.

@@ -24,8 +24,8 @@ def import_weights(weights: Mapping[str, Tensor], folder: Path | str) -> Path:
     import_weights({from_huggingface(name): tensor for name, tensor in theirs.items()}, "weights/qwen3")
 
     Args:
-        weights: tensors on the host, by the names of the model that is to load them. Of any dtype: a run converts them
-            to that of its parameters.
+        weights: tensors on the host, by the names of the model that is to load them. They may have any dtype: a
+            run converts them to the dtype of its parameters.
         folder: a folder that does not exist yet.
 
     Returns:

@@ -138,6 +138,6 @@ def _check_shapes(
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         names_to_exclude = ", ".join(f'"{name}"' for name in wrong[:SHOWN]) + (", …" if len(wrong) > SHOWN else "")
         raise ResumeError(
-            f"{folder} does not fit the model: {shapes}{more}. To train these anew, add to [{table}]: "
+            f"{folder} does not fit the model: {shapes}{more}. To train these from scratch, add to [{table}]: "
             f"exclude = [{names_to_exclude}]"
         )

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Parts(LoadComponent):
-    """`[checkpoint.load]`: weights to start a new run from; a run that has a checkpoint of its own ignores it.
+    """`[checkpoint.load]`: weights to start a new run from; a run that has its own checkpoint ignores it.
 
-    Only weights are loaded: the optimizer, the step and the position in the data start afresh. Patterns are those of a
-    shell over the names of parameters and buffers (`layers.*`); `*` stands for any characters, dots included. Several
-    tables, `[[checkpoint.load]]`, take parts of the model from several checkpoints, each part from one of them.
+    Only weights are loaded: the optimizer, the step and the position in the data start afresh. Patterns are shell
+    patterns that match the names of parameters and buffers (`layers.*`); `*` matches any characters, including dots.
+    Several tables, `[[checkpoint.load]]`, load parts of the model from several checkpoints, each part from one of them.
     """
 
     path: FilePath = field(validator=min_len(1))

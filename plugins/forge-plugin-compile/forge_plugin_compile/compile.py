@@ -34,7 +34,7 @@ class Compile(ParallelComponent):
         "tp": HOOKS,
         "ep": HOOKS,
         "cp": "it replaces how attention sees the sequence, which belongs into the graph",
-        "activation_checkpointing": "the graph decides what is recomputed",
+        "activation_checkpointing": "the graph decides which operations are recomputed",
     }
     before: ClassVar[Mapping[str, str]] = {"fsdp": "parameters are gathered and freed around the compiled blocks"}
 

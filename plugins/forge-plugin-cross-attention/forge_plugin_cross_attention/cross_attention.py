@@ -68,8 +68,8 @@ class CrossAttention(FusionComponent):
     ffn: FFNComponent = default_type("forge-plugin-transformer/swiglu")
     """`[model.fusion.ffn]`: the feed-forward part of a block."""
     markers: int = field(default=2, validator=ge(2))
-    """Rows of the table of embeddings of images: the first is that of an image, the second that of a video, and no
-    other is used. Llama 3.2 Vision has 8."""
+    """Rows of the embedding table for images: the first row stands for an image, the second for a video, and the others
+    are not used. Llama 3.2 Vision has 8."""
     init_std: float = field(default=0.02, validator=gt(0))
     """Standard deviation of initial matrices."""
 

@@ -36,7 +36,8 @@ class Series:
 class Average:
     """Exponential moving average over about `horizon` values, without bias towards its start at zero.
 
-    The correction is that of Adam's moments (Kingma and Ba 2015, section 3). Values that are not finite are ignored.
+    The bias correction is the same as for Adam's moments (Kingma and Ba 2015, section 3). Values that are not finite
+    are ignored.
     """
 
     horizon: int

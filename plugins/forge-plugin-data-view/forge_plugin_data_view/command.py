@@ -21,8 +21,8 @@ SHOWN = 400
 def command(argv: list[str]) -> int:
     """Show the samples that a job trains on, as training reads them, and counts per source.
 
-    Tokenizer, sources, packing and order are those of training; no model is built and no run folder is made. The first
-    time, tokenising fills the same cache that training uses.
+    The command uses the same tokenizer, sources, packing and order as training. It builds no model and creates no run
+    folder. The first call tokenises the data and fills the same cache that training uses.
     """
     options, files, overrides = parse_job_arguments(_parser(), argv)
     from forge_core.config.load import load_job

@@ -78,9 +78,9 @@ class Decoder:
 
 
 def _special_names(tokenizer: Tokenizer) -> dict[int, str]:
-    """Names of the special tokens; those of tokenizers that save no `tokenizer.json` are not known.
+    """Returns the names of the special tokens by id; empty for a tokenizer that saves no `tokenizer.json`.
 
-    The protocol of tokenizers has no names, but a tokenizer of Hugging Face's format writes them.
+    The tokenizer protocol has no names, but a tokenizer in Hugging Face's format writes them to this file.
     """
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))

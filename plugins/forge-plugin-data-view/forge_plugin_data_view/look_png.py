@@ -79,7 +79,7 @@ def png_of(sheet: Sheet) -> bytes:
 
 
 def _add_visuals(column: Column, sheet: Sheet) -> None:
-    """Add images side by side, and each clip with a line of its own above."""
+    """Add images side by side, and each clip below a separate title line."""
     images: list[Panel] = []
     for visual in sheet.visuals:
         if not visual.is_clip:

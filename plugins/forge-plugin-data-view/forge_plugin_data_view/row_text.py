@@ -106,7 +106,7 @@ class Wrapping:
     _document: int | None = field(default=None, init=False)
 
     def lines(self, pieces: Iterable[Piece]) -> Iterator[Line]:
-        """Yields lines, each with at least a piece. Documents start lines of their own, and line breaks end them."""
+        """Yields lines, each with at least one piece. Each document starts on a new line, and line breaks end lines."""
         for piece in pieces:
             if piece.style == "padding" or (self._line and self._line[-1].document != piece.document):
                 yield from self._end()

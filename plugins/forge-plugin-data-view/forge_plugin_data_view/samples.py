@@ -108,7 +108,7 @@ class Sample:
         padding = len(self.inputs) - (int(filled[-1]) + 1 if len(filled) else 0)
         if self.documents is None:
             return padding if padding > 1 else 0  # one may be the end of the last document, and the next not learned
-        # A document of its own: the end-of-text before it ends a real one, whose label was left out.
+        # Padding is a separate document: an end-of-text before it ends a real document, and its label was left out.
         own = int((self.documents == self.documents[-1]).sum())
         return own if own <= padding else 0
 

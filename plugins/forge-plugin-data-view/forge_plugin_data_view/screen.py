@@ -51,7 +51,7 @@ def source_lines(source: Source) -> Iterator[str]:
     if note := left_out_note(source.left_out):
         yield note
     if source.description:
-        yield source.description  # of what is held out, too
+        yield source.description  # also describes the held-out part
     elif source.held_out is not None:
         yield f"held out: {source.held_out:,} sequences"
     epochs = "" if source.epochs is None else f", {source.epochs:.3g} epochs"
@@ -78,7 +78,7 @@ def _show_fill(console: Console, view: View) -> None:
     console.print(f"  {_fill_text(fill)}")
     console.print(f"  {train.global_batch_size:,} samples a step, {train.seq_len:,} positions a sample")
     if not view.shifted:
-        console.print("  some labels are not the next input: the dataset has targets of its own, or a wrong shift")
+        console.print("  some labels are not the next input: the dataset has its own targets, or shifts them wrongly")
 
 
 def _fill_text(fill: Fill) -> str:

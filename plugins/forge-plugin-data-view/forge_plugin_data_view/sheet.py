@@ -37,7 +37,7 @@ class PositionIds:
     """(S,), or (S, 3): frame, row and column."""
 
     def at(self, position: int) -> str:
-        """Returns the position of a position; of equal coordinates, as those of a token, one. Empty: it has none."""
+        """Returns the coordinates at a position, or one number if they are equal, as for a token; empty if negative."""
         if position < 0:
             return ""
         each = [int(value) for value in np.atleast_1d(self.values[position])]
@@ -58,7 +58,7 @@ class Sheet:
     title: str
     facts: Sequence[tuple[str, str]]
     faults: Sequence[str]
-    """What is wrong with it."""
+    """Problems of the sample."""
     visuals: Sequence[Visual]
     pieces: Sequence[Piece]
     left_out: int
@@ -86,7 +86,7 @@ class Sheet:
         visuals = [] if seen is None else visuals_of(entries, seen)
         faults = [] if seen is None else [*faults_of(entries, visuals, seen)]
         if not sample.shifted():
-            faults.append("some labels are not the next input: the dataset has targets of its own, or a wrong shift")
+            faults.append("some labels are not the next input: the dataset has its own targets, or shifts them wrongly")
         pieces, left_out = pieces_of(sample, decoder, visuals, most)
         return cls(
             title=_title(data, number, row),

@@ -50,7 +50,7 @@ class Source:
     name: str
     type: str
     description: str
-    """What the dataset says of itself; empty if nothing."""
+    """The dataset's description of itself; empty if it has none."""
     documents: int | None
     tokens: int | None
     """Tokens to train on."""

@@ -139,7 +139,7 @@ def side_of_a_position(grid: Grid, seen: ImageInput) -> int:
 
 
 def faults_of(row: Mapping[str, np.ndarray], visuals: Sequence[Visual], seen: ImageInput) -> Iterator[str]:
-    """Yields what is wrong with the images of a row: what a look at the picture might miss."""
+    """Yields the faults in the images of a row that are easy to miss in the picture."""
     positions, wanted = int((row["input_ids"] < 0).sum()), sum(int(seen.positions(visual.stated)) for visual in visuals)
     if positions != wanted:
         yield f"input_ids have {positions:,} positions of images, and the grids take {wanted:,}"

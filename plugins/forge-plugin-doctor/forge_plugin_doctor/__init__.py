@@ -1,1 +1,1 @@
-"""The command `forge-run doctor`: is this machine fit for training with Forge, and if not, what mends it?"""
+"""The command `forge-run doctor`: checks whether this machine is fit for training with Forge, and suggests fixes."""

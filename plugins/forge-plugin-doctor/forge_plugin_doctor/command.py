@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def command(argv: list[str]) -> int:
-    """Check this machine, and a job if given: what was seen, and how to mend what is not well.
+    """Check this machine, and a job if given; show what was found and how to fix each problem.
 
-    Versions, devices, file systems, limits, network, ranks and scheduler are looked at.
-    Each line says what was seen, and how to mend what is not well. The exit code is 1 if something failed. Nothing is
-    left behind, and no network is needed. On several machines, each checks itself.
+    The command checks versions, devices, file systems, limits, network, ranks and scheduler. Each line shows what was
+    found and, for a problem, how to fix it. The exit code is 1 if a check failed. Nothing is left behind, and no
+    network is needed. On several machines, each machine checks itself.
     """
     options, files, overrides = parse_job_arguments(_parser(), argv)
     if overrides and not files:

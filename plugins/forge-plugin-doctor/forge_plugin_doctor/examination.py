@@ -58,7 +58,7 @@ def examine(surroundings: Surroundings, checks: Sequence[tuple[str, Check]] = CH
     """Yields the results of all checks, in their order."""
     for group, check in checks:
         started = time.perf_counter()
-        # The collectives wait for processes that have a limit of their own.
+        # The check of the collectives waits for processes that have a separate time limit.
         limit = max(LIMIT_S, surroundings.ranks.limit_s + MARGIN_S)
         results = _within(limit, check, surroundings)
         for result in results:

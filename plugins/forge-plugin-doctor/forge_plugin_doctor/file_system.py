@@ -135,7 +135,7 @@ def check_fsync(name: str, trial: Path) -> Result:
         same = all(file.read(len(block)) == block for _ in range(SIZE // len(block)))
     path.unlink()
     if not same:
-        return failed(name, "what was written is not what is read", "do not train here: the file system loses data")
+        return failed(name, "data read back differs from data written", "do not train here: the file system loses data")
     sync = statistics.median(_small_sync(trial / "small") for _ in range(5))
     seen = f"written and synced at {speed:,.0f} MB/s, a small file in {1e3 * sync:.1f} ms"
     if speed < SLOW_MBS or sync > SLOW_SYNC_S:
@@ -204,7 +204,7 @@ def check_mmap(name: str, trial: Path) -> Result:
         mapped[:5] = b"forge"
         mapped.flush()
     if path.read_bytes()[:5] != b"forge":
-        return failed(name, "what is written through a memory map is not in the file", _OTHER_FOLDER)
+        return failed(name, "data written through a memory map does not reach the file", _OTHER_FOLDER)
     return ok(name, "files map into memory, and writes arrive")
 
 
@@ -215,7 +215,7 @@ def check_clock(name: str, trial: Path) -> Result:
     path.write_text("now")
     skew = path.stat().st_mtime - (before + time.time()) / 2
     if before < 1.7e9:
-        return failed(name, f"this machine's clock says {time.ctime(before)}", "set the clock: chronyc makestep")
+        return failed(name, f"this machine's clock is set to {time.ctime(before)}", "set the clock: chronyc makestep")
     seen = f"file times are {abs(skew):.3f} s from this machine's clock"
     if abs(skew) > SKEW_S:
         mend = "synchronise the clocks of this machine and of the file server (chrony, NTP)"

@@ -11,7 +11,7 @@ from forge_plugin_doctor.results import Result, Surroundings, failed, not_run, o
 
 
 def check_job(surroundings: Surroundings) -> Iterator[Result]:
-    """Whether the job is right on this machine, data and tokenizer included, as `forge-run check` says."""
+    """Check whether the job is valid on this machine, including data and tokenizer, as `forge-run check` does."""
     if not surroundings.files:
         yield not_run("job", "none was given: forge-run doctor job.toml checks its data and its output folder too")
         return
@@ -26,7 +26,7 @@ def check_job(surroundings: Surroundings) -> Iterator[Result]:
 
 
 def read_output(files: list[str], overrides: list[str], world_size: int) -> str | None:
-    """Returns `job.output` of a job that can be read; None if it cannot, as `check_job` then says."""
+    """Returns `job.output`; None if the job cannot be read, which `check_job` then reports."""
     try:
         job: Job = load_job(*files, overrides=overrides, world_size=world_size, with_data=False)
     except ForgeError:

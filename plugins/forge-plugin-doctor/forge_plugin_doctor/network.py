@@ -48,7 +48,7 @@ def _sent_to_itself(data: bytes) -> bytes:
 
 
 def check_ports(surroundings: Surroundings) -> Iterator[Result]:
-    """Whether ports are free on which ranks meet: that of MASTER_PORT, and those for the steps of SLURM."""
+    """Check whether the ports on which ranks meet are free: MASTER_PORT, and the ports for SLURM steps."""
     port = surroundings.environment.get("MASTER_PORT", "")
     if port.isdecimal():
         free = _is_free(int(port))

@@ -1,4 +1,4 @@
-"""Checks of what is installed."""
+"""Checks of the installed packages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def distributions() -> list[Distribution]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, torch and these distributions; what is absent is left out."""
+    """Returns the versions of Python, torch and these distributions; distributions that are absent are left out."""
     known = {"Python": platform.python_version()}
     for name in ("torch", "numpy", "triton", "transformers", "datasets"):
         try:
@@ -54,7 +54,7 @@ def check_versions(_: Surroundings) -> Iterator[Result]:
         wanted = " ".join(dict.fromkeys(install for _, install in broken))
         yield failed("requirements", "; ".join(text for text, _ in broken), f"pip install --upgrade {wanted}")
     else:
-        yield ok("requirements", "those of the core and of every plugin are installed")
+        yield ok("requirements", "all requirements of the core and of every plugin are installed")
     for one in installed:
         if changed := _changed(one):
             mend = f"pip install --no-deps -e {one.editable_path}"

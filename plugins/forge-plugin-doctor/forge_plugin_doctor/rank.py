@@ -82,7 +82,7 @@ def product_on(device: torch.device) -> dict[str, Any]:
     rows, columns = torch.arange(n, dtype=torch.float64), torch.arange(n, dtype=torch.float64)
     a = ((rows[:, None] + columns) % 7 - 3).to(device)
     b = ((rows[:, None] * 3 + columns) % 5 - 2).to(device)
-    exact = a.cpu().long() @ b.cpu().long()  # integers: another algorithm than that of floats
+    exact = a.cpu().long() @ b.cpu().long()  # integers use a different algorithm than floats
     right = all(bool(((a.to(d) @ b.to(d)).cpu().double() == exact).all()) for d in (torch.float64, torch.float32))
     gpu = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
@@ -140,7 +140,7 @@ class Trial(NamedTuple):
     run: Callable[[], object]
     """May be called again, to be timed."""
     wrong: Callable[[], str]
-    """After the first call: what is wrong with its result; empty if it is right."""
+    """After the first call: describes the error in its result; empty if the result is correct."""
 
 
 def numbers(count: int, rank: int, device: torch.device) -> Tensor:
@@ -154,7 +154,7 @@ def sum_of_ranks(count: int, size: int, device: torch.device) -> Tensor:
 
 
 def compared(result: Tensor, expected: Tensor) -> str:
-    """What is wrong with a result; empty if it is as expected."""
+    """Describe the error in a result; empty if the result is as expected."""
     different = (result != expected).nonzero().flatten()
     if not len(different):
         return ""

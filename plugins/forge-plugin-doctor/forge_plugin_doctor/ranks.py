@@ -1,4 +1,4 @@
-"""Checks of torch, devices and collectives, by processes of their own: a broken torch must not end the doctor."""
+"""Checks of torch, devices and collectives in separate processes: a broken torch must not end the doctor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN = 300
 
 
 class Ranks:
-    """Processes that import torch and try collectives with each other, while other checks go on."""
+    """Processes that import torch and try collectives with each other while other checks run."""
 
     def __init__(self, count: int, limit_s: float) -> None:
         """Start `count` processes, which must end in `limit_s` seconds."""

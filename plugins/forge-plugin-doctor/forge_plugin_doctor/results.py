@@ -34,11 +34,11 @@ class Result:
     seen: str
     """What the check saw."""
     mend: str = ""
-    """How to mend it, in one line; empty if it is well."""
+    """How to fix the problem, in one line; empty if there is none."""
 
 
 def ok(name: str, seen: str) -> Result:
-    """Returns a result that needs no mending."""
+    """Returns a result that needs no fix."""
     return Result(name, State.OK, seen)
 
 

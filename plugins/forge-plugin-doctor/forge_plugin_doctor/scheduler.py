@@ -17,7 +17,7 @@ SOON_S = 600
 
 
 def check_launcher(surroundings: Surroundings) -> Iterator[Result]:
-    """Whether the variables by which a process knows its rank fit together."""
+    """Check whether the environment variables that define the rank of a process are consistent."""
     try:
         world = join_world(dict(surroundings.environment))  # a copy: it adds variables
     except JobError as error:

@@ -22,7 +22,7 @@ class Screen:
         self._group = ""
 
     def show(self, examined: Examined) -> None:
-        """Print a result, and under it how to mend what is not well."""
+        """Print a result and, below it, how to fix a problem."""
         if examined.group != self._group:
             self._console.print(Text(("\n" if self._group else "") + examined.group, style="bold"))
             self._group = examined.group

@@ -46,7 +46,7 @@ class Attempt:
         self._other_children = {process.pid for process in _every_process() if process.parent == os.getpid()}
         self.began = time.time()
         with log.open("wb") as output:
-            # In a session of its own: the terminal's Ctrl-C reaches the drill alone, which then ends all of it
+            # In a separate session: the terminal's Ctrl-C reaches only the drill, which then ends all processes
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

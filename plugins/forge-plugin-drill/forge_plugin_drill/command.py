@@ -27,8 +27,9 @@ def command(argv: list[str]) -> int:
 
     First the job trains some steps without a fault; then once for each fault: a rank that is killed or stands still, a
     stop request, a full disk, a damaged checkpoint, and so on. If the run ends, the same command is given again. Each
-    row says after how long the fault was found, what the run said, how many steps were lost, how long the restart took,
-    and whether the losses are those of the run without a fault. The exit code is 1 if something did not hold.
+    row shows how long it took to find the fault, what the run recorded, how many steps were lost, how long the restart
+    took, and whether the losses equal the losses of the run without a fault. The exit code is 1 if something did not
+    hold.
     """
     options, files, overrides = parse_job_arguments(_parser(), argv)
     if not join_world().alone:
@@ -77,7 +78,7 @@ def _interrupt(number: int, _: FrameType | None) -> None:
 
 
 def _baseline(course: Course, screen: Screen, cases: Sequence[Case], refused: Mapping[str, str]) -> Baseline:
-    """Say what is to be done, train without a fault, and say how long the rest will take."""
+    """Print the plan, train without a fault, and print an estimate of the remaining time."""
     subject = course.subject
     where = f"{subject.ranks} ranks" if subject.ranks > 1 else "one process"
     screen.say(f"{subject.job.job.name} on {where}, in {subject.folder}: {'; '.join(subject.changes)}")

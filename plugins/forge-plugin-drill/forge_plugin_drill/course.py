@@ -1,4 +1,4 @@
-"""The course of a drill: the run without a fault, then each fault in a run of its own, judged."""
+"""The course of a drill: the run without a fault, then a separate run for each fault, and its evaluation."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Course:
             if case.fault.saves_all and result.steps_lost:
                 result.fail(f"{result.steps_lost} steps were lost, though the run had time to save")
             elif begun[-1].step == 0:
-                result.fail("the run began anew", "set checkpoint.interval, and see why no checkpoint was made")
+                result.fail("the run started over", "set checkpoint.interval, and check why no checkpoint was made")
         if steps:
             result.back_after_s = steps[0].time - attempt.began
         if attempt.code != ExitCode.FINISHED:
@@ -294,7 +294,7 @@ class Course:
         if not after or not math.isfinite(after[-1]):
             result.fail("the loss is not finite after it")
         elif after[-1] > 1.5 * max(loss for s, loss in own.items() if s < step):
-            result.fail(f"the loss is {after[-1]:.3f} at the end, far above that of all steps before the fault")
+            result.fail(f"the loss is {after[-1]:.3f} at the end, far above the loss of any step before the fault")
         else:
             result.curve = f", {fault.mark}, {after[-1]:.3f} at the end"
 

@@ -51,17 +51,17 @@ class Fault:
     """For `--only`."""
     title: ClassVar[str]
     ends: ClassVar[Sequence[int]] = (ExitCode.FAILED,)
-    """Exit codes with which the run may end; 0: it goes on."""
+    """Exit codes with which the run may end; 0: it continues to its last step."""
     missing: ClassVar[str] = "the run did not record what had happened"
-    """What is wrong if there is no finding; empty if there need not be one."""
+    """Reason for the failure if there is no finding; empty if none is required."""
     in_save: ClassVar[bool] = False
     """Whether it happens in the step after which the run saves, and not in the middle between two saves."""
     same_curve: ClassVar[bool] = True
-    """Whether the losses of the whole run must be those of the run without a fault; else those before the fault."""
+    """Whether all losses must equal the losses of the run without a fault; if not, only the losses before the fault."""
     waits: ClassVar[bool] = False
     """Whether it is found by a time limit of `[launch]`."""
     is_silent: ClassVar[bool] = False
-    """Whether the rank sends no heartbeat any more, which has a limit of its own."""
+    """Whether the rank stops sending heartbeats, for which there is a separate time limit."""
     hits_all: ClassVar[bool] = False
     """Whether it is the whole run that is hit, and not one rank of it."""
     saves_all: ClassVar[bool] = False
@@ -74,7 +74,7 @@ class Fault:
     """Keys to set if the run does not end as it should."""
 
     def ranks(self, subject: Subject) -> Sequence[int]:
-        """Returns the ranks to hit, each in a run of its own."""
+        """Returns the ranks to hit, each in a separate run."""
         return (0,)
 
     def refusal(self, subject: Subject) -> str:
@@ -86,7 +86,7 @@ class Fault:
         return {}
 
     def between(self, subject: Subject, folder: str) -> None:
-        """Called between the end of the run and its restart; `folder` is that of the run."""
+        """Called between the end of the run and its restart; `folder` is the run folder."""
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
         """Returns what shows that the run has found the fault that hit `rank`."""
@@ -250,7 +250,7 @@ class Deadlock(Fault):
 
         from forge_core.parallel.mesh import group_timeout
 
-        # A group of its own: in one of the run, the next collective of the last rank would be taken for this one
+        # A separate group: in a group of the run, this collective would be matched with the last rank's next one
         self._group = dist.new_group(timeout=group_timeout())
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
@@ -285,7 +285,7 @@ def _launcher() -> int:
 
 
 def _ask_to_stop(context: StepContext) -> None:
-    """Send SIGTERM to the launcher and wait until this rank knows, lest the run be over before."""
+    """Send SIGTERM to the launcher and wait until this rank has noted it, so that the run does not end earlier."""
     os.kill(_launcher(), signal.SIGTERM)
     deadline = time.monotonic() + NOTICED_S
     while not context.requests.stop and time.monotonic() < deadline:
@@ -379,7 +379,7 @@ class DiskFull(Fault):
 
 
 class Damaged(Stop):
-    """One bit of the newest checkpoint is flipped after the run has stopped: the run must go on from an older one."""
+    """One bit of the newest checkpoint is flipped after the run has stopped: it must resume from an older one."""
 
     name, title, saves_all = "damaged", "damaged newest checkpoint", False
     hint = 'set checkpoint.verify = "full", which finds flipped bits, and checkpoint.keep to 2 or more (0 keeps all)'

@@ -158,7 +158,7 @@ class Injection:
             self._save_settled.wait()
 
     def around_loss(self, loss: LossFunction) -> LossFunction:
-        """The loss, whose gradient is wrong once if the fault says so."""
+        """Returns the loss function; if the fault changes the loss, its gradient is wrong once."""
         return _Disturbed(loss, self) if self._fault is not None and self._fault.changes_loss else loss
 
     def wrong_gradient(self, gradient: Tensor) -> Tensor:
@@ -195,4 +195,4 @@ class _Disturbed:
         return self.inner(head, hidden, batch)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)  # what else a loss may have, such as parameters of its own
+        return getattr(self.inner, name)  # other attributes of a loss, such as its parameters

@@ -22,7 +22,7 @@ class Result:
     held: bool = False
     """Whether the run did what it should."""
     found_after_s: float | None = None
-    """Seconds from the injection to the end of the run, or to its message where it goes on."""
+    """Seconds from the injection to the end of the run, or to its message if the run continues."""
     said: str = ""
     """What the run has recorded about it, in words."""
     steps_lost: int | None = None
@@ -30,13 +30,13 @@ class Result:
     back_after_s: float | None = None
     """Seconds from the restart to the end of the first step; None where the run went on by itself."""
     curve: str = ""
-    """How the losses compare with those of the run without a fault."""
+    """How the losses compare with the losses of the run without a fault."""
     reason: str = ""
     """Why it did not hold."""
     fix: str = ""
     """Keys to set."""
     note: str = ""
-    """Remark, such as a limit that is not that of the job."""
+    """Remark, such as a limit that differs from the job's."""
     log: str = ""
 
     def as_json(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Screen:
         self._console.print(text, soft_wrap=True)
 
     def begin(self, text: str) -> None:
-        """Show what is done from now on."""
+        """Show the activity that begins now."""
         self._begun = text
         if self._status is None:
             self.say(f"{text} …")

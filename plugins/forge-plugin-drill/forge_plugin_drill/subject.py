@@ -1,4 +1,4 @@
-"""The job of a drill: the user's own, with fewer steps and in a folder of its own."""
+"""The job of a drill: the user's job with fewer steps, in a separate folder."""
 
 from __future__ import annotations
 

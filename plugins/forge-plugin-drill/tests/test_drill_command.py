@@ -106,7 +106,7 @@ def test_of_a_run_that_began_anew_the_key_to_set_is_named(monkeypatch):
     result = Result(fault="killed", rank=0, title="killed")
     Course(subject=subject(), patience_s=1.0, show=print)._restart(case, [], result, 5)
     assert result.steps_lost == 5
-    assert "anew" in result.reason
+    assert "started over" in result.reason
     assert "checkpoint.interval" in result.fix
 
 

@@ -29,7 +29,7 @@ def with_average(optimizer: torch.optim.Optimizer, ema: EMA) -> torch.optim.Opti
     """
     if isinstance(optimizer, HasEvaluationWeights):
         name = type(optimizer).__name__
-        raise ForgeError(f"plugins.ema: {name} has weights of its own for evaluation; leave out one of the two")
+        raise ForgeError(f"plugins.ema: {name} has its own weights for evaluation; leave out one of the two")
     kind: Any = type(optimizer)
     optimizer.__class__ = type(f"Averaged{kind.__name__}", (Averaging, kind), {"ema": ema})
     return optimizer
@@ -52,7 +52,7 @@ class Averaging(torch.optim.Optimizer):
         share = 1 - self.ema.next_decay()
         weights = [local_part(parameter.detach()) for parameter in averages]
         kept = [local_part(average) for average in averages.values()]
-        if getattr(self, "found_inf", None) is not None:  # only the device knows whether there was an update
+        if getattr(self, "found_inf", None) is not None:  # whether there was an update is known only on the device
             taken = share * (1 - self.found_inf)  # type: ignore[attr-defined]
             for average, weight in zip(kept, weights, strict=True):
                 average.lerp_(weight, taken.to(average))  # `foreach_lerp_` would wait for the device

@@ -38,7 +38,7 @@ class EMA(Plugin):
             reason = "an average of parameters in bf16 would be kept in bf16, where its small changes are lost"
             yield Problem("plugins.ema", f"{reason}; keep parameters in float32, or leave the plugin out")
         if job.optimizer.has_evaluation_weights:
-            reason = f"{type(job.optimizer).__name__} has weights of its own for evaluation"
+            reason = f"{type(job.optimizer).__name__} has its own weights for evaluation"
             yield Problem("plugins.ema", f"{reason}; leave out one of the two")
 
     @hookimpl(wrapper=True)

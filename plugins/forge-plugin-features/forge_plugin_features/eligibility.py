@@ -28,8 +28,8 @@ def problems_of(encoder: nn.Module, job: Job) -> Iterator[Problem]:
         yield Problem("", f"{message}; leave [plugins.features] out, or take an encoder such as vit")
     freezing = [(name, plugin) for name, plugin in job.plugins.items() if isinstance(plugin, Freeze)]
     names = [f"{PREFIX}{name}" for name, _ in encoder.named_parameters()]
-    # By the patterns alone, which decide for the whole run: what requires a gradient now is that of one stage, or of
-    # none, depending on which plugin was built first.
+    # Judged by the patterns alone, which apply to the whole run: the parameters that require gradients now reflect one
+    # stage, or none, depending on which plugin was built first.
     for table, freeze in freezing:
         for number, stage in enumerate(freeze.stages):
             if trained := [name for name in names if trains(stage, name)]:

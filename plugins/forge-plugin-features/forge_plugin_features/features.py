@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 class Features(Plugin):
     """Keeps the features of a frozen vision tower on disk, and runs the tower for images only that are not there yet.
 
-    Features are found by the tower (its type, keys and weights, the compute dtype) and by the image as the tower gets
-    it, so what is found is what the tower would compute. Any number of ranks and runs may use a folder at once.
+    Features are looked up by the tower (its type, keys and weights, the compute dtype) and by the image as the tower
+    receives it, so stored features equal those the tower would compute. Any number of ranks and runs may use a folder
+    at once.
     """
 
     resumes_as = "safe"  # it changes no number
 
     path: FilePath | None = None
-    """Folder of the features; a tower has a folder of its own in it. By default `features` in Forge's cache
+    """Folder of the features; each tower has its own subfolder. By default `features` in Forge's cache
     (`$FORGE_CACHE`, else `~/.cache/forge`)."""
     keep_free_gb: float = field(default=1.0, validator=ge(0))
-    """Space in GB that is left free on the file system: with less, no features are added, and those of new images are
-    computed each time."""
+    """Space in GB that is left free on the file system: with less, no features are added, and the features of new
+    images are computed each time."""
 
     @property
     def folder(self) -> Path:

@@ -41,7 +41,7 @@ class FeatureFiles:
 
         Args:
             root: folder of all towers.
-            tower: everything that features depend on besides the image; plain JSON.
+            tower: everything that features depend on other than the image; plain JSON.
             keep_free: bytes to be left free on the file system.
         """
         self.folder = root / digest_of("features", dict(tower))[:32]
@@ -106,7 +106,7 @@ def _content(path: Path) -> bytes:
 
 
 def _features_in(data: bytes, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns the features in the bytes of a file; raises `_Damaged` if they are not those of this image."""
+    """Returns the features in the bytes of a file; raises `_Damaged` if they do not belong to this image."""
     try:
         tensors = load(data)
         features, checksum = tensors[FEATURES], bytes(tensors[CHECKSUM].tolist())

@@ -20,7 +20,7 @@ from forge_plugin_vision import Grid, VisionEncoderComponent
 
 
 def describe_tower(component: VisionEncoderComponent, context: BuildContext, taps: Sequence[int]) -> dict[str, Any]:
-    """Returns all that features depend on besides weights and image, as far as a job says it; plain JSON."""
+    """Returns what features depend on other than weights and image, as far as a job sets it; plain JSON."""
     type_ = context.type_of(component)
     return {
         "type": type_,

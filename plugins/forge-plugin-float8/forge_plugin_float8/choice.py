@@ -30,7 +30,8 @@ def choose(model: Model, exclude: Sequence[str]) -> tuple[Sequence[str], Mapping
 
     Args:
         model: the model, split by pipeline stages at most.
-        exclude: name patterns of layers that keep their precision besides the head and those that the model exempts.
+        exclude: name patterns of layers that keep their precision, in addition to the head and to the layers that the
+            model exempts.
 
     Returns:
         Names of the layers that change, and names of those that do not, by the reason.
@@ -83,7 +84,7 @@ def _part_problems(model: Model, changed: Sequence[str], ranks: int) -> Iterator
 def _reason(module: nn.Module, exempt: bool, excluded: bool) -> str:
     if exempt or excluded:
         return "exempt" if exempt else "excluded"
-        # A forward pass of its own, by class or set on the object, computes something else than x Wᵀ + b.
+        # A custom forward pass, of the class or set on the object, computes something other than x Wᵀ + b.
     if type(module).forward not in (Linear.forward, nn.Linear.forward) or "forward" in vars(module):
         return OWN_WAY
     return NOT_A_MULTIPLE if any(size % MULTIPLE for size in module.weight.shape) else ""  # type: ignore[union-attr]

@@ -32,7 +32,7 @@ class Float8(ParallelComponent):
     routers.
 
     Devices without float8 products compute with the rounded operands in float32 instead, slowly; the run's summary
-    says so.
+    reports this.
     """
 
     after: ClassVar[Mapping[str, str]] = {"pp": "only the layers that this rank keeps are changed"}
@@ -50,7 +50,7 @@ class Float8(ParallelComponent):
     rowwise_with_gw_hp: like rowwise, with gradients of weights in the compute precision; the most exact, and the only
     one whose scales do not depend on the other tokens of a micro-batch."""
     exclude: tuple[str, ...] = ()
-    """Name patterns of linear layers that keep their precision besides the exempt ones (`layers.0.*`)."""
+    """Name patterns of linear layers that keep their precision, in addition to the exempt ones (`layers.0.*`)."""
     all_gather: bool = False
     """Whether `fsdp` gathers weights in float8, which halves its communication. Needs GPUs and `tensorwise`."""
 

@@ -1,6 +1,6 @@
 """x Wᵀ in float8, with scales taken over the whole matrix where ranks share one.
 
-Shape suffixes: M tokens, K inputs, N outputs; in lower case those of this rank.
+Shape suffixes: M tokens, K inputs, N outputs; lower-case letters denote this rank's part.
 """
 
 from __future__ import annotations

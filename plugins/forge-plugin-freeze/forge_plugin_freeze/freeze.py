@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Stage:
     """`[[plugins.freeze.stages]]`: what trains for some steps.
 
-    Patterns are those of a shell over parameter names (`layers.*`); `*` stands for any characters, dots included. A
-    parameter trains if a pattern of `train` fits its name and none of `freeze` does.
+    Patterns have shell syntax and match parameter names (`layers.*`); `*` stands for any characters, dots included. A
+    parameter trains if its name matches a pattern of `train` and no pattern of `freeze`.
     """
 
     train: tuple[str, ...] = field(default=("*",), validator=min_len(1))
@@ -56,7 +56,7 @@ class Freeze(Plugin):
     @property
     def selection(self) -> Selection:
         """Parameters of the model by stage; known once the model is built."""
-        assert self._selection is not None, "the model is built before anything asks what trains"
+        assert self._selection is not None, "the model must be built before the selection of its parameters is read"
         return self._selection
 
     # --- steps -----------------------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ class Freeze(Plugin):
         if problems := list(problems_of(model, self.stages)):
             raise JobError(problem.below("plugins.freeze") for problem in problems)
         self._selection = Selection.of(model, self.stages)
-        # Until the first step, which sets its own stage: estimates of memory are then those of the stage that trains
-        # most, and so is the dry run.
+        # Applies until the first step, which sets its own stage: memory estimates and the dry run use the stage that
+        # trains most.
         self._selection.apply(model, self._selection.largest)
         let_heads_train_alone(model)
 
@@ -129,7 +129,7 @@ class Freeze(Plugin):
             yield f"freeze {number}", f"steps {first:,} to {last:,} train {counts}", _patterns(stage)
 
     def plan_lines(self, job: Job) -> Iterable[tuple[str, str]]:
-        """Reports what each stage trains to `forge-run plan`, whose estimates are those of the stage that trains most.
+        """Reports what each stage trains to `forge-run plan`, whose estimates apply to the stage that trains most.
 
         See `forge_plugin_plan.report.HasPlanLines`.
         """

@@ -58,8 +58,8 @@ class Selection:
     def parts(self, number: int) -> Iterator[tuple[str, frozenset[str]]]:
         """Yields the parts of the model that must change in a stage: a description, and names of parameters.
 
-        They are what each pattern names, apart by whether the stage before trained it too: that one part goes on is no
-        sign that the other begins.
+        There is one part for each pattern, split by whether the previous stage trained the parameters too: a change in
+        parameters that continue to train does not show that the others have begun to train.
         """
         before = self.trained[number - 1] if number else frozenset()
         for pattern in self.stages[number].train:

@@ -15,7 +15,7 @@ from forge_kit.torch_internals import is_compiled
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, float]]:
     """Yields this rank's parameters, each with its name and learning rate."""
-    # Those of the optimizer, which has all of them whatever trains: a module may hold gathered ones in their place.
+    # Read from the optimizer, which has all of them regardless of what trains: a module may hold gathered ones instead.
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             yield name, parameter, float(group["lr"])
@@ -29,12 +29,12 @@ def switch(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Collecti
             parameter.requires_grad_(name in trained)
             changed = True
     _hold_updates(model, {name for name, _, _ in parameters_of(optimizer)}, trained)
-    # On every rank alike, also on those of a pipeline whose own parameters go on as before: both cost little.
+    # On every rank alike, including pipeline ranks whose own parameters stay as before: both calls cost little.
     _gather_anew(model)
     if changed and is_compiled(model):
-        # Graphs contain the backward pass of what trained when they were traced, and torch takes parameters of modules
-        # to stay as they are (`skip_fsdp_guards`, `skip_tensor_guards_with_matching_dict_tags`): without this,
-        # what is unfrozen would never have a gradient.
+        # Graphs contain the backward pass of the parameters that trained when they were traced, and torch assumes that
+        # parameters of modules do not change (`skip_fsdp_guards`, `skip_tensor_guards_with_matching_dict_tags`):
+        # without this, unfrozen parameters would never have a gradient.
         torch.compiler.reset()
 
 

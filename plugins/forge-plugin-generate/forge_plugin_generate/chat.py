@@ -62,7 +62,7 @@ def check_chat(tokenizer: Tokenizer, path: str) -> None:
 
 
 def answer_once(tokenizer: Tokenizer, answer: Answer, system: str, questions: Sequence[str]) -> list[str]:
-    """Returns the answer to each question, each in a conversation of its own; raises `JobError` as `chat_ids`."""
+    """Returns the answer to each question, each in a separate conversation; raises `JobError` as `chat_ids` does."""
     prompts = [chat_ids(tokenizer, [*_begun(system), _message("user", text)]) for text in questions]
     return [tokenizer.decode(row) for row in answer(prompts)]
 
@@ -91,7 +91,7 @@ class Chat:
         self._has_warned = False
 
     def commands(self) -> dict[str, tuple[str, Callable[[str], Any]]]:
-        """Returns what a conversation understands besides its messages."""
+        """Returns the commands that a conversation accepts in addition to messages."""
         return {
             "reset": ("begin a new conversation", lambda text: self.reset()),
             "system": ("begin a new conversation with this message of the system; none without a text", self.begin),

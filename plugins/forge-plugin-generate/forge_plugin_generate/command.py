@@ -212,9 +212,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--system is the first message of a chat: add --chat")
     shown = next((name for name in ("image", "video") if getattr(options, name)), None)
     if options.chat and shown:
-        parser.error(f"--chat knows texts only; leave --{shown} out, or --chat")
+        parser.error(f"--chat supports text only; leave out --{shown} or --chat")
     if options.chat and options.no_bos:
-        parser.error("--no-bos is for plain prompts: a chat begins as its template says; leave one of the two out")
+        parser.error("--no-bos is for plain prompts: a chat begins as its template defines; leave out one of them")
     if options.interactive and (options.prompt or options.chat or shown):
         parser.error("--interactive reads plain prompts; leave --prompt, --chat, --image and --video out")
     if options.stream and several:
@@ -242,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="answer messages, by the chat template: those of --prompt, or as `chat` does",
+        help="answer messages, using the chat template: the messages of --prompt, or a conversation as in `chat`",
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="with --chat: the system's message")
     parser.add_argument(
@@ -301,7 +301,7 @@ def load_trained(
         run: run folder with the tokenizer, if the checkpoint is elsewhere.
         check: is called with the tokenizer before the model is loaded, which may take long.
         overrides: keys of the job to change, `--section.key=value`. Several ranks share the model by the stages that
-            these name, or else by those of its job; one process has all of it unless these name stages.
+            these name, or else by the stages of its job; one process holds the whole model unless these name stages.
 
     Raises:
         ForgeError: as `forge_core.load_model`; or the model was trained without a tokenizer.
@@ -329,7 +329,7 @@ def load_trained(
 
 
 def check_generation(trained: Trained) -> None:
-    """Raise a `JobError` if stages have split the model and none says how its ranks generate together."""
+    """Raise a `JobError` if stages have split the model and none defines how its ranks generate together."""
     from forge_kit.generation import generates_jointly
 
     layout = trained.loaded.context.layout

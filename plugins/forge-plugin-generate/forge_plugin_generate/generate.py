@@ -67,9 +67,9 @@ def generate(
 ) -> list[list[int]]:
     """Continue every prompt by up to `max_tokens` tokens; a row stops before its own end-of-text, or end of an answer.
 
-    Of a model that stages have split, every rank calls this. Ranks of `tp`, `pp` and `cp` pass the same prompts and
-    seed, and return the same rows; those of `fsdp` have prompts of their own, at least one, and go on until the rows of
-    all of them have ended.
+    If stages have split the model, every rank calls this function. Ranks of `tp`, `pp` and `cp` pass the same prompts
+    and seed, and return the same rows. Each rank of `fsdp` passes its own prompts, at least one, and continues until
+    the rows of all of these ranks have ended.
 
     Args:
         model: a model with a cache, in evaluation mode.
@@ -77,7 +77,7 @@ def generate(
             images, in models that know them.
         max_tokens: upper bound of the tokens for each prompt.
         end_of_text: id that ends a document.
-        sampling: settings of the draws; by default those of `Sampling`.
+        sampling: settings of the draws; by default `Sampling()`.
         stop: further ids at which a row stops, such as the end of a turn in chats.
         until: is called with the new tokens of a row after each, and returns whether it ends with them.
         seed: seed of the draws; None: torch's default generator, where no ranks must draw alike.

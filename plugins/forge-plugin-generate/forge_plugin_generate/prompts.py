@@ -46,7 +46,7 @@ class PromptsChats(Protocol):
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, *, bos: bool = True) -> list[int]:
-    """Returns the ids of a prompt, at least one: that of the end of a text before it, if nothing else.
+    """Returns the ids of a prompt; if it has none, the end-of-text id, as if a text came before it.
 
     Args:
         tokenizer: the tokenizer of the model.

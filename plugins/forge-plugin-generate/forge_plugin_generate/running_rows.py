@@ -93,7 +93,7 @@ class RunningRows:
         self._running: list[int] = []
         """The rows of the cache, by number, with those that have ended since it was made."""
         self._active: set[int] = set()
-        """Those of them that have not ended."""
+        """The running rows that have not ended."""
         self._cache: Any = None
         self._next: tuple[Tensor, Tensor] | None = None
         """Last tokens and their positions, (B, 1) each."""
@@ -104,7 +104,7 @@ class RunningRows:
         return not self._active and not self._waiting
 
     def run(self) -> list[list[int]]:
-        """Go on until the rows of all ranks have ended; returns the new tokens of each row of this one."""
+        """Generate until the rows of all ranks have ended; returns the new tokens of each row of this rank."""
         while not self._joint.all_done(self.finished):
             self.step()
         return self.written

@@ -38,7 +38,10 @@ class TextStream:
         return "".join(self._pieces)
 
     def show(self, ids: Sequence[int]) -> bool:
-        """Write what is certain of these tokens, all of the row so far. False: `until` of `generate` does not stop."""
+        """Write the part of the text that is certain, given all tokens of the row so far.
+
+        Returns False, so that `generate` does not stop the row when this method is its `until`.
+        """
         before = self._tokenizer.decode(ids[self._context : self._decoded])
         text = self._tokenizer.decode(ids[self._context :])
         if len(text) > len(before) and text.startswith(before) and not text.endswith(UNREADABLE):

@@ -13,12 +13,12 @@ from forge_core.contracts.errors import ExitCode, ForgeError, did_you_mean
 from forge_plugin_generate.options import SETTINGS
 
 MARK = "> "
-"""Stands before what is typed, on a terminal."""
+"""The prompt for input on a terminal."""
 HISTORY = 1000
 """Lines that are remembered from one conversation to the next."""
 
 Commands = Mapping[str, tuple[str, Callable[[str], object]]]
-"""Commands by name: what `/help` says of each, and what it does with the rest of its line."""
+"""Commands by name: the description for `/help`, and a function that is called with the rest of the line."""
 
 
 def write(text: str) -> None:
@@ -61,7 +61,7 @@ class Conversation:
                         raise
                     print(f"forge-run: {error}", file=sys.stderr)
                 except KeyboardInterrupt:
-                    print(flush=True)  # the answer ends here; what comes next begins on a line of its own
+                    print(flush=True)  # the answer ends here; later output begins on a new line
                     if not self._on_terminal:
                         return ExitCode.SECOND_SIGNAL
         return ExitCode.FINISHED
@@ -122,7 +122,7 @@ def _setting_help(name: str) -> str:
 
 @contextmanager
 def _history(on_terminal: bool) -> Iterator[None]:
-    """Lines can be edited and called back, also those of earlier conversations."""
+    """Allow lines to be edited and recalled, including lines from earlier conversations."""
     if not on_terminal:
         yield
         return

@@ -197,7 +197,7 @@ class Account:
 
     @property
     def exposure(self) -> float:
-        """Seconds in which it could fail: those of all starts."""
+        """Seconds in which it could fail: the duration of all starts."""
         return sum(attempt.ended - attempt.began for attempt in self.attempts)
 
     @property
@@ -266,7 +266,7 @@ def account_of(
         slurm: lines of `attempts.jsonl`, by forge-plugin-slurm.
         from_step: step from which another start continues, that is not in the events yet.
         now: present time, of a run that is running.
-        end: `end.json`, of the last start; of one that was killed only this says why.
+        end: `end.json`, of the last start; for a start that was killed, the only record of the reason.
     """
     accountant = _Accountant(slurm)
     for event in _with_silent_starts(list(events), slurm):
@@ -391,7 +391,7 @@ class _Accountant:
         self._gone_back.append((event["from"], lost))
 
     def _go_on_from(self, step: int) -> None:
-        """The run goes on from a checkpoint of `step`: what was done after it is lost, roll-backs too."""
+        """Continue the run from a checkpoint of `step`: everything done after it is lost, including roll-backs."""
         lost = self._beyond(step)
         while self._gone_back and self._gone_back[-1][0] > step:
             _, undone = self._gone_back.pop()
@@ -506,7 +506,7 @@ def _extend(attempt: Attempt, name: str, end: float) -> None:
 
 
 def _set_first_step_apart(attempt: Attempt) -> None:
-    """Move what the first step took longer than the others to a class of its own."""
+    """Move the additional time of the first step, compared with the others, to a separate class."""
     steps = [stretch for stretch in attempt.stretches if stretch.event == "steps" and stretch.count]
     if len(steps) < 2 or steps[0].count != 1 or "productive" not in steps[0].classes:
         return

@@ -56,7 +56,8 @@ class EventLog:
     def add(self, event: str, seconds: Mapping[str, float], phases: Callable[[str], bool], **facts: Any) -> None:
         """Append a line with the seconds, not noted so far, of those phases that `phases` is true of.
 
-        Its time is that of all seconds in the file: lines with one reading of the clock follow each other without gaps.
+        Its time is the sum of all seconds in the file: lines with one reading of the clock follow each other without
+        gaps.
         """
         spent, seconds = {}, {Phase.IMPORTS: self._imports, **seconds}
         for phase, total in seconds.items():
@@ -85,7 +86,7 @@ class EventLog:
         self._guard(lambda: os.fsync(self._file) if self._file is not None else None)
 
     def close(self) -> None:
-        """Write and sync what there is. More lines may follow: a hook hears of an error after the end."""
+        """Write and sync all pending lines. More lines may follow: a hook is notified of an error after the end."""
         self._guard(self._write)
         self.sync()
 
@@ -107,7 +108,7 @@ class EventLog:
             action()
         except OSError as error:
             if not self._warned:
-                text = f"{self._path}: {error.strerror}; training goes on, and the lines are written when they can be"
+                text = f"{self._path}: {error.strerror}; training continues, and the lines are written when possible"
                 warnings.warn(text, stacklevel=2)
                 self._warned = True
 

@@ -19,7 +19,7 @@ LONGEST_S = 3600.0
 
 
 def expected_mtbf(exposure: float, failures: int, ranks: int, gpu_years: float = GPU_YEARS) -> float:
-    """Returns the expected time between failures of a run, in seconds: what is known of others, and what it has seen.
+    """Returns the expected seconds between failures of a run, based on other runs and on the failures it has seen.
 
     Failures come with a constant rate. The prior of its logarithm is a Laplace distribution around one failure in
     `gpu_years` / `ranks`, of width `WIDTH`: clusters differ by factors, and one that is a hundred times worse than
@@ -48,7 +48,7 @@ def mtbf_interval(exposure: float, failures: int, confidence: float = 0.9) -> tu
 
 
 def gamma_quantile(shape: int, probability: float) -> float:
-    """Returns the quantile of Gamma(shape, 1), half of that of chi-square(2 shape), for a whole `shape` from 1 on."""
+    """Returns a quantile of Gamma(shape, 1), half the quantile of chi-square(2 shape), for an integer `shape` >= 1."""
     low, high = 0.0, shape + 10.0 * math.sqrt(shape) + 50.0
     for _ in range(200):
         middle = (low + high) / 2
@@ -85,7 +85,7 @@ def effective_time(interval: float, blocked: float, restart: float, mtbf: float)
     Args:
         interval: seconds of training between saves, tau.
         blocked: seconds that a save keeps training waiting, d.
-        restart: seconds from a failure until training goes on, with the time until it is noticed, R.
+        restart: seconds from a failure until training continues, including the time until it is noticed, R.
         mtbf: mean seconds between failures, M.
     """
     return interval / (math.expm1((interval + blocked) / mtbf) * (mtbf + restart))

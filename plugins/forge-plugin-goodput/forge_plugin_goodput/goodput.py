@@ -30,7 +30,7 @@ class Goodput(TrainingHook):
     """Notes in `events.jsonl` what the run does with its time, over all its starts, for `forge-run goodput`.
 
     Rank 0 writes; a line has the seconds by phase since the one before it. The share of time that was productive so far
-    is in the metrics, as `goodput`. A disk that fails is a warning, and training goes on.
+    is in the metrics, as `goodput`. If the disk fails, the hook warns and training continues.
     """
 
     resumes_as = "safe"
@@ -62,7 +62,7 @@ class Goodput(TrainingHook):
         self._first: int | None = None
         self._count = self._skipped = 0
         self._waits: dict[str, float] = {}
-        self._due = 0.0  # the first step has a line of its own: it compiles
+        self._due = 0.0  # the first step has a separate line: it compiles
         self._in_background: dict[int, float] = {}
         self._saving: int | None = None
 
@@ -174,7 +174,7 @@ class Goodput(TrainingHook):
 
 
 def _of_steps(phase: str) -> bool:
-    """Whether the time of a phase goes with the steps around it: others have lines of their own."""
+    """Whether the time of a phase is added to the steps around it: other phases have separate lines."""
     return phase not in (Phase.EVALUATION, Phase.SAVE, Phase.GOING_BACK)
 
 

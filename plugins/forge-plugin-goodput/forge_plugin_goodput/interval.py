@@ -41,8 +41,8 @@ class Interval(TrainingHook):
     """Chooses when to save, by what a save costs and how often the run fails, and prints the interval.
 
     Training time between two saves is sqrt(2 d (M + R)) (Young 1974, Daly 2006): d is the median of the last five times
-    that a save kept training waiting, R that of restarts, M the expected time between failures. The latter two are from
-    `events.jsonl`, so the job needs `[hooks.goodput]`.
+    that a save kept training waiting, R the median time of a restart, M the expected time between failures. The latter
+    two are from `events.jsonl`, so the job needs `[hooks.goodput]`.
     """
 
     resumes_as = "safe"
@@ -51,7 +51,7 @@ class Interval(TrainingHook):
     overhead: Literal["auto"] | float = field(default="auto", validator=auto_or_share)
     """"auto": as above. A number: saves take this share of the time, whatever fails (CheckFreq, Mohan et al. 2021)."""
     gpu_years: float = field(default=5.8, validator=gt(0))
-    """Years of one rank between failures, until the run has some of its own. By default as in Llama 3's training."""
+    """Years of one rank between failures, until the run has had failures itself. The default is Llama 3's rate."""
     first_minutes: float = field(default=5.0, validator=gt(0))
     """Minutes until the first save of a run, which measures what one costs."""
     longest_minutes: float = field(default=60.0, validator=gt(0))

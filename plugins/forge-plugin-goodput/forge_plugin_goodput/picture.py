@@ -98,7 +98,7 @@ def _steps(axes: Axes, account: Account, unit: float) -> None:
 
 
 def _curves(stretches: list[Stretch]) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Yields the stretches of steps, those of one fate that follow each other together, as curves."""
+    """Yields the stretches of steps as curves; consecutive stretches with the same fate form one curve."""
     fate, x, y = "", list[float](), list[float]()
     for stretch in stretches:
         own = "lost" if stretch.classes.keys() & {"made_again", "undone"} else "productive"

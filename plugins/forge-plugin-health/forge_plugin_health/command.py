@@ -93,7 +93,7 @@ def _gpu(device: torch.device) -> tuple[str, list[str]]:
 
 
 def report(rows: Sequence[Any], links: Sequence[Link], slow: float, hook: Links) -> tuple[list[str], list[str]]:
-    """The table to print, and what is not well."""
+    """Returns the lines to print, and the problems."""
     from forge_plugin_health.links import slow_links
 
     cells, wrong = [("rank", "host", "GPU", "matrix product", "state")], []

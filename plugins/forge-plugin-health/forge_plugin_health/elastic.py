@@ -31,7 +31,7 @@ def command(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("forge-run elastic", description=command.__doc__)
     parser.add_argument("--nproc", type=positive, required=True, metavar="N", help="ranks to start")
     parser.add_argument("--max-restarts", type=count, default=3, metavar="K", help="restarts at the most (3)")
-    fewer = "when ranks cannot be started: go on with fewer, as the job allows, but not less than this (N)"
+    fewer = "when ranks cannot be started: continue with fewer, as the job allows, but at least this many (N)"
     parser.add_argument("--min-nproc", type=positive, metavar="M", help=fewer)
     hot = "keep a spare process for each rank that has imported torch: restarts are faster, for its memory"
     parser.add_argument("--hot", action="store_true", help=hot)
@@ -93,7 +93,7 @@ class Attempt:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank died without words of its own, so that the cause may be the machine's memory."""
+        """Whether a rank died without a message, so that the cause may be the machine's memory."""
         return "was killed by" in self.message or "without a report" in self.message
 
     @property

@@ -27,8 +27,8 @@ class GPU(TrainingHook):
     """Watches the GPU of each rank by NVML, in a thread that the steps do not wait for.
 
     Faults are uncorrected ECC errors, rows of memory that wait to be replaced or have no spare, NVLinks that go down,
-    and Xid errors other than a program's own. At the start they refuse the machine. Lowered clocks, a PCIe link with
-    fewer lanes, packets that are sent again and mended errors of NVLinks are warned of.
+    and Xid errors other than a program's own. At the start, a machine with faults is refused. The hook warns of lowered
+    clocks, a PCIe link with fewer lanes, packets that are sent again, and corrected errors of NVLinks.
     """
 
     resumes_as: ClassVar[WhenResumed | None] = "safe"
@@ -36,7 +36,7 @@ class GPU(TrainingHook):
     interval_s: float = field(default=60.0, validator=gt(0))
     """Seconds between readings."""
     on_fault: Literal["stop", "warn"] = "stop"
-    """On a fault: refuse to start, or save and stop with exit code 75; or warn and go on."""
+    """On a fault: refuse to start, or save and stop with exit code 75; or warn and continue."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.train.device == "cpu":
@@ -89,7 +89,7 @@ class GPU(TrainingHook):
         while not self._over.wait(self.interval_s):
             try:
                 reading = self._device.read()
-            except Exception as error:  # NVML says "GPU is lost", which is a fault as well
+            except Exception as error:  # NVML reports "GPU is lost", which is a fault as well
                 self._note([f"NVML cannot read it: {error}"])
                 return
             for text in warnings_of(last, reading):

@@ -145,6 +145,6 @@ def warnings_of(before: Reading | None, now: Reading) -> list[str]:
     if before is not None and now.pcie_replays > before.pcie_replays:
         found.append(f"{now.pcie_replays - before.pcie_replays} packets were sent again over PCIe")
     if before is not None and now.nvlink_errors > before.nvlink_errors:
-        found.append(f"{now.nvlink_errors - before.nvlink_errors} errors of its NVLinks were mended")
+        found.append(f"{now.nvlink_errors - before.nvlink_errors} errors of its NVLinks were corrected")
     found += [f"Xid {xid} ({OF_THE_PROGRAM[xid]}), of the program" for xid in now.xids if xid in OF_THE_PROGRAM]
     return found

@@ -54,9 +54,9 @@ class Look:
 class Stragglers(TrainingHook):
     """Finds the rank that all others wait for.
 
-    Every `every` steps each rank times a matrix product of its own, and states how long a step takes it without waits
-    for other ranks. A thread measures these waits: it looks where the main thread stands, fifty times a second. On a
-    GPU the host does not stand where the device waits, so there the product, data and hooks distinguish the ranks.
+    Every `every` steps, each rank times its own matrix product, and reports how long its steps take without waits for
+    other ranks. A thread measures these waits: it samples the position of the main thread fifty times per second. On a
+    GPU, the host does not stop where the device waits, so there the product, data and hooks distinguish the ranks.
 
     Logs `wait_share`, the mean part of a step in which ranks wait for others, and `slowest_rank`.
     """
@@ -219,7 +219,7 @@ def _log(value: float, other: float) -> float:
 
 
 def slow_ranks(looks: Sequence[Look], slow: float, noise: Noise | None = None) -> Mapping[int, str]:
-    """Ranks that are slower than the median of the others, each with what is slow."""
+    """Returns the ranks that are slower than the median of the others, each with a description of the slow part."""
     found = {}
     noise = noise or Noise()
     for rank, look in enumerate(looks):

@@ -30,8 +30,8 @@ GIVEN = (
 class Auto(TokenizerComponent):
     """A tokenizer of Hugging Face's transformers, with its chat template.
 
-    Ids are those of its own files, without tokens added around a text, but for `begin_of_text`; special tokens spelt
-    out in a text stay text. Code from the hub is never run.
+    Ids come from the tokenizer's own files. No tokens are added around a text except `begin_of_text`, and special
+    tokens spelt out in a text stay text. Code from the hub is never run.
     """
 
     chats: ClassVar[bool] = True

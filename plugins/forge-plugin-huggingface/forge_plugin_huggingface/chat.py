@@ -27,7 +27,7 @@ END_GENERATION = re.compile(r"(\{%[-+]?)\s*endgeneration\s*([-+]?%\})")
 TODAY = "strftime_now"
 """A function that templates may call for the date."""
 NO_TODAY = (
-    f"{{% macro {TODAY}(format) %}}{{{{ raise_exception('it asks for the date of today, so that no two days would give "
+    f"{{% macro {TODAY}(format) %}}{{{{ raise_exception('it uses the current date, so that no two days would give "
     "the same tokens; set the date in [data.tokenizer.chat_variables], often as date_string') }}{% endmacro %}\n"
 )
 FIX = (
@@ -215,7 +215,7 @@ def clipped(spans: Sequence[Span], start: int, end: int) -> list[Span]:
 def _with_marks(template: str) -> str:
     """Replace the template's `generation` blocks by marks.
 
-    White space around the tags does not change: each becomes a block whose outer sides are those of the tag.
+    White space around the tags does not change: each tag becomes a block that keeps the tag's outer sides.
     """
     begin = rf"\1 if true %}}{{{{ '{BEGIN}' }}}}{{% if true \2"
     end = rf"\1 endif %}}{{{{ '{END}' }}}}{{% endif \2"

@@ -66,8 +66,8 @@ class HuggingFace(DatasetComponent):
     streaming: bool = False
     """Whether to read the data during training, instead of as a whole before it."""
     lanes: int = attrs.field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
-    """With `streaming`: readers, each with rows of its own, that fill the global batch; a divisor of its size, and
-    preferably of the number of files too. 0: `train.global_batch_size`."""
+    """With `streaming`: readers that fill the global batch, each with different rows; a divisor of the batch's size,
+    and preferably of the number of files too. 0: `train.global_batch_size`."""
     shuffle: int = attrs.field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
     """With `streaming`: rows that each lane reads ahead and shuffles; its files are shuffled too. 0: rows in the order
     of the files."""

@@ -32,7 +32,7 @@ def expanded(path: str) -> str:
 def explained(path: str, key: str = "path") -> Iterator[None]:
     """A context in which any exception becomes a `JobError` that names the path and how it was tried.
 
-    The libraries raise a dozen classes of errors, from their own to those of HTTP clients and parsers.
+    The libraries raise a dozen classes of errors, including the errors of HTTP clients and parsers.
     """
     try:
         yield

@@ -206,7 +206,7 @@ class PretrainedTokenizer:
     def stop_ids(self) -> list[int]:
         """Returns the ids at which generation stops.
 
-        They are the end-of-text, the tokenizer's own `eos_token`, those of `generation_config.json`, and the special
+        They are the end-of-text, the tokenizer's own `eos_token`, the ids in `generation_config.json`, and the special
         token that the chat template writes after an answer.
         """
         found = [self.end_of_text, self._pretrained.eos_token_id, *self._listed_ends()]

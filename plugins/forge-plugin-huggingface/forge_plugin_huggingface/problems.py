@@ -75,7 +75,7 @@ def _held_out_problems(dataset: HuggingFace) -> Iterator[Problem]:
     if split and every:
         yield Problem("held_out_split", f"held_out_every = {every} is set as well; keep one of the two")
     elif split == dataset.split:
-        yield Problem("held_out_split", f"{split!r} is what is trained on; name another split")
+        yield Problem("held_out_split", f"{split!r} is the training split; name another split")
     elif dataset.held_out_documents and not (split or every):
         yield Problem("held_out_documents", "nothing is held out; set held_out_split or held_out_every")
     elif every and dataset.streaming and not dataset.held_out_documents:

@@ -144,7 +144,7 @@ def _check_columns(names: Sequence[str], columns: Sequence[str], name: str) -> N
     for column in columns:
         if column not in names:
             there = ", ".join(map(repr, names)) or "none"
-            raise JobError(f"{name} has no field {column!r}, but {there}; set `field` or `messages` to what is there")
+            raise JobError(f"{name} has no field {column!r}; set `field` or `messages` to one of its fields: {there}")
 
 
 def _by_row(columns: Mapping[str, Sequence[Any]]) -> Iterator[Mapping[str, Any]]:

@@ -141,7 +141,7 @@ class Saved:
 
 
 class DataFilesSource:
-    """Data files, of a folder or of the hub, that `datasets` can read without code of their own."""
+    """Data files, in a folder or on the hub, that `datasets` can read without custom code."""
 
     def __init__(self, origin: Origin) -> None:
         """Raises `JobError` if the files do not exist."""

@@ -1,8 +1,8 @@
 """Data with images for Forge: captions, documents, chats and drawn words, and an evaluation of answers to images.
 
-From files to rows: `listing` finds the files, `records` reads what they say, `documents` are made of tokens and images,
-which `decoding` opens and `processing` turns into patches; `index` knows what room each needs, `plan` puts them into
-rows, and `dataset` reads those.
+From files to rows: `listing` finds the files, `records` reads their content, `documents` are made of tokens and images,
+which `decoding` opens and `processing` turns into patches; `index` lists the room that each document needs, `plan` puts
+documents into rows, and `dataset` reads the rows.
 """
 
 from forge_plugin_images.answers import Answers

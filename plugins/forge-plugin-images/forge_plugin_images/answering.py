@@ -80,7 +80,7 @@ def answered(settings: Answers, context: EvaluationContext) -> list[Answer]:
 def _without_motion(
     rows: Sequence[Row], start: int, settings: Answers, context: EvaluationContext
 ) -> Sequence[Mapping[str, str]]:
-    """Returns for each row with clips what the model says where their frames are in each of `ORDERS`.
+    """Returns, for each row with clips, the model's answer with the frames in each of `ORDERS`.
 
     Args:
         rows: of one batch.
@@ -147,7 +147,7 @@ def _losses(rows: Sequence[Row], context: EvaluationContext) -> torch.Tensor:
     fields = context.job.model.batch_fields(context.job)
     batch = {name: tensor.to(context.build.device) for name, tensor in collate(rows, fields).items()}
     sums, _ = context.executor.evaluate([batch]).per_sequence
-    # Of a row that ranks share, each has a part of the loss; of ranks with sequences of their own, each has all here.
+    # Ranks that share a row each hold a part of its loss; data-parallel ranks each hold the whole loss here.
     return (context.all_reduce(sums.double()) / context.build.layout.data_parallel).cpu()
 
 

@@ -1,4 +1,4 @@
-"""The evaluation `answers`: what the model says of held-out images."""
+"""The evaluation `answers`: the model's answers to held-out images."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Answers(EvaluationComponent):
     likely the right text is when the model sees the next row's image.
 
     Rows with clips are answered twice more, where each frame is the first one and where frames are shuffled, the same
-    way at each evaluation: `{prefix}/still_exact` and `{prefix}/shuffled_exact`. What a model says right of these it
-    has not learned from the motion. The picture shows clips as film strips, with all three answers.
+    way at each evaluation: `{prefix}/still_exact` and `{prefix}/shuffled_exact`. Answers that are right
+    with these frames were not learned from the motion. The picture shows clips as film strips, with all three answers.
     """
 
     sequences: int = field(default=64, validator=gt(0))

@@ -28,13 +28,13 @@ OUTCOMES = {
 
 
 def image_budgets(keys: ImageDataset, context: BuildContext) -> Budgets:
-    """Measure the documents of a dataset, or take what is known of them from the cache.
+    """Measure the documents of a dataset, or read their measurements from the cache.
 
     Raises:
-        JobError: a record is not as the job says, or images are broken and this is not allowed.
+        JobError: a record does not match the job, or images are broken and this is not allowed.
     """
     documents = keys.documents_of(context, keys.records())
-    # Uncut: with `too_long = "cut"`, training keeps only what is left of those that are too long.
+    # Measured uncut: with `too_long = "cut"`, training keeps only the part of a document that fits.
     documents = evolve(documents, room=None)
     entries = entries_of(stored_index(documents, keys.skips_unreadable).path)
     room = row_format(context, documents).room._asdict()

@@ -1,4 +1,4 @@
-"""From a dataset's keys to its rows: the index, the split, and what is left out."""
+"""From a dataset's keys to its rows: the index, the split, and the documents that are left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def image_rows(keys: ImageDataset, context: BuildContext, documents: ImageDocume
     """Returns the training rows, with the held-out ones.
 
     Raises:
-        JobError: a record is not as the job says, or documents are broken or too long and must not be left out.
+        JobError: a record does not match the job, or documents are broken or too long and must not be left out.
     """
     measured = MeasuredDocuments.of(keys, context, documents)
     is_held_out = _held_out(keys, documents)
@@ -58,7 +58,7 @@ class MeasuredDocuments:
 
     @classmethod
     def of(cls, keys: ImageDataset, context: BuildContext, documents: ImageDocuments) -> MeasuredDocuments:
-        """Measure documents, or take what is known of them from the cache; raises as `image_rows`."""
+        """Measure documents, or read their measurements from the cache; raises as `image_rows`."""
         index, rows = stored_index(documents, keys.skips_unreadable), row_format(context, documents)
         entries = entries_of(index.path)
         _check_broken(keys, entries)

@@ -61,7 +61,7 @@ class Selection:
     broken: int = 0
 
     def describe(self) -> str:
-        """Returns a text with what is not as it was written."""
+        """Returns a text with the numbers of documents that were cut or left out."""
         notes = {
             "cut": self.cut,
             "too long and left out": self.too_long,

@@ -126,7 +126,7 @@ class ImageDecoder:
     """Opens images as a source's keys say."""
 
     grey_range: GreyRange | None = None
-    """Values that are black and white in greys of more than 8 bits; None: as the file says, if it does."""
+    """Values that are black and white in greys of more than 8 bits; None: as declared by the file, if at all."""
     max_pixels: int = MAX_PIXELS
     """Images with more are refused by their header."""
 

@@ -27,13 +27,13 @@ Part = Tokens | Visual
 
 
 class Layout(Protocol):
-    """Says what a record's document consists of."""
+    """Defines what a record's document consists of."""
 
     def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterable[Part]:
         """Yields runs of tokens and visuals, in order; raises `JobError` if the record has not what it needs."""
 
     def layout_key(self) -> list[object]:
-        """Returns all that parts depend on, besides record and tokenizer."""
+        """Returns everything that parts depend on, other than record and tokenizer."""
 
 
 class Measured(NamedTuple):
@@ -108,7 +108,7 @@ class ImageDocuments:
                 not drawn.
 
         Raises:
-            JobError: the record is not as the job says.
+            JobError: the record does not match the job.
             BrokenImage: the header of a visual cannot be read.
         """
         parts = self._parts(record, sample)

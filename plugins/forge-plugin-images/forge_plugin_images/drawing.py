@@ -134,7 +134,7 @@ class WordImages:
 def word_images(
     keys: RenderedText, context: BuildContext, tokenizer: Tokenizer, seen: ImageInput, size: tuple[int, int]
 ) -> WordImages:
-    """Returns the sequences of training words, with those of held-out words.
+    """Returns the sequences of training words, along with the sequences of held-out words.
 
     Raises:
         JobError: letters, words or rows have too little room.

@@ -34,7 +34,7 @@ def load_font(name: str, size: int) -> Font:
 
 @lru_cache(maxsize=1 << 16)
 def letter_width(name: str, size: int, letter: str) -> float:
-    """Returns the pixels from the start of a letter to that of the next one."""
+    """Returns the pixels from the start of a letter to the start of the next one."""
     return load_font(name, size).getlength(letter)
 
 

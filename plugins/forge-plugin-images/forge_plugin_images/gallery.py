@@ -30,7 +30,7 @@ RIGHT, WRONG, TEXT = "#1a7f37", "#b42318", "#57606a"
 def draw_answers(answers: Sequence[Answer], form: ImageFormat, path: Path, step: int) -> None:
     """Write a picture of images and film strips, each with what the model said, and the bits it took.
 
-    What is right is green. Under a film strip is also what the model said of its first frame alone, and of its frames
+    Right answers are green. Below a film strip are also the model's answers to its first frame alone, and to its frames
     in another order.
     """
     has_clips = any(answer.without_motion for answer in answers)

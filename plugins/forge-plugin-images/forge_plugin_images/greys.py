@@ -42,7 +42,7 @@ def levels(image: Image.Image, grey_range: GreyRange | None) -> np.ndarray:
     Args:
         image: loaded, or not yet. Without `grey_range`, its header must define its values: see `unknown_range`.
         grey_range: the values that are black and white, between which levels are rounded; None: 16 bits lose the lower
-            8, and those of TIFF files of fewer bits have all of these.
+            8, and TIFF files of fewer bits use the full range of their bits.
 
     Raises:
         ValueError: values are not finite; or 16 bits seem to have fewer.

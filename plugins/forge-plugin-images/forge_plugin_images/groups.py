@@ -28,7 +28,7 @@ TEXTS, JSON = (".txt", ".text", ".caption"), ".json"
 GROUPS = "groups.jsonl"
 
 Member = tuple[str, int, int]
-"""A file: its path, or that of the archive with its first byte and its size; the whole of a file has size -1."""
+"""A file: its path, or the archive's path, with its first byte and its size; a size of -1 stands for a whole file."""
 Group = tuple[str, Mapping[str, Member]]
 """Name of a group, and its files by what their names have after it, lower case."""
 

@@ -49,7 +49,7 @@ class ImageChat(ImageDataset):
     """The key with the videos of places that name none, in order."""
     image_token: str = ""
     """The text that the template writes for an image, such as `<|image_pad|>`; the model's features take its place.
-    Empty: the template knows texts only, and an image stands where the message has it."""
+    Empty: the template supports text only, and an image stands where the message has it."""
     video_token: str = ""
     """Likewise for a video, such as `<|video_pad|>`. For Qwen3-VL, whose frames have each its own marks around, it is
     `<|vision_start|><|video_pad|><|vision_end|>`."""
@@ -90,7 +90,7 @@ class ImageChat(ImageDataset):
         return {"image": self.image_token or PLACE, "video": self.video_token or PLACE}
 
     def _check_marks(self, record: Record, marks: Sequence[str], shown: Sequence[Shown]) -> None:
-        """Raise `JobError` if the template writes other marks than those of what is shown, in order."""
+        """Raise `JobError` if the marks that the template writes do not match the shown images and videos, in order."""
         own = self._marks
         for kind in own:
             expected, written = sum(one.kind == kind for one in shown), sum(mark == own[kind] for mark in marks)
@@ -100,7 +100,7 @@ class ImageChat(ImageDataset):
                 name = own[kind] if own[kind] != PLACE else "their place"
                 message = f"it has {expected} {kind}s, and the chat template writes {name!r} {written} times"
                 hint = f"set {kind}_token to what it writes for {'an image' if kind == 'image' else 'a video'}"
-                raise JobError(f"{record.place}: {message}; {hint}; empty for a template that knows texts only")
+                raise JobError(f"{record.place}: {message}; {hint}; leave it empty for a text-only template")
         if list(marks) != [own[one.kind] for one in shown]:
             message = "the chat template writes its images and videos in another order than its messages have them"
             raise JobError(f"{record.place}: {message}; put all images of a message before its videos, or take another")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import BinaryIO, Protocol
 
 MAX_PIXELS = 180_000_000
-"""Pixels of the largest image that is decoded, if no key says otherwise."""
+"""Pixels of the largest image that is decoded, unless a key sets another limit."""
 GreyRange = tuple[float, float]
 """The values that are black and white."""
 
@@ -21,4 +21,4 @@ class ImageFile(Protocol):
 
 
 class BrokenImage(Exception):
-    """An image that cannot be read; the message names it and says why."""
+    """An image that cannot be read; the message names it and gives the reason."""

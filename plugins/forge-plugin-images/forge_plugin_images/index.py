@@ -32,7 +32,7 @@ def stored_index(documents: ImageDocuments, allows_broken: bool) -> CachedFolder
     """Returns the folder with the index of these documents, made if there is none.
 
     Raises:
-        JobError: a record is not as the job says, or images are broken and this is not allowed.
+        JobError: a record does not match the job, or images are broken and this is not allowed.
     """
 
     def make(folder: Path) -> Mapping[str, Any]:

@@ -29,7 +29,7 @@ SAVED_TABLE = "saved"
 
 
 def files_of(patterns: Sequence[str], finder: FileFinder | None = None) -> tuple[str, list[str]]:
-    """Returns the format of a source and its files by name; `finder` counts what is left out.
+    """Returns the format of a source and its files by name; `finder` counts the files that are left out.
 
     Files with many records come before loose images and videos: in a folder with both, these are what the records refer
     to. The format of loose files is an empty string.
@@ -42,7 +42,7 @@ def files_of(patterns: Sequence[str], finder: FileFinder | None = None) -> tuple
     by_format = {ending: sorted({file for file in candidates if file.lower().endswith(ending)}) for ending in LISTS}
     formats = {ending: files for ending, files in by_format.items() if files}
     if len(formats) > 1:
-        message = f"{list(patterns)} has files of several formats ({', '.join(formats)}); name those of one"
+        message = f"{list(patterns)} has files of several formats ({', '.join(formats)}); name files of one format"
         raise JobError([Problem("path", message)])
     if formats:
         return next(iter(formats.items()))

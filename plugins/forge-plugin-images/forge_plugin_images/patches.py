@@ -21,8 +21,8 @@ def patches_of(pixels: np.ndarray, form: ImageFormat) -> np.ndarray:
     """Cut an image into patches, row by row.
 
     Args:
-        pixels: (height, width, channels) uint8, or (height, width) of one channel; what is beyond the last whole
-            patch is left out.
+        pixels: (height, width, channels) uint8, or (height, width) of one channel; pixels beyond the last whole
+            patch are left out.
         form: the encoder's format; a still image fills all frames of a patch.
 
     Returns:

@@ -147,7 +147,7 @@ class ImageProcessor:
         return canvas
 
     def key(self) -> list[object]:
-        """Returns all that patches depend on, besides the image."""
+        """Returns everything that patches depend on, other than the image."""
         form = self.form
         shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
         tiling: list[object] = [self.max_tiles, self.overview] if self.policy in ("tiles", "aspect", "split") else []

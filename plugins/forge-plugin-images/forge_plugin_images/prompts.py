@@ -56,14 +56,14 @@ def prompts_with_images(
         job: the job of the model's training.
         tokenizer: the tokenizer of the model.
         bos: whether prompts begin with the tokenizer's beginning of text, as documents do in training.
-        encode: encodes the texts between images, such as those of chats, in which special tokens are spelt out; by
-            default the tokenizer's own.
+        encode: encodes the texts between images, such as chat texts, in which special tokens are spelt out; by default
+            the tokenizer's own method.
         videos: the videos, likewise.
 
     Raises:
         ForgeError: the texts refer to more or fewer images or videos, one cannot be read, a prompt has too many, or
             nothing is installed that reads videos.
-        JobError: the source that says how images are resized is not installed.
+        JobError: the source that sets how images are resized is not installed.
     """
     given: Mapping[Kind, Sequence[str | ImageFile]] = {"image": files, "video": videos}
     divided = _divided(texts, {kind: len(own) for kind, own in given.items()})
@@ -126,7 +126,7 @@ def _processing(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> tuple[Image
     for number, source in enumerate(job.data.sources):
         if isinstance(source, ImageDataset):
             return source.processor(seen), source.tile_texts(tokenizer)
-        if isinstance(source, Unavailable):  # images may be resized as it says
+        if isinstance(source, Unavailable):  # its keys may set how images are resized
             raise JobError(problem.below(f"data.sources.{number}") for problem in source.error.problems)
     most = seen.patches_per_sequence // seen.images_per_sequence
     return ImageProcessor(seen.format, default_policy(seen.format), most), None

@@ -24,7 +24,7 @@ Row = Mapping[str, np.ndarray]
 
 @frozen
 class Question:
-    """A run of learned tokens of a document that stands behind an image: the answer to what is before it."""
+    """A run of learned tokens of a document that follows an image: the answer to everything before it."""
 
     document: int
     """Number of the document in its row."""
@@ -36,7 +36,7 @@ class Question:
     """The row's images that the prompt has: from, and up to without."""
 
     def entries(self, row: Row) -> dict[str, np.ndarray]:
-        """Returns the entries of the row's images with those of the prompt alone; see `images_of`."""
+        """Returns the row's image entries with the images of the prompt alone; see `images_of`."""
         return images_of(row, *self.images)
 
 

@@ -1,4 +1,4 @@
-"""Records by number: what a line of JSON, or a group of files, says, and the images and videos it refers to."""
+"""Records by number: the content of a line of JSON, or of a group of files, with its images and videos."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Record(NamedTuple):
         """Returns the value of a key.
 
         Raises:
-            JobError: there is none; the message says which `setting` names the key.
+            JobError: there is none; the message names the `setting` that specifies the key.
         """
         if self.values.get(key) is None:
             keys = ", ".join(repr(name) for name in self.values if name) or "nothing"

@@ -37,12 +37,13 @@ def _ascending(_: Any, attribute: attrs.Attribute, value: Range) -> None:
 class RenderedText(DatasetComponent):
     """Reading: an image with a word in it, then the word, as many images as one wants.
 
-    Words and letters are drawn anew for each sequence, which depends on nothing but its number and these keys. By
+    Words and letters are redrawn for each sequence, which depends on nothing but its number and these keys. By
     default the images are easy to read: one font and size, each word at the left. Held-out words are never trained on.
     """
 
     words: FilePath = ""
-    """File with one word per line; empty: those of Python's standard library that occur there twice."""
+    """File with one word per line; empty: words that occur at least twice in Python's standard
+    library."""
     length: Range = field(default=(3, 10), validator=_ascending)
     """Letters of a word, from and to, for words of the standard library."""
     held_out: int = field(default=256, validator=ge(0))
@@ -50,7 +51,7 @@ class RenderedText(DatasetComponent):
     drawings: int = field(default=20, validator=ge(1))
     """Images of each training word in an epoch; a held-out word has one."""
     size: tuple[int, int] = (0, 0)
-    """Height and width of an image in pixels; [0, 0]: those of the encoder, if it has fixed ones."""
+    """Height and width of an image in pixels; [0, 0]: the encoder's, if it has a fixed size."""
     fonts: tuple[FilePath, ...] = field(default=(BUILT_IN,), validator=min_len(1))
     """Fonts to choose from: `built-in` (Pillow's), a file, or one that matplotlib has, such as `DejaVuSansMono`."""
     held_out_fonts: tuple[FilePath, ...] = ()

@@ -51,7 +51,7 @@ class Footprint:
 
     @classmethod
     def of_images(cls, grids: Sequence[Grid], seen: ImageInput) -> Footprint:
-        """Returns that of images side by side, for a model that has `seen` as its input."""
+        """Returns the footprint of images side by side, for a model that has `seen` as its input."""
         return cls([Places(seen.positions(grid)) for grid in grids], grids)
 
     @property

@@ -1,4 +1,4 @@
-"""Why images cannot get their size as an image dataset says, for a model's encoder and adapter."""
+"""Why the resize keys of an image dataset do not fit a model's encoder and adapter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _policy_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
         size = f"{rows * form.patch} x {columns * form.patch} pixels"
         yield Problem("resize", f"{keys.resize!r}, but the encoder takes images of {size}; take one of {FIXED}")
     if form.joins_tiles and keys.resize in ("tiles", "aspect", "split"):
-        message = f"{keys.resize!r} are images of their own, and the adapter joins those of an image"
+        message = f"{keys.resize!r} makes each tile an image, but the adapter joins an image's tiles"
         yield Problem("resize", f"{message}; take 'any_resolution', or 'pad' for images in one tile")
     if form.arrangements and not form.grid and keys.resize in (*FIXED, *FREE):
         yield Problem("resize", f"{keys.resize!r}, but the encoder takes images in tiles; take 'canvas'")

@@ -90,7 +90,7 @@ class SoundText(ImageDataset):
         return seen.format.grid[0] * seen.format.patch if seen.format.grid else -(-64 // step) * step
 
     def spectra(self, seen: ImageInput) -> int:
-        """Returns the spectra of an image at most: those of the encoder's width, or as many as patches suffice for."""
+        """Returns the maximum number of spectra of an image: the encoder's width, or as many as patches suffice for."""
         form = seen.format
         if form.grid:
             return form.grid[1] * form.patch

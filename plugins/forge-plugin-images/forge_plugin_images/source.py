@@ -1,4 +1,4 @@
-"""Base of the datasets of images in files: where they are, how they are resized, and what is held out or left out."""
+"""Base of the datasets of images in files: locations, resizing, and which documents are held out or left out."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ImageDataset(DatasetComponent):
     """Documents with images, decoded when they are read.
 
     With `[data.packing]` that keeps documents apart (`best_fit`, `isolate`), rows have as many whole documents as fit
-    by positions, patches and images; otherwise each document has a row of its own.
+    by positions, patches and images; otherwise each document has its own row.
     """
 
     optional_columns: ClassVar[Collection[str]] = ("images",)
@@ -89,12 +89,12 @@ class ImageDataset(DatasetComponent):
         "auto", "native", "fill", "stretch", "crop", "pad", "tiles", "aspect", "split", "canvas", "any_resolution"
     ] = "auto"
     """How images get their size. For encoders of any size `native` (nearest multiples, smaller only if `max_patches`
-    demands it) or `fill` (as large as `max_patches` allows); for those of one size `stretch`, `crop` (the middle),
+    requires it) or `fill` (as large as `max_patches` allows); for encoders of one size `stretch`, `crop` (the middle),
     `pad` (bars of the mean colour), `tiles` (any-res: several images of that size), `aspect` (likewise, stretched to
-    the grid of nearest shape, as in InternVL) or `split` (to whole tiles, as in Idefics3 and SmolVLM). For those of one
-    image in tiles `canvas`: at the top left of as many as suit it (Llama 3.2 Vision). For adapters that join tiles
-    `any_resolution` (LLaVA-NeXT, LLaVA-OneVision), or one of those of one size. auto: `native`, `stretch`, `canvas` or
-    `any_resolution`."""
+    the grid of nearest shape, as in InternVL) or `split` (to whole tiles, as in Idefics3 and SmolVLM). For encoders of
+    one image in tiles `canvas`: at the top left of as many as suit it (Llama 3.2 Vision). For adapters that join tiles
+    `any_resolution` (LLaVA-NeXT, LLaVA-OneVision), or a policy for encoders of one size. auto: `native`, `stretch`,
+    `canvas` or `any_resolution`."""
     max_tiles: int = field(default=0, validator=ge(0))
     """With `tiles` and `aspect`: tiles of an image at most, without the overview; 0: as many as a sequence has room
     for. With `split`: 1, if images are not cut, but resized in two steps all the same; 0: as many as `longest_side`
@@ -115,8 +115,8 @@ class ImageDataset(DatasetComponent):
     min_patches: int = field(default=0, validator=ge(0))
     """With `native`: smaller images are enlarged to as many patches."""
     grey_range: GreyRange | None = field(default=None, validator=optional(_black_below_white))
-    """In greys of more than 8 bits: the values that are black and white, such as [0, 4095] for 12 bits. Left out: those
-    of the file, where it says so; 16 bits lose the lower 8, and others are refused."""
+    """In greys of more than 8 bits: the values that are black and white, such as [0, 4095] for 12 bits. Left out: the
+    values that the file declares, if any; 16 bits lose the lower 8, and others are refused."""
     max_pixels: int = field(default=MAX_PIXELS, validator=gt(0))
     """Images with more pixels cannot be read. A worker takes 4 to 20 bytes for each pixel, by format."""
     held_out_every: int = field(default=0, validator=_off_or_at_least_two)
@@ -137,7 +137,7 @@ class ImageDataset(DatasetComponent):
     held_out_documents: int = field(default=0, validator=ge(0))
     """With `streaming`: held-out documents at most, which are kept in the cache; 0: all of `held_out_split`."""
     lanes: int = field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
-    """With `streaming`: readers, each with documents of its own, that fill the global batch; a divisor of its size, and
+    """With `streaming`: readers, each with its own documents, that fill the global batch; a divisor of its size, and
     preferably of the number of files too. 0: `train.global_batch_size`."""
     shuffle: int = field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
     """With `streaming`: documents that each lane reads ahead, images included, and shuffles, and its files too. 0:
@@ -172,7 +172,7 @@ class ImageDataset(DatasetComponent):
         """Returns rows of documents, measured once and kept in the cache, or a stream of them.
 
         Raises:
-            JobError: the files cannot be read, or are not as the job says.
+            JobError: the files cannot be read, or do not match the job.
         """
         from forge_plugin_images.building import image_rows
 
@@ -251,7 +251,7 @@ class ImageDataset(DatasetComponent):
         return None if self.tile_text is None else TileTexts(self.tile_text, tokenizer)
 
     def video_component(self) -> VideoComponent | None:
-        """Returns what says how the videos of documents are seen; None: they have none."""
+        """Returns the component that defines how the videos of documents are seen; None: they have none."""
         return None
 
     def records(self) -> Records:
@@ -338,7 +338,7 @@ class ImageDataset(DatasetComponent):
 
 
 def default_policy(form: ImageFormat) -> Policy:
-    """Returns how images get their size where no key says it."""
+    """Returns how images get their size where no key sets it."""
     if form.joins_tiles:
         return "any_resolution"
     if form.arrangements:

@@ -18,11 +18,11 @@ from forge_plugin_images.image_file import BrokenImage, ImageFile
 
 
 class BrokenSound(BrokenImage):
-    """A sound that cannot be read; the message names it and says why."""
+    """A sound that cannot be read; the message names it and gives the reason."""
 
 
 class Wav(NamedTuple):
-    """What the header of a WAV file says."""
+    """The values in the header of a WAV file."""
 
     rate: int
     """Samples of a channel in a second."""
@@ -53,7 +53,7 @@ class Spectrogram:
         return max(1, int(wav.samples / wav.rate / self.hop + 1e-6))  # 0.3 / 0.01 is a little less than 30
 
     def probe(self, file: ImageFile) -> Wav:
-        """Returns what the header says; raises `BrokenSound`."""
+        """Returns the values in the header; raises `BrokenSound`."""
         with _opened(file) as reader:
             return self._checked(file, reader)
 
@@ -118,7 +118,7 @@ def _opened(file: ImageFile) -> Iterator[wave.Wave_read]:
 def _mono(file: ImageFile, data: bytes, wav: Wav, samples: int) -> np.ndarray:
     """Returns the mean of all channels in [-1, 1], (samples,) float32."""
     if len(data) < samples * wav.channels * wav.width:
-        there = f"it ends {samples - len(data) // (wav.channels * wav.width):,} samples before its header says"
+        there = f"it is {samples - len(data) // (wav.channels * wav.width):,} samples shorter than its header states"
         raise BrokenSound(f"sound {file.name!r} cannot be read (truncated: {there})")
     if wav.width == 3:  # as the upper three bytes of four
         values = np.zeros((samples * wav.channels, 4), np.uint8)

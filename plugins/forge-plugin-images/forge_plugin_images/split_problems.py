@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forge_plugin_vision import ImageFormat, ImageInput
 
 LONGEST = 4
-"""Tiles along the longer side where no key says it, as in Idefics3's processor."""
+"""Tiles along the longer side where no key sets it, as in Idefics3's processor."""
 
 
 def tile_size(form: ImageFormat) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def split_problems(source: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
     if seen.format.grid is None:
         return
     if source.max_tiles > 1:
-        message = f"{source.max_tiles}, but longest_side says how many tiles an image has"
+        message = f"{source.max_tiles}, but longest_side determines how many tiles an image has"
         yield Problem("max_tiles", f"{message}; take 1 for images that are not cut, or leave it out")
         return
     tile, longest = tile_size(seen.format), longest_side(source, seen)

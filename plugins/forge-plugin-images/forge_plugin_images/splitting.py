@@ -49,7 +49,7 @@ def split_grid(size: Size, tile: Size, longest: int) -> tuple[int, int]:
 
 
 def most_tiles(tile: Size, longest: int) -> int:
-    """Returns the tiles of an image at most: those of a square."""
+    """Returns the maximum number of tiles of an image: the tiles of a square image."""
     return math.prod(split_grid((1, 1), tile, longest))
 
 

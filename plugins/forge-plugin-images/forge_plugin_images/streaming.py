@@ -136,7 +136,7 @@ class RecordReader:
         """Returns the document of each row; None if there is nothing to learn from it, or it is too long and skipped.
 
         Raises:
-            JobError: a row is not as the job says, or is too long and must not be.
+            JobError: a row does not match the job, or is too long and must not be.
         """
         return [self._document(self.records.record(row)) for row in rows]
 
@@ -184,7 +184,7 @@ class ImageStream:
     def read(
         self, lane: int, position: Mapping[str, Any] | None
     ) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
-        """See `Stream.read`. A position is that of the document which begins the next row."""
+        """See `Stream.read`. A position is the position of the document that begins the next row."""
         filling: list[Read] = []
         broken = 0
         for found, place in self._reader.read(lane, position):

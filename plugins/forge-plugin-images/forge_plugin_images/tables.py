@@ -43,7 +43,7 @@ class Table:
     fingerprint: str
     folder: str
     places: Sequence[str] = ()
-    """Places of the rows, if the table holds those of another dataset; empty: their numbers in this one."""
+    """Places of the rows, if the table holds rows of another dataset; empty: their numbers in this table."""
 
     @classmethod
     def open(cls, data: DescribedSource, path: str, split: str, folder: str) -> Table:

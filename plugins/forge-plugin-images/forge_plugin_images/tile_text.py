@@ -1,4 +1,4 @@
-"""Texts around the tiles of an image, by which a model knows where each tile stands."""
+"""Texts around the tiles of an image, which show a model the position of each tile."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TileTexts:
         from forge_plugin_images.rows import Tokens
 
         if text and text not in self._known:
-            # Texts of a job are not those of data: what looks like a special token in them is meant as one.
+            # Texts come from the job, not from data: anything in them that looks like a special token is meant as one.
             tokenizer: Any = self.tokenizer
             encode: Callable[[str], list[int]] = getattr(tokenizer, "encode_special", tokenizer.encode)
             self._known[text] = encode(text)

@@ -16,7 +16,7 @@ def tile_grids(most: int) -> tuple[tuple[int, int], ...]:
     These are Llama 3.2 Vision's (`get_all_supported_aspect_ratios`), and among them all of LLaVA-NeXT's.
     """
     # In the order of that function, whose pairs are (width, height) by its docstring. Its processor takes its pairs
-    # for (height, width), and numbers arrangements so: an encoder that looks up a number has a list of its own
+    # for (height, width), and numbers arrangements so: an encoder that looks up a number has its own list
     # (`ImageFormat.arrangements`, rows and columns). Here the order only decides between equals.
     return tuple((rows, columns) for columns in range(1, most + 1) for rows in range(1, most // columns + 1))
 

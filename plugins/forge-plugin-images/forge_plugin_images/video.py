@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge_plugin_vision import ImageInput
 
 NO_TABLE = (
-    "it has a video, and the source has no table that says how frames are chosen; add [data.sources.video] below "
+    "it has a video, but the source has no table that sets how frames are chosen; add [data.sources.video] below "
     "[[data.sources]] (pip install forge-plugin-video)"
 )
 
@@ -48,7 +48,7 @@ class Videos(Protocol):
 
 @frozen(kw_only=True)
 class VideoComponent(Component[Videos]):
-    """Says which frames of a clip a model sees, and how."""
+    """Defines which frames of a clip a model sees, and how."""
 
     kind = "video"
     usual_type: ClassVar[str | None] = "forge-plugin-video/frames"
@@ -58,7 +58,7 @@ class VideoComponent(Component[Videos]):
         raise NotImplementedError
 
     def key(self) -> list[object]:
-        """Returns all that footprints of clips depend on, besides the file, the tokenizer and the model's input."""
+        """Returns everything that footprints of clips depend on, other than file, tokenizer and the model's input."""
         raise NotImplementedError
 
     @property

@@ -66,7 +66,7 @@ class VisualSource(Protocol):
         Args:
             record: which has the value.
             value: as of an image, or a mapping with such a one as `video` or `path`, and `start` and `end` in seconds.
-            span: the part that is shown; None: as the value says, or all of it.
+            span: the part that is shown; None: as specified by the value, or all of it.
 
         Raises:
             JobError: it refers to none, or the source has no table `video`.

@@ -43,7 +43,7 @@ class Words:
         return WordSplit(ordered[held_out:], ordered[:held_out])
 
 
-@cache  # a run asks for them in each dataset and evaluation, and reading the sources takes a quarter of a second
+@cache  # a run needs them in each dataset and evaluation, and reading the sources takes a quarter of a second
 def words_of_stdlib(least: int, greatest: int) -> Words:
     """Returns words with that many letters which Python's standard library has more than once."""
     word = re.compile(rf"(?<![A-Za-z])[A-Za-z]{{{least},{greatest}}}(?![A-Za-z])")

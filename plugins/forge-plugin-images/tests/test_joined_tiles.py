@@ -189,7 +189,7 @@ def test_a_job_is_planned_trains_and_generates(path, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "model", "message"),
     [
-        ({"resize": "tiles"}, MODEL, "'tiles' are images of their own, and the adapter joins those of an image; take"),
+        ({"resize": "tiles"}, MODEL, "'tiles' makes each tile an image, but the adapter joins an image's tiles; take"),
         ({"resize": "canvas"}, MODEL, "'canvas' is for encoders of images in tiles"),
         ({"resize": "any_resolution"}, PLAIN, "'any_resolution' is for adapters that join an image's tiles; take"),
         ({"max_tiled_images": 1}, PLAIN, 'max_tiled_images: 1 is for resize = "any_resolution"; set that, or leave'),

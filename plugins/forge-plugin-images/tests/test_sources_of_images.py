@@ -181,7 +181,7 @@ def test_tables_need_another_plugin(build, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("files", "keys", "message"),
     [
-        (["a.jsonl", "b.tar"], {}, r"has files of several formats \(.jsonl, .tar\); name those of one"),
+        (["a.jsonl", "b.tar"], {}, r"has files of several formats \(.jsonl, .tar\); name files of one format"),
         (["a.csv"], {}, "none of 1 files of .* is of a known format"),
         ([], {}, "has no data"),
         (["a.jsonl"], {"split": "test"}, "split: 'test', but only tables have splits"),

@@ -143,7 +143,7 @@ def test_a_prompt_with_too_many_tiles_is_refused(path, make_job):
     ("keys", "problem"),
     [
         ({"longest_side": 64, "resize": "stretch"}, 'longest_side: 64 is for resize = "split"'),
-        ({"max_tiles": 3}, "max_tiles: 3, but longest_side says how many tiles an image has"),
+        ({"max_tiles": 3}, "max_tiles: 3, but longest_side determines how many tiles an image has"),
         ({"longest_side": 64}, "longest_side: a square image becomes 16 tiles and an overview with 64, which need"),
     ],
 )

@@ -349,7 +349,7 @@ def test_a_column_that_is_not_there_is_named(build, tmp_path):
             {"held_out_split": "test", "held_out_every": 5, "held_out_documents": 5},
             "held_out_split: held_out_every = 5 is set as well; keep one of the two",
         ),
-        ({"held_out_split": "train"}, "held_out_split: 'train' is what is trained on"),
+        ({"held_out_split": "train"}, "held_out_split: 'train' is the training split"),
         ({"held_out_list": "pyproject.toml"}, "held_out_list: documents of a stream are held out by held_out_every or"),
     ],
 )

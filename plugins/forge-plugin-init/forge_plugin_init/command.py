@@ -29,7 +29,8 @@ SOURCES = ("text", "dataset", "tokens", "stdlib")
 def command(argv: list[str]) -> int:
     """Write a first job for your data, with sizes for your machine and time, and a comment at every key.
 
-    On a terminal, without options, it asks. The job is checked before it is written, and nothing is overwritten.
+    Without options on a terminal, it prompts for them. The job is checked before it is written, and nothing is
+    overwritten.
     """
     options = _parse(argv)
     from forge_core.contracts.errors import ExitCode
@@ -85,7 +86,7 @@ def _check_combinations(options: argparse.Namespace) -> None:
     if options.messages and not (options.tokenizer or options.start):
         problems.append("--messages: chats need a tokenizer with a chat template; give --tokenizer PATH, or --from RUN")
     if options.memory and not options.tflops:
-        problems.append("--memory goes with --tflops; that of this machine is measured")
+        problems.append("--memory requires --tflops; the memory of this machine is measured")
     if options.start and options.parameters:
         problems.append("--parameters: the model of --from has its size; leave it out")
     if options.start and (options.tokens or options.tokenizer):
@@ -128,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--memory", type=positive_number, metavar="GB", help=memory)
     start = "run folder of an imported model to train further (forge-run weights import)"
     sizes.add_argument("--from", dest="start", default="", metavar="RUN", help=start)
-    add("--name", metavar="NAME", help="name of the run (that of the data)")
+    add("--name", metavar="NAME", help="name of the run (the name of the data)")
     add("--yes", action="store_true", help="ask nothing, also on a terminal")
     add("--json", action="store_true", help="print what was chosen as JSON")
     tune = "forge-run init tune.toml --from runs/qwen3 --dataset chats.jsonl --messages messages"

@@ -68,7 +68,7 @@ def own_text(paths: Sequence[str], text_field: str) -> Corpus:
             raise
         errors = "replace"
         looked = look(evolve(dataset, errors="replace"))
-        remarks.append(f"not all of it is UTF-8, and what is not is read as U+FFFD ({error.problems[0].message})")
+        remarks.append(f"not all of it is UTF-8; invalid bytes are read as U+FFFD ({error.problems[0].message})")
     count = len(dataset.files())
     remarks.insert(0, f"{count:,} file{'s' if count > 1 else ''}, {looked.describe()}")
     if left_out := dataset.left_out():

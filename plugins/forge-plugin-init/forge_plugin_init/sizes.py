@@ -24,7 +24,7 @@ from forge_core.contracts.errors import JobError
 EFFICIENCY = 0.3
 """Share of the speed of large matrix products that training reaches, where it was not tried."""
 LEAST_EFFICIENCY = 0.001
-"""Of a machine so busy, or a model so small, that a measurement says little."""
+"""Lower bound, for a machine so busy, or a model so small, that a measurement is not meaningful."""
 TOKENS_PER_PARAMETER = 20
 WORTH_EPOCHS, MOST_EPOCHS = 4, 10
 TUNING_EPOCHS = 3

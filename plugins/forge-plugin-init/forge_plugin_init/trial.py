@@ -1,4 +1,4 @@
-"""A few steps of the chosen training, in a process of its own: how fast is this machine really?"""
+"""A few steps of the chosen training, in a separate process, to measure how fast this machine really is."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ COMMENT_AT = 34
 
 @frozen(kw_only=True)
 class Draft:
-    """Everything that the job says."""
+    """Everything that goes into the job."""
 
     name: str
     corpus: Corpus
@@ -103,7 +103,7 @@ def _head(draft: Draft, path: str) -> Iterator[str]:
         text = textwrap.fill(f"{subject:<9}{sentence}", WIDTH - 2, subsequent_indent=" " * 9)
         yield from (f"# {line}" for line in text.splitlines())
     yield "#"
-    yield "# Any key may be changed; `forge-run check` says whether it is right, `forge-run explain KEY` what it does."
+    yield "# Any key may be changed; `forge-run check` checks the job, `forge-run explain KEY` describes a key."
 
 
 def source_table(corpus: Corpus) -> str:
@@ -223,7 +223,7 @@ def _optimizer(draft: Draft) -> Iterator[str]:
 
 def _checks(draft: Draft) -> Iterator[str]:
     every = max(10, draft.sizes.steps // 10)
-    yield from _table("[eval]", [("interval", every, "steps between evaluations on what is held out (validation)")])
+    yield from _table("[eval]", [("interval", every, "steps between evaluations on held-out data (validation)")])
     # A forward pass costs a third of a step: evaluations are to take about a twentieth of the time at most.
     count = min(256, max(8, every * draft.sizes.global_batch_size * 3 // 20))
     sequences: Key = ("sequences", count, "at most, evenly spread over all held-out ones")

@@ -29,7 +29,7 @@ def numbers(text: str) -> list[int]:
 def command(argv: list[str]) -> int:
     """Show what the heads of a trained model attend to in a prompt, as a picture with a map for each head.
 
-    Weights are computed from queries and keys beside the kernel that runs. The table says how heads look as a whole.
+    Weights are computed from queries and keys, separately from the kernel that runs. The table summarises each head.
     The model is loaded whole on one process, whatever layout it was trained under.
     """
     parser = argparse.ArgumentParser(prog="forge-run attention", description=command.__doc__)

@@ -83,12 +83,12 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int], has_glyphs: Callable[[
 
 
 def picture_path(options: argparse.Namespace, name: str) -> Path:
-    """Returns where the picture goes: `--out`, or the run folder (that of a checkpoint's run)."""
+    """Returns the path of the picture: `--out`, or a file in the run folder (for a checkpoint, its run's folder)."""
     path = Path(options.path)
     folder = path.parent.parent if path.name.startswith("step-") else path
     return output_file(options.out or folder / f"{name}.png", "--out", SUFFIXES)
 
 
 def title_of(trained: TrainedModel, what: str) -> str:
-    """Returns the title of a picture: run, step, and what is shown."""
+    """Returns the title of a picture: run, step, and `what` it shows."""
     return f"{trained.job.job.name}, step {trained.step:,}: {what}"

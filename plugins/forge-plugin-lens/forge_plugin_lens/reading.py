@@ -55,7 +55,7 @@ def points_of(model: Model, patterns: Sequence[str]) -> dict[str, TapPoint]:
 def read_points(
     model: Model, batch: Batch, patterns: Sequence[str], changes: Mapping[str, Change] | None = None
 ) -> Reading:
-    """Run a model and return what is at some of its points, with other points changed.
+    """Run a model and return the values at some of its points, with other points changed.
 
     Args:
         model: whole, as `forge_core.load_model` returns it without `parallel`.
@@ -104,7 +104,7 @@ def attention_weights(core: Any, q: Tensor, k: Tensor, batch: Batch, sinks: Tens
     """Computes what each head attends to, as `core` would: (B, H, S, S), in the dtype of q or a wider one.
 
     Args:
-        core: a module of `Model.sequence_mixers`, whose `mixing()` says what it does besides plain causal attention.
+        core: a module of `Model.sequence_mixers`, whose `mixing()` lists what differs from plain causal attention.
         q: (B, S, H, E).
         k: (B, S, K, E).
         batch: `document_ids` (B, S), if there are any, bound attention; positions of one of the `attention_spans` see

@@ -81,7 +81,7 @@ def _tasks(names: str, folders: Sequence[Path]) -> tuple[Any, list[str]]:
         raise JobError([Problem("--include", f"{folder} is not a folder") for folder in missing])
 
     class Manager(TaskManager):  # type: ignore[misc]  # the harness has no types
-        """Says in one line why a task cannot be loaded, its data included, which the harness fetches there."""
+        """Reports in one line why a task or its data, which the harness fetches in `load`, cannot be loaded."""
 
         def load(self, *arguments: Any, **options: Any) -> Any:
             try:

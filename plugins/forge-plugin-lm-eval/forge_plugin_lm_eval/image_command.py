@@ -74,7 +74,7 @@ def _problems(options: argparse.Namespace) -> Iterator[Problem]:
     if find_spec("forge_plugin_images") is None:
         yield Problem("--harness", f"lmms-eval shows images, which need forge-plugin-images; {EXTRA}")
     if (ranks := ranks_asked_for(options.nproc)) > 1:
-        message = f"{ranks} ranks, but lmms-eval asks one process here"
+        message = f"{ranks} ranks, but lmms-eval uses a single process here"
         yield Problem("--nproc", f"{message}; leave it out, or use the evaluations of forge-plugin-vlm-eval")
     if options.system and not options.chat:
         yield Problem("--system", "a system's message is part of a chat; add --chat")

@@ -62,10 +62,10 @@ class ForgeLMM(lmms):  # type: ignore[misc]  # the harness has no types
         Args:
             model: in evaluation mode (`forge_core.load_model`).
             tokenizer: its tokenizer.
-            job: the job of its training, which says how images are resized.
+            job: the job of its training, which specifies how images are resized.
             max_length: positions that the model is fed at most.
             batch_size: rows that are computed together.
-            max_gen_toks: tokens to generate at most, where a task does not say.
+            max_gen_toks: tokens to generate at most, where a task does not specify it.
             chat: whether contexts are asked as the user's turn of the tokenizer's chat template.
             system: with `chat`, the system's message.
             seed: seed of the draws of tasks that sample.
@@ -159,7 +159,7 @@ class ForgeLMM(lmms):  # type: ignore[misc]  # the harness has no types
 
     @property
     def _image_token(self) -> str:
-        """What the chat template writes for an image, as the source of chats says."""
+        """The text that the chat template writes for an image, as declared by the source of chats."""
         return next((token for source in self._job.data.sources if (token := getattr(source, "image_token", ""))), "")
 
     def _prompts(self, texts: Sequence[str], visuals: Sequence[Sequence[Any] | None]) -> Prompts:
@@ -243,7 +243,7 @@ class ForgeLMM(lmms):  # type: ignore[misc]  # the harness has no types
 def _six(request: Any) -> tuple[Any, ...]:
     """Returns context, target or settings, function of the images, number of the document, task and split."""
     if len(request.args) != 6:
-        raise JobError("acc_mutual_info asks for choices without their question; leave that metric out")
+        raise JobError("acc_mutual_info requests choices without their question; leave that metric out")
     return tuple(request.args)
 
 

@@ -63,9 +63,9 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         Args:
             model: in evaluation mode (`forge_core.load_model`).
             tokenizer: its tokenizer.
-            max_length: positions that the model is fed at most; what is longer loses tokens on the left.
+            max_length: positions that the model is fed at most; longer inputs lose tokens on the left.
             batch_size: rows that are computed together.
-            max_gen_toks: tokens to generate at most, where a task does not say.
+            max_gen_toks: tokens to generate at most, where a task does not specify it.
             chat: whether texts are conversations, in which special tokens are spelt out. Pass `apply_chat_template` to
                 the harness then.
             seed: seed of the draws of tasks that sample.
@@ -232,7 +232,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generation") as bar:
             for settings, group in groups.items():
                 group.sort(key=lambda pair: -len(pair[0]))
-                # Greedy rows take the place of those that have ended; what is drawn belongs to a batch.
+                # Greedy rows take the place of rows that have ended; sampled rows stay in fixed batches.
                 together = list(batches(group, self._rows)) if settings.temperature else [group]
                 for batch in self._own(together, drawn=bool(settings.temperature)):
                     answers = self._generate([prompt for prompt, _ in batch], settings)

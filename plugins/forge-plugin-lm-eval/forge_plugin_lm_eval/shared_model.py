@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 IN_TURN = 2
 """Micro-batches for each rank of a pipeline that are run at a time: of one alone, all ranks but one would wait."""
 STEP = 8
-"""Lengths of rows are multiples of it: a pipeline learns the shapes that it sends for each length anew."""
+"""Lengths of rows are multiples of it: for each new length, a pipeline has to determine the shapes that it sends."""
 
 
 class SharedLM(ForgeLM):
     """A `ForgeLM` of several ranks, each of which makes every call, with the same requests, and has all results.
 
-    Ranks with different sequences (`fsdp`, copies) divide the requests, those of `tp`, `pp`, `cp` and `ep` compute
-    together. Results are those of one process, up to the rounding of logits.
+    Ranks with different sequences (`fsdp`, copies) divide the requests; ranks of `tp`, `pp`, `cp` and `ep` compute
+    together. Results are the same as in one process, up to the rounding of logits.
     """
 
     def __init__(self, trained: TrainedModel, tokenizer: Tokenizer, **settings: Any) -> None:
@@ -55,7 +55,7 @@ class SharedLM(ForgeLM):
         Args:
             trained: of `forge_core.load_model` with `parallel`.
             tokenizer: its tokenizer.
-            settings: those of `ForgeLM`.
+            settings: as for `ForgeLM`.
 
         Raises:
             JobError: as `ForgeLM`; or the layout cannot divide `max_length`.
@@ -106,7 +106,7 @@ class SharedLM(ForgeLM):
         share = -(-len(step) // self._group)
         size = min(self._rows, share)
         own = list(step[self._sample_rank() :: self._group])
-        # Rows without a label fill up what is missing, and add nothing to request 0.
+        # Rows without a label fill the remaining places, and add nothing to request 0.
         own += [Row((self.eot_token_id,))] * (-(-share // size) * size - len(own))
         length = self._row_length(len(step[0].inputs), size)
         ids, labels = (torch.full((len(own), length), fill) for fill in (self.eot_token_id, IGNORED_LABEL))
@@ -148,7 +148,7 @@ class SharedLM(ForgeLM):
 
     def _own(self, together: Sequence[Prompts], drawn: bool) -> Iterator[Prompts]:
         # Greedy prompts are divided; of batches that are drawn, each stays as it is in one process. All ranks generate
-        # equally often, and at least one prompt: those of `fsdp` gather weights for each other.
+        # equally often, and at least one prompt: ranks of `fsdp` gather weights for each other.
         rank = self._sample_rank()
         if drawn:
             own = [together[min(first + rank, len(together) - 1)] for first in range(0, len(together), self._group)]
@@ -190,7 +190,7 @@ def scored(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Te
 
 
 def _check_same(requests: Any) -> None:
-    """Check that all ranks were asked the same: they add up what each knows of a request."""
+    """Check that all ranks have the same requests: they add up their partial results for each request."""
     digest = hashlib.sha256(repr(requests).encode()).hexdigest()
     if len(set(gather_objects(digest))) > 1:
         raise ForgeError("ranks have different requests; give all of them the same tasks, data and versions of Python")

@@ -168,7 +168,7 @@ def test_what_is_refused(trained, capsys, monkeypatch):
         (["--max-length", "8"], "positions, and rows have 8; choose a larger --max-length"),
         (["--chat"], "this tokenizer has no chat template"),
         (["--system", "x"], "a system's message is part of a chat; add --chat"),
-        (["--nproc", "2"], "2 ranks, but lmms-eval asks one process here"),
+        (["--nproc", "2"], "2 ranks, but lmms-eval uses a single process here"),
         (["--gen-kwargs", "num_beams=3"], "generation_kwargs has num_beams"),
     ):
         assert ask(*options) == 2

@@ -96,7 +96,8 @@ def load_trained(source: Path, context: BuildContext) -> TrainedModel:
 def context_beside(context: BuildContext, resolved: str, source: str) -> RunContext:
     """The context in which the model of another run's job is built beside the one in training.
 
-    It has the plugins of its own job, this run's device, dtype and tokenizer, no mesh, and the layout of one process.
+    It has the plugins of the other run's job, this run's device, dtype and tokenizer, no mesh, and the layout of a
+    single process.
 
     Args:
         context: this run's.
@@ -115,7 +116,7 @@ def context_beside(context: BuildContext, resolved: str, source: str) -> RunCont
         plugins=Plugins(job.plugins, catalog),
         layout=Layout(),
         mesh=None,
-        auxiliary=Auxiliary(context.device),  # of its own: what a teacher counts is no metric of this run
+        auxiliary=Auxiliary(context.device),  # separate: a teacher's counts are no metrics of this run
         folder=None,
         path="",
         layer=None,

@@ -20,7 +20,7 @@ class Format:
     """Storage format of the elements of a moment.
 
     Elements are (blocks, size of a block), their codes (blocks, codes of a block), and scales (blocks,): a compiled
-    kernel then knows the size of a block, and is valid for any number of them.
+    kernel is then specialised for the size of a block, and is valid for any number of blocks.
     """
 
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Format:
     write: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """(elements, codes, scales, table): write float32 elements into codes and scales."""
     values: tuple[Values, Values]
-    """Values of the codes, between -1 and 1: for the average of the gradient, and for that of its square."""
+    """Values of the codes, between -1 and 1: for the average of the gradient, and for the average of its square."""
 
     def tables(self, codes: Tensor) -> tuple[Tensor, ...]:
         """Returns `values` as tensors on the codes' device."""

@@ -74,7 +74,7 @@ class QuantisedAdamW(LowBitAdamW):
 class QuantisedMoments:
     """See `forge_plugin_lowbit.optimizer.Moments`.
 
-    torchao stores such moments in tensor subclasses of its own, which checkpoints cannot hold and of which only the
+    torchao stores such moments in its own tensor subclasses, which checkpoints cannot hold and of which only the
     8-bit one can be split. Here codes and scales are plain tensors, split like their parameter.
 
     Args:

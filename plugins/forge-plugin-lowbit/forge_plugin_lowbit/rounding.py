@@ -45,7 +45,7 @@ class Rounding:
             self._places[parameter] = torch.tensor(place, device=parameter.device)
 
     def of(self, parameter: Tensor, step: Tensor, purpose: str) -> tuple[Tensor, Tensor]:
-        """Returns key and place for `random_bits`. Each `purpose` has bits of its own."""
+        """Returns key and place for `random_bits`. Each `purpose` has different bits."""
         number = 0 if isinstance(step, FakeTensor) else int(step)
         text = f"{self._seed}:{purpose}:{number}:{self._names[parameter]}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

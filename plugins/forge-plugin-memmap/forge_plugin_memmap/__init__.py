@@ -1,8 +1,8 @@
 """Pre-tokenised data for Forge: dataset `memmap`, tokenizer `prepared`, and the command `forge-run prepare-data`.
 
-`prepare` writes what the dataset reads. Reading: `paths` finds files, `prepared` knows the folders of `prepare-data`,
-`shards` reads headers of files, `corpus` combines them and checks all that can be checked without reading ids,
-`documents` reads them.
+`prepare` writes the files that the dataset reads. For reading, `paths` finds files, `prepared` reads the manifests of
+folders that `prepare-data` wrote, `shards` reads headers of files, `corpus` combines them and checks everything that
+can be checked without reading ids, and `documents` reads the ids.
 """
 
 from forge_plugin_memmap.memmap import Memmap

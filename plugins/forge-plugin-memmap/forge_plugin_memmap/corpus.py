@@ -19,7 +19,7 @@ RAW_SUFFIXES = (".bin", ".npy")
 
 @frozen
 class ShardedCorpus:
-    """Shards of both splits, and what is known about all of them."""
+    """Shards of both splits, and their common properties."""
 
     train: tuple[Shard, ...]
     held_out: tuple[Shard, ...]
@@ -38,7 +38,7 @@ class ShardedCorpus:
 
 @frozen
 class CorpusKeys:
-    """The keys of a dataset that say what is read."""
+    """The keys of a dataset that specify the data to read."""
 
     path: tuple[str, ...]
     held_out_path: tuple[str, ...]

@@ -41,7 +41,7 @@ class ShardedDocuments:
     def __init__(
         self, shards: Sequence[Shard], end_of_text: int, held_out: Documents | None = None, limit: int | None = None
     ) -> None:
-        """Open the shards; ids lie below `limit`, or below what a shard says itself."""
+        """Open the shards; ids must be below `limit` and the vocabulary size that a shard states, where given."""
         self.end_of_text = end_of_text
         self._limit = limit
         self.held_out: Documents | None = held_out
@@ -131,7 +131,7 @@ class ShardedDocuments:
         return self._checks[number, suffix]
 
     def _damage_of(self, shard: Shard, suffix: str) -> Callable[[int], str]:
-        """Returns what compares a block with its sum. All sums are read at once: those of 1 GB are 64 kB."""
+        """Returns a function that compares a block with its sum. All sums are read at once: 64 kB for 1 GB."""
         path, size = shard.beside(suffix) if suffix else shard.path, shard.stamps[suffix][0]
         where, dtype = path + SUFFIX, np.dtype("u1")
         sums = native_sums(where, self._reader.read(where, np.dtype(SUMS), 0, blocks_of(size)), size)

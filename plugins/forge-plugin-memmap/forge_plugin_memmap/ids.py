@@ -1,7 +1,7 @@
 """Check that every id is in the vocabulary.
 
-A token file of Forge was checked when it was written, and says with which vocabulary. Every id of any other file is
-read once; the result is cached for as long as these files do not change.
+A token file of Forge was checked when it was written, and states the size of its vocabulary. Every id of any other
+file is read once; the result is cached for as long as these files do not change.
 """
 
 from __future__ import annotations

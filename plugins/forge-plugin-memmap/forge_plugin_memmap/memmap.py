@@ -168,14 +168,14 @@ def _tokenizer_problems(corpus: ShardedCorpus, tokenizer: Tokenizer) -> Iterator
     """How the job's tokenizer is not the one that made the files, where these record it."""
     for prepared in corpus.prepared:
         if prepared.fingerprint != tokenizer.fingerprint():
-            message = f"{prepared.folder} was made with another tokenizer than that of [data.tokenizer]"
+            message = f"{prepared.folder} was made with a tokenizer other than [data.tokenizer]"
             yield Problem("", f'{message}; set type = "prepared" and path = "{prepared.folder}" there')
     if corpus.prepared:
         return
     where = corpus.train[0].path
     if corpus.end_of_text != tokenizer.end_of_text:
-        message = f"{where}: documents end with id {corpus.end_of_text}, but those of [data.tokenizer] with"
+        message = f"{where}: documents end with id {corpus.end_of_text}, but [data.tokenizer] ends them with"
         yield Problem("", f"{message} {tokenizer.end_of_text}; correct end_of_text, or use the tokenizer of the files")
     if corpus.vocab_size not in (None, tokenizer.vocab_size):
-        message = f"{where} is of a tokenizer with {corpus.vocab_size} ids, that of [data.tokenizer] has"
+        message = f"{where} was made with a tokenizer of {corpus.vocab_size} ids, but [data.tokenizer] has"
         yield Problem("", f"{message} {tokenizer.vocab_size}; use the tokenizer of the files")

@@ -1,7 +1,7 @@
-"""Folders that `forge-run prepare-data` wrote: what their manifest says.
+"""Folders that `forge-run prepare-data` wrote, and the contents of their manifests.
 
-A folder holds `train-00000.bin`, …, perhaps `held_out-00000.bin`, …, each with its `.ends`, the tokenizer in a folder
-of its own, the list of its inputs, and, once it is finished, `manifest.json`. Until then there is `unfinished.json`
+A folder holds `train-00000.bin`, …, perhaps `held_out-00000.bin`, …, each with its `.ends`, the tokenizer in a
+subfolder, the list of its inputs, and, once it is finished, `manifest.json`. Until then it holds `unfinished.json`
 instead.
 """
 
@@ -57,13 +57,13 @@ class Prepared:
                 size = os.path.getsize(path)
             except FileNotFoundError:
                 return f"{path} is missing, though {MANIFEST} lists it"
-        return "" if size == expected else f"{path} has {size} bytes, its manifest says {expected}: it is damaged"
+        return "" if size == expected else f"{path} has {size} bytes, but its manifest lists {expected}: it is damaged"
 
     def digest_fault(self, name: str) -> str:
         """How the SHA-256 of a file differs from the manifest; empty if it does not. Reads the file."""
         path = os.path.join(self.folder, name)
         same = file_digest(path) == self.manifest["files"][name]["sha256"]
-        return "" if same else f"the SHA-256 of {path} is not that of its manifest: it is damaged"
+        return "" if same else f"the SHA-256 of {path} does not match its manifest: it is damaged"
 
 
 def read_prepared(folder: str | Path) -> Prepared | None:

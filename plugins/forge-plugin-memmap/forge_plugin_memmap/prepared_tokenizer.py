@@ -24,7 +24,7 @@ class PreparedTokenizer(TokenizerComponent):
     """The tokenizer of a folder that `forge-run prepare-data` wrote, whatever its type. It is never trained again."""
 
     path: FilePath = field(metadata=when_resumed("safe"))
-    """The folder. A relative one starts at the current directory. A continued run has a copy of its own."""
+    """The folder. A relative path starts at the current directory. A continued run has its own copy."""
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> Tokenizer:
         """Raises `JobError` where `problems` finds one, or the tokenizer's distribution is not installed."""

@@ -36,9 +36,9 @@ class Shard:
     text_bytes: int = 0
     """UTF-8 bytes that the ids stand for; 0 if unknown."""
     counted: int | None = None
-    """Documents, where the file says so."""
+    """Number of documents, if the file states it."""
     summed: bool = False
-    """Whether its folder's manifest says that sums of its blocks are beside it (`forge_kit.block_sums`)."""
+    """Whether its folder's manifest declares that sums of its blocks are beside it (`forge_kit.block_sums`)."""
     stamps: Mapping[str, tuple[int, ...]] = field(factory=dict, hash=False)
     """By suffix ("" for the shard's own), size, times of the last changes of contents and inode, and number of the
     inode: of this file and of those beside it that exist, as they were when it was described. On a file system of a
@@ -55,7 +55,7 @@ class Shard:
 
     @property
     def mask(self) -> bool:
-        """Whether a file beside this one says which tokens are learned."""
+        """Whether a file beside this one marks the tokens that are learned."""
         return LEARNED in self.stamps
 
     @property
@@ -124,7 +124,7 @@ def _by_name(path: str, file: IO[bytes], size: int) -> Shard:
         return _npy(path, file, size)
     if suffix == ".bin":
         return _token_file(path, file, size)
-    raise JobError(f"{path}: the name tells no format ({', '.join(SUFFIXES)}); {_HOW_RAW}")
+    raise JobError(f"{path}: the name indicates no format ({', '.join(SUFFIXES)}); {_HOW_RAW}")
 
 
 def _token_file(path: str, file: IO[bytes], size: int) -> Shard:
@@ -144,7 +144,7 @@ def _npy(path: str, file: IO[bytes], size: int) -> Shard:
         raise JobError(f"{path}: an array of {dtype} with shape {shape}; ids are integers in one dimension")
     expected = offset + shape[0] * dtype.itemsize
     if size != expected:
-        raise JobError(f"{path} has {size} bytes, its header says {expected} ({shape[0]} ids): it is damaged")
+        raise JobError(f"{path} has {size} bytes, but its header implies {expected} ({shape[0]} ids): it is damaged")
     return Shard(os.path.abspath(path), dtype.str, offset, shape[0])
 
 
@@ -169,7 +169,7 @@ def _raw(path: str, file: IO[bytes], size: int, dtype: str) -> Shard:
     magic = file.read(8)
     if magic == MAGIC or magic.startswith(NPY_MAGIC):
         kind = "a token file of Forge" if magic == MAGIC else "an array of numpy"
-        raise JobError(f'{path}: is {kind}, which says itself what it holds; leave out format = "raw" and dtype')
+        raise JobError(f'{path}: is {kind}, which describes its own contents; leave out format = "raw" and dtype')
     little = np.dtype(dtype).newbyteorder("<")
     if size % little.itemsize:
         raise JobError(f"{path} has {size} bytes, which {dtype} ids of {little.itemsize} bytes do not divide")

@@ -1,4 +1,4 @@
-"""Tokenizers kept in a folder together with what is needed to load them: the table of their component.
+"""Tokenizers kept in a folder together with the table of their component, which is needed to load them.
 
 component.json      the table, as a job has it, every key filled in
 files/              what the tokenizer's own `save` wrote
@@ -34,12 +34,12 @@ NO_RUN: Any = NoRun()
 
 
 class KeptTokenizer:
-    """A tokenizer that knows its component's table; see `forge_core.contracts.data.Tokenizer`."""
+    """A tokenizer that stores its component's table; see `forge_core.contracts.data.Tokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer, table: Mapping[str, Any]) -> None:
         self.tokenizer, self.table = tokenizer, table
         self.vocab_size, self.end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
-        # What a tokenizer has besides (a beginning of text, chats) is asked for by protocols of plugins not known here.
+        # Other members of a tokenizer (a beginning of text, chats) belong to protocols of plugins not known here.
         for name in dir(tokenizer):
             if not name.startswith("_") and not hasattr(self, name):
                 setattr(self, name, getattr(tokenizer, name))

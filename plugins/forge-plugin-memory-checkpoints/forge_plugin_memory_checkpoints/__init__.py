@@ -28,7 +28,7 @@ __all__ = ["Tiered"]
 
 
 def this_node() -> str:
-    """Returns the name of this machine, unique among those of the run."""
+    """Returns the name of this machine, unique among the run's machines."""
     return os.environ.get(NODE) or socket.gethostname()
 
 
@@ -36,12 +36,12 @@ def this_node() -> str:
 class Tiered(StorageComponent):
     """Every checkpoint in memory, with copies on other machines, and each `durable_every`-th also in another storage.
 
-    A run whose machine is lost goes on from the newest checkpoint of which every file is left somewhere: on a machine
-    of its own, on a neighbour, or in `durable`.
+    After the loss of a machine, a run continues from the newest checkpoint of which every file is still available: on
+    the machine that wrote it, on a neighbour, or in `durable`.
     """
 
     fast: FilePath = field(default="/dev/shm/forge", validator=min_len(1))  # noqa: S108  # made with the user's rights only
-    """Folder in memory (tmpfs) on each machine; `{node}` in it is the machine's name. Runs have folders of their own in
+    """Folder in memory (tmpfs) on each machine; `{node}` in it is the machine's name. Each run has its own folder in
     it, which a run that ends in order removes."""
     copies: int = field(default=1, validator=ge(0))
     """Other machines that each rank sends its files to: the number of machines that may be lost at a time."""
@@ -49,8 +49,8 @@ class Tiered(StorageComponent):
     """Each so many saves, one is also written to `durable`, in the background; so are those that are kept forever, and
     the last one before the run ends or is stopped."""
     durable: StorageComponent = default_type("forge-run/local")
-    """`[checkpoint.storage.durable]`: where those are kept. What is deleted there follows the keys of `[checkpoint]`;
-    in memory, only the newest checkpoint stays."""
+    """`[checkpoint.storage.durable]`: the storage of those checkpoints. The keys of `[checkpoint]` determine which
+    checkpoints it deletes; in memory, only the newest checkpoint stays."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if isinstance(self.durable, Tiered):

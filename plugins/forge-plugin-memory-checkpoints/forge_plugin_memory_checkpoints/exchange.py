@@ -1,7 +1,7 @@
-"""Files of checkpoints between machines, over TCP: each rank serves those of its machine, and asks others for theirs.
+"""Transfers checkpoint files between machines over TCP: each rank serves its machine's files and fetches from others.
 
-A request is a line of JSON, with the secret of the server; what follows are bytes, and a CRC-32 of them. That is for
-errors on the way only: what a file must be is said by the SHA-256 in the manifest.
+A request is a line of JSON with the secret of the server, followed by bytes and their CRC-32. The CRC-32 only detects
+transmission errors: the SHA-256 in the manifest defines what a file must be.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def handle_error(self, *_: object) -> None:
-        """The other side sees the connection end, and says so."""
+        """The other side sees the connection end, and reports it."""
 
 
 class Exchange:

@@ -68,5 +68,5 @@ def check_room(of_ranks: int, copies: int, held: int = 0) -> None:
 
 
 def local_ranks() -> int:
-    """Returns the number of ranks on this machine, as their launcher says."""
+    """Returns the number of ranks on this machine, as set by their launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

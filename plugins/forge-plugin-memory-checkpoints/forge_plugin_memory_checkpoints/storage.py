@@ -1,6 +1,6 @@
-"""Checkpoints in memory: `step-N` in a folder of each machine, with its ranks' files and those of its neighbours'.
+"""Checkpoints in memory: `step-N` in a folder of each machine, with its ranks' files and its neighbours' files.
 
-Every machine has the manifest. A step is there when all files that its manifest names are on some machine of the run.
+Every machine has the manifest. A step is available when every file in its manifest is on some machine of the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 24
 BY_SAVE = ("format", "step", "time", "files")
-"""Entries of a manifest that every save writes anew."""
+"""Entries of a manifest that every save rewrites."""
 
 
 @define
@@ -79,7 +79,7 @@ class TieredStorage(SpreadStorage):
         self._group: Any = None
         self._fits = False
 
-    # --- what there is ---------------------------------------------------------------------------------------------
+    # --- available checkpoints -------------------------------------------------------------------------------------
 
     def join(self, gather: Callable[[Any], list[Any]]) -> None:
         if self._exchange is None:
@@ -154,7 +154,7 @@ class TieredStorage(SpreadStorage):
                 self._warn(f"step {step} in memory is lost: no machine of this run has {files}; {back}")
 
     def steps(self) -> Sequence[int]:
-        if self._exchange is None:  # alone: what this machine has, and what is durable
+        if self._exchange is None:  # alone: this machine's checkpoints and the durable ones
             self._durable_steps = list(self._durable.steps())
             held = {step: (digest, names) for (step, digest), names in self._held().items()}
             whole = {step: digest for step, (digest, names) in held.items() if len(names) == self._count(step)}
@@ -174,7 +174,7 @@ class TieredStorage(SpreadStorage):
             self._fault = ""
             if self._section.on_failure == "stop":
                 raise CheckpointError(fault)
-            self._warn(f"{fault}. Training goes on with what is in memory, and the next one tries again")
+            self._warn(f"{fault}. Training continues with the checkpoints in memory, and the next save tries again")
         self._memory.pop(step, None)  # a damaged one that is made again
         self._checked = {known for known in self._checked if known[0] != step}
         shutil.rmtree(self._fast / f"step-{step}", ignore_errors=True)
@@ -209,7 +209,7 @@ class TieredStorage(SpreadStorage):
                 cast(Exchange, self._exchange).get(self._peers[0], step, MANIFEST, own / MANIFEST)
             except OSError as error:
                 raise CheckpointError(f"the manifest of step {step} did not come from rank 0: {error}") from error
-        # The manifest last: without it, what is here is no checkpoint
+        # The manifest last: without it, the files here are not a checkpoint
         paths = [*copies.glob("[!.]*"), *own.glob("[!.]*")]
         for path in sorted(paths, key=lambda path: path.name == MANIFEST):
             path.replace(final / path.name)
@@ -229,7 +229,7 @@ class TieredStorage(SpreadStorage):
         self._memory.pop(step, None)
 
     def clear(self) -> None:
-        # All ranks have committed the newest one now: only it stays, and what is on its way to the durable storage
+        # All ranks have committed the newest one now: only it stays, and files on their way to the durable storage
         newest = max(self._memory, default=None)
         if newest is not None:
             self._keep(newest)
@@ -240,7 +240,7 @@ class TieredStorage(SpreadStorage):
 
     def delete(self, step: int) -> None:
         if self._exchange is not None:
-            return  # while a run goes on, memory has the newest only, and the durable storage deletes by itself
+            return  # during a run, memory has the newest only, and the durable storage deletes by itself
         shutil.rmtree(self._fast / f"step-{step}", ignore_errors=True)
         if step in self._durable.steps():
             self._durable.delete(step)

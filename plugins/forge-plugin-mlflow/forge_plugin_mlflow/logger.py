@@ -44,7 +44,7 @@ class MLflowLogger:
     def __init__(self, component: MLflow, context: BuildContext) -> None:
         self._component, self._context = component, context
         self._output = Path(context.job.job.output).absolute()
-        self._status, self._reason = "FAILED", ""  # unless the run says how it ends
+        self._status, self._reason = "FAILED", ""  # unless `end` reports how the run ended
 
     def start(self, step: int) -> None:
         """Begin the run at MLflow, or continue it; a server that refuses or is away is an error before any step."""
@@ -87,7 +87,7 @@ class MLflowLogger:
         self._outbox.put({"file": str(copy), "name": Path(name).name, "folder": f"step-{step}"})
 
     def flush(self) -> None:
-        """What is not sent yet outlives the process, so that a run that continues from this checkpoint sends it."""
+        """Save the unsent items, so that a run that continues from this checkpoint sends them."""
         self._outbox.save()
 
     def end(self, code: int, reason: str) -> None:
@@ -123,7 +123,7 @@ class MLflowLogger:
         return client.create_run(number, run_name=run.name, tags={**tags, "forge.id": run.id}).info.run_id
 
     def _note_job(self) -> None:
-        """The resolved job: as parameters, which cannot change, those of the first start; as a file, the newest."""
+        """Record the resolved job: of the first start as parameters, which cannot change; the newest as a file."""
         run = self._tracked
         self._client.set_tag(self._run_id, "forge.starts", ", ".join(map(str, run.starts)))
         if run.is_new:

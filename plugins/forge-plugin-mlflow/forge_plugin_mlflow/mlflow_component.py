@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class MLflow(TrackerComponent):
     """Shows the run in MLflow: numbers by step, files, the resolved job as parameters and as a file.
 
-    Lines are sent by a thread, in batches; while the server is away, training goes on and they wait. A run that
+    A thread sends lines in batches; while the server is unreachable, training continues and the lines wait. A run that
     continues is the same run there, and its unsent lines are sent then. MLflow cannot forget: a step that is made again
     after a crash has two values, of which the later one counts as the newest.
     """

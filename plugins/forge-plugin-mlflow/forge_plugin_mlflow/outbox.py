@@ -22,8 +22,8 @@ class Outbox:
     """Delivers items in order, in the background.
 
     Args:
-        path: file for what is not delivered, a line of JSON each; its items come first.
-        deliver: delivers some items, or raises; those of a failed call are tried again, in the same order.
+        path: file for undelivered items, one line of JSON each; its items come first.
+        deliver: delivers some items, or raises; the items of a failed call are tried again, in the same order.
         batch: most items of a call.
         name: of the service, for the one warning of a run.
         keep: whether an item of the file is still to be delivered.
@@ -52,7 +52,7 @@ class Outbox:
             self._changed.notify_all()
 
     def save(self) -> None:
-        """Put what is not delivered on disk; no file if nothing is left."""
+        """Write the undelivered items to the file; there is no file if none are left."""
         with self._changed:
             text = "".join(json.dumps(item) + "\n" for item in self._waiting)
         if not text:
@@ -61,7 +61,7 @@ class Outbox:
         write_atomically(self._path, text)
 
     def close(self, patience_s: float) -> int:
-        """Deliver the rest within `patience_s` seconds and save what is left. Returns how many items that are."""
+        """Deliver within `patience_s` seconds and save the undelivered items. Returns the number of saved items."""
         with self._changed:
             self._ends_at = time.monotonic() + patience_s
             self._changed.notify_all()
@@ -101,4 +101,4 @@ class Outbox:
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{self._name}: {error}; training goes on, and lines wait until it answers", stacklevel=2)
+            warnings.warn(f"{self._name}: {error}; training continues, and lines wait until it answers", stacklevel=2)

@@ -114,7 +114,7 @@ def _others(shared: SharedNames) -> dict[str, str]:
 
 
 def _layer(number: int, layers: int | None) -> str:
-    """Returns our name of a layer's feed-forward part, or of that of a multi-token prediction block."""
+    """Returns our name of the feed-forward part of a layer, or of a multi-token prediction block."""
     return f"layers.{number}.ffn" if layers is None or number < layers else f"mtp.blocks.{number - layers}.ffn"
 
 

@@ -67,7 +67,8 @@ class TopKRouter(BalancedRouter):
     scaling: float = field(default=1.0, validator=gt(0))
     """Factor on the weights (DeepSeek-V3: 2.5)."""
     groups: int = field(default=1, validator=gt(0))
-    """Groups of equally many experts, of which a token goes to some only: those of a node, to save on sending."""
+    """Groups of equally many experts, of which a token goes to only some: such as one group per node, to reduce
+    communication."""
     top_groups: int = field(default=1, validator=gt(0))
     """Groups that a token may go to: those with the largest score."""
 
@@ -167,7 +168,7 @@ class Hash(RouterComponent):
 class MoE(FFNComponent):
     """Σ weight x expert(x) over the experts that a router chooses for each token, plus shared experts.
 
-    Each expert is a SwiGLU of its own; every token goes through the shared ones (Shazeer et al. 2017; Dai et al. 2024,
+    Each expert is a separate SwiGLU; every token goes through the shared ones (Shazeer et al. 2017; Dai et al. 2024,
     "DeepSeekMoE").
 
     Weights of the routed experts are stacked: `experts.gate.weight` and `experts.up.weight` (E, hidden, dim),

@@ -40,18 +40,18 @@ class MoMa(BalancedRouter):
     tokens: each position chooses the `top_k` experts of its group with the largest scores. What decides is the position
     alone, so the model generates as it was trained.
 
-    experts: each expert takes the positions of its modality with the largest scores, equally many as the others of its
-    group (section 2.2), among those of a sequence; the paper chooses among those of a batch. That depends on later
-    positions, so evaluation and generation follow auxiliary routers, which learn to predict the choice from the
-    position alone (section 2.4): an expert computes those of more than 0.5. They are trained along, and their gradients
-    go nowhere else.
+    experts: each expert takes the positions of its modality with the largest scores, as many as the other experts of
+    its group (section 2.2), within a sequence; the paper chooses within a batch. The choice depends on later positions,
+    so evaluation and generation follow auxiliary routers, which learn to predict it from the position alone (section
+    2.4): an expert computes the positions for which they predict more than 0.5. They are trained along with the model,
+    and their gradients flow nowhere else.
 
     State: with `choose = "tokens"`, a bias for each expert, saved and never touched by the optimizer.
     """
 
     experts: Mapping[str, int]
     """Number of experts of each modality (`{text = 4, image = 4}`), of `text` and any of `image`, `video` and `sound`;
-    together those of the layer, numbered in this order."""
+    together the experts of the layer, numbered in this order."""
     choose: Literal["tokens", "experts"] = "tokens"
     """Who chooses: tokens their experts, or experts their tokens."""
     gumbel_noise: bool = field(default=False, metadata=TRAINING_ONLY)

@@ -34,7 +34,7 @@ class MixtureOfTransformers(FusionComponent):
 
     Features take the places of token embeddings, as in the fusion `joint`. In each layer, positions of a modality go
     through its own attention projections, feed-forward part and norms, which have the shapes of the text's; the text's
-    keep their names and initial values. For language models whose layers are those of `transformer`.
+    keep their names and initial values. For language models with the layers of `transformer`.
     """
 
     untie: tuple[Part, ...] = field(default=("attention", "ffn", "norm"), validator=min_len(1))
@@ -44,9 +44,9 @@ class MixtureOfTransformers(FusionComponent):
     """Where a layer normalises: as the language model does, by default the input of attention and feed-forward part
     (before), or their output (after), as the paper's code and Chameleon do."""
     modalities: tuple[Modality, ...] = field(default=("image",), validator=min_len(1))
-    """Modalities with weights of their own, besides text. Positions of others go through the text's."""
+    """Modalities with their own weights, in addition to text. Positions of others go through the text's weights."""
     warm_start: bool = field(default=True, metadata=when_resumed("safe"))
-    """Whether the weights of a modality start as copies of the text's, those of `[checkpoint.load]` or initial ones.
+    """Whether the weights of a modality start as copies of the text's, loaded by `[checkpoint.load]` or initial.
     Weights of a modality that `[checkpoint.load]` has are kept."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:

@@ -34,7 +34,7 @@ class WarmStart(TrainingHook):
 
 
 def copy_text(model: Any, but: Collection[str] = ()) -> None:
-    """Copy parameters and buffers of the text to those of each modality, except to the names in `but`.
+    """Copy the text's parameters and buffers to their counterparts of each modality, except to the names in `but`.
 
     Each rank copies its own part: a copy is split as its original is, whatever the layout.
     """

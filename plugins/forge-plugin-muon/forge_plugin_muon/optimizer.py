@@ -34,7 +34,8 @@ class MuonOptimizer(MatrixOptimizer):
 
         M ← μ M + (1 - μ) G;  U = NS(μ M + (1 - μ) G if nesterov else M);  W ← (1 - lr λ) W - lr s U
 
-    where s depends on the shape, by `scaling`. State: `momentum_buffer`, like each matrix, and that of AdamW.
+    where s depends on the shape, as set by `scaling`. State: `momentum_buffer`, like each matrix, and the state of
+    AdamW.
 
     Args:
         matrices: parameters of two dimensions, or of three that stack matrices, or groups of them. A group may set

@@ -76,7 +76,7 @@ class Objects(StorageComponent):
         try:
             get_filesystem_class(protocol)
         except ValueError:
-            yield Problem("url", f"fsspec knows no protocol {protocol!r}; use s3://, gs://, az:// or file://")
+            yield Problem("url", f"fsspec has no protocol {protocol!r}; use s3://, gs://, az:// or file://")
         except ImportError as error:
             extra = EXTRAS.get(protocol)
             hint = f"pip install 'forge-plugin-object-store[{extra}]'" if extra else str(error)

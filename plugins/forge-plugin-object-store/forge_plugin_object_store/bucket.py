@@ -134,7 +134,7 @@ class Bucket:
             return list(pool.map(action, items))
 
     def check_access(self) -> None:
-        """Write and delete an object, or raise a `CheckpointError` that names what is wrong."""
+        """Write and delete an object, or raise a `CheckpointError` that names the problem."""
         path = f".probe-{uuid.uuid4().hex}"
 
         def probe() -> None:
@@ -311,7 +311,7 @@ def _stored_md5(info: Mapping[str, Any]) -> str:
 
 
 def _md5(local: Path, part: int, in_parts: bool) -> str:
-    """The MD5 of a file; `in_parts`, that of the MD5s of its parts, as S3 computes it."""
+    """The MD5 of a file; with `in_parts`, the MD5 of the MD5s of its parts, as S3 computes it."""
     digests: list[Any] = []
     limit = part if in_parts else local.stat().st_size + 1
     with local.open("rb") as file:

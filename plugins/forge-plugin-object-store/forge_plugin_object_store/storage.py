@@ -69,7 +69,7 @@ class ObjectStorage(SpreadStorage):
     def commit(self, step: int) -> Path:
         if self._rank == 0:
             self._upload(step, [MANIFEST])
-        # What is here stays until the next one: a run that ended and goes on here downloads nothing
+        # Local files are kept until the next commit: a run that ended and is resumed here downloads nothing
         folder = self.path(step)
         folder.mkdir(parents=True, exist_ok=True)
         for path in self._unfinished(step).iterdir():

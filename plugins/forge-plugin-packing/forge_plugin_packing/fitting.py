@@ -116,7 +116,7 @@ class Rooms:
         return np.concatenate(parts)
 
     def _least(self, length: int) -> int:
-        """Returns the least room that suffices for `length`; that of a new sequence if there is no other."""
+        """Returns the least room that suffices for `length`; the room of a new sequence if there is no other."""
         place = bisect_left(self._sizes, length)
         return self._sizes[place] if place < len(self._sizes) else self._seq_len
 

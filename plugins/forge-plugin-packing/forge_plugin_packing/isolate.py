@@ -23,7 +23,7 @@ class Isolate(WindowPacking):
     """Concatenates documents and cuts every `train.seq_len` tokens; each is learned as if it stood alone.
 
     Attention stays within a document, positions count from 0 at its start, and its first token is no label, since
-    nothing precedes it. A document's rest after a cut is a document of its own in the next sequence.
+    nothing precedes it. The rest of a document after a cut is a separate document in the next sequence.
     """
 
     isolates: ClassVar[bool] = True

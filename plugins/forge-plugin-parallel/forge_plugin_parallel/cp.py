@@ -32,15 +32,16 @@ def _unmixed(model: Model) -> Iterator[str]:
 
 
 MIXING = frozenset({"window", "scale", "soft_cap", "sinks"})
-"""What `ring` and `all_gather` compute besides plain causal attention, by the names of `mixing_of`."""
+"""What `ring` and `all_gather` compute in addition to plain causal attention, by the names of `mixing_of`."""
 
 
 def mixing_of(mixer: Any) -> Mapping[str, float]:
     """Returns what differs from plain causal attention in a module of `sequence_mixers()`, by name.
 
-    It says so by a method `mixing()`: `window` (positions that one sees at most, itself included), `scale` (factor on
-    products of queries and keys), `soft_cap` (of scores), `sinks` (a further argument of each call, (H,), scores
-    without a value), or anything else, which only `ulysses` leaves to the module. Without the method nothing does.
+    The module declares it in a method `mixing()`: `window` (positions that one sees at most, itself included), `scale`
+    (factor on products of queries and keys), `soft_cap` (of scores), `sinks` (a further argument of each call, (H,),
+    scores without a value), or anything else, which only `ulysses` leaves to the module. Without the method, nothing
+    differs.
     """
     declared = getattr(mixer, "mixing", None)
     return {} if declared is None else dict(declared())
@@ -117,7 +118,7 @@ class ContextParallel(ParallelComponent):
             return
         for name in _unmixed(model):
             message = f"{type(model).__name__}.sequence_mixers() names none in {name}"
-            why = "each position would see those of its own rank only"
+            why = "each position would see only the positions on its own rank"
             yield Problem("", f"{message}, so {why}; name what mixes positions there, or leave the stage out")
             return  # one message for all blocks: the others differ in their number only
         yield from _undeclared_problems(model)
@@ -130,7 +131,7 @@ class ContextParallel(ParallelComponent):
     def _mixing_problems(self, model: Model) -> Iterator[Problem]:
         unknown = {(key, name) for name in model.sequence_mixers() for key in mixing_of(model.get_submodule(name))}
         for key, name in sorted((key, name) for key, name in unknown if key not in MIXING):
-            message = f"{self.method} does not compute {key}, which {name} says that it does"
+            message = f"{self.method} does not compute {key}, which {name} declares"
             yield Problem("method", f'{message}; take "ulysses", or leave the stage out')
             return  # one message for all layers
 

@@ -1,7 +1,7 @@
 """The stage of the component `cp`: divides sequences and replaces attention by attention over all ranks' positions.
 
 Shapes: B sequences, S positions, s positions of this rank, H query heads, K key/value heads, E width of a head, V
-that of its values (at most E).
+width of its values (at most E).
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Exchange(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
         q, k, v = (all_to_all(tensor, 2, 1, self.group) for tensor in (q, k, v))
-        # Those of this rank's heads; the other heads' gradients are those of other ranks.
+        # The sinks of this rank's heads; other ranks compute the gradients for the other heads.
         own = [] if sinks is None else [sinks.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]]
         return all_to_all(self.mixer(q, k, v, _whole(batch), *own), 1, 2, self.group)
 

@@ -35,7 +35,7 @@ class ExpertParallel(ParallelComponent):
         "tp": "ep divides the experts that tp has split already",
     }
     before: ClassVar[Mapping[str, str]] = {
-        "activation_checkpointing": "what is recomputed includes the exchange of tokens",
+        "activation_checkpointing": "the recomputation includes the exchange of tokens",
     }
 
     degree: int = field(validator=ge(1))

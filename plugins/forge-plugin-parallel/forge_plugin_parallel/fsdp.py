@@ -31,7 +31,7 @@ class FSDP(ParallelComponent):
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the layers that this rank keeps are sharded",
-        "float8": "it changes linear layers, and what is sharded must be the changed ones",
+        "float8": "it changes linear layers, and the changed layers must be sharded",
         "tp": "a parameter that tp has split is split once more",
         "ep": "experts are sharded over the ranks that ep leaves",
         "cp": "its ranks share the sharding",

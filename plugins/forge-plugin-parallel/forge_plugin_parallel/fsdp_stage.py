@@ -53,7 +53,7 @@ class FSDPStage(ParallelStage):
     def apply(self, model: Model) -> Model:
         """Shard the units of `model`, then the rest as the root unit."""
         # From the inside out: `fully_shard` of a module manages all its parameters that no inner unit manages yet, so
-        # experts (on a mesh of their own) precede the blocks around them, and blocks precede the root.
+        # experts (on their own mesh) precede the blocks around them, and blocks precede the root.
         apart = [self._shard([module], self._reshards, mesh) for module, mesh in _with_own_ranks(model)]
         units = [self._shard(modules, self._reshards) for modules in inner_units(model)]
         root = self._shard([model], reshard_after_forward=False)
@@ -171,8 +171,8 @@ def _own_gradients(model: Any) -> None:
 def _precision(dtype: torch.dtype, narrow: bool) -> MixedPrecisionPolicy:
     """Returns the dtypes of gathered parameters and of reductions.
 
-    Parameters are gathered in the narrower of their own dtype (`narrow`: bfloat16) and the compute dtype, which is the
-    least to send. Gradients are reduced in float32 or wider, so that sums are not rounded to bfloat16.
+    Parameters are gathered in the parameter dtype (`narrow`: bfloat16) or the compute dtype, whichever is narrower, to
+    minimise communication. Gradients are reduced in float32 or wider, so that sums are not rounded to bfloat16.
     """
     wide = torch.promote_types(dtype, torch.float32)
     gathered = torch.bfloat16 if narrow else dtype

@@ -30,7 +30,7 @@ Form = tuple[torch.Size, torch.dtype]
 
 
 class ShardedGeneration(JointGeneration):
-    """Of `fsdp`: ranks gather parameters together, for rows of their own."""
+    """For `fsdp`: ranks gather parameters together, and each generates different rows."""
 
     def __init__(self, model: Model, units: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
         super().__init__(model)
@@ -96,7 +96,7 @@ def _put(modules: Mapping[tuple[nn.Module, str], nn.Module]) -> None:
 class SectionDecode:
     """Replaces `Model.decode` in a pipeline: the model's own, over the layers of one section.
 
-    The model's own code decodes, whatever it does besides: on a later section `embed` returns the carry that was
+    The model's own code decodes, whatever else it does: on a later section `embed` returns the carry that was
     received, and on an earlier one `finish` returns the carry to be sent.
     """
 
@@ -145,7 +145,7 @@ class PipelinedGeneration(JointGeneration):
         return self._shared(state, shape)
 
     def cache_limits(self) -> set[int]:
-        # Sections may have layers of another kind: all begin anew at the same token, as they pass equal shapes on.
+        # Sections may have different kinds of layers: all start over at the same token, as they pass on equal shapes.
         return set().union(*self._everyones(self.inner.cache_limits()))
 
     def joins_rows(self, cache: Any) -> bool:

@@ -72,7 +72,7 @@ class PipelineExecutor:
         self._step: _Step | None = None
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
-        # Before `around`: the first micro-batch of a shape runs a forward pass of its own to learn the carry's shapes.
+        # Before `around`: the first micro-batch of a shape runs a separate forward pass to learn the carry's shapes.
         schedule = self._schedule_for(len(batches), self._carry_of(batches[0]))
         self._step = _Step([self._prepared(batch) for batch in batches], denominator)
         numbers = torch.arange(len(batches))

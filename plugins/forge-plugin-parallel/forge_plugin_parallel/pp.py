@@ -66,7 +66,7 @@ class PipelineParallel(ParallelComponent):
     """Stages of each rank. 0: one for gpipe and 1f1b, else two."""
     layers: tuple[int, ...] = field(default=(), validator=deep_iterable(ge(1)))
     """Layers of each stage, from the first to the last. Empty: such that the FLOPs of a token are shared as
-    equally as possible, those of the head and of what `embed` computes (an encoder) included."""
+    equally as possible, including the FLOPs of the head and of `embed` (an encoder)."""
 
     @property
     def stages(self) -> int:

@@ -152,7 +152,7 @@ class PipelineParallelStage(ParallelStage):
         self._groups = {ranks: self._group_of(ranks) for ranks in sorted(set(self._shared.values()))}
 
     def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of some ranks of this pipeline. Every rank of the run creates those of all pipelines."""
+        """The process group of some ranks of this pipeline. All ranks of the run create every pipeline's groups."""
         lines = self._mesh.mesh.movedim(self._mesh.mesh_dim_names.index("pp"), 0).flatten(1)  # type: ignore[union-attr]
         lists = lines[list(ranks)].T.tolist()
         group, _ = dist.new_subgroups_by_enumeration(lists, timeout=group_timeout())
@@ -160,7 +160,7 @@ class PipelineParallelStage(ParallelStage):
 
 
 class SectionForward:
-    """Replaces a model's `forward` by that of one section."""
+    """Replaces a model's `forward` by the forward pass of one section."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -4,7 +4,7 @@ A block is the queries of one rank and the keys of one. Blocks are combined from
 their softmax's normalisers (logsumexp), as in flash attention, so no rank holds all scores.
 
 Shapes: B sequences, s query positions, t key positions, H query heads, K key/value heads, R = H / K, E width of a head,
-V that of its values (at most E).
+V width of its values (at most E).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 
 class Mixing(NamedTuple):
-    """What `ring` and `all_gather` compute besides causal attention, by the names of a mixer's `mixing()`."""
+    """What `ring` and `all_gather` compute in addition to causal attention, by the names of a mixer's `mixing()`."""
 
     window: int = 0
     """Positions that one sees at most, itself included; 0: all before it."""
@@ -144,7 +144,7 @@ def ring_attention(
         ranks: positions of each rank of `group`, laid out as `_block` expects.
         group: the ranks that share the sequence.
         mixing: what else there is to compute.
-        sinks: (H,), with `mixing.sinks`; their gradient is that of this rank's queries.
+        sinks: (H,), with `mixing.sinks`; their gradient covers this rank's queries.
 
     Returns:
         (B, s, H, V), in the dtype of `q`.

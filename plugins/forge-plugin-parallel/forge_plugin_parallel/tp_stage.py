@@ -62,7 +62,7 @@ class TensorParallelStage(ParallelStage):
         for name, module in list(model.named_modules()):
             if name in ways:
                 self._split(module, ways[name])
-        # Each of two tied modules has a split parameter of its own now. Before the loop below, which reads parameters.
+        # Two tied modules now have separate split parameters: tie them before the loop below, which reads parameters.
         _tie_again(model)
         for name, module in model.named_modules():
             if name in ways and not (ways[name].needs_parameters and next(module.parameters(), None) is None):

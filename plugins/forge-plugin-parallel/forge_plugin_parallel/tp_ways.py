@@ -145,7 +145,7 @@ class SplitFeaturesModule(SplitModule):
 
     def sum_features(self, x: Tensor) -> Tensor:
         own = super().sum_features(x)  # type: ignore[misc]
-        # Each rank goes on with features of its own: the sum's gradients differ by rank, and are summed, too.
+        # Each rank continues with different features: the sum's gradients differ by rank, and are summed, too.
         return fan_out(all_reduce(own, self.tp_ranks.group), self.tp_ranks.group)
 
 
@@ -216,7 +216,7 @@ dimension, becomes that over the features of all ranks (a norm of all heads toge
 
 def give_class(module: nn.Module, mixin: Any) -> None:
     """Derive the module's class from `mixin` and its own. Equal modules share one class, and so one compiled graph."""
-    # An earlier stage may have set `forward` on the object, which would shadow that of the new class.
+    # An earlier stage may have set `forward` on the object, which would shadow the method of the new class.
     replaced = vars(module).pop("forward", None)
     base: Any = type(module)
     if replaced is not None:

@@ -127,6 +127,6 @@ def test_what_a_method_does_not_compute_is_refused_by_name(method: Any, count: i
     for layer in model.layers.values():
         layer.mixer = Strange()
     problems = list(ContextParallel(degree=2, method=method).model_problems(model, Layout(cp=2)))
-    message = f"{method} does not compute decay, which layers.0.mixer says that it does"
+    message = f"{method} does not compute decay, which layers.0.mixer declares"
     expected = f'{message}; take "ulysses", or leave the stage out'
     assert [(p.path, p.message) for p in problems] == [("method", expected)] * count

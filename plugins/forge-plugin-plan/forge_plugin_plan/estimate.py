@@ -17,8 +17,8 @@ from forge_plugin_plan.fake_world import BroadcastLog
 from forge_plugin_plan.simulate import RankPlan, StateLog, simulate
 
 PLAYED = 4
-"""Up to this number of pipeline ranks, the step of each is simulated; with more, only those of the first, which has
-most micro-batches in flight, of the last, which has the loss, and of the one with most weights."""
+"""Up to this number of pipeline ranks, the step of each is simulated. With more, steps are simulated only for the first
+rank, which has the most micro-batches in flight, the last, which has the loss, and the one with the most weights."""
 
 
 @frozen(kw_only=True)
@@ -28,7 +28,7 @@ class Plan:
     job: Job
     layout: Layout
     device: str
-    """Device whose kernels are assumed: `cuda`, or `cpu` if the job says so."""
+    """Device whose kernels are assumed: `cuda`, or `cpu` if the job sets it."""
     ranks: Sequence[RankPlan]
     """One rank of each pipeline rank, in order; all others are like one of these."""
 
@@ -51,7 +51,7 @@ def make_plan(job: Job, catalog: Catalog, world_size: int, report: Callable[[str
         job: the job.
         catalog: components that are installed.
         world_size: number of ranks.
-        report: receives what is done next, several times in plans that take long.
+        report: receives a description of the next piece of work, several times for plans that take long.
 
     Raises:
         JobError: it cannot be built on this number of ranks; lists the problems of every stage.
@@ -115,7 +115,7 @@ class _Player:
         return ranks
 
     def _confirmed(self, ranks: list[RankPlan], fullest: int) -> bool:
-        """Whether a rank has the sizes that were predicted from those of others; replaces its plan by the true one."""
+        """Whether a rank has the sizes predicted from other ranks; replaces its predicted plan by the true one."""
         number = fullest if fullest not in (0, self.layout.pp - 1) else 1
         predicted, states = ranks[number], self.states
         if number == fullest:

@@ -34,7 +34,7 @@ def fake_world(size: int, rank: int, log: BroadcastLog, pipelined: bool) -> Iter
         ForgeError: the process is part of a real world.
     """
     if dist.is_initialized():
-        raise ForgeError("a plan is made by a process of its own: this one has a process group already")
+        raise ForgeError("a plan needs a separate process: this one already has a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     received = iter(tuple(log.broadcasts))
 

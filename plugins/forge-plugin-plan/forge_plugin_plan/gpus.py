@@ -15,7 +15,7 @@ NETWORK_GBITS = 400.0
 
 @frozen(kw_only=True)
 class GPU:
-    """Figures of a data sheet. Bytes are decimal, rates per second, those of links in one direction."""
+    """Figures of a data sheet. Bytes are decimal, rates are per second, and link rates are for one direction."""
 
     name: str
     memory: float

@@ -16,7 +16,7 @@ class FusedAttention(TorchFunctionMode):
     """Within this context, `scaled_dot_product_attention` runs as a fused kernel.
 
     It saves queries, keys, values, the result and a normaliser for each position, as all fused kernels do: flash,
-    cuDNN's, the memory-efficient one. If a job asks for plain matrix products (`math`), these run.
+    cuDNN's, the memory-efficient one. If a job selects plain matrix products (`math`), these run instead.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -134,7 +134,7 @@ class Meter(PlainDispatchMode):
             self._purpose = held
 
     def _without_questions_of_dtensors(self) -> AbstractContextManager:
-        # DTensors find out shapes by operations on fake tensors of their own, which a real step does not compute.
+        # DTensors determine shapes by operations on separate fake tensors, which a real step does not compute.
         def paused(ask: Callable[[], Any]) -> Any:
             with self.paused():
                 return ask()

@@ -7,9 +7,9 @@ gradients and gathers weights. The second is the pattern of all that follow, and
 schedules such as 1F1B, the pattern runs as the pipeline fills, the last but one while it empties. What the pattern did
 is repeated at the same places of the schedule, which itself runs in full, with all that is sent between pipeline ranks.
 
-The figures are exactly those of a step played in full, provided that the micro-batches between the two would do what
-both do. `NotAlike` is raised where anything shows that they may not; fewer micro-batches are then played, each of them,
-and what the last of these adds is added for all further ones.
+The figures are identical to the figures of a step played in full, provided that the micro-batches between the two would
+do the same as both. `NotAlike` is raised if anything shows that they may not; fewer micro-batches are then played, each
+of them in full, and what the last of these adds is added for all further ones.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Repetition:
         def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return repetition._call(MODEL, lambda: original.__call__(model, *args, **kwargs), (args, kwargs))
 
-        # A class of its own, since Python looks up `__call__` there, and all hooks of the model belong to the call.
+        # A separate class, since Python looks up `__call__` on the class, and all hooks of the model belong to a call.
         self._model.__class__ = type(original.__name__, (original,), {"__call__": call})
         self._loss.around = lambda play, arguments: self._call(LOSS, play, arguments)
         try:
@@ -281,7 +281,7 @@ class Repetition:
 
     def _repeat_backward(self, visit: Visit, pattern: Visit, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         if pattern.backward is None:
-            raise NotAlike("a backward pass that precedes that of the pattern")
+            raise NotAlike("a backward pass that precedes the pattern's backward pass")
         self._repeated.append(pattern)
         self._look_outside()
         for number, gradient in enumerate(gradients):
@@ -311,8 +311,8 @@ class Repetition:
 
     def _balance(self, patterns: Iterable[Visit]) -> None:
         """Check that a micro-batch leaves nothing behind: of what repeated ones leave, nobody would see the end."""
-        # Of all sections and the loss together: the gradient of a head is made by the loss, and taken over by fsdp at
-        # the end of the backward pass, which is that of the model.
+        # For all sections and the loss together: the loss creates the gradient of a head, and FSDP takes it over at
+        # the end of the backward pass, which belongs to the model.
         left: Counter[Any] = Counter()
         for pattern in patterns:
             for passage in pattern.passages():

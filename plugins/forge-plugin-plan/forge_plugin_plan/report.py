@@ -16,7 +16,7 @@ from forge_plugin_plan.simulate import RankPlan
 from forge_plugin_plan.storages import Memory, Purpose
 
 SPARE = 0.1
-"""Fraction of the memory that should stay free for what is not counted."""
+"""Fraction of the memory that should stay free for uncounted memory."""
 
 
 @runtime_checkable
@@ -97,7 +97,7 @@ def _verdict(memory: Memory, gpu: GPU | None) -> str:
     if memory.peak > gpu.memory:
         return f"{of}DOES NOT FIT, {units.size(memory.peak - gpu.memory)} too much"
     free = gpu.memory - memory.peak
-    tight = "" if free >= SPARE * gpu.memory else ", little for what is not counted"
+    tight = "" if free >= SPARE * gpu.memory else ", little left for uncounted memory"
     return f"{of}fits, {units.size(free)} free{tight}"
 
 
@@ -130,7 +130,7 @@ def _computation(plan: Plan) -> Iterator[str]:
     if rank.traffic is not None:
         which = f"pipeline rank {rank.pipeline_rank}, " if plan.layout.pp > 1 else ""
         each = f"{units.flops(rank.traffic.flops)} a rank"
-        yield f"  {'computed':<12}{each:<24}{which}products and attention, with what is computed again"
+        yield f"  {'computed':<12}{each:<24}{which}products and attention, including recomputation"
 
 
 def _communication(plan: Plan) -> Iterator[str]:

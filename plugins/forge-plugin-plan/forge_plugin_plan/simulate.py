@@ -105,7 +105,7 @@ class RankPlan:
 
 
 WHOLE = 512
-"""Up to this number of micro-batches, those of a pipeline are all repeated or played; further ones are extrapolated."""
+"""Up to this number, all micro-batches of a pipeline are repeated or played; further ones are extrapolated."""
 
 
 def simulate(
@@ -127,7 +127,7 @@ def simulate(
         catalog: components that are installed.
         world_size: number of ranks.
         rank: the rank that this process takes the place of.
-        log: broadcasts of ranks with lower numbers; those of this rank are appended.
+        log: broadcasts of ranks with lower numbers; this rank's broadcasts are appended.
         device: device that the job will run on; it need not exist.
         states: sizes of parameters of ranks that were simulated, to which this rank's are added.
         play: whether to simulate a step; otherwise there are only the figures that need none, and sizes of parameters
@@ -217,7 +217,7 @@ class _Rank:
     def _log(self, states: StateLog) -> None:
         optimizer = self._run.optimizer
         state = [_bytes(_tensors_of(optimizer.state.get(item.parameter, {}))) for item in self._run.parameters]
-        # Else parameters share memory, or there is more than they take, and no size is that of one of them.
+        # Otherwise, parameters share memory, or there is more than they take, and no size belongs to one parameter.
         if (sum(self._each_gradient), sum(state)) == self._sizes():
             states.add(self._parameters(), zip(self._each_gradient, state, strict=True))
 

@@ -253,7 +253,7 @@ def backward_pass() -> int:
 
 
 def schema_of(operator: Any) -> Any:
-    """Returns the signature of an operator of the dispatcher, which says what it overwrites."""
+    """Returns the signature of an operator of the dispatcher, which shows what it overwrites."""
     return operator._schema
 
 

@@ -235,7 +235,7 @@ def test_the_stages_of_vision_language_models_fit(
     assert main(["plan", *files, "--world-size=8", "--train.global_batch_size=32", "--gpu=h100"]) == 0
     out = capsys.readouterr().out
     assert ": fits, " in out
-    assert "little for what is not counted" not in out
+    assert "little left for uncounted memory" not in out
     assert out.count("freeze ") == 3
 
 
@@ -247,7 +247,7 @@ def test_a_config_fits_its_gpu(capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", config, "--train.global_batch_size=4", "--gpu=h200"]) == 0
     out = capsys.readouterr().out
     assert ": fits, " in out
-    assert "little for what is not counted" not in out
+    assert "little left for uncounted memory" not in out
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from forge_plugin_profile.trace import Activity, HostEvent, Owner, Trace
 
 OUTSIDE = "outside the layers"
 OPERATORS, WITH_MOST_FLOPS = 20, 5
-"""Operators that are listed: those with the longest time of their own, and those with most FLOPs."""
+"""Number of operators to list: with the longest self time, and with the most FLOPs among the others."""
 US = 1e-6
 MEMBERS = ("compute", "communication", "copy")
 
@@ -95,7 +95,7 @@ def _phases_of_activities(trace: Trace) -> Callable[[Activity], str]:
     def phase_of(activity: Activity) -> str:
         if activity.phase != Phase.FORWARD_BACKWARD:
             return activity.phase
-        # No launch says for whom a thread of a backend works: then by when it begins.
+        # No launch links a thread of a backend to its caller, so the start time decides.
         by_time = activity.kind == "communication" and not trace.on_gpu
         is_backward = contains(backward, activity.start) if by_time else activity.owner.backward
         return "backward" if is_backward else "forward"
@@ -229,7 +229,7 @@ def _natural(name: str) -> list[Any]:
 
 
 def _operators(trace: Trace, scale: float) -> list[dict[str, Any]]:
-    """Operators by their own time: of a GPU that of the kernels that they launched, else without operators within."""
+    """Operators by self time: on a GPU, the time of the kernels they launched; else without nested operators."""
     rows: dict[str, dict[str, Any]] = {}
     for event in trace.events:
         if event.category == "cpu_op":

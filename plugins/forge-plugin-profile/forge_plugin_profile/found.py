@@ -20,7 +20,7 @@ def find_traces(path: Path, step: int | None = None, rank: int | None = None) ->
     """Returns the traces of a run folder's profile, of the folder of a window, or the file itself; in order of ranks.
 
     Raises:
-        JobError: there are none; says what there is.
+        JobError: there are none; the message lists the available ones, if any.
     """
     if path.is_file():
         if not path.name.endswith((".json", ".json.gz")):

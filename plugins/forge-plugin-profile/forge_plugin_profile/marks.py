@@ -57,8 +57,9 @@ class PhaseMarks:
 class BlockMarks:
     """Ranges around the forward pass of each block, and of its parts where the block is not compiled."""
 
-    # By what `Module.__call__` calls, whether that is compiled or not. Hooks of the block would be inside of what is
-    # compiled: ignored after the first trace, another graph before it. And nothing stays behind after the window.
+    # The ranges replace the function that `Module.__call__` calls, whether it is compiled or not. Hooks of the block
+    # would be inside the compiled code: ignored after the first trace, and the cause of a different graph before it.
+    # In addition, nothing remains after the window.
     def __init__(self, model: Model) -> None:
         self._calls: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         blocks = {id(block) for block in blocks_of(model)}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def model_facts(context: TrainContext) -> dict[str, Any]:
-    """Returns layout, device and FLOPs of a step on this rank, as plain types; None for what is not known."""
+    """Returns layout, device and FLOPs of a step on this rank, as plain types; None for unknown values."""
     assert context.build is not None
     job, layout, device = context.job, context.build.layout, context.build.device
     tokens = job.train.global_batch_size * job.train.seq_len / layout.run[1]
@@ -39,7 +39,7 @@ def layer_flops(model: Model, seq_len: int) -> dict[str, float]:
     stated = model.layer_flops(seq_len)
     if stated is None:  # then by their weights, as the contract has it
         return {name: 6.0 * sum(p.numel() for p in layer.parameters() if p.ndim > 1) for name, layer in _layers(model)}
-    by_number = len(stated) != len(model.layers)  # a model that a pipeline has cut may still state those of all layers
+    by_number = len(stated) != len(model.layers)  # a model cut by a pipeline may still state the FLOPs of all layers
     return {name: float(stated[int(name) if by_number else i]) for i, (name, _) in enumerate(_layers(model))}
 
 

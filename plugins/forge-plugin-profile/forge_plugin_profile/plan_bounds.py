@@ -38,7 +38,7 @@ def plan_bounds(trace: Path, world_size: int, rank: int, gpu: str) -> Mapping[st
     folder = run_folder(trace)
     if folder is None:
         raise JobError(f"--gpu needs the job: {trace} is not in a run folder, whose job.toml has it")
-    # By the command and its JSON, both documented: a process of its own, as a plan lives in a world of fake ranks.
+    # Uses the documented command and its JSON, in a separate process, as a plan needs a world of fake ranks.
     argv = [sys.executable, "-m", "forge_core", "plan", str(folder / JOB), "--json"]
     done = subprocess.run(
         [*argv, f"--world-size={world_size}", f"--gpu={gpu}"], capture_output=True, text=True, check=False

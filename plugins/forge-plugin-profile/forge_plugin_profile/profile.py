@@ -29,8 +29,8 @@ class Profile(TrainingHook):
     `profile/step-N/` in the run folder, N the first step of the window, receives a trace of each chosen rank,
     `rank-R.pt.trace.json.gz`, for Perfetto (ui.perfetto.dev) and HTA, and the summary `profile.md` and `profile.json`.
     Recording slows the steps of the window, and writing the trace keeps all ranks waiting once; losses and weights stay
-    equal to the bit. Blocks are marked from outside of what is compiled, and only within the window. A run that is
-    stopped within the window has a profile of the steps until then; one that fails there has none.
+    bitwise equal. Blocks are marked from outside the compiled code, and only within the window. A run that is stopped
+    within the window has a profile of the steps until then; a run that fails within the window has none.
     """
 
     resumes_as: ClassVar[WhenResumed | None] = "safe"

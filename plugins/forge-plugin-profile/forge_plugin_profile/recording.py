@@ -53,7 +53,7 @@ class Recording:
         self._blocks, self._phases = BlockMarks(context.model), PhaseMarks("other")
 
     def _action(self, step: int) -> ProfilerAction:
-        # The profiler asks for 0 when it is made, and then for the steps themselves.
+        # The profiler calls this with 0 when it is created, and then with the actual steps.
         return ProfilerAction.RECORD if max(step, self._step + 1) >= self._first else ProfilerAction.WARMUP
 
     def end_step(self) -> None:

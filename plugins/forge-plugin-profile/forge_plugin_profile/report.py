@@ -146,10 +146,10 @@ def _layer_row(name: str, row: Facts) -> list[str]:
 
 
 def _layer_note(facts: Facts) -> str:
-    note = "\n\nModel FLOPs are those of `Model.layer_flops`, without what is computed again."
+    note = "\n\nModel FLOPs come from `Model.layer_flops` and exclude recomputation."
     if not facts["peak_flops"]:
         return note + " The bound needs the peak of the device: set `metrics.peak_tflops`."
-    return f"{note} The bound is that of `forge-run plan`: FLOPs at {si(facts['peak_flops'])}FLOP/s."
+    return f"{note} The bound is computed as in `forge-run plan`: FLOPs at {si(facts['peak_flops'])}FLOP/s."
 
 
 def _part_rows(facts: Facts) -> Iterator[list[str]]:

@@ -17,15 +17,15 @@ from forge_core.contracts.errors import JobError
 from forge_plugin_profile.marks import BLOCK, PART, PHASE
 
 FORGE = "forge"
-"""Key of a trace under which the hook keeps what it knows of the run."""
+"""Key of a trace under which the hook stores facts about the run."""
 ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 STEP = "ProfilerStep#"
 COMPUTING = "CompiledFunction"
 """Beginning of the names of compiled code, which have no `::`."""
 NOT_COMPUTING = ("autograd::", "torch::autograd::", "c10d::", "_c10d_functional::", "c10d_functional::", "TorchDynamo")
-"""The engine of autograd, whose time of its own is bookkeeping and waits; calls that only enqueue a collective; the
-look-up of compiled code."""
+"""The engine of autograd, whose self time is bookkeeping and waits; calls that only enqueue a collective; the look-up
+of compiled code."""
 COLLECTIVES = ("gloo:", "nccl", "rccl", "ucc:", "mpi:")
 """Beginnings of names of what communicates: kernels of a GPU, ranges of the threads of a backend of the CPU."""
 
@@ -174,7 +174,7 @@ def _owner(name: str, args: Mapping[str, Any], parent: HostEvent | None) -> Owne
 def _own_backward(events: Sequence[HostEvent]) -> None:
     """Find the owners of the backward pass: an operator there has the sequence number of one of the forward pass."""
     # Operators that record no node have the number of the next one, so the latest with a number is the node's own.
-    # Each thread counts for itself: only that of the steps runs the forward pass.
+    # Each thread counts separately: only the thread of the steps runs the forward pass.
     stepping = {event.thread for event in events if event.name.startswith(STEP)}
     forward: dict[int, HostEvent] = {}
     for event in events:

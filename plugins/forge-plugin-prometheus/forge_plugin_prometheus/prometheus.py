@@ -38,7 +38,7 @@ class Prometheus(LoggerComponent):
     host: str = "127.0.0.1"
     """Address on which the endpoint listens; `0.0.0.0` for a Prometheus on another machine. Empty: no endpoint."""
     textfile: FilePath = ""
-    """File for the textfile collector of node_exporter, written anew for each line; it must end in `.prom`."""
+    """File for the textfile collector of node_exporter, rewritten for each line; it must end in `.prom`."""
     labels: Mapping[str, str] = field(factory=dict)
     """Further labels of every number, for example `{ cluster = "a" }`."""
 

@@ -1,4 +1,4 @@
-"""Runs and sections of a report: what is read, and what each installed section makes of it."""
+"""Runs and sections of a report: reads the runs and builds every installed section from them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _section(
         title, place = cls.title, cls.place
         blocks = list(make(cls).blocks(runs))
         if others := [block for block in blocks if not isinstance(block, Block)]:
-            raise TypeError(f"it made a {type(others[0]).__name__}; blocks are those of forge_kit.report_sections")
+            raise TypeError(f"it made a {type(others[0]).__name__}; blocks must come from forge_kit.report_sections")
     except Exception as error:
         cause = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
         message = f"section {offer.type} of {offer.distribution} could not be made: {cause}"

@@ -93,7 +93,7 @@ def column_starts(length: int) -> np.ndarray:
 
 
 def starts_and_end(length: int) -> np.ndarray:
-    """Returns the index of the first point of each column, and that of the last point of all."""
+    """Returns the index of the first point of each column, and the index of the very last point."""
     return np.unique([*column_starts(length), max(0, length - 1)]).astype(int)
 
 

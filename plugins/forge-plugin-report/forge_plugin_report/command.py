@@ -24,7 +24,7 @@ def command(argv: list[str]) -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, also of a run that is running")
     add("--out", type=Path, metavar="FILE", help="where to write it (report.html, or report.md)")
-    add("--format", choices=list(FORMATS), help="by default that of the file's name, else html")
+    add("--format", choices=list(FORMATS), help="format of the report; by default given by the file's name, else html")
     curves = "draw the logged numbers that match, as in 'moe/*'; repeat it for more (loss, evaluations, speed, …)"
     add("--curves", action="append", default=[], metavar="GLOB", help=curves)
     add("--sections", metavar="A,B", help="only these sections, as in overview,curves")

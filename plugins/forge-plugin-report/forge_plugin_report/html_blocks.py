@@ -33,7 +33,7 @@ def html_of(blocks: Iterable[Block]) -> str:
 @singledispatch
 def block_html(block: Block) -> str:
     """Returns a block as HTML."""
-    raise TypeError(f"a section made a {type(block).__name__}; blocks are those of forge_kit.report_sections")
+    raise TypeError(f"a section made a {type(block).__name__}; blocks must come from forge_kit.report_sections")
 
 
 @block_html.register

@@ -19,7 +19,7 @@ MARKUP = re.compile(r"([\\`*_\[\]<>|#~])")
 
 
 def page_markdown(title: str, made: str, sections: Sequence[Section]) -> str:
-    """Returns the report; the arguments are those of `page_html`, which has a legend of the runs besides."""
+    """Returns the report; the arguments are the same as for `page_html`, which also has a legend of the runs."""
     parts = [f"# {escaped(title)}"]
     for section in sections:
         parts.append(f"## {escaped(section.title)}")
@@ -37,7 +37,7 @@ def escaped(text: str) -> str:
 @singledispatch
 def block_markdown(block: Block) -> str:
     """Returns a block as Markdown."""
-    raise TypeError(f"a section made a {type(block).__name__}; blocks are those of forge_kit.report_sections")
+    raise TypeError(f"a section made a {type(block).__name__}; blocks must come from forge_kit.report_sections")
 
 
 @block_markdown.register

@@ -20,7 +20,7 @@ from forge_plugin_report.html_blocks import html_of, run_html
 
 ASSETS = Path(__file__).parent
 KNOTS = 160
-"""Points of a run at which the script knows tokens and time; between them it interpolates."""
+"""Largest number of points of a run at which the script receives tokens and time; it interpolates between them."""
 
 
 def page_html(title: str, made: str, runs: Sequence[ReportRun], sections: Sequence[Section]) -> str:

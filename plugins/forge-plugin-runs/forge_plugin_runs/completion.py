@@ -1,8 +1,9 @@
 """`forge-run completion`: completion of commands, options, keys, job files and run folders, in bash, zsh and fish.
 
-The shell asks for each press of Tab: `forge-run completion --line TEXT` prints what may follow. So a plugin that was
-installed a moment ago is completed too, and so are keys of the job file on the line. Parsers belong to the commands,
-which are imported when they are called: a command is called, and stopped at the moment at which it would parse.
+For each press of Tab, the shell calls `forge-run completion --line TEXT`, which prints the possible continuations. So a
+plugin that was installed a moment ago is completed too, and so are keys of the job file on the line. Parsers belong to
+the commands, which are imported when they are called: a command is called, and stopped at the moment at which it would
+parse.
 """
 
 from __future__ import annotations
@@ -173,14 +174,14 @@ def _values(action: argparse.Action | None, word: str) -> Iterable[str]:
 
 
 def _paths(word: str, what: str) -> Iterator[str]:
-    """Yields paths that begin with `word`: those of job files, of run folders, or any; folders end with a slash."""
+    """Yields paths that begin with `word`: job files, run folders, or any paths; folders end with a slash."""
     folder, _, name = word.rpartition("/")
     above, what = f"{folder}/" if "/" in word else "", what.upper()
     with suppress(OSError), os.scandir(os.path.expanduser(above) or ".") as entries:
         for entry in entries:
             if entry.name.startswith(name) and (name.startswith(".") or not entry.name.startswith(".")):
                 if entry.is_dir():
-                    # A run is complete as it is; only a folder that may hold more goes on
+                    # A run folder is a complete word; only a folder that may contain runs gets a slash
                     is_end = what.startswith("RUN") and is_run(Path(entry.path))
                     yield f"{above}{entry.name}{'' if is_end else '/'}"
                 elif not what.startswith("RUN") and (what != "JOB.TOML" or entry.name.endswith(".toml")):

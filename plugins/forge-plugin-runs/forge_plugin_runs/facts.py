@@ -108,7 +108,7 @@ class Run:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run: it has a job and its record, or is owned before it has them."""
+    """Whether a folder is a run folder: it has a job and its record, or has an owner before they are written."""
     return (folder / LOCK).is_file() or ((folder / JOB).is_file() and (folder / PROVENANCE).is_file())
 
 
@@ -124,7 +124,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def demand_run(folder: Path) -> Path:
-    """Returns `folder` if it is a run's; raises a `JobError` that says what it is instead."""
+    """Returns `folder` if it is a run folder; raises a `JobError` that describes what it is instead."""
     if is_run(folder):
         return folder
     refuse_file(folder)

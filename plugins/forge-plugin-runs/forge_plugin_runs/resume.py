@@ -50,7 +50,7 @@ def _go_to_start(run: Path, base: Path | None, catalog: Catalog) -> list[str]:
     """Go to where the relative paths of a run's job start; returns overrides if the run has moved.
 
     Raises:
-        JobError: there is no job, or the run has moved and nothing says where its paths start.
+        JobError: there is no job, or the run has moved and the folder in which its paths start cannot be determined.
     """
     if not (run / JOB).is_file():
         raise JobError(f"{run} has no {JOB}: the run ended before its job was kept; start it again with its job file")

@@ -1,4 +1,4 @@
-"""`forge-run show`: everything that the folder of a run says about it."""
+"""`forge-run show`: all information about a run in its folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(argv: list[str]) -> int:
 
 
 def all_facts(run: Run) -> dict[str, Any]:
-    """Returns what the folder says about its run, as plain types."""
+    """Returns all information about a run in its folder, as plain types."""
     provenance = _provenance(run.folder)
     versions = {name: about["version"] for name, about in provenance.get("distributions", {}).items()}
     if versions:
@@ -67,7 +67,7 @@ def changed_keys(folder: Path, catalog: Catalog) -> dict[str, Any]:
         skeleton = tomli_w.dumps(_types(tomllib.loads(text)))
     except (OSError, ValueError):
         return {}  # the problem is reported with the run
-    # Compared with the same components without any key of theirs: what is absent there and default here is no change.
+    # Compared with the same components without any of their keys: a key absent there and default here is no change.
     changes = text_changes(skeleton, text, catalog)
     return {change.path: change.after for change in changes if change.after is not None}
 
@@ -174,7 +174,7 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Sequence[s
 
 
 def _job_rows(facts: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Types and keys by path; components without keys of their own that the core adds to every job are left out."""
+    """Types and keys by path, without components that the core adds to every job if none of their keys is listed."""
     keys = facts["job"]
     for path, type_ in facts["components"].items():
         own = {key: value for key, value in keys.items() if key.startswith(f"{path}.")}

@@ -49,7 +49,7 @@ def fitted(rows: Sequence[Sequence[str]], expendable: Sequence[int], limit: int)
     Args:
         rows: cells; the first row has the titles.
         expendable: numbers of columns that may be left out, the first to go first.
-        limit: width of the terminal. What is wider still without them is left for the terminal to wrap.
+        limit: width of the terminal. Lines that are too wide even without these columns are wrapped by the terminal.
     """
     left = list(range(len(rows[0])))
     waiting = list(expendable)

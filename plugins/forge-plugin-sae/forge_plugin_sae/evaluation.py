@@ -1,4 +1,4 @@
-"""The evaluation `sae`: what is lost with reconstructions in place of activations."""
+"""The evaluation `sae`: the loss of the model with reconstructions in place of activations."""
 
 from __future__ import annotations
 

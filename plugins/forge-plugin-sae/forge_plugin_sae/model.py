@@ -21,7 +21,8 @@ from forge_plugin_sae.activation_modules import Activation, JumpReLUActivation, 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 """Names of the files, as SAELens has them."""
 TRANSCODER = {"standard": "transcoder", "jumprelu": "jumprelu_transcoder", "topk": "topk_transcoder"}
-"""Architecture of an autoencoder -> that of a transcoder with its activation. SAELens has no `topk_transcoder`."""
+"""Architecture of an autoencoder -> architecture of a transcoder with the same activation. SAELens has no
+`topk_transcoder`."""
 
 
 class SparseCoder(nn.Module):

@@ -36,6 +36,6 @@ class Quality:
         return {"explained_variance": explained, "l0": active / rows, "loss": loss / rows}
 
     def clear(self) -> None:
-        """Start anew."""
+        """Reset the sums."""
         self.rows = 0
         self.sums.zero_()

@@ -34,8 +34,8 @@ class SAE(Training, SinkComponent):
     resumes_as: ClassVar[WhenResumed | None] = "flag"
 
     output: str = ""
-    """Makes transcoders: the point, in the same layer, whose activations are to be made from those of each point
-    (`mlp_out`, say, with `points = ["layers.*.resid_mid"]`). Empty: autoencoders."""
+    """Trains transcoders: the point in the same layer whose activations are predicted from the activations of each
+    point (`mlp_out`, for example, with `points = ["layers.*.resid_mid"]`). Empty: autoencoders."""
     folder: str = field(default="sae", validator=matches_re(r"[\w.-]+"), metadata=when_resumed("safe"))
     """Folder below the run's, and name in the metrics; sinks of this type need different ones."""
 
@@ -44,7 +44,7 @@ class SAE(Training, SinkComponent):
         stages = job.parallel.values()
         others = [sink for stage in stages for sink in getattr(stage, "sinks", {}).values() if isinstance(sink, SAE)]
         if sum(sink.folder == self.folder for sink in others) > 1:
-            yield Problem("folder", f"{self.folder!r} is that of another sink too; give each of type sae its own")
+            yield Problem("folder", f"{self.folder!r} is also used by another sink; give each sae sink its own")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
         from forge_plugin_sae.sink import SAESink

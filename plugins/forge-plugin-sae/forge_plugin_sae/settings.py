@@ -39,7 +39,7 @@ class Training:
     """Rows of the mixing buffer, through which all rows pass. Training starts when it is full."""
     normalise: bool = True
     """Whether inputs and targets are divided by their root mean squared norm, as the first full buffer has it, so that
-    rates and coefficients mean the same at every point. What is saved is for activations as they are in the model."""
+    rates and coefficients mean the same at every point. The saved weights apply to the model's original activations."""
     grad_clip_norm: float = field(default=1.0, validator=ge(0))
     """Norm to which gradients are clipped; 0: they are not."""
     dead_after: int = field(default=1_000_000, validator=gt(0))

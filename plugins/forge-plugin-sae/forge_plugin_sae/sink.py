@@ -118,11 +118,11 @@ class SAESink(Sink):
                 figures = trainer.inferred()
                 folder = self.context.folder / self.settings.folder / name
                 save(trainer.coder, folder, metadata(name, self.targets[name], self.context.job.job.name, figures))
-        gather_objects(None)  # nobody goes on to read what another rank has yet to write
+        gather_objects(None)  # no rank continues and reads files that another rank has yet to write
 
 
 def metadata(name: str, target: str, model: str, figures: Mapping[str, float]) -> dict[str, Any]:
-    """What `cfg.json` says of the training, by SAELens' names where it has one."""
+    """The metadata of the training in `cfg.json`, under SAELens' names where it has one."""
     of_target = {} if target == name else {"hook_name_out": target}
     return {
         "model_name": model,
@@ -143,7 +143,7 @@ def targets_of(settings: SAE, taps: TapsInfo) -> dict[str, str]:
     targets = {}
     for name, info in taps.points.items():
         if info.axes == "pattern":
-            raise ForgeError(f"sae: {name} is attention, whose width is that of the sequence")
+            raise ForgeError(f"sae: {name} is attention, whose width is the length of the sequence")
         if name in outputs:
             continue
         layer = name.rpartition(".")[0]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """A `SparseCoder`, its optimizer, its mixing buffer, and what is known of its latents.
+    """A `SparseCoder`, its optimizer, its mixing buffer, and statistics of its latents.
 
     Everything is a function of the settings, the seed and the rows in their order.
     """

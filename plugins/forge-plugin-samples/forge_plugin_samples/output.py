@@ -19,8 +19,8 @@ FILE = "samples.txt"
 def show(sampled: SampledTexts) -> None:
     """Print samples, prompts dim.
 
-    Through `sys.stdout`, and not through a rich console of its own: while a progress line is live, rich redirects it
-    above that line.
+    They are printed through `sys.stdout`, and not through a separate rich console: while a progress line is live, rich
+    redirects `sys.stdout` above that line.
     """
     console = Console(highlight=False)
     with console.capture() as capture:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def continuations(settings: Samples, context: TrainContext) -> list[str]:
-    """Returns a continuation of each prompt by the model, drawn with a generator of its own."""
+    """Returns a continuation of each prompt by the model, drawn with a separate random generator."""
     tokenizer = context.tokenizer
     assert tokenizer is not None
     ids = [prompt_ids(tokenizer, prompt) for prompt in settings.prompts]

@@ -79,7 +79,7 @@ class SequentialPart:
     """`[[scheduler.parts]]`: one of the schedules, and when it ends."""
 
     schedule: SchedulerComponent
-    """Any schedule. It sees a run of its own: its first update is the part's first, and it ends where the part ends."""
+    """Any schedule. It treats the part as a run that begins at the part's first update and ends where the part ends."""
     scale: float = field(default=1.0, validator=ge(0))
     """Factor on the schedule, for instance to continue from where the part before it ended."""
     until: int | None = field(default=None, validator=optional(ge(1)))
@@ -111,7 +111,7 @@ class Sequential(SchedulerComponent):
     def _problems_of_ends(self, total: int) -> Iterator[Problem]:
         for number, part in enumerate(self.parts[:-1]):
             if part.until is None:
-                yield Problem(f"parts.{number}.until", "is missing: each part but the last says when it ends")
+                yield Problem(f"parts.{number}.until", "is missing: every part except the last must set when it ends")
         last = f"parts.{len(self.parts) - 1}.until"
         if self.parts[-1].until is not None:
             yield Problem(last, f"is {self.parts[-1].until}, but the last part ends with the run; leave it out")
@@ -125,7 +125,7 @@ class Sequential(SchedulerComponent):
                 yield Problem(path, f"{message}; end this part earlier, or drop those after it")
 
     def _problems_of_parts(self, job: Job, layout: Layout) -> Iterator[Problem]:
-        """Yields problems that a part has in a run of its length only: the core reports those of the whole run."""
+        """Yields problems that a part only has in a run of its length: the core reports problems in the whole run."""
         ends = [0, *(part.until or job.train.steps for part in self.parts)]
         for number, (part, (start, end)) in enumerate(zip(self.parts, pairwise(ends), strict=True)):
             short = attrs.evolve(job, train=attrs.evolve(job.train, steps=end - start))

@@ -66,8 +66,8 @@ class CheckedExecutor:
         with local.kept() if local else nullcontext():
             output = self._inner.train_step(batches, denominator)
         if isinstance(self._model, FSDPModule) and self._context.layout.pp > 1:
-            # Left to `complete_gradients` otherwise, by which time it is too late to compare; what is reduced already
-            # is not reduced again.
+            # Otherwise done by `complete_gradients`, which is too late for a comparison; gradients that are already
+            # reduced are not reduced again.
             reduce_gradients(self._model)
         gradients = {n: p.grad for n, p in self._model.named_parameters() if p.grad is not None}
         loss = {"the loss": output.per_sequence[0]}
@@ -81,7 +81,7 @@ class CheckedExecutor:
         return "" if self._plugin.tolerance else digest(computation.all.values())
 
     def _differing(self, one: Computation, other: Computation) -> list[str]:
-        """Names of what differs on this rank: where ranks share sums, by what it has computed alone, if that says."""
+        """Names of the figures that differ on this rank: first the ones before ranks sum gradients, then the others."""
         shared, local = (
             [name for name in sorted({*a, *b}) if not self._equal(a.get(name), b.get(name))]
             for a, b in ((one.shared, other.shared), (one.local, other.local))
@@ -101,9 +101,9 @@ class CheckedExecutor:
         apart: Sequence[Sequence[str]],
         hosts: Sequence[str],
     ) -> StepOutput:
-        """Compute a third time, and find out who was wrong. What is left in the gradients is the third computation."""
+        """Compute a third time, and determine which ranks were wrong. The gradients keep the third computation."""
         checked, auxiliary = self._plugin.checked, self._context.auxiliary
-        # Counted anew: if the first computation was wrong, so may be what modules have counted in it.
+        # Counted again: if the first computation was wrong, the counts of modules in it may be wrong, too.
         auxiliary.begin_step(denominator, self._context.job.train.global_batch_size, self._micro_batches)
         output, third = self._compute(batches, denominator)
         not_first, not_second = (self._differing(third, one) for one in earlier)
@@ -124,10 +124,10 @@ class CheckedExecutor:
         return output
 
     def _tell(self, faults: Sequence[Fault], mended: bool) -> None:
-        """Warn of mended faults; end the run for others, on all ranks, if the job says so."""
+        """Warn of repaired faults; for others, end the run on all ranks if `on_fault` is "stop"."""
         step = self._plugin.checked.step
         if mended:
-            text = f"step {step} was computed wrongly, and mended: it goes on with gradients that came out twice"
+            text = f"step {step} was computed wrongly and repaired: it continues with gradients that came out twice"
         else:
             text = f"step {step} has other gradients each time: a processor or its memory is broken, or a kernel is "
             text += "not deterministic"

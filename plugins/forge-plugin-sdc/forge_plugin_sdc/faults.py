@@ -16,7 +16,7 @@ RECORD = "sdc.jsonl"
 
 
 class CorruptionError(ForgeError):
-    """A fault that could not be mended: what the run would go on with may be wrong."""
+    """A fault that could not be repaired: the state with which the run would continue may be wrong."""
 
     exit_code = 77  # type: ignore[assignment]  # a code of this plugin's own
 
@@ -37,7 +37,7 @@ class Fault:
 
 @define
 class CheckedStep:
-    """The training step under way, shared by the hook that knows its number and the executor that computes it."""
+    """The training step under way, shared by the hook that sets its number and the executor that computes it."""
 
     step: int = 0
     """Its number, from 1; 0 outside the run's own steps, as in a dry run."""

@@ -83,7 +83,7 @@ def recorded_rows(run: Path, step: int) -> Mapping[int, tuple[float, float]]:
 
 
 def _compute(options: argparse.Namespace, run: Path, scratch: Path, rank: int) -> dict[str, Any]:
-    """Train from the checkpoint before the step up to it, in a folder of its own; returns what `Replayed` wrote."""
+    """Train from the checkpoint before the step up to it, in a separate folder; returns what `Replayed` wrote."""
     storage = storage_of(run)
     steps = sorted(storage.steps())
     before = [step for step in steps if step < options.step]
@@ -104,7 +104,7 @@ def _compute(options: argparse.Namespace, run: Path, scratch: Path, rank: int) -
         start = named if isinstance(storage, SpreadStorage) else storage.path(before[-1])
         arguments += ["--resume", str(start)]
     arguments += [f"--nproc={options.nproc}"] if options.nproc else []
-    # A process of its own, which may end where it is: no save, and no hook of the job that hears of an end.
+    # A separate process, which exits at the step: no save, and no hook of the job is notified of an end.
     child = [sys.executable, "-m", "forge_core", "run", *arguments]
     base = options.base or _started_in(run)
     done = subprocess.run(child, cwd=base, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)

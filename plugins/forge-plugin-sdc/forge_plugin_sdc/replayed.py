@@ -47,7 +47,7 @@ class Replayed(TrainingHook):
     def on_step_begin(self, context: StepContext) -> None:
         if context.step == self.at:
             for plugin in _checks(context.job):
-                plugin.checked.due = True  # after the plugin's own hook, which comes before those of `[hooks]`
+                plugin.checked.due = True  # after the plugin's own hook, which comes before all `[hooks]`
 
     def on_gradients(self, context: StepContext) -> None:
         assert context.output is not None

@@ -40,7 +40,7 @@ class Replicas(TrainingHook):
     every: int = field(default=100, validator=ge(1))
     """Steps between comparisons. There is one before saves by `checkpoint.interval` and after the last step, too."""
     on_fault: Literal["stop", "warn"] = "stop"
-    """When copies differ: end the run with exit code 77 before anything is saved, or warn and go on."""
+    """When copies differ: end the run with exit code 77 before anything is saved, or warn and continue."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if layout.replicate < 2:
@@ -92,12 +92,12 @@ def copies(layout: Layout) -> list[list[int]]:
 
 
 def odd_ones(digests: Sequence[str], ranks: Sequence[int]) -> list[tuple[int, str]]:
-    """Ranks whose digest is not that of the majority, with how to call them; all where there is no majority."""
+    """Ranks whose digest differs from the majority, each with a description; all ranks if there is no majority."""
     common, number = Counter(digests).most_common(1)[0]
     if number == len(digests):
         return []
     if 2 * number > len(digests):
-        return [(rank, "not that of the others") for rank, one in zip(ranks, digests, strict=True) if one != common]
+        return [(rank, "different from the others") for rank, one in zip(ranks, digests, strict=True) if one != common]
     return [(rank, "wrong, or another one: there is no majority") for rank in ranks]
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class SDC(Plugin):
     """Computes a step again every n steps and compares the gradients, before ranks share them.
 
-    A third computation decides which one was wrong. A fault that does not come again is mended: the step goes on with
-    the right gradients, and the curve is that of a run without it. The cost is one step in `every`.
+    A third computation decides which one was wrong. A fault that does not recur is repaired: the step continues
+    with the right gradients, and the curve is the same as in a run without it. The cost is one step in `every`.
     """
 
     resumes_as: ClassVar[WhenResumed | None] = "safe"
@@ -35,7 +35,7 @@ class SDC(Plugin):
     """Relative difference between the norms of a gradient that is no fault, for devices that do not repeat themselves
     to the bit. 0: gradients must be equal to the bit."""
     on_fault: Literal["stop", "warn"] = "stop"
-    """When no two computations of a step agree: end the run with exit code 77, saving nothing; or warn and go on."""
+    """When no two computations of a step agree: end the run with exit code 77, saving nothing; or warn and continue."""
 
     @cached_property
     def checked(self) -> CheckedStep:
@@ -70,7 +70,7 @@ class SDC(Plugin):
 
 @define(kw_only=True, slots=False)
 class Watch(TrainingHook):
-    """Says which step is under way, and keeps the record of checked ones."""
+    """Tracks the step under way, and keeps the record of checked steps."""
 
     resumes_as: ClassVar[WhenResumed | None] = "safe"
 

@@ -11,7 +11,7 @@ from typing import Any
 from attrs import frozen
 
 BEFORE = 20
-"""Steps before the replayed one whose losses say what is usual."""
+"""Steps before the replayed one whose losses serve as the usual values."""
 ROUNDING = 1e-4
 """Relative difference of losses and norms on another number of ranks, or another kind of processor."""
 Pair = tuple[float, float]

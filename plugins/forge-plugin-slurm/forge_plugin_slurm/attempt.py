@@ -299,7 +299,7 @@ def _queue_again(attempt: Attempt, batch: BatchStep) -> None:
             break
         except SlurmError as error:
             if last:
-                hint = f"go on by hand: sbatch {sys.argv[1] if len(sys.argv) > 1 else 'RUN'}/submit.sh"
+                hint = f"continue manually: sbatch {sys.argv[1] if len(sys.argv) > 1 else 'RUN'}/submit.sh"
                 print(f"forge-run submit: job {attempt.job} was not queued again: {error}; {hint}", file=sys.stderr)
                 return
             time.sleep(TRY_S)

@@ -1,4 +1,4 @@
-"""Settings of a cluster, by which runs are submitted: `[submit]` of a file of its own, and options of the command."""
+"""Settings of a cluster for submitting runs: `[submit]` of a separate file, and options of the command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS = (
     *("array", "chdir", "gpus-per-node", "job-name", "nodes", "ntasks", "ntasks-per-node", "no-requeue", "open-mode"),
     *("output", "requeue", "cpus-per-task", "partition", "account", "time", "exclude"),
 )
-"""Options of sbatch that have keys of their own, or that the script depends on."""
+"""Options of sbatch that have their own keys, or that the script depends on."""
 _LONG = "array chdir job-name nodes ntasks output cpus-per-task partition account time exclude"
 SHORT = dict(zip("aDJNnocpAtx", _LONG.split(), strict=True))
 KEYS = {"partition", "account", "time", "nodes", "gpus-per-node", "cpus-per-task", "exclude"}

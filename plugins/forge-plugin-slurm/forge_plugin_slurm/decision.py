@@ -93,13 +93,13 @@ def decide(attempt: Attempt, outcome: Outcome, before: Sequence[Attempt], policy
     idle = _idle_restarts([*before, attempt])
     if kind in ("failed", "time") and idle > policy.max_idle_restarts:
         held = f"held after {idle} starts in a row that ended before a checkpoint; `scontrol release {attempt.job}`"
-        return evolve(attempt, action=HELD, reason=f"{words}; {held} once it is mended")
+        return evolve(attempt, action=HELD, reason=f"{words}; {held} once it is fixed")
     return evolve(attempt, action=QUEUED, reason=words, excluded=_to_exclude([*before, attempt]))
 
 
 def classify(outcome: Outcome) -> tuple[str, str]:
     """Returns the kind of an end, and words for it."""
-    # From what is certain to what is inferred: a run that has ended for good is not started again, whatever SLURM did.
+    # From certain to inferred causes: a run that has ended for good is not started again, whatever SLURM did.
     if outcome.code == ExitCode.FINISHED and outcome.end is not None and outcome.end.code == ExitCode.FINISHED:
         return "finished", f"ended for good: {outcome.end.reason}" if outcome.end.final else "finished"
     if outcome.code == ExitCode.BAD_JOB:
@@ -152,7 +152,7 @@ def _on(nodes: Sequence[str]) -> str:
 def _blamed(kind: str, outcome: Outcome) -> tuple[str, ...]:
     if kind == "node":
         return outcome.failed_nodes
-    # What is killed after the last step, an export say, was too large or too slow: other nodes would do no better
+    # A task killed after the last step, such as an export, was too large or too slow: other nodes would do no better
     if kind != "failed" or outcome.trained:
         return ()
     silent = outcome.end is not None and outcome.end.cause == Cause.SILENT
@@ -166,7 +166,7 @@ def _same_error(attempt: Attempt, before: Sequence[Attempt]) -> str:
         return ""
     if last.kind != "failed" or (last.error_step, _plain(last.error)) != (attempt.error_step, _plain(attempt.error)):
         return ""
-    # Where a task was killed or a device failed says nothing; what fails before training may be the file system
+    # Killed tasks and failed devices are no evidence of this; failures before training may come from the file system
     if attempt.blamed or attempt.error_step is None:
         return ""
     return "the same error after the same step as in the last start: the job or its data is the cause, and no machine"

@@ -28,8 +28,8 @@ RECENT = 50
 class Slurm(TrainingHook):
     """Stops and saves before the time limit of the SLURM job, which `forge-run submit` then queues again.
 
-    Also notes step and newest checkpoint in the run folder, by which the batch script knows whether a run that failed
-    has come any further. Outside SLURM it does nothing, and says so.
+    Also records the step and the newest checkpoint in the run folder, from which the batch script determines whether a
+    failed run has made progress. Outside SLURM, it only issues a warning.
     """
 
     resumes_as = "safe"
@@ -78,7 +78,7 @@ class Slurm(TrainingHook):
 
     @property
     def margin(self) -> float:
-        """Seconds before the end of the allocation at which this rank asks to stop."""
+        """Seconds before the end of the allocation at which this rank requests a stop."""
         if self.margin_s:
             return self.margin_s
         return max(LEAST_MARGIN_S, 2 * self.slowest_save_s + 2 * max(self._steps, default=0.0))
@@ -115,7 +115,7 @@ class Slurm(TrainingHook):
         return folder
 
     def _ask_end(self, warn: bool) -> float | None:
-        """The end of the allocation on the monotonic clock; None if it has none, or nobody knows it."""
+        """The end of the allocation on the monotonic clock; None if it has none, or if it is unknown."""
         from forge_plugin_slurm.scheduler import SlurmError, seconds_left
 
         try:

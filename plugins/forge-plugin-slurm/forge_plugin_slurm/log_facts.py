@@ -57,7 +57,7 @@ def facts_of(text: str) -> LogFacts:
     killed: dict[int, tuple[str, str]] = {}
     for node, tasks, cause in _TASKS.findall(text):
         if cause.startswith(_QUIET):
-            break  # srun kills what is left after the first end (--wait): later ones are no cause
+            break  # srun kills the remaining tasks after the first end (--wait): later ends are no cause
         killed |= dict.fromkeys(_numbers(tasks), (node, cause.strip()))
     return LogFacts(
         ended_by_slurm=bool(ends),

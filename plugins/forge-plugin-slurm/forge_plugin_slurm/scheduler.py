@@ -37,7 +37,7 @@ def ask(*command: str) -> str:
 def own_job(environment: Mapping[str, str]) -> str:
     """Returns the name of this process's job; empty outside SLURM.
 
-    A task of an array is `17_3`: its own number may be that of the whole array, all of which would be queued again.
+    A task of an array is `17_3`: its own number may be the whole array's, all of which would be queued again.
     """
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
@@ -96,7 +96,7 @@ def requeue(job: str, hold: bool = False) -> None:
 
 
 def exclude(job: str, present: str, nodes: Sequence[str]) -> None:
-    """Leave out nodes, besides those of `present` (`ExcNodeList` of the job), from a job that waits in the queue."""
+    """Exclude nodes from a job that waits in the queue, in addition to `present` (`ExcNodeList` of the job)."""
     before = [present] if present and present != "(null)" else []
     ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join([*before, *nodes])}")
 

@@ -1,4 +1,4 @@
-"""The batch script of a run: what it asks SLURM for, and the one command that it becomes."""
+"""The batch script of a run: the resources it requests from SLURM, and the one command that it becomes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ class RunScript:
         ]
         attempt = [sys.executable, "-P", "-m", "forge_plugin_slurm.attempt", str(self.run), *policy, "--"]
         # Not --kill-on-bad-exit: ranks that saved exit with 75 one after the other, and the first would have the others
-        # killed in their last words. Nor --wait, which would kill what is left some time after the first end, a good
-        # one too. Forge ends ranks whose peers have failed; `attempt` ends the step of those that cannot hear it.
+        # killed before their last output. Nor --wait, which would kill the remaining tasks some time after the first
+        # end, even a good one. Forge ends ranks whose peers have failed; `attempt` ends the step of ranks that cannot
+        # receive this.
         srun = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
         if self.cluster.cpus_per_task:  # which srun no longer takes from sbatch, from SLURM 22.05 on
             srun.append(f"--cpus-per-task={self.cluster.cpus_per_task}")

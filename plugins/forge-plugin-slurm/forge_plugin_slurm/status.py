@@ -29,7 +29,7 @@ SHOWN = 20
 
 
 def print_status(run: Path) -> int:
-    """Print what is known of a run that was submitted; needs neither the queue nor a running job."""
+    """Print the status of a run that was submitted; needs neither the queue nor a running job."""
     refuse_file(run)
     if not run.is_dir():
         raise JobError(f"{run}: no such run folder")

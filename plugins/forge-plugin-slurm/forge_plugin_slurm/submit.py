@@ -51,7 +51,7 @@ def command(argv: list[str]) -> int:
     for name, help_ in OPTIONS.items():
         number = name not in ("partition", "account", "time")
         add(f"--{name}", type=positive if number else str, metavar="N" if number else "TEXT", help=help_)
-    add("--array", metavar="JOBS", help="each job file is a run of its own, a task of one array: jobs/*.toml")
+    add("--array", metavar="JOBS", help="each job file is a separate run, one task of an array: jobs/*.toml")
     add("--at-once", type=positive, default=0, metavar="N", help="with --array: runs at the same time (all)")
     add("--dry-run", action="store_true", help="print the script; nothing is written or queued")
     add("--status", metavar="RUN", help="show the queue, the attempts and the step of a run that was submitted")

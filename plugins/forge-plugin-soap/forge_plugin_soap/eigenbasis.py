@@ -27,8 +27,8 @@ def next_columns(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         basis: orthonormal columns (n, n).
 
     Returns:
-        Columns of which `orthonormal` makes the new basis, and the order (n,) in which they follow those of `basis`:
-        largest estimated eigenvalue first.
+        Columns from which `orthonormal` makes the new basis, and the order (n,) in which they follow the columns of
+        `basis`: largest estimated eigenvalue first.
     """
     product = matrix @ basis
     order = torch.argsort((basis * product).sum(0), descending=True, stable=True)
@@ -38,9 +38,9 @@ def next_columns(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Make the columns of each matrix (n, n) orthonormal, each against those before it. Reads the device once.
 
-    Where a column is a combination of those before it, its direction would be that of rounding errors, which differ
-    between layouts. Such a column is replaced by a direction that is orthogonal to those before it and depends on
-    nothing else.
+    If a column is a linear combination of earlier columns, its direction would be determined by rounding errors, which
+    differ between layouts. Such a column is replaced by a direction that is orthogonal to the earlier columns and
+    depends on nothing else.
     """
     # `contiguous` below: LAPACK returns bases in column order and checkpoints restore them in row order, and products
     # with the two are rounded differently, so that a resumed run would differ.

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 ENOUGH = 32
 """Values from which a median deviation is reliable: with fewer in the window, nothing is judged."""
 MARK = "spike of "
-"""Begins every reason of this hook, so that a rank knows those of another."""
+"""Begins every reason of this hook, so that a rank recognises the reasons of other ranks."""
 REMEMBERED = 64
-"""Ranges of unusable checkpoints that are remembered; retention has deleted those of earlier ones long before."""
+"""Ranges of unusable checkpoints that are remembered; retention has long deleted the checkpoints of earlier ranges."""
 
 
 @define(kw_only=True, slots=False)
@@ -35,8 +35,8 @@ class Spikes(TrainingHook):
     `window` ones, by the robust z-score of logarithms (`robust_score`). Both are known before the update, for one wait
     on the device in each step. Values of updates that were not made never enter the window.
 
-    The run goes back to weights that are known to be good. The values of a step are those of the weights before it, so
-    a checkpoint is good if the next step that was trained was no spike, and the run has not left it behind since.
+    The run goes back to weights that are known to be good. The values of a step belong to the weights before it, so a
+    checkpoint is good if the next step that was trained was no spike, and the run has not left it behind since.
 
     Decisions follow from values that all ranks share, and the engine agrees on them. What they depend on is part of the
     state, so that a run that continues decides alike.
@@ -121,7 +121,7 @@ class Spikes(TrainingHook):
         if not context.skipped:
             self._keep_values()
             self.row = 0
-        # The engine has agreed on skipping: a rank that found none then knows another's reason
+        # The engine has agreed on skipping: a rank that found no spike receives another rank's reason here
         reason = self._reason or (context.requests.skip if MARK in context.requests.skip else "")
         if reason:
             self._distrust(self.last_step, context.step - 1)
@@ -200,7 +200,7 @@ class Spikes(TrainingHook):
             # It is still being written; going back waits for it. Whether it is listed is a matter of the clock, by
             # which decisions must not differ.
             saved, due = [*saved, pending], [*due, pending]
-        # Without saves by the clock, those of a stop come out of turn: a run that was not stopped does not have them
+        # Without saves by the clock, saves at a stop are off schedule: a run that was not stopped does not have them
         choices = due if not section.interval_minutes and len(due) >= self.roll_back_to else saved
         return choices[-self.roll_back_to] if len(choices) >= self.roll_back_to else None
 
@@ -214,7 +214,7 @@ def _is_due(section: CheckpointSection, step: int) -> bool:
 
 
 def _last_due(section: CheckpointSection, now: int) -> int:
-    """The last step before `now` whose number asks for a checkpoint; -1 if there is none."""
+    """The last step before `now` whose number requires a checkpoint; -1 if there is none."""
     return next((step for step in range(now - 1, -1, -1) if _is_due(section, step)), -1)
 
 

@@ -18,7 +18,7 @@ from forge_core.parallel.mesh import gather_objects, global_rank
 from forge_plugin_taps.where import Split
 
 TOKENS = ("step", "row", "position", "id", "label", "document", "source", "sequence")
-"""What is known of each sample. `row`: number of its sequence in the global batch; `position`: in that sequence; `id`
+"""Facts about each sample. `row`: number of its sequence in the global batch; `position`: in that sequence; `id`
 and `label`: token and target; `document`: the batch's id of its document; `source`: number of the sequence's source;
 `sequence`: its number in that source. 0 where the batch has no such entry."""
 FROM_BATCH = ("id", "label", "document", "source", "sequence")

@@ -31,7 +31,7 @@ class Division:
     axes: frozenset[str] = frozenset()
     """What it divides, `rest` included."""
     positions: str = ""
-    """Dimension whose ranks have positions of their own of each sequence, by the entry `places` of batches."""
+    """Dimension whose ranks have different positions of each sequence, given by the entry `places` of batches."""
     equal: tuple[str, ...] = ()
     """Dimensions whose ranks all have the same values."""
 
@@ -77,7 +77,7 @@ def division_problems(job: Job, layout: Layout) -> Iterator[Problem]:
     for name in _shared(layout):
         if name not in declared:
             message = (
-                f"ranks of the dimension {name} have the same sequences, and no stage says which part of activations"
+                f"ranks of the dimension {name} have the same sequences, and no stage defines which part of activations"
             )
             yield Problem("", f"{message} each has; return it in `divided_axes()` of the stage, or leave taps out")
     of_tokens = {dimension.name for dimension, _ in layout.sizes if dimension.tokens}

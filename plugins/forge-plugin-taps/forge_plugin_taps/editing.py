@@ -40,11 +40,11 @@ class Selected(Edit):
         return new.expand_as(x) if mask is None else torch.where(mask, new, x)
 
     def replacement(self, x: Tensor, where: Where) -> Tensor:
-        """Returns what may take the place of x (B, s, …), in a shape that expands to that of x."""
+        """Returns a replacement for x (B, s, …), in a shape that expands to the shape of x."""
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def mask(self, x: Tensor, where: Where) -> Tensor | None:
-        """Returns which elements of x (B, s, …) are meant, in a shape that expands to that of x; None: all."""
+        """Returns a mask of the elements of x (B, s, …) to edit, in a shape that expands to x's shape; None: all."""
         masks = []
         if "positions" in self._numbers:
             masks.append(_spread(torch.isin(where.places(x), self._numbers["positions"]), x.ndim))

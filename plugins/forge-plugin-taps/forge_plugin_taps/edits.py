@@ -122,7 +122,7 @@ class Mean(SelectingEdit):
 
 @frozen(kw_only=True)
 class Replace(SelectingEdit):
-    """Sets activations to those of a stored sequence at the same positions (patching), in every sequence.
+    """Sets the activations of every sequence to a stored sequence's at the same positions (patching).
 
     Positions that the store does not have stay as they are.
     """

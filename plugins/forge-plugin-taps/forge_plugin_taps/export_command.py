@@ -19,7 +19,7 @@ def command(argv: list[str]) -> int:
     `npz`: one NumPy file for each step, with an array for each point, and one for each fact of the tokens. `arrow`: a
     dataset of Hugging Face's `datasets` with a row for each token. `saelens`: a dataset for each point, with a row for
     each sequence, as SAELens' CacheActivationsRunner writes it; the store must have all positions. NumPy and Arrow have
-    no bfloat16: such values become float32, and the command says so.
+    no bfloat16: such values become float32, and the command reports this.
     """
     parser = argparse.ArgumentParser(prog="forge-run taps", description=command.__doc__)
     parser.add_argument("action", choices=("show", "export"), help="what to do")

@@ -29,7 +29,7 @@ def export_npz(steps: Sequence[Path], out: Path) -> Iterator[str]:
 
 
 def export_arrow(steps: Sequence[Path], out: Path) -> Iterator[str]:
-    """Write a dataset with a row for each token: its points, as flat lists, and what is known of it.
+    """Write a dataset with a row for each token: its points, as flat lists, and the facts about it.
 
     A row of a step that lacks a point has None there.
     """

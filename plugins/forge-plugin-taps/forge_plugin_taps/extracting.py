@@ -1,4 +1,4 @@
-"""Runs a trained model over held-out sequences and keeps what is at its points, under every layout.
+"""Runs a trained model over held-out sequences and stores the tensors at its points, under every layout.
 
 Shapes: B sequences of a micro-batch, D model width.
 """

@@ -77,7 +77,7 @@ class TapsHook(TrainingHook):
             sink.close(final=context.step >= context.job.train.steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the sinks, each under its name. Collective, as a save is: what is not finished is finished first."""
+        """State of the sinks, each under its name. Collective, as a save is: pending work is finished first."""
         self._settle()
         if not self._sinks:
             return dict(self._restored)

@@ -43,7 +43,7 @@ class TapsInfo:
     """What a stage captures, known to sinks when they are built; the same on every rank."""
 
     points: Mapping[str, PointInfo]
-    """By name, gradients (`NAME.grad`) among them, in the order of the model: those of the sink it is passed to."""
+    """By name, including gradients (`NAME.grad`), in the order of the model; a sink is passed only its own points."""
     interval: int
     """Steps between sampled ones."""
     rows: int
@@ -85,7 +85,7 @@ class Sink:
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the state to save: tensors and plain values by name.
 
-        A tensor may be on one rank only, and every rank gets it back whole. Plain values are those of rank 0.
+        A tensor may be on one rank only, and every rank gets it back whole. Plain values are taken from rank 0.
         """
         return {}
 
@@ -106,7 +106,7 @@ class SinkComponent(Component["Sink"]):
     points: tuple[str, ...] = ()
     """Globs over names of points that it receives; by default all of the stage."""
     interval: int | None = field(default=None, validator=optional(ge(1)))
-    """Steps between those that it receives, which are then sampled; by default those of the stage."""
+    """Interval of the steps that it receives, which are then sampled; by default the stage's interval."""
     first_step: int = field(default=1, validator=ge(1))
     """It receives no step before this one."""
 

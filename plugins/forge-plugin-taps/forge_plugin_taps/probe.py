@@ -67,7 +67,7 @@ class Probe(SinkComponent):
         stages = job.parallel.values()
         others = [sink for stage in stages for sink in getattr(stage, "sinks", {}).values()]
         if sum(isinstance(sink, Probe) and sink.folder == self.folder for sink in others) > 1:
-            yield Problem("folder", f"{self.folder!r} is that of another sink too; give each of type probe its own")
+            yield Problem("folder", f"{self.folder!r} is also used by another sink; give each probe sink its own")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
         from forge_plugin_taps.probe_sink import ProbeSink

@@ -58,7 +58,7 @@ class ProbeSink(Sink):
             own[name] = probe.measure(x_ND[held].float(), target[held])
             if len(kept):
                 probe.learn(x_ND[kept].float(), target[kept])
-        # A step whose held-out sequences have no known target says nothing
+        # A step whose held-out sequences have no known target has no metrics
         self.measured = self.owners.share(own, METRICS) if held_N.any() else {}
 
     def _target(self, sample: Sample) -> Tensor:
@@ -103,7 +103,7 @@ class ProbeSink(Sink):
             part = folder / f".{name}.part"
             save_file(probe.folded(), part)
             part.replace(folder / f"{name}.safetensors")
-        gather_objects(None)  # nobody goes on to read what another rank has yet to write
+        gather_objects(None)  # no rank continues to read files that another rank has yet to write
 
 
 class LinearProbe:

@@ -51,7 +51,7 @@ def read_point(step: Path, name: str) -> Tensor:
 
 
 def read_tokens(step: Path) -> dict[str, Tensor]:
-    """Returns what is known of the samples, (N,) int64 each; see `forge_plugin_taps.samples.TOKENS`."""
+    """Returns the facts about the samples, (N,) int64 each; see `forge_plugin_taps.samples.TOKENS`."""
     return read_file(step / f"{TOKENS}.safetensors")
 
 

@@ -103,7 +103,7 @@ class Recorder:
             site.clear()
 
     def agree(self) -> TapsInfo:
-        """Returns what is captured, by all ranks together. Collective."""
+        """Returns what all ranks together capture. Collective."""
         points = {name: axes for part in gather_objects(self._own_points()) for name, axes in part.items()}
         self.names = in_order(points)
         return self._info(points)
@@ -124,7 +124,7 @@ class Recorder:
     # --- edits -------------------------------------------------------------------------------------------------------
 
     def add_edits(self) -> None:
-        """Build the edits of the job at the points of this rank. They are on until a run loop says otherwise."""
+        """Build the edits of the job at the points of this rank. They are on until a run loop changes this."""
         info = self._info(self._own_points())
         for name, component in self.component.edits.items():
             edit = self.context.build(component, taps=info)
@@ -178,8 +178,8 @@ class Recorder:
 
         Args:
             step: its number, from 1. Which positions are sampled depends on it.
-            rows: numbers of the sequences that this rank is about to see, in order; those of all ranks are 0 to
-                `total` - 1. By default, those of a training step.
+            rows: numbers of the sequences that this rank is about to see, in order; the numbers of all ranks are 0 to
+                `total` - 1. By default, the sequences of a training step.
             total: sequences of all ranks.
         """
         self._stop()
@@ -279,8 +279,8 @@ class Recorder:
         return {**batch, **marks, ROWS: torch.arange(first, first + count) + self._pass * PASSES}
 
     def _numbers(self, batch: Batch, first: int) -> np.ndarray:
-        """Numbers of a micro-batch's rows in the global batch, among those of this run."""
-        if "slots" in batch and self._rows is self._own_rows:  # rows were shared out by cost, and only the batch knows
+        """Numbers of a micro-batch's rows among this run's rows of the global batch."""
+        if "slots" in batch and self._rows is self._own_rows:  # rows were divided by cost; the batch has the numbers
             return batch["slots"].cpu().numpy() - self._earlier_rows
         return np.array(self._rows[first : first + len(batch["input_ids"])], dtype=np.int64)
 
@@ -292,13 +292,13 @@ class Recorder:
                 places = batch["places"][0].cpu().numpy()
             elif self._pieces > 1:
                 message = f"parallel.taps: ranks of {self._division.positions} divide positions, and no stage's `split`"
-                raise ForgeError(f"{message} adds the entry `places` (B, s), which says which a rank has")
+                raise ForgeError(f"{message} adds the entry `places` (B, s), which lists the positions that a rank has")
             self._places[length] = np.full(length * self._pieces, -1)
             self._places[length][places] = np.arange(length)
         return self._places[length]
 
     def _order(self, batch: Batch, length: int) -> np.ndarray:
-        """Where each position of a sequence is among those of all ranks, one after the other: (S,). Collective."""
+        """Index of each position of a sequence in the concatenation of all ranks' positions: (S,). Collective."""
         if length not in self._orders:  # once, as the places themselves
             places = np.concatenate(gather_objects(batch["places"][0].cpu().numpy(), self.position_group))
             self._orders[length] = np.argsort(places)
@@ -315,7 +315,7 @@ class Recorder:
         return torch.from_numpy(array).to(self.context.device, non_blocking=True)
 
     def _columns(self, batch: Batch, inside: Tensor) -> tuple[Mapping[str, Tensor], torch.cuda.Event | None]:
-        """Copies what is known of the sampled tokens to the host, without a wait: (B, n) each."""
+        """Copies the facts about the sampled tokens to the host, without a wait: (B, n) each."""
         at = inside.clamp(min=0)
         entries = {"id": "input_ids", "label": "labels", "document": "document_ids"}
         columns = {name: batch[entry].gather(1, at) for name, entry in entries.items() if entry in batch}

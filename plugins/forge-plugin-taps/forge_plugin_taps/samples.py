@@ -51,12 +51,12 @@ class Sample:
     def tokens(self) -> Mapping[str, Tensor]:
         """`TOKENS` by name: (N,) int64 each, on the CPU, equal on every rank.
 
-        Collective the first time that it is asked for, so every rank asks. It waits for the copy of the step's ids.
+        Collective on the first access, so every rank must access it. It waits for the copy of the step's ids.
         """
         return self._capture.tokens
 
     def of(self, points: Sequence[str]) -> Sample:
-        """Returns the same samples at those of the points that have values."""
+        """Returns the same samples at the given points that have values."""
         return Sample(self._capture, [name for name in points if name in self.points])
 
     def local(self, name: str) -> LocalPart | None:

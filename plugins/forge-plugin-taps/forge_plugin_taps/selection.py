@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def sampled_points(model: nn.Module) -> dict[str, TapPoint]:
-    """Returns the model's points by name, but for those of images: their rows and positions are not those of tokens."""
+    """Returns the model's points by name, except points of images: their rows and positions are not the tokens'."""
     from forge_kit.taps import tap_points  # brings torch, which a job that is checked does not need
 
     return {name: point for name, point in tap_points(model).items() if point.axes != "images"}
@@ -53,7 +53,7 @@ def with_gradients(points: Mapping[str, TapPoint]) -> list[str]:
 
 
 def editable(points: Mapping[str, TapPoint]) -> list[str]:
-    """Returns the names of points whose tensor goes on to what follows."""
+    """Returns the names of points whose tensor is an input of later computations."""
     return [name for name, point in points.items() if point.side != "pattern"]
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Marks(NamedTuple):
-    """Entries of a micro-batch that say which of its positions are sampled."""
+    """Entries of a micro-batch that specify which of its positions are sampled."""
 
     rows: Tensor
-    """(B,) on the CPU: numbers of its sequences among those of this rank, plus `PASSES` times that of its pass."""
+    """(B,) on the CPU: numbers of its sequences among this rank's, plus `PASSES` times the number of its pass."""
     inside: Tensor
     """(B, n): where each sampled position is in this rank's part of the sequence; -1: another rank has it."""
     rest: Tensor
@@ -33,8 +33,8 @@ class Marks(NamedTuple):
     whole: Tensor
     """(B, n): where each sampled position is in the whole sequence."""
     order: Tensor | None
-    """(B, S): under context parallel, the place of each position of a sequence among those of all ranks, one after the
-    other; None: not needed."""
+    """(B, S): under context parallel, the index of each position of a sequence in the concatenation of all ranks'
+    positions; None: not needed."""
     token: Tensor | None
     """Written to by all copies of a compiled block (see `_keep`); None outside of one."""
 
@@ -115,14 +115,14 @@ class Site:
         _sites[int(self.number)] = self
 
     def take(self, x: Tensor) -> Tensor:
-        """Edit x (B, S, …) and copy its sampled positions. Returns what goes on in its place."""
+        """Edit x (B, S, …) and copy its sampled positions. Returns the tensor that replaces it."""
         for name, edit, where in self.edits:
             if name in self.current.edits:
                 self.edited = True
                 x = edit.apply(x, where(x, self.current.batch))
         marks = self.current.marks
-        # What is computed again was kept, and its marks may be those of a later micro-batch. The gradient passes the
-        # node of the first time.
+        # A recomputed tensor was kept before, and the marks may belong to a later micro-batch. The gradient passes the
+        # node of the first forward pass.
         if marks is None or self.current.auxiliary.recomputing:
             return x
         local = marks.rest if self.axes == "rest" else marks.inside
@@ -169,7 +169,7 @@ def pick(x: Tensor, local: Tensor) -> Tensor:
     return x[rows, local.clamp(min=0)]
 
 
-# Opaque to the compiler: what is kept belongs to no graph, so no buffer must exist before the first trace, and none is
+# Opaque to the compiler: kept values belong to no graph, so no buffer must exist before the first trace, and none is
 # changed that a graph holds for its backward pass. The graph must not find the call useless: it changes `token`, which
 # leaves the block with `Current.marks`.
 @torch.library.custom_op("forge_taps::keep", mutates_args={"token"})
@@ -203,7 +203,7 @@ class _GradientTap(torch.autograd.Function):
         ctx.compiled = torch.compiler.is_compiling()
         if ctx.compiled:
             ctx.save_for_backward(local, rows, number)
-        else:  # what is saved is computed again under checkpointing, when another micro-batch may be the current one
+        else:  # saved tensors are recomputed under checkpointing, when another micro-batch may be the current one
             ctx.kept = local, rows, number
         return x.clone() if copies else x.view_as(x)
 

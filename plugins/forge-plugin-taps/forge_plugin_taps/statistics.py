@@ -57,7 +57,7 @@ class Statistics(SinkComponent):
         stages = job.parallel.values()
         others = [sink for stage in stages for sink in getattr(stage, "sinks", {}).values()]
         if sum(isinstance(sink, Statistics) and sink.file == self.file for sink in others) > 1:
-            yield Problem("file", f"{self.file!r} is that of another sink too; give each of type statistics its own")
+            yield Problem("file", f"{self.file!r} is also used by another sink; give each statistics sink its own")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
         from forge_plugin_taps.statistics_sink import StatisticsSink

@@ -104,7 +104,7 @@ class StatisticsSink(Sink):
             sums[0] = (~own.values.isfinite()).sum()
             sums[1] = own.values.sum()
             sums[2 + own.index] = own.values.square().sum(1)
-            # By adding ones, and zeros for what is not finite: a selection, or `bincount`, would wait for the device
+            # By adding ones, and zeros for non-finite values: a selection, or `bincount`, would wait for the device
             bins = torch.bucketize(own.values.nan_to_num().flatten(), self.edges)
             sums[2 + samples :].scatter_add_(0, bins, own.values.isfinite().double().flatten())
         return sums

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Store(SinkComponent):
     """Writes the samples of each step to a folder `taps/step-N` of the run.
 
-    It has a safetensors file for each point, in order of row and position; `tokens.safetensors`, what is known of each
-    sample; and `taps.json`, with shapes and SHA-256 of all. Equal values make equal files under every layout.
+    It has a safetensors file for each point, in order of row and position; `tokens.safetensors`, with the facts about
+    each sample; and `taps.json`, with shapes and SHA-256 of all. Equal values make equal files under every layout.
     """
 
     keep: int = field(default=0, validator=ge(0))

@@ -53,9 +53,10 @@ class StoreError(ForgeError):
 class StoreWriter(Sink):
     """See `Store`.
 
-    A step's folder has another name until it is whole: a run that is killed leaves no half of it. What is there of
-    later steps than a run continues from is removed, since these steps come again. So what must outlive a crash of the
-    machine are the steps up to a checkpoint, and files are synced when one is saved: by then most have been written.
+    A step's folder has another name until it is complete, so a run that is killed leaves no partial step. When a run
+    continues, the folders of later steps are removed, since these steps are repeated. So only the steps up to a
+    checkpoint must survive a crash of the machine, and files are synced when one is saved: by then most have been
+    written.
     """
 
     def __init__(self, component: Store, context: BuildContext, taps: TapsInfo) -> None:

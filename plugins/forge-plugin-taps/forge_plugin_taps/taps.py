@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.runtime import ParallelStage
     from forge_core.job import Job
 
-HOOKS = "its hooks go on the modules that the other leaves"
+HOOKS = "its hooks are registered on the modules that the other leaves"
 TRACED = "hooks belong into the graph"
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @frozen
 class Split:
-    """The heads or features that a rank of tensor parallel has: of the dimension after that of positions."""
+    """The heads or features that a tensor-parallel rank has, in the dimension after the positions."""
 
     offset: int
     length: int
@@ -38,11 +38,11 @@ class Where:
     batch: Batch
     """This rank's part of the micro-batch."""
     first: int
-    """Number of the first position that x has, among those of the batch on this rank (sequence parallel)."""
+    """Number of the first position of x among the batch's positions on this rank (sequence parallel)."""
     outputs: tuple[Any, ...]
     """All that the point's module returns, where the point is one of several outputs."""
     decoding: bool
-    """Whether the batch continues what a cache holds, so that it says itself which positions it has."""
+    """Whether the batch continues the sequences in a cache, so that it specifies its own positions."""
 
     def places(self, x: Tensor) -> Tensor:
         """Returns the position in the sequence of each of x's (B, s, …): (B, s)."""

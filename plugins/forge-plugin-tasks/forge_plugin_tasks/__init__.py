@@ -1,4 +1,4 @@
-"""Downstream tasks during training: type `tasks` of kind `evaluation`, and the kind `task` of what it asks.
+"""Downstream tasks during training: the type `tasks` of kind `evaluation`, and the kind `task` for its tasks.
 
 `file` reads items from a file; `copy`, `induction`, `recall`, `arithmetic` and `brackets` are made of random letters
 and numbers; `modules` and `signatures` of Python's standard library.

@@ -30,7 +30,7 @@ class TaskComponent(Component):
     kind = "task"
 
     name: str = field(default="", validator=matches_re(r"[\w.+-]*"))
-    """Name of the task in the metrics. Empty: its type, or that of its file."""
+    """Name of the task in the metrics. Empty: its type, or the name of its file."""
 
     @property
     def label(self) -> str:

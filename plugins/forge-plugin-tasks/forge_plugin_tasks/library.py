@@ -1,4 +1,4 @@
-"""Tasks made of Python's standard library, which every machine has: what a model of code knows.
+"""Tasks made from Python's standard library, which every machine has: they test the knowledge of a code model.
 
 Items depend on the version of Python, which a run's provenance names: functions come and go, and texts change.
 """
@@ -37,7 +37,7 @@ class Function:
     module: str
     name: str
     signature: str
-    """As in `def`, without defaults that are objects; empty where Python knows none."""
+    """As in `def`; empty if Python provides no signature, or if a default is shown as an object."""
     summary: str
     """The first line of its documentation."""
 

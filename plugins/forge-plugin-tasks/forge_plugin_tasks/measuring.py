@@ -31,7 +31,7 @@ def log_probabilities(context: EvaluationContext, rows: Dataset) -> np.ndarray:
 
     Args:
         context: of the evaluation.
-        rows: rows that have their number as entry `ROW` besides; nothing but choices is labelled in them.
+        rows: rows with their number as the additional entry `ROW`; only choices are labelled in them.
     """
     # By the number of the row, so that ranks that compute other rows, or other positions of the same, may be summed.
     table = torch.zeros(len(rows), dtype=torch.float64, device=context.build.device)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forge_plugin_tasks.kinds import Item
 
 ROW = "row"
-"""Entry of a batch with the number of each row among those of all tasks."""
+"""Entry of a batch with the number of each row among the rows of all tasks."""
 STEP = 8
 """Lengths of rows are multiples of it, which suits the kernels of matrix products."""
 
@@ -47,7 +47,7 @@ class EncodedTask:
     label: str
     items: tuple[Item, ...]
     choices: tuple[Encoded, ...]
-    """Those of all items, one item after the other."""
+    """The choices of all items, one item after the other."""
     left_out: int
     """Items that are too long."""
 
@@ -63,13 +63,13 @@ def encode(tokenizer: Tokenizer, label: str, items: Sequence[Item], longest: int
         leave_out: whether items with a choice that does not fit are left out; otherwise they are an error.
 
     Raises:
-        DataError: an item is too long, or a choice has no token of its own; it is named.
+        DataError: an item is too long, or a choice has no token other than its context's; the message names it.
     """
     encoded = list(encode_items(tokenizer, items))
     for number, choices in enumerate(encoded):
         for choice, row in enumerate(choices):
             if not row.learned:
-                message = f"choice {choice} of item {number} has no token apart from those of its context"
+                message = f"choice {choice} of item {number} has no token other than the tokens of its context"
                 raise DataError(f"task {label}: {message}; begin it with a space")
     lengths = [max(row.positions for row in choices) for choices in encoded]
     too_long = [number for number, length in enumerate(lengths) if length > longest]

@@ -1,4 +1,4 @@
-"""Tasks made of random letters and numbers: what a model computes, apart from what it knows.
+"""Tasks made of random letters and numbers: they test a model's computation, independently of its knowledge.
 
 They need no data, and are the same on every machine. A model that has learned to copy but fails at longer ones points
 at its positions, its window or its routing, long before the loss shows it.
@@ -78,7 +78,7 @@ class Copy(MadeTask):
 
 @frozen(kw_only=True)
 class Induction(MadeTask):
-    """Go on with a row of random words that has begun again (Olsson et al. 2022). Wrong choices are others of them."""
+    """Continue a repeated row of random words (Olsson et al. 2022). Wrong choices are other words of the row."""
 
     lengths: tuple[int, ...] = _lengths((4, 8, 16), CHOICES)
     """Words of a row; items take these in turn."""
@@ -118,7 +118,7 @@ class Arithmetic(MadeTask):
         digits = self.digits[number % len(self.digits)]
         pairs = [[draw.randrange(10 ** (digits - 1), 10**digits) for _ in range(2)] for _ in range(EXAMPLES + 1)]
         (one, other), right = pairs[-1], sum(pairs[-1])
-        # One in the place of any digit, or two in that of the last, and none that is negative.
+        # Wrong by 1 in the place of any digit, or by -2, 2 or 3 in the last place; no choice is negative.
         steps = sorted({sign * 10**place for place in range(digits) for sign in (1, -1)} | {2, -2, 3})
         near = draw.sample([right + step for step in steps if right + step >= 0], CHOICES - 1)
         worked = "".join(f"{a} + {b} = {a + b}\n" for a, b in pairs[:-1])

@@ -92,7 +92,7 @@ def encoded_tasks(evaluation: Tasks, job: Job, tokenizer: Tokenizer, layout: Lay
     """Load and encode the tasks of an evaluation.
 
     Raises:
-        JobError: a task cannot be read, or an item is too long or has no tokens of its own.
+        JobError: a task cannot be read, an item is too long, or a choice has no token other than its context's.
     """
     from forge_plugin_tasks.rows import ChoiceRows, EncodedTasks, encode, row_length
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class TensorBoard(LoggerComponent):
     """Writes every number of every line as a TensorBoard scalar, into the folder `tensorboard` of the run.
 
-    Training numbers are under `train/`; names with a group of their own (`eval/loss`) keep it. Counts of layers, such
-    as tokens per expert, become pictures: a row of squares a layer.
+    Training numbers are under `train/`; names that already have a group (`eval/loss`) keep it. Counts of layers, such
+    as tokens per expert, become pictures: one row of squares per layer.
     """
 
     picture_interval: int = field(default=100, validator=gt(0))

@@ -43,7 +43,7 @@ class BPE(TokenizerComponent):
     end_of_text: str = field(default="<|endoftext|>", validator=min_len(1))
     """The special token that ends a document. The same characters in a text are encoded as text."""
     special_tokens: tuple[str, ...] = ()
-    """Further tokens with ids of their own, which no text yields, for later use such as the turns of a chat."""
+    """Additional tokens with separate ids, which no text is encoded to, for later use such as the turns of a chat."""
     max_bytes: int = field(default=0, validator=ge(0))
     """Bytes of the first documents to train on; 0: all."""
 
@@ -123,7 +123,7 @@ class Sample:
             report_progress(f"{self._work}, {taken / 1e6:,.1f} MB", taken, self._max_bytes)  # other ranks wait
             if self._max_bytes and taken >= self._max_bytes:
                 break
-        report_progress(f"training the tokenizer on {taken / 1e6:,.1f} MB")  # in Rust, which says nothing meanwhile
+        report_progress(f"training the tokenizer on {taken / 1e6:,.1f} MB")  # in Rust, without reports meanwhile
 
     def digest(self) -> str:
         """SHA-256 (hex) of the documents taken so far."""

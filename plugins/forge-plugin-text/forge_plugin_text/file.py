@@ -28,7 +28,7 @@ USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentenc
 class TokenizerFile(TokenizerComponent):
     """A tokenizer in Hugging Face's format.
 
-    Ids are those of the file, without tokens added around a text, but for `begin_of_text`.
+    Ids are taken from the file. No tokens are added around a text, except for `begin_of_text`.
     """
 
     path: FilePath = field(metadata=when_resumed("safe"))
@@ -37,8 +37,8 @@ class TokenizerFile(TokenizerComponent):
     """The special token that ends a document; empty: the first of `<|endoftext|>`, `<|end_of_text|>`,
     `<｜end▁of▁sentence｜>`, `<eos>` and `</s>` that the file has."""
     begin_of_text: str = ""
-    """The special token before every document and prompt, such as `<s>`; `auto`: those that the file puts before a
-    text, as those of Llama 3, Gemma and Mistral do. Empty: none."""
+    """The special token before every document and prompt, such as `<s>`; `auto`: the tokens that the file puts
+    before a text, as the files of Llama 3, Gemma and Mistral do. Empty: none."""
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> JsonTokenizer:
         """Load the tokenizer.

@@ -55,11 +55,11 @@ def find_files(patterns: Collection[str], finder: FileFinder | None = None) -> l
     """Returns the files of paths, folders and globs, each once, sorted by name.
 
     A file's name is its path by the pattern, in normal form (`data/a.txt`). Folders are searched to any depth for files
-    of known formats; `forge_kit.data_files` says what is left out.
+    of known formats; `forge_kit.data_files` documents which files are left out.
 
     Args:
         patterns: paths, folders and globs.
-        finder: counts what is left out; by default nobody does.
+        finder: counts the files that are left out; by default they are not counted.
 
     Raises:
         JobError: one problem for each pattern without files.

@@ -46,7 +46,7 @@ def cached_tokens(
     """Returns the token files of a corpus, encoding it if the cache does not have them.
 
     Args:
-        facts: what is known of the corpus.
+        facts: the known facts about the corpus.
         find_corpus: returns the corpus itself, which is needed to encode it only.
         tokenizer: encodes it.
         verify: see `cached_folder`.
@@ -73,7 +73,7 @@ def open_documents(stored: CachedFolder, facts: CorpusFacts) -> TokenFile:
     """Open the documents of both splits.
 
     Raises:
-        JobError: nothing is held out although the job asks for it.
+        JobError: nothing is held out although the job requires it.
     """
     held_out = None
     if facts.holds_out_any:
@@ -129,7 +129,8 @@ def text_parts(documents: Iterable[tuple[Document, bool]]) -> Iterator[TextPart]
 def _part_end(text: str, start: int) -> int:
     """Returns the end of the part that starts at `start`: before the last line break in reach, else at full size.
 
-    The tokens are those of the whole document, except for the few beside a cut that a tokenizer may join over it.
+    The tokens are the same as for the whole document, except for the few next to a cut that a tokenizer may join
+    across it.
     """
     limit = start + PART_CHARACTERS
     if limit >= len(text):

@@ -57,7 +57,8 @@ def graph(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pi
     """Returns the graph over the units; for the arguments see `load`."""
     node: BaseNode[Any] = SamplerWrapper(units)  # which needs an iterable only
     # Rows by number may be read by any worker: a `ParallelMapper` hands the next unit to an idle one. Its threads
-    # wait for workers of ours: processes of its own would hang the run when one dies, and outlive a run that is killed.
+    # wait for the workers of this plugin: torchdata's own processes would hang the run when one dies, and outlive a run
+    # that is killed.
     # The rows of a lane must be read by one worker and in order. So one thread hands the units of streams out in turn,
     # since several that take from one queue may swap two of a lane, and the prefetcher keeps `ahead` units in flight.
     if workers.has_lanes:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Nodes(LoaderComponent):
     """Reads by `data.workers` workers, in a graph of `torchdata.nodes`: for sources that decode or tokenise.
 
-    The samples are those of the core's loader, to the bit, whatever the number of workers, which may change when a run
+    The samples are bit-identical to the core loader's samples for any number of workers, which may change when a run
     is continued. A worker that dies or fails is reported with what it was reading.
     """
 
@@ -30,7 +30,7 @@ class Nodes(LoaderComponent):
     """Kind of worker. Threads share the memory of the run and start at once; they suit decoders that release the
     GIL."""
     ahead: int = field(default=2, validator=ge(1))
-    """Units (a worker's part of a step) that are kept ready for each worker, besides those that are being read."""
+    """Units (a worker's part of a step) that are kept ready for each worker, in addition to the units being read."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if not job.data.workers:
@@ -42,7 +42,7 @@ class Nodes(LoaderComponent):
     ) -> Generator[LoadedRows]:
         from forge_plugin_torchdata.workers import Workers
 
-        # No more workers than units of a step where each keeps lanes of its own: the others would have nothing to do.
+        # No more workers than units of a step where each worker keeps its own lanes: further workers would be idle.
         count = units_per_step if reader.has_lanes else context.job.data.workers
         workers = Workers(reader, count, self.method)
         from forge_plugin_torchdata.nodes import load  # late: processes start while torchdata is imported

@@ -1,4 +1,4 @@
-"""Workers that read units: processes or threads, each behind an executor of its own.
+"""Workers that read units: processes or threads, each behind a separate executor.
 
 A pool of several processes fails as a whole when one dies, and does not know which task that process had. With one
 process per executor, the death of a worker is the failure of exactly the unit that it was reading.
@@ -36,7 +36,7 @@ PATIENCE_S = 5.0
 class Workers:
     """Reads units by workers.
 
-    A failure is returned, not raised: the graph would put its text into an exception of its own.
+    A failure is returned, not raised: the graph would put its text into a different exception.
     """
 
     def __init__(self, reader: SampleReader, count: int, method: Literal["process", "thread"]) -> None:

@@ -81,8 +81,8 @@ class Outer(TrainingHook):
         session, done = self._session(context), False
         with torch.no_grad():
             for _ in range(TRIES):
-                # Anew, and without newcomers: a group that was lost in the round shall not cost the others the round,
-                # and one that has just come has no part in it.
+                # A new quorum, without newcomers: a group that was lost in the round must not cost the others the
+                # round, and a group that has just joined has no part in it.
                 session.quorum(self.commits, context, heal=False, shrink=True)
                 if not session.takes_part:
                     break

@@ -81,7 +81,7 @@ def _manager_at(host: str, **arguments: Any) -> Manager:
     def on_loopback(*, bind: str, **more: Any) -> Any:
         return served(bind=f"127.0.0.1:{bind.rpartition(':')[2]}", **more)
 
-    # The manager has no key for it: it asks for all networks (torchft 0.2)
+    # `Manager` has no argument for the address, and binds to all interfaces (torchft 0.2)
     manager_module.ManagerServer = on_loopback
     try:
         return Manager(hostname=host, **arguments)
@@ -150,7 +150,7 @@ class Session:
             replica_id=f"group{settings.number}",
             checkpoint_transport=self._transport,
             init_sync=False,  # all groups draw the same initial weights
-            quorum_retries=1000,  # a lighthouse that starts again at its address knows nothing, and need not
+            quorum_retries=1000,  # a lighthouse that restarts at its address has no state, and needs none
         )
         self._began, self._is_new, self._waits = time.monotonic(), True, False
         self._known_changes = self._changes = 0
@@ -191,7 +191,7 @@ class Session:
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """The watchdog knows, within this context, that this rank waits for other groups: each wait has a limit."""
+        """Report to the watchdog, within this context, that this rank waits for other groups: each wait has a limit."""
         self._waiting_for = what
         try:
             yield
@@ -224,7 +224,7 @@ class Session:
             healed, self._pending = self._pending or healed, None
             commits = healed.step if healed else commits
             failed, asked = _any_rank([self._manager_.errored() is not None, self._transport.asked])
-            if asked:  # all ranks, since a state may be collective, and a group asks each rank of one or another group
+            if asked:  # on all ranks: a state may be collective, and a request may reach only some ranks
                 self._transport.serve(commits, context.take_state())
             present = self._manager_.num_participants()
             good = not failed and self._know_each_other(present, healed is not None)
@@ -275,7 +275,7 @@ class Session:
         self.sum(table)
         failed = _any_rank([self._manager_.errored() is not None])[0]
         if failed:
-            self.commit()  # so that the lighthouse has the groups connect anew
+            self.commit()  # so that the lighthouse makes the groups reconnect
             self._waits = False
             return False
         count, digests, waits = table.tolist()
@@ -299,7 +299,7 @@ class Session:
         self.in_step, self._fed = True, []
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum over the groups that take part, in place. A failure is noted, and `commit` then says no."""
+        """Sum over the groups that take part, in place. A failure is recorded, and `commit` then returns False."""
         with self._waiting("summing over groups"):
             self._manager_.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
 
@@ -327,7 +327,7 @@ class Session:
         return {"participants": self.participants if self._committed else 0, "fed": sum(fed), **each}
 
     def compare_weights(self, model: Model) -> None:
-        """Raises a ForgeError if the weights differ from those of another group, by an exact sum of their bits."""
+        """Raises a ForgeError if the weights differ from another group's weights, by an exact sum of their bits."""
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         parts = [local_part(parameter.detach()).contiguous() for parameter in model.parameters()]
         bits = [part.view(kinds[part.element_size()]).sum(dtype=torch.int64) for part in parts]
@@ -341,6 +341,6 @@ class Session:
         others = [number for number, d in enumerate(digests) if count[number] and d != digest]
         if others:
             raise ForgeError(
-                f"the weights of group {self._settings.number} are not those of group {others[0]}, to the bit: a "
+                f"the weights of group {self._settings.number} and group {others[0]} are not bit-identical: a "
                 "computation went wrong in one of them, or something in the job depends on its group"
             )

@@ -40,9 +40,9 @@ LATER = ("replicate", "fsdp", "tp", "ep", "cp", "pp")
 class TorchFT(ParallelComponent):
     """Several runs, the groups, train one model, each on its rows of every global batch, and outlive each other.
 
-    A group is a `forge-run` of its own, with ranks, folder and checkpoints of its own. In each step gradients are
-    summed over the groups that are present, weighted by tokens. A group that is lost costs the others one step; one
-    that comes back receives the state of a living one (torchft, Meta 2025).
+    A group is a separate `forge-run`, with its own ranks, folder and checkpoints. In each step gradients are summed
+    over the groups that are present, weighted by tokens. A group that is lost costs the others one step; one that comes
+    back receives the state of a living one (torchft, Meta 2025).
     """
 
     before: ClassVar[Mapping[str, str]] = dict.fromkeys(LATER, "gradients of a group are complete before groups sum")
@@ -52,7 +52,7 @@ class TorchFT(ParallelComponent):
     group: int | None = None
     """Number of this group, from 0; None: the environment variable `FORGE_GROUP`."""
     lighthouse: str
-    """Address of the lighthouse, which knows the groups that are present: `http://host:29510`."""
+    """Address of the lighthouse, which tracks the groups that are present: `http://host:29510`."""
     min_groups: int = field(default=1, validator=gt(0))
     """Groups that must be present for an update; with fewer, those that are there wait."""
     timeout_s: float = field(default=120.0, validator=gt(0))

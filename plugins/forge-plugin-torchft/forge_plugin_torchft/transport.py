@@ -77,7 +77,7 @@ def _split(name: str, part: Tensor, shape: Sequence[int], like: Tensor | None) -
 
 
 def write_state(file: BinaryIO, state: State, key: bytes) -> None:
-    """Write this rank's part of a state, with codes by which a reader that has the key knows its writer."""
+    """Write this rank's part of a state, with codes by which a reader that has the key authenticates the writer."""
     parts = {name: local_part(tensor.detach()).contiguous().cpu() for name, tensor in state.tensors.items()}
     heads = [
         [name, str(part.dtype).removeprefix("torch."), list(part.shape), list(whole.shape), isinstance(whole, DTensor)]
@@ -131,7 +131,7 @@ def _check_code(file: BinaryIO, expected: hmac.HMAC) -> None:
 
 
 class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft has no types
-    """Serves the state that it is given, once a group has asked, and fetches that of others."""
+    """Serves the given state once another group has requested it, and fetches the states of other groups."""
 
     def __init__(self, host: str, timeout_s: float, secret: bytes) -> None:
         """Listen on `host`, only on this machine if that is loopback. Both sides must show that they have `secret`."""
@@ -159,7 +159,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         return f"http://{self._host}:{self._server.server_address[1]}/"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
-        """Note that a group asks; torchft calls this in a thread of its own, where no rank may communicate."""
+        """Note a request for the state; torchft calls this in a separate thread, where no rank may communicate."""
         self.asked = True
 
     def serve(self, step: int, state: State) -> None:
@@ -177,7 +177,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=timeout.total_seconds())
         with closing(connection):
             path = f"/{step}"
-            subject = f"{url.netloc}{path}"  # what is overheard is of no use at another server, or for another step
+            subject = f"{url.netloc}{path}"  # an intercepted proof is of no use at another server, or for another step
             nonce = secrets.token_hex(16)
             connection.request("GET", path, headers={PROOF: proof(self._secret, subject), NONCE: nonce})
             reply = connection.getresponse()

@@ -369,7 +369,7 @@ class TestSession:
         self.of_all(session, [0, 1], [0, digest])  # the other group is gone
         session.compare_weights(model)
         self.of_all(session, [1, 1], [digest + 1, digest])
-        with pytest.raises(ForgeError, match=naming("group 1", "group 0", "to the bit")):
+        with pytest.raises(ForgeError, match=naming("group 1", "group 0", "bit-identical")):
             session.compare_weights(model)
 
     def test_a_hook_without_its_stage_is_refused(self):

@@ -81,12 +81,12 @@ class TrackioLogger:
             self._run.alert(f"{self._run.name}: {title}", reason, level=levels.ERROR if failed else levels.INFO)
 
     def close(self) -> None:
-        """Write or send what is queued. What a server does not take is sent when the project is next opened."""
+        """Write or send the queued data. Data that a server does not accept is sent when the project is next opened."""
         self._run.finish()
 
 
 def _trackio_in(folder: str) -> Any:
-    """Import trackio, which asks once where its files are."""
+    """Import trackio, which determines the location of its files only once."""
     wanted = str(Path(folder).absolute()) if folder else ""
     if wanted and "trackio" not in sys.modules:
         os.environ["TRACKIO_DIR"] = wanted

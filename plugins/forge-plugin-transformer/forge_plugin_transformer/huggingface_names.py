@@ -32,7 +32,7 @@ PREDICTION: Mapping[str, str] = {
     "projection": "eh_proj",
     "norm": "shared_head.norm",
 }
-"""Modules of multi-token prediction besides those of a layer, as named in DeepSeek-V3's weights."""
+"""Modules of multi-token prediction in addition to a layer's modules, as named in DeepSeek-V3's weights."""
 COPIES: Mapping[str, str] = {"embed_tokens": "embedding", "shared_head.head": "head"}
 """Names of the model's ends, which DeepSeek-V3's weights repeat in each module of multi-token prediction."""
 

@@ -39,7 +39,7 @@ class AttentionComponent(Component):
     """Builds the module through which positions of a sequence see each other.
 
     The module maps `(x (B, S, D), batch, cache=None) -> (B, S, D)`. It owns the position encoding and the mask: a
-    position attends to itself and earlier ones, of its own document where the batch has `document_ids`. For generation
+    position attends to itself and earlier ones, within its document where the batch has `document_ids`. For generation
     it has `new_cache(batch_size, length)`, whose result is passed as `cache` with the next positions of each row.
 
     A module with `attends_spans = True` further lets positions of a span (an image, say) attend to each other in both
@@ -95,12 +95,12 @@ class RopeComponent(Component):
     (B, S). Both tables broadcast against (B, S, heads, E), or against the first dimensions of heads where these alone
     are rotated, and are float32 or wider; `sin` carries the sign of the half-split rotation, so that
     `rotate(x, cos, sin)` of `forge_plugin_transformer.modules.rotary` applies them. A module may have a string `key`
-    that is equal where the tables are: layers then share those of a batch's positions. It may have a string `entry`:
-    the batch entry (B, S, …) of that name is passed as `positions` where there is one.
+    that is equal where the tables are equal: layers then share the tables of a batch's positions. It may have a string
+    `entry`: the batch entry (B, S, …) of that name is passed as `positions` where there is one.
 
     A module whose tables depend on the length of a sequence has `at_lengths(positions, lengths)`: it is called in
     generation with a cache, `lengths` (B,) being the positions that each row has by now. Where keys in the cache are
-    void beyond a length, `cache_limits` has that length, and `generate` computes the cache anew (see `VoidsCache` of
+    void beyond a length, `cache_limits` has that length, and `generate` recomputes the cache (see `VoidsCache` of
     `forge_kit.generation`).
     """
 
@@ -110,7 +110,7 @@ class RopeComponent(Component):
     def score_factor(self) -> float:
         """Returns the factor on attention scores that the tables do not contain.
 
-        Only attention with a part of its own for positions (`mla`) uses it, as its tables affect a part of each score.
+        Only attention with a separate part for positions (`mla`) uses it: its tables affect only a part of each score.
         """
         return 1.0
 

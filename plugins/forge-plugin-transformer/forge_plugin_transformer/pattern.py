@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class AttentionPattern(AttentionComponent):
-    """Attention that differs between layers, each kind in a table of its own, in an order that repeats.
+    """Attention that differs between layers: each kind has its own table, and their order repeats.
 
     For layers with and without a window (Gemma 2 and 3, OLMo 3, gpt-oss), with other encodings of positions or without
     one, or attention of another type.
@@ -61,7 +61,7 @@ class AttentionPattern(AttentionComponent):
         name = self.layers[(context.layer or 0) % len(self.layers)]
         try:
             return context.build(self.kinds[name], dim=dim, init=init)
-        except JobError as error:  # a kernel that cannot run on the device, say, found by a part that knows no names
+        except JobError as error:  # such as a kernel that cannot run on the device, found without the kind's name
             raise type(error)(_below_kind(problem, name) for problem in error.problems) from error
 
 

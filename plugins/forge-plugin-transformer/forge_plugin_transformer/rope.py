@@ -117,8 +117,8 @@ class YarnRope(PlainRope):
     mscale: float = field(default=0.0, validator=ge(0))
     """Weight of ln(factor) in the numerator of the derived attention factor; 0: 1, without a denominator."""
     mscale_all_dim: float = field(default=0.0, validator=ge(0))
-    """Weight of ln(factor) in the denominator of the derived attention factor; 0: no denominator. Attention with a part
-    of its own for positions (`mla`) compensates for the denominator: there (0.1 mscale_all_dim ln(factor) + 1)²
+    """Weight of ln(factor) in the denominator of the derived attention factor; 0: no denominator. Attention with a
+    separate part for positions (`mla`) compensates for the denominator: there (0.1 mscale_all_dim ln(factor) + 1)²
     multiplies all scores."""
     truncate: bool = True
     """Whether the bounds of the ramp between kept and divided pairs are rounded outwards to whole pairs."""
@@ -162,11 +162,11 @@ class YarnRope(PlainRope):
 
 @frozen(kw_only=True)
 class LongRope(PlainRope):
-    """Every frequency divided by a factor of its own, by another one in long sequences (Ding et al. 2024, LongRoPE).
+    """One divisor per frequency, with a second set for long sequences (Ding et al. 2024, LongRoPE).
 
     A sequence of more than `original_max_position_embeddings` positions is long, all of it. In training that is
     `train.seq_len`, whatever the lengths of packed documents; in generation it is what a row has reached, and the cache
-    is computed anew when it becomes long, as in Phi-3.
+    is recomputed when it becomes long, as in Phi-3.
     """
 
     short_factor: tuple[float, ...] = field(validator=deep_iterable(gt(0)))
@@ -249,7 +249,7 @@ class DynamicRope(PlainRope):
 
 @frozen(kw_only=True)
 class NoRope(RopeComponent):
-    """No encoding: attention knows the order of positions by the causal mask alone (NoPE, Kazemnejad et al. 2023).
+    """No encoding: only the causal mask conveys the order of positions (NoPE, Kazemnejad et al. 2023).
 
     For models with learned positions, and for single layers, as every fourth of SmolLM3.
     """
@@ -261,7 +261,7 @@ class NoRope(RopeComponent):
 
 
 def _of_job(context: BuildContext) -> dict[str, Any]:
-    """Returns the arguments of `Rotary` that are those of the job."""
+    """Returns the arguments of `Rotary` that the job determines."""
     return {"length": context.job.train.seq_len, "dtype": context.dtype}
 
 

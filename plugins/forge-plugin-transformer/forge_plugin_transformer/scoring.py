@@ -9,7 +9,7 @@ from attrs import frozen
 
 @frozen
 class Scoring:
-    """From products of queries and keys to weights of values. The defaults are those of plain causal attention."""
+    """From products of queries and keys to weights of values. The defaults are plain causal attention."""
 
     window: int = 0
     """Positions that one sees at most: itself and the `window` - 1 before it (of its document); 0: no such limit."""
@@ -39,7 +39,7 @@ class Scoring:
         return not (self.soft_cap or self.sinks)
 
     def options(self) -> Mapping[str, float]:
-        """Returns what differs from plain causal attention, by name, as a module of `sequence_mixers()` says it."""
+        """Returns the differences from plain causal attention, by name, for `mixing()` of a sequence mixer."""
         values = {"window": self.window, "scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
         return {name: value for name, value in values.items() if value}
 

@@ -20,7 +20,7 @@ class KeepsTies(Model):
     """A model that ties parameters again whenever torch has replaced them.
 
     `to_empty`, `to` and similar make a new parameter for each module that holds one, by `nn.Module._apply`, and have no
-    hook for what is to be done afterwards.
+    hook that runs afterwards.
     """
 
     def tie(self) -> None:

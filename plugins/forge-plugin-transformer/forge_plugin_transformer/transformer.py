@@ -49,7 +49,7 @@ def _weight(_instance: object, _attribute: object, value: float | SchedulerCompo
 class MultiTokenPrediction:
     """Modules that predict tokens after the next, one after the other (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    Module k has a norm for the states of the module before (for the first, those of the model), one for the embedding
+    Module k has a norm for the states of the previous module (for the first, the model's states), one for the embedding
     of the k-th next token, a matrix that joins the two, a block like the model's layers, and a last norm. Embedding and
     head are the model's. Its targets are the labels k positions later, in the same document. Modules run in training
     only: the reported loss, evaluations and generation are the model's own.
@@ -59,7 +59,7 @@ class MultiTokenPrediction:
     """Number of modules, each of which predicts one token further ahead."""
     weight: float | SchedulerComponent = field(default=0.3, validator=_weight, metadata=when_resumed("flag"))
     """Factor on the mean of the modules' losses in the objective: with one module, the weight of its targets relative
-    to those of the next token. A table makes it a schedule; the weight of a step is logged as `mtp/weight`.
+    to the next-token targets. A table makes it a schedule; the weight of a step is logged as `mtp/weight`.
     DeepSeek-V3 has 0.3 for two thirds of its tokens, then 0.1."""
     loss: LossComponent = default_type("forge-plugin-losses/chunked_cross_entropy")
     """`[model.mtp.loss]`: the loss of a module. Only its objective is used; its metrics are not logged."""
@@ -95,7 +95,7 @@ class PredictionWeight(TrainingHook):
 class Transformer(ModelComponent):
     """Decoder-only transformer of residual blocks; by default normalised before each part, as Llama, Qwen, Mistral."""
 
-    dim: int = field(default=256, validator=[gt(0), le(1 << 24)])  # a thousand times what is published
+    dim: int = field(default=256, validator=[gt(0), le(1 << 24)])  # a thousand times the published widths
     """Width of the residual stream."""
     layers: int = field(default=6, validator=DEPTH)
     """Number of blocks, each an attention and a feed-forward part."""
@@ -116,8 +116,8 @@ class Transformer(ModelComponent):
     residual_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
     """Factor on what attention and feed-forward part add to the residual stream; in Granite, 0.22 and the like."""
     learned_positions: int = field(default=0, validator=ge(0))
-    """Rows of a table of position embeddings, added to those of tokens (GPT-2): the longest sequence. 0: there is
-    none. The position encoding of attention is another matter."""
+    """Rows of a table of position embeddings, added to the token embeddings (GPT-2): the longest sequence. 0: there
+    is none. The position encoding of attention is separate."""
     embedding_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
     """Factor on the embeddings of tokens, rounded to the compute dtype; the square root of `dim` in Gemma."""
     logit_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
@@ -204,7 +204,7 @@ class Transformer(ModelComponent):
         from forge_core.auxiliary import Auxiliary
         from forge_plugin_transformer.modules.multi_token import Predictions
 
-        # Its metrics would be added to those of the job's own loss.
+        # Its metrics would be added to the metrics of the job's own loss.
         silent = attrs.evolve(context, auxiliary=Auxiliary(torch.device("cpu")))
         return Predictions(
             [self._build_prediction(context, number) for number in range(component.depth)],
@@ -214,7 +214,7 @@ class Transformer(ModelComponent):
         )
 
     def _build_prediction(self, context: BuildContext, number: int) -> PredictionBlock:
-        """Build one prediction block; its layer's number follows those of the model, as in DeepSeek-V3's weights."""
+        """Build one prediction block; its layer number follows the model's layers, as in DeepSeek-V3's weights."""
         from forge_kit.modules import Linear
         from forge_plugin_transformer.modules.multi_token import PredictionBlock
 

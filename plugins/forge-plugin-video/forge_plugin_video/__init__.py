@@ -1,7 +1,7 @@
 """Video for Forge: kinds `video_reader` and `frame_sampling`, and their types.
 
-`kinds` says what a reader and a sampling do, `readers` and `samplings` have the types; `testing` encodes clips whose
-frames carry their numbers.
+`kinds` defines the interfaces of readers and samplings, `readers` and `samplings` contain the types; `testing` encodes
+clips whose frames carry their numbers.
 """
 
 from forge_plugin_video.frames import Frames

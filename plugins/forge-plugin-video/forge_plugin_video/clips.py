@@ -67,7 +67,7 @@ class ClipSource:
         return ClipVisual(file, span, draw, self)
 
     def probe(self, file: ImageFile) -> Clip:
-        """Returns what is known of a clip without decoding it; raises `BrokenVideo`."""
+        """Returns the properties of a clip without decoding it; raises `BrokenVideo`."""
         known = next((clip for each, clip in self._probed if each is file), None)
         if known is None:
             self._probed.append((file, known := self.reader.probe(file)))

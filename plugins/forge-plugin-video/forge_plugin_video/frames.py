@@ -44,12 +44,12 @@ class Frames(VideoComponent):
     positions: the rotary encoding of the model reads the batch's `grid_seconds`, which are there in any case; refused
     where it does not. none: it does not learn it."""
     timestamp_format: str = "<{seconds:.1f} seconds>"
-    """With `text`: what is written, in Python's format; `seconds` from the clip's first frame, the mean of those of the
-    frames in a patch. The frames stand at `{frame}`, by default at the end:
+    """With `text`: the text that is written, in Python's format; `seconds` are counted from the clip's first frame and
+    averaged over the frames in a patch. The frames stand at `{frame}`, by default at the end:
     `<{seconds:.1f} seconds><|vision_start|>{frame}<|vision_end|>` is Qwen3-VL's. Special tokens of the tokenizer are
     special tokens."""
     resize: Literal["auto", "native", "fill", "stretch", "crop", "pad"] = "auto"
-    """How frames get their size, as the key of the same name says for images. auto: `native`, or `stretch` for encoders
+    """How frames get their size, as with the key of the same name for images. auto: `native`, or `stretch` for encoders
     of one size."""
     max_patches: int = field(default=0, validator=ge(0))
     """Patches of a clip at most. Frames are made smaller until all of them fit, and only where that is not enough,

@@ -1,4 +1,4 @@
-"""The kinds `video_reader` and `frame_sampling`, and what is known of a clip before a frame of it is decoded.
+"""The kinds `video_reader` and `frame_sampling`, and the properties of a clip that are read before decoding.
 
 Frames are numbered from 0 in the order in which they are shown. H, W: height and width of the upright clip.
 """
@@ -29,7 +29,7 @@ TOLERANCE = 1e-6
 
 
 class BrokenVideo(BrokenImage):
-    """A clip that cannot be read; the message names it and says why."""
+    """A clip that cannot be read; the message contains its name and the reason."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"video {name!r} cannot be read ({reason})")
@@ -40,7 +40,7 @@ class Unreadable(Exception):
 
 
 class Clip(NamedTuple):
-    """What a reader knows of a clip before it decodes the frames that are wanted."""
+    """Properties of a clip, which a reader determines before it decodes the wanted frames."""
 
     height: int
     """Pixels, upright: a rotation that the file's metadata ask for is obeyed."""
@@ -58,7 +58,7 @@ class VideoReader(Protocol):
     """Reads clips, wherever they are: files, members of archives, bytes, URLs. Audio is left out."""
 
     def probe(self, file: ImageFile) -> Clip:
-        """Returns what is known without decoding the clip.
+        """Returns the properties of a clip without decoding it.
 
         Raises:
             BrokenVideo: there is no frame that could be decoded.

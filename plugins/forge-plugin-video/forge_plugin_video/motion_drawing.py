@@ -40,8 +40,8 @@ BRIGHTNESS = 40.0, 60.0
 def place(start: np.ndarray, direction: str, speed: int, frame: int, size: tuple[int, int]) -> np.ndarray:
     """Returns where a shape is: (2,) int64, x and y.
 
-    What leaves a side enters at the opposite one. So starts and places in any one frame are paired one to one: where
-    starts are equally likely, places are too, whatever the motion, and a frame alone says nothing about it.
+    What leaves a side enters at the opposite one. So starts and places in any one frame are paired one to one: if
+    starts are equally likely, so are places, whatever the motion, and a single frame contains no information about it.
 
     Args:
         start: (2,), where it is in the first frame.
@@ -73,7 +73,7 @@ def draw_motion(keys: MovingShapes, motion: Motion, drawing: int) -> np.ndarray:
 
 
 def _cover(outline: Outline, at: np.ndarray, radius: float, size: tuple[int, int]) -> np.ndarray:
-    """Returns (H, W, 1): the share of each pixel that the shape covers; beyond a side it goes on at the other."""
+    """Returns (H, W, 1): the share of each pixel that the shape covers; it wraps around at each side."""
     y, x = (
         (np.arange(side) - middle + side / 2) % side - side / 2 for side, middle in zip(size, at[::-1], strict=True)
     )

@@ -1,4 +1,4 @@
-"""Shapes in motion: what may move, where to and how fast, and what a caption says of it."""
+"""Shapes in motion: what may move, in which direction and how fast, and the captions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIRECTIONS: Mapping[str, tuple[int, int]] = {
 
 
 class Motion(NamedTuple):
-    """All that a caption says: what moves, where to, and how fast."""
+    """The contents of a caption: what moves, in which direction, and how fast."""
 
     colour: str
     shape: str

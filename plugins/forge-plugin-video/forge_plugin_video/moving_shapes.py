@@ -42,9 +42,9 @@ def _words(known: Iterable[str]) -> Any:
 def _order_problem(seen: ImageInput) -> str:
     """Returns why the order of frames is hidden from a model; empty if it is not.
 
-    Towers see frames apart, without their number, so a model knows the order by the positions that frames have in the
-    sequence, or within a patch of several frames. Where a clip of any length takes as many positions, its features are
-    a set (`perceiver`, `cross_attention`).
+    Towers process frames separately, without their number, so a model can only infer the order from the positions of
+    frames in the sequence, or within a patch of several frames. If clips of any length take the same number of
+    positions, their features are a set (`perceiver`, `cross_attention`).
     """
     side, form = seen.format.multiple, seen.format
     rows, columns = form.grid or (side, side)
@@ -59,9 +59,10 @@ def _order_problem(seen: ImageInput) -> str:
 class MovingShapes(DatasetComponent):
     """Motion: a clip, then "a red disc moves up slowly".
 
-    Clips are drawn, encoded as mp4 and kept in Forge's cache once, and read like any others. A frame alone says nothing
-    about the motion: a shape starts anywhere, and what leaves a side enters at the opposite one; coding is lossless, so
-    that no trace of earlier frames is left in a frame. Held-out combinations of words are never trained on.
+    Clips are drawn once, encoded as mp4 and kept in Forge's cache, and read like any others. A single frame contains no
+    information about the motion: a shape starts anywhere, and what leaves a side enters at the opposite one; coding is
+    lossless, so that no trace of earlier frames is left in a frame. Held-out combinations of words are never trained
+    on.
     """
 
     video: VideoComponent = default_type("forge-plugin-video/frames")
@@ -76,7 +77,7 @@ class MovingShapes(DatasetComponent):
         default=Factory(lambda: {"slowly": 1, "fast": 3}),
         validator=and_(min_len(1), deep_mapping(instance_of(str), gt(0))),
     )
-    """How fast, in pixels a frame along each axis, by the word that says it."""
+    """Speeds in pixels per frame along each axis, by the words for them in captions."""
     size: tuple[int, int] = field(default=(32, 32), validator=_even)
     """Height and width of a clip in pixels."""
     frames: int = field(default=8, validator=ge(2))

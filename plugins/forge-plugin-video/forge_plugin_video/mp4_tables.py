@@ -1,8 +1,8 @@
-"""What an MP4 file says of a video track and PyAV does not hand on: durations, composition offsets and rotation.
+"""Properties of a video track in an MP4 file that PyAV does not expose: durations, composition offsets and rotation.
 
-Boxes are those of ISO/IEC 14496-12. FFmpeg's index of such a file has when each frame is decoded; where frames are not
-decoded in the order in which they are shown, the box `ctts` has the differences. Reading it costs the header's bytes,
-where asking for the packets costs those of the whole clip.
+Boxes are defined in ISO/IEC 14496-12. FFmpeg's index of such a file contains the time at which each frame is decoded;
+if frames are not decoded in the order in which they are shown, the box `ctts` contains the differences. Reading it
+costs only the header's bytes, whereas reading the packets costs the bytes of the whole clip.
 """
 
 from __future__ import annotations

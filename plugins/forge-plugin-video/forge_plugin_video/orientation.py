@@ -1,4 +1,4 @@
-"""Turns frames upright, as a file's display matrix asks for."""
+"""Turns frames upright, according to a file's display matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container says of its frames, before any is decoded."""
+"""Tables of the frames in a container, read before any frame is decoded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Frames(NamedTuple):
     unseen: np.ndarray
     """(T,) bool: frames that only others need, cut off by the file's edit list."""
     ends: np.ndarray
-    """(T,) int64: ticks until which each is shown; those of `stamps` where the container does not say."""
+    """(T,) int64: ticks until which each is shown; equal to `stamps` where the container has no duration."""
 
     @classmethod
     def sorted(cls, *columns: np.ndarray) -> Frames:
@@ -53,7 +53,7 @@ def clip_of(frames: Frames, stream: VideoStream, turn: Turn, max_duration: float
         raise Unreadable("its edit list leaves no frame")
     keys[0] = True
     if (np.diff(times) <= 0).any():
-        raise Unreadable("two frames have the same time; write its times anew")
+        raise Unreadable("two frames have the same time; rewrite its times")
     end = seconds(frames.ends[shown], stream)[-1]
     if end <= times[-1]:
         end = times[-1] + (np.median(np.diff(times)) if len(times) > 1 else _usual_step(stream))
@@ -68,7 +68,7 @@ def clip_of(frames: Frames, stream: VideoStream, turn: Turn, max_duration: float
 def frames_by_index(data: BinaryIO, container: InputContainer, stream: VideoStream) -> tuple[Frames, Turn] | None:
     """Returns the tables by the header of an MP4 or QuickTime file; None where it has none that are complete.
 
-    FFmpeg's index obeys the file's edit lists. Its times are those of decoding.
+    FFmpeg's index obeys the file's edit lists. Its times are decoding times.
 
     Raises:
         Unreadable: the file ends before its last frame.

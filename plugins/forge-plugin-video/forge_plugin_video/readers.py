@@ -56,7 +56,7 @@ class TorchCodec(VideoReaderComponent):
 
 @frozen(kw_only=True)
 class Auto(VideoReaderComponent):
-    """The first reader that loads on this machine; the summary of the run says which."""
+    """The first reader that loads on this machine; the summary of the run shows which one."""
 
     prefer: tuple[Literal["pyav", "torchcodec"], ...] = field(default=("pyav", "torchcodec"), validator=min_len(1))
     """Readers, best first: PyAV takes less time for the same frames (docs/benchmarks.md), and notices damage."""
@@ -84,7 +84,7 @@ def torchcodec_problem() -> str:
     """Returns why torchcodec does not load here; empty if it does."""
     try:
         import_module("torchcodec.decoders")
-    except (ImportError, OSError, RuntimeError) as error:  # of its own, of a shared library, of FFmpeg
+    except (ImportError, OSError, RuntimeError) as error:  # raised by itself, a shared library, FFmpeg
         root = error.__cause__ or error
         return str(root).strip().splitlines()[0]
     return ""

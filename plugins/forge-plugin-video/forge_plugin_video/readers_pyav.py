@@ -90,7 +90,7 @@ class PyAVReader:
         start: tuple[float, float],
         group: Sequence[int],
     ) -> dict[int, VideoFrame]:
-        """Returns those of the wanted frames that come out whole when decoding starts somewhere.
+        """Returns the wanted frames that are decoded intact when decoding starts at `start`.
 
         Args:
             container: the clip's.
@@ -133,7 +133,7 @@ def _frames_from(
             decoder.skip_frame = "DEFAULT" if packet.pts in left else "NONREF"
         try:
             yield from packet.decode()
-        except InvalidDataError:  # what is missing then is named with its time
+        except InvalidDataError:  # the missing frame is then reported with its time
             return
         left.discard(packet.pts)
         if not left:
@@ -143,10 +143,10 @@ def _frames_from(
 
 
 def _may_skip(stream: VideoStream) -> bool:
-    """Returns whether the decoder can leave out frames that are marked as no reference, and no other changes.
+    """Returns whether the decoder can skip frames that are marked as non-reference without changing any other frame.
 
-    In HEVC such a frame is none for its own temporal layer alone (ITU-T H.265, 7.4.2.2); a header that says that there
-    is one layer (ISO/IEC 14496-15, 8.3.2.1) makes that all.
+    In HEVC such a frame is a non-reference frame only within its own temporal layer (ITU-T H.265, 7.4.2.2); if the
+    header declares a single layer (ISO/IEC 14496-15, 8.3.2.1), this covers all frames.
     """
     decoder = stream.codec_context
     if decoder.name != "hevc":
@@ -196,7 +196,7 @@ def opened(file: ImageFile) -> Iterator[tuple[InputContainer, VideoStream, Binar
     """Opens a clip: its container, its video stream, and the file itself for what PyAV does not hand on.
 
     Raises:
-        BrokenVideo: it cannot be opened, or what is done inside fails.
+        BrokenVideo: it cannot be opened, or the code inside the context fails.
     """
     import av
 
@@ -220,7 +220,7 @@ def opened(file: ImageFile) -> Iterator[tuple[InputContainer, VideoStream, Binar
 
 
 def _cut_off(file: ImageFile) -> str:
-    """Returns how a file is cut off, which FFmpeg's reason seldom says; empty if it is not, or cannot be opened."""
+    """Returns how a file is truncated, which FFmpeg's error seldom shows; empty if it is not, or cannot be opened."""
     try:
         with file.open() as data:
             return truncation(data)
@@ -247,7 +247,7 @@ def _turn(frame: VideoFrame) -> Turn:
 
 
 def _pixels(frame: VideoFrame, reformatter: VideoReformatter) -> np.ndarray:
-    # Threads of the conversion would be those of a whole machine, in each worker
+    # By default, each worker would use as many threads for the conversion as the whole machine has
     pixels = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
     turn = _turn(frame)
     return pixels if turn == Turn() else turn.upright(pixels)

@@ -36,11 +36,11 @@ class Uniform(FrameSamplingComponent):
 
 @frozen(kw_only=True)
 class Fps(FrameSamplingComponent):
-    """Frames at a constant rate: what is shown when each of n equal parts begins; n = floor(duration * fps).
+    """Frames at a constant rate, one shown as each of n equal parts begins; n = floor(duration * fps).
 
-    So that is at seconds 0, 1 / fps, 2 / fps, … of a clip that lasts n / fps. A longer clip than `max_frames` / fps, or
-    a shorter one than `min_frames` / fps, has that many parts. Qwen2-VL's and Qwen2.5-VL's video processors in
-    `transformers` choose the same frames (`multiple = 2`, `max_frames = 768`).
+    These are the frames at seconds 0, 1 / fps, 2 / fps, … of a clip that lasts n / fps. A clip longer than
+    `max_frames` / fps, or shorter than `min_frames` / fps, has that many parts. Qwen2-VL's and Qwen2.5-VL's video
+    processors in `transformers` choose the same frames (`multiple = 2`, `max_frames = 768`).
     """
 
     fps: float = field(default=2.0, validator=gt(0))
@@ -55,7 +55,7 @@ class Fps(FrameSamplingComponent):
 
 @frozen(kw_only=True)
 class Middle(FrameSamplingComponent):
-    """What is shown at the middle of each of n equal parts; n = round(duration * fps).
+    """The frame shown at the middle of each of n equal parts; n = round(duration * fps).
 
     With `min_frames` equal to `max_frames` these are the centres of segments of TSN (Wang et al. 2016), and with
     `jitter` its frames in training.

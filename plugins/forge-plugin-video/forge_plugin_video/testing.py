@@ -1,4 +1,4 @@
-"""Clips for tests: frame k carries its number as a bar code, so a decoded frame says which one it is."""
+"""Clips for tests: frame k carries its number as a bar code, so that a decoded frame can be identified."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _throughput = Throughput()
 
 @contextmanager
 def decoding(frames: int) -> Iterator[None]:
-    """Count the time within as that of decoding so many frames."""
+    """Count the time inside the context as the decoding time of this number of frames."""
     start = perf_counter()
     yield
     _throughput.add(frames, perf_counter() - start)

@@ -38,8 +38,8 @@ class VideoText(ImageDataset):
     text: str = "text"
     """The key of a record with its text, or a list of texts that each describe the clip."""
     captions: Literal["all", "first"] = "all"
-    """Of several texts: `all` one after the other behind the clip, each with an end-of-text of its own, so that the
-    clip is encoded once; or `first`, the first alone."""
+    """Which of several texts are used: `all`, one after the other behind the clip, each with its own end-of-text, so
+    that the clip is encoded once; or `first`, only the first one."""
     prompt: str = ""
     """The key of a record with a text between clip and caption that is not learned, like a question; empty: none."""
     start: str = "start"

@@ -41,7 +41,7 @@ class MLPAdapter(AdapterComponent):
     """down(activation(up(x))), as in LLaVA-1.5 (Liu et al. 2023); each patch is a position."""
 
     hidden: int = field(default=0, validator=ge(0))
-    """Width between the matrices; 0: that of the language model."""
+    """Width between the matrices; 0: the language model's width."""
     activation: Activation = "gelu"
     """Between the matrices."""
     bias: bool = True
@@ -80,7 +80,7 @@ class PixelShuffle(AdapterComponent):
 
 @frozen(kw_only=True)
 class AveragePool(AdapterComponent):
-    """Averages windows of features, and goes on like `mlp`."""
+    """Averages windows of features, then applies the same layers as `mlp`."""
 
     window: int = field(default=2, validator=gt(0))
     """Rows and columns of patches that become one position."""
@@ -90,7 +90,7 @@ class AveragePool(AdapterComponent):
     """Whether images may have any size in patches, and windows at their edges average over fewer; otherwise sizes are
     multiples of both windows. Room is then made for as many windows as patches."""
     hidden: int = field(default=0, validator=ge(0))
-    """Width between the matrices; 0: that of the language model."""
+    """Width between the matrices; 0: the language model's width."""
     activation: Activation = "gelu"
     """Between the matrices."""
     bias: bool = True
@@ -127,7 +127,7 @@ class AttentionPool(AdapterComponent):
     attention_bias: bool = True
     """Whether the matrices of the attention have biases."""
     hidden: int = field(default=0, validator=ge(0))
-    """Width of gate and up; 0: 4 times that of the language model."""
+    """Width of gate and up; 0: 4 times the language model's width."""
 
     @property
     def multiple(self) -> int:
@@ -168,7 +168,7 @@ class Perceiver(AdapterComponent):
     head_dim: int = field(default=64, validator=gt(0))
     """Width of a head."""
     hidden: int = field(default=0, validator=ge(0))
-    """Width between the matrices of the feed-forward part; 0: 4 times that of the encoder."""
+    """Width between the matrices of the feed-forward part; 0: 4 times the encoder's width."""
 
     def positions(self, grid: Grid) -> int:
         return (grid.patches > 0) * self.latents
@@ -188,7 +188,7 @@ class Perceiver(AdapterComponent):
 
 
 def _windows(grid: Grid, window: int, video_window: int = 0, *, ragged: bool) -> int:
-    """Returns the number of windows of an image; `video_window` is that of grids of several frames, 0: `window`."""
+    """Returns the number of windows of an image; `video_window` applies to grids of several frames, 0: `window`."""
     images = _windows_of_side(grid, window, ragged=ragged)
     if video_window in (0, window):
         return images

@@ -41,7 +41,7 @@ class AnyResolution(AdapterComponent):
     frame_pool: int = field(default=1, validator=gt(0))
     """Sides of a video's frames in features are divided by this, bilinearly; LLaVA-OneVision has 2. 1: they are not."""
     hidden: int = field(default=0, validator=ge(0))
-    """Width between the matrices; 0: that of the language model."""
+    """Width between the matrices; 0: the language model's width."""
     activation: Activation = "gelu"
     """Between the matrices."""
     bias: bool = True

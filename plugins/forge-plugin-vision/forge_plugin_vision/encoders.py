@@ -40,8 +40,9 @@ class ViT(VisionEncoderComponent):
     size: tuple[int, int] = (224, 224)
     """Height and width in pixels that the position table is for, multiples of `patch`."""
     pixels: tuple[int, int] | None = None
-    """Height and width that images are resized to, where that is no multiple of `patch`: what is beyond `size`, at the
-    bottom and right, is not seen. SigLIP so400m has patches of 14, `size = [378, 378]`, `pixels = [384, 384]`."""
+    """Height and width that images are resized to, if they are not multiples of `patch`. The encoder does not see
+    the pixels beyond `size`, at the bottom and right. SigLIP so400m has patches of 14, `size = [378, 378]`,
+    `pixels = [384, 384]`."""
     position_interpolation: Literal["none", "bilinear", "bicubic", "nearest"] = "none"
     """Fits the table to images of other sizes: `bilinear` with antialias (SigLIP 2 NaFlex), `bicubic` (ViT, CLIP and
     SigLIP in `transformers`), `nearest` (Idefics3, SmolVLM). none: every image has `size`."""

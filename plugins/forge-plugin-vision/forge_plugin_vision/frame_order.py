@@ -40,7 +40,7 @@ def still(_clip: int, frames: int) -> np.ndarray:
 def reordered(row: Row, form: ImageFormat, order: Order) -> Row:
     """Returns the row with the frames of its clips in another order; images, tokens and timestamps stay as they are.
 
-    Frames are those of the clip, also where an entry of the time axis has several of them (`form.frames`).
+    The frames of the clip are reordered one by one, even if an entry of the time axis has several (`form.frames`).
     """
     patches, start = row[PATCHES].copy(), 0
     for clip, (entries, rows, columns) in enumerate(row[GRIDS].tolist()):

@@ -4,12 +4,12 @@ Shapes: B sequences, S positions, N images of a row at most, P patches of a row,
 encoder, M features of a row, D width of the language model.
 
 An image is cut into patches, which an encoder turns into features; an adapter turns those into vectors of the language
-model's width; a fusion says how the language model sees them. A batch has, beside its tokens:
+model's width; a fusion defines how the language model sees them. In addition to its tokens, a batch has:
 
 - `input_ids` (B, S): negative where the position is no token: `IMAGE` (-1), `VIDEO` (-2), `SOUND` (-3), a
   spectrogram that is an image to the encoder. An image takes as many such
-  positions as the fusion says (`ImageInput.positions`): one for each of its features, or a single one that marks where
-  it stands;
+  positions as the fusion specifies (`ImageInput.positions`): one for each of its features, or a single one that marks
+  where it stands;
 - `patches` (B, P, V) uint8: patches of the row's images, one image after the other, each row by row; zeros at the end.
   The values of a patch are in the order channel, frame, row, column;
 - `grids` (B, N, 3) int64: frames, rows and columns of each image, in patches; zeros where there is no image. An image
@@ -54,7 +54,7 @@ class Grid(NamedTuple):
     An image whose tiles an adapter joins (`AdapterComponent.arrangements`) has the rows and columns of that part of
     its tiles which shows it, and `-(1000 rows + columns)` of tiles as its frames: `Grid(-1002, 24, 40)` is in one row
     of two tiles, of which 24 x 40 patches show it. Tiles are squares, and the part has all rows of them, or all
-    columns. Its patches are those of the whole image in one tile, and then those of each tile.
+    columns. Its patches are the patches of the whole image in one tile, followed by the patches of each tile.
     """
 
     frames: int
@@ -82,7 +82,7 @@ class Grid(NamedTuple):
     def plain(self) -> Grid:
         """The grid of what the encoder sees: tiles that are joined as frames, any other image as it is."""
         joined, (down, across) = (self.frames < 0) * 1, self.tiles
-        # One of the two sides is that of the tiles, and the other is no larger; both divide by 1 for other images.
+        # One of the two is the side of the tiles, and the other is no larger; both divide by 1 for other images.
         by_rows, by_columns = self.rows // (down + 1 - joined), self.columns // (across + 1 - joined)
         side = by_rows + (by_columns - by_rows) * (by_columns > by_rows)
         return Grid(
@@ -190,7 +190,7 @@ class VisionEncoderComponent(Component["nn.Module"]):
         return patches
 
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
-        """Build it; `taps` are numbers of blocks, ascending, whose outputs the fusion uses besides."""
+        """Build it; `taps` are numbers of blocks, ascending, whose outputs the fusion uses as well."""
         raise NotImplementedError
 
 
@@ -199,9 +199,9 @@ class AdapterComponent(Component["nn.Module"]):
     """Builds the module between the encoder and the language model.
 
     It maps `(features (B, F, W), images)` to (B, M, D): first the features of the row's first image, as many as
-    `positions(grid)`, then those of the next; the rest is arbitrary but finite. M follows from F and N alone. `images`
-    has the places of the encoder's features, and `grid` is the encoder's `feature_grid` of an image. It may have
-    `flops(grid)` and `parameter_roles` as the encoder.
+    `positions(grid)`, then the features of the next; the rest is arbitrary but finite. M follows from F and N alone.
+    `images` has the places of the encoder's features, and `grid` is the encoder's `feature_grid` of an image. It may
+    have `flops(grid)` and `parameter_roles` as the encoder.
     """
 
     kind = "adapter"
@@ -227,7 +227,7 @@ class AdapterComponent(Component["nn.Module"]):
 
 @frozen(kw_only=True)
 class FusionComponent(Component["Model"]):
-    """Says how a language model sees images.
+    """Defines how a language model sees images.
 
     `build` returns the language model itself, with vision added in place
     (`forge_plugin_vision.modules.grafting.graft`): names and initial values of its parameters stay.
@@ -237,7 +237,7 @@ class FusionComponent(Component["Model"]):
 
     @property
     def taps(self) -> Sequence[int]:
-        """Numbers of encoder blocks, ascending, whose outputs it uses besides the encoder's features."""
+        """Numbers of encoder blocks, ascending, whose outputs it uses in addition to the encoder's features."""
         return ()
 
     def positions(self, grid: Grid, adapter: AdapterComponent) -> int:
@@ -252,7 +252,7 @@ class FusionComponent(Component["Model"]):
     def tile_problem(self) -> str:
         """Returns why an image must not be cut into tiles, which stand side by side; empty if it may be.
 
-        Each tile is an image of its own. A fusion whose positions attend to one image at a time would see one tile of
+        Each tile is a separate image. A fusion whose positions attend to one image at a time would see one tile of
         several.
         """
         return ""

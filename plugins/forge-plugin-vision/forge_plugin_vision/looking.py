@@ -33,7 +33,7 @@ GREY = 128
 
 @frozen(kw_only=True)
 class Looking(EvaluationComponent):
-    """Held-out loss of rows with images, when the model sees their own images, those of another row, and grey ones.
+    """Held-out loss of rows with images, for their own images, another row's images and grey images.
 
     Logs `{prefix}/own_loss`, `{prefix}/other_loss` and `{prefix}/grey_loss` in nats a token, and `{prefix}/bits`: the
     bits a token that the own images are worth, (other - own) / ln 2. A model that ignores its images has 0 there,

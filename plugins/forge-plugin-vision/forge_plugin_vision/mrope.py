@@ -27,7 +27,7 @@ class MultimodalRope(PlainRope):
     """Rotary encoding of three coordinates: frame, row and column of a feature (Wang et al. 2024, Qwen2-VL).
 
     A token's coordinates are equal, so that text is encoded as by `plain`. Features of an image start at the position
-    after the text before it; the text after it goes on behind the larger of its sides. Videos are images with a time
+    after the text before it; the text after it continues behind the larger of its sides. Videos are images with a time
     axis, see `time`.
     """
 
@@ -38,7 +38,7 @@ class MultimodalRope(PlainRope):
     """Whether the pairs of the coordinates take turns (Qwen3-VL) or follow one another (Qwen2-VL, Qwen2.5-VL)."""
     time: TimeAxis = "frames"
     """Where the entries of a video's time axis stand. `frames`: one position after the other (Qwen2-VL). `seconds`: as
-    far apart as they are in time, by the batch's `grid_seconds` (Qwen2.5-VL). `apart`: each at a position of its own,
+    far apart as they are in time, by the batch's `grid_seconds` (Qwen2.5-VL). `apart`: each at a separate position,
     as an image would, with text between them or without (Qwen3-VL)."""
     positions_per_second: float = field(default=2.0, validator=gt(0))
     """For `time = "seconds"`: positions of a second, rounded down for each entry of the time axis.

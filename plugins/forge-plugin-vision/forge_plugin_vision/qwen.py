@@ -35,9 +35,9 @@ def _norm(kind: Norm, width: int, eps: float) -> nn.Module:
 class QwenViT(VisionEncoderComponent):
     """Vision transformer for images and videos of any size, with rotary encoding of rows and columns.
 
-    A patch sees those of its frame, in blocks with windows those of its window. The tower of Qwen2.5-VL has
-    `window = 112` and `full_attention = [7, 15, 23, 31]`; that of Qwen3-VL `patch = 16`, `norm = "layernorm"`,
-    `ffn = "gelu"`, `patch_bias = true` and `table = 48`.
+    A patch sees the patches of its frame; in blocks with windows, the patches of its window. The tower of Qwen2.5-VL
+    has `window = 112` and `full_attention = [7, 15, 23, 31]`; the tower of Qwen3-VL has `patch = 16`,
+    `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true` and `table = 48`.
     """
 
     dim: int = field(default=1280, validator=gt(0))
@@ -139,7 +139,7 @@ class Merger(AdapterComponent):
     merge: int = field(default=2, validator=gt(0))
     """Patches along each side of a block; an image's rows and columns of patches are multiples of it."""
     hidden: int = field(default=0, validator=ge(0))
-    """Width between the matrices; 0: that of a block, `merge`² times the encoder's."""
+    """Width between the matrices; 0: the width of a block, `merge`² times the encoder's."""
     norm: Norm = "rmsnorm"
     """Normalisation before; Qwen3-VL: `layernorm`."""
     norm_over: Literal["patch", "block"] = "patch"

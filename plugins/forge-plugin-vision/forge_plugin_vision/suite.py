@@ -50,12 +50,12 @@ class VisionModelSuite(ModelSuite):
     their products, as experts do: how many there are of other rows then changes the last digit."""
 
     def parity_changes(self, folder: Path) -> Mapping[str, Any]:
-        # Text rows lack the entries of images, as those of a source of text do.
+        # Text rows lack the entries of images, like the rows of a source of text.
         images = evolve(self.images, has_entries=False)
         return {**super().parity_changes(folder), "data": {"sources": (images,)}, "seq_len": S}
 
     def test_its_flops_are_a_number(self, tmp_path: Path) -> None:
-        """FLOPs are per token, positive, and those of a row not fewer for longer rows, whose images cost the same."""
+        """FLOPs are per token and positive; a longer row, whose images cost the same, has no fewer in all."""
         model = self._bare(tmp_path)
         short, long = model.flops(S), model.flops(64 * S)
         if short is None or long is None:
@@ -84,7 +84,7 @@ class VisionModelSuite(ModelSuite):
             assert same, f"with {entries}, hidden states of text are not the language model's to the bit"
 
     def test_without_an_image_the_tower_has_no_gradient(self, tmp_path: Path) -> None:
-        """A whole batch without an image: every gradient is finite, those of the tower are zero or absent."""
+        """A whole batch without an image: every gradient is finite, the tower's gradients are zero or absent."""
         model = self._model(tmp_path)
         batch = self._image_batch(tmp_path)
         text = {name: tensor[0:3:2] for name, tensor in batch.items()}

@@ -52,7 +52,7 @@ class RandomImages(DatasetComponent):
     text_only: int = field(default=3, validator=ge(0))
     """Every so many-th row has no image, the first included; 0: every row has some, 1: none has."""
     image_every: int = field(default=0, validator=ge(0))
-    """Only every so many-th row has images, the first included; 0: as `text_only` says."""
+    """Only every so many-th row has images, the first included; 0: `text_only` determines it."""
     video_every: int = field(default=0, validator=ge(0))
     """Every so many-th image of a row is a video of two entries of the time axis, half a second apart; 0: none is."""
     has_entries: bool = True

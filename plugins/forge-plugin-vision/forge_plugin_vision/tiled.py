@@ -29,12 +29,12 @@ class TiledViT(VisionEncoderComponent):
     """Vision transformer of images in tiles, all of which attend to each other (Llama 3.2 Vision).
 
     An image is one picture of `arrangements` tiles, whose grid covers them all. Each tile has a class token, which is
-    a feature like those of its patches; features have the last hidden state and then those of `intermediate` blocks.
-    As in Grattafiori et al. (2024, section 7.2); the defaults are those of `MllamaVisionConfig` in `transformers`.
+    a feature just like its patches; a feature is the last hidden state followed by the outputs of the `intermediate`
+    blocks. As in Grattafiori et al. (2024, section 7.2); the defaults match `MllamaVisionConfig` in `transformers`.
     """
 
     dim: int = field(default=1280, validator=gt(0))
-    """Width of the blocks; that of features is larger by the `intermediate` ones."""
+    """Width of the blocks; features are wider by the outputs of the `intermediate` blocks."""
     layers: int = field(default=32, validator=DEPTH)
     """Number of blocks before the second encoding of tiles."""
     global_layers: int = field(default=8, validator=[ge(0), le(10_000)])
@@ -48,13 +48,14 @@ class TiledViT(VisionEncoderComponent):
     tile: int = field(default=448, validator=gt(0))
     """Side of a tile in pixels, of which whole patches are seen; a multiple of `patch`."""
     arrangements: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
-    """Rows and columns of tiles that an image may have. Each has encodings of its own, in this order."""
+    """Rows and columns of tiles that an image may have. Each pair has separate encodings, in this order."""
     intermediate: tuple[int, ...] = (3, 7, 15, 23, 30)
     """Numbers of blocks, of the first `layers` from 0, whose outputs are a part of each feature."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
     """Between the matrices of the feed-forward part."""
     gate_start: float = pi / 4
-    """Initial value of the learned numbers of `global_layers`; those of the encodings of tiles start at 0."""
+    """Initial value of the learned numbers of `global_layers`; the learned numbers of the encodings of tiles start
+    at 0."""
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     """Subtracted from red, green and blue, as a share of 255."""
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)

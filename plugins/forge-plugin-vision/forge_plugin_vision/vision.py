@@ -116,7 +116,7 @@ class TowerPart:
     """`[model.vision]` of a tower alone."""
 
     encoder: VisionEncoderComponent
-    """`[model.vision.encoder]`: as that of a vision-language model."""
+    """`[model.vision.encoder]`: as in a vision-language model."""
 
 
 @frozen(kw_only=True)
@@ -146,7 +146,7 @@ class VisionTower(ModelComponent):
 
 @frozen(kw_only=True)
 class Joint(FusionComponent):
-    """Features take the places of token embeddings, and the language model goes on as ever (LLaVA, Liu et al. 2023)."""
+    """Features replace token embeddings, and the language model runs as usual (LLaVA, Liu et al. 2023)."""
 
     deepstack: tuple[int, ...] = ()
     """Numbers of encoder blocks, ascending from 0, whose outputs are added at the places of images after the first
@@ -161,7 +161,7 @@ class Joint(FusionComponent):
     prefix: bool = False
     """Whether all positions of a document before its first learned token attend to each other in both directions, as in
     PaliGemma: images and the prompt, of which nothing is learned. What follows is causal. In generation the prompt is
-    the prefix. It asks of the language model what `bidirectional` does."""
+    the prefix. It has the same requirement for the language model as `bidirectional`."""
 
     @property
     def taps(self) -> Sequence[int]:

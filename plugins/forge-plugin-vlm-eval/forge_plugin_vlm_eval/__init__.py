@@ -1,8 +1,8 @@
 """Evaluation of vision-language models during training: `exact_match`, `anls`, `captions` and `multiple_choice`.
 
-`forge_plugin_images.questions` finds what is asked in rows of any dataset with images, `asked` the rows and the right
-answers; `answers` lets the ranks of a run generate together, and `choice_rows` makes rows of choices, of which losses
-are enough.
+`forge_plugin_images.questions` finds the questions in rows of any dataset with images, `asked` finds the rows and the
+right answers; `answers` lets the ranks of a run generate together, and `choice_rows` makes rows of choices, for which
+losses are sufficient.
 """
 
 from forge_plugin_vlm_eval.anls import Anls

@@ -1,4 +1,4 @@
-"""The rows that an evaluation asks, what it asks in them, and the right answers."""
+"""The rows that an evaluation uses, its questions about them, and the right answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HasValues(Protocol):
 
 @runtime_checkable
 class HasRecords(Protocol):
-    """A dataset that knows what its files say of a row, as those of forge-plugin-images do."""
+    """A dataset that provides the records of its files for a row, such as the datasets of forge-plugin-images."""
 
     def records(self, index: int) -> Sequence[HasValues]:
         """Returns the record of each document of a row, in order."""
@@ -50,7 +50,7 @@ class Asked:
     place: str
     """For errors."""
     values: Mapping[str, Any] | None = field(eq=False, default=None)
-    """What its record says; None: unknown, or the document has several questions."""
+    """The values of its record; None: unknown, or the document has several questions."""
 
     def value(self, key: str) -> Any:
         """Returns a value of the record; raises `DataError` if there is none."""
@@ -65,13 +65,13 @@ class Asked:
 
 @frozen
 class Questions:
-    """What an evaluation asks: questions in the order of rows."""
+    """The questions of an evaluation, in the order of rows."""
 
     dataset: Dataset | None
     asked: Sequence[Asked]
 
     def row(self, asked: Asked) -> Mapping[str, Any]:
-        """Returns the row of a question, read anew: rows with their images are large."""
+        """Returns the row of a question; it is read again at each call, since rows with their images are large."""
         assert self.dataset is not None
         return self.dataset[asked.index]
 
@@ -80,12 +80,12 @@ class Questions:
 class ImageQuestions(EvaluationComponent):
     """Base of evaluations that ask a model about images and clips.
 
-    A question is a learned text of a held-out row that stands behind an image, asked with what is before it.
+    A question is a learned text that follows an image in a held-out row; everything before the text is the prompt.
     """
 
     source: DatasetComponent | None = None
-    """`[evaluations.NAME.source]`: data of its own, of a type that makes rows with images (`image_text`, `image_chat`,
-    …): its held-out rows, or all where it holds out none. Without the table: the held-out rows of the job."""
+    """`[evaluations.NAME.source]`: separate data, of a type that makes rows with images (`image_text`, `image_chat`,
+    …): its held-out rows, or all rows if it holds out none. Without the table: the held-out rows of the job."""
     sequences: int = field(default=256, validator=ge(0))
     """Rows to ask at most, spread evenly; 0: all. Those without images do not count."""
     prefix: str = field(default="", validator=matches_re(r"[\w./-]*"))
@@ -159,7 +159,7 @@ class Asking:
 
 
 def questions_for(evaluation: ImageQuestions, context: BuildContext, dataset: Dataset | None) -> Questions:
-    """Returns what an evaluation asks about rows.
+    """Returns the questions of an evaluation about rows.
 
     Raises:
         JobError: its own source has no question, or a record lacks something.

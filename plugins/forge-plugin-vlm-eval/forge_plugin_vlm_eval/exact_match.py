@@ -28,7 +28,7 @@ class ExactMatch(GeneratedAnswers):
     """
 
     normalise: Normalisation = "vqa"
-    """What is done to both before they are compared. vqa: as VQA's evaluation server does: no punctuation, lower case,
+    """How both are normalised before they are compared. vqa: as in VQA's evaluation server: no punctuation, lower case,
     zero to ten as digits, no articles, contractions with their apostrophes. case: lower case and single spaces. none:
     nothing, so that answers must be equal to the letter."""
     agreement: Literal["any", "vqa"] = "any"

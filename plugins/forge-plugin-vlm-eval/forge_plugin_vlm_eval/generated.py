@@ -1,4 +1,4 @@
-"""Base of the evaluations that compare what a model writes with what is right."""
+"""Base of the evaluations that compare generated answers with the right answers."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _choices(questions: Questions, items: Sequence[Item], tokenizer: Tokenizer, 
 
 
 def _fault(choices: Any) -> str:
-    """Returns what is wrong with choices; empty if nothing is."""
+    """Returns the problem with the choices; empty if there is none."""
     if not isinstance(choices, list | tuple) or not all(isinstance(text, str) for text in choices):
         return f"holds {str(choices)[:60]!r}, which is no list of texts"
     if len(choices) < 2 or any(not text.strip() for text in choices):

@@ -27,7 +27,7 @@ CONTRACTIONS = (
 
 
 def normaliser(name: Normalisation) -> Callable[[str], str]:
-    """Returns the function from an answer to what is compared.
+    """Returns the function that normalises an answer before it is compared.
 
     none: the answer as it is. case: lower case, with single spaces and none around it. vqa: see `vqa`.
     """

@@ -36,7 +36,7 @@ class WandbLogger:
 
     def __init__(self, component: Wandb, context: BuildContext) -> None:
         self._component, self._context = component, context
-        self._code: int = ExitCode.FAILED  # unless the run says how it ends
+        self._code: int = ExitCode.FAILED  # unless the run reports how it ends
 
     def start(self, step: int) -> None:
         """Begin the run at W&B, or continue it; without credentials or a server, an error before the first step."""
@@ -56,7 +56,7 @@ class WandbLogger:
                 config=self._tracked.config(),
                 dir=str(self._tracked.folder),
                 mode=component.mode,
-                reinit="create_new",  # another run of this process, perhaps of another logger, goes on
+                reinit="create_new",  # another run of this process, perhaps of another logger, continues
                 settings=self._settings(),
             )
         except wandb.Error as error:
@@ -71,7 +71,7 @@ class WandbLogger:
 
     def _send_again(self, step: int) -> None:
         """Log the lines up to `step` that starts which were cut off may have lost."""
-        # W&B's own process writes its file in blocks of 32 kB, and says of no line whether it is there.
+        # W&B's own process writes its file in blocks of 32 kB, and does not report which lines are written.
         first = self._tracked.cut_off
         if first is None:
             return
@@ -91,7 +91,7 @@ class WandbLogger:
         server: dict[str, Any] = {"base_url": component.base_url} if component.base_url else {}
         return wandb.Settings(
             silent=True,
-            console="off",  # rank logs have what is printed, and a wrapped terminal breaks the progress line
+            console="off",  # rank logs contain the printed output, and a wrapped terminal breaks the progress line
             disable_code=True,  # provenance.json has it
             disable_git=True,
             init_timeout=component.timeout_s,
@@ -128,7 +128,7 @@ class WandbLogger:
         self._code = code
         self._run.summary["forge/exit_code"], self._run.summary["forge/ended"] = code, reason or "finished"
         if code == ExitCode.STOPPED:
-            self._run.mark_preempting()  # with a code that is not 0, W&B then says preempted and not failed
+            self._run.mark_preempting()  # with a nonzero code, W&B then shows preempted and not failed
 
     def close(self) -> None:
         """End the run at W&B. What it cannot send within `timeout_s` is in its folder."""

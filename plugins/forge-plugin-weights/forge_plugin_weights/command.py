@@ -99,7 +99,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def _architecture(config: Config, chosen: str, catalog: Catalog) -> ArchitectureComponent:
-    """Returns the architecture with a name that the user chose, or else that of the configuration."""
+    """Returns the architecture that the user chose by name, or else the configuration's architecture."""
     from forge_plugin_weights.tables import architecture_of, load_architecture
 
     return load_architecture(chosen, catalog) if chosen else architecture_of(config, catalog)[1]

@@ -2,7 +2,7 @@
 
 The hub's cache names a file, to which a symbolic link points, by its digest; `hf download --local-dir` keeps digests in
 `.cache/huggingface/download`; and anybody may put a file `SHA256SUMS` beside others. The hub's digest is SHA-256 for
-large files, and that of a Git blob, SHA-1, for others.
+large files, and the SHA-1 of the Git blob for others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KnownDigest:
 
 
 def known_digests(path: Path, sums: Mapping[str, str]) -> Sequence[KnownDigest]:
-    """Returns what is known of a file; `sums` has what `SHA256SUMS` says, by name."""
+    """Returns the known digests of a file; `sums` has the digests in `SHA256SUMS`, by name."""
     known = []
     if path.name in sums:
         known.append(KnownDigest(sums[path.name], SUMS))
@@ -86,7 +86,7 @@ def read_sums(folder: Path) -> Mapping[str, str]:
 
 
 def check_small_files(folder: Path) -> None:
-    """Hold the configuration and the tokenizer against what is known of them.
+    """Check the configuration and the tokenizer against their known digests.
 
     One that was changed since its download is left out, since people change them on purpose.
 
@@ -99,7 +99,7 @@ def check_small_files(folder: Path) -> None:
 
 
 def check_weights(folder: Path, digests: Mapping[Path, str]) -> dict[str, str | None]:
-    """Hold the files with weights against what is known of them.
+    """Check the files with weights against their known digests.
 
     Args:
         folder: their own.
@@ -118,19 +118,19 @@ def check_weights(folder: Path, digests: Mapping[Path, str]) -> dict[str, str | 
 
 
 def _fault(path: Path, known: KnownDigest, sha256: str) -> str:
-    """What is wrong with a file, of which the SHA-256 may have been computed."""
+    """Describes the damage to a file; empty if there is none. `sha256` is empty if it has not been computed."""
     if GIT_SHA1.fullmatch(known.value):
         kind, value = "Git SHA-1", _git_sha1(path)
     else:
         kind, value = "SHA-256", sha256 or hashlib.sha256(path.read_bytes()).hexdigest()
     if value == known.value:
         return ""
-    advice = f"; download it again, or if the change is yours, remove what {known.source} says of it"
+    advice = f"; download it again, or if the change is yours, remove its entry from {known.source}"
     return f"{path} is damaged: its {kind} is {value[:12]}…, and {known.source} has {known.value[:12]}…{advice}"
 
 
 def _git_sha1(path: Path) -> str:
-    """The digest by which Git knows a file's content."""
+    """The digest by which Git identifies a file's content."""
     digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -195,7 +195,7 @@ class Weights:
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        """What is known of a published model that the run began as."""
+        """The record of the published model that the run was imported from; empty for any other run."""
         return origin_of(self.run)
 
     def names_of(self, target: Target) -> dict[str, str]:
@@ -406,7 +406,7 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
 
 
 def _has_video_processor(folder: Path) -> bool:
-    """Whether a file that travelled along says how videos are processed."""
+    """Whether a file that was carried over specifies how videos are processed."""
     joint = read_json(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
     return (folder / VIDEO_PREPROCESSOR).is_file() or "video_processor" in joint
 

@@ -131,7 +131,7 @@ class Converted(Field):
 
 @frozen
 class Follows(Field):
-    """A key of ours that no key of theirs says: it follows from others."""
+    """A key of ours that no key of theirs specifies: it follows from others."""
 
     ours: str
     of_theirs: Callable[[Config], Any]
@@ -190,7 +190,7 @@ class Choice(Field):
 
 @frozen
 class Derived(Field):
-    """A key of ours that no key of theirs says: 0 stands for what follows from others, and it has that value always."""
+    """A key of ours that no key of theirs specifies: 0 stands for the value derived from others, which it must have."""
 
     path: str
     value: Callable[[Flat], Any]
@@ -232,7 +232,7 @@ class Irrelevant(Field):
 
 @frozen
 class Fixed(Field):
-    """Settings of ours that the architecture always has, and no key says."""
+    """Settings of ours that the architecture always has, and that no key specifies."""
 
     settings: Flat
 
@@ -369,7 +369,7 @@ class Rope(Field):
         known = self.types[type_]
         theta = form.pop("rope_theta")
         share = {} if self.share is None else {f"{self.path}.{SHARE}": form.pop(SHARE)}
-        if type_ == "dynamic":  # as in transformers, whatever the table says
+        if type_ == "dynamic":  # as in transformers, regardless of the table
             form[ORIGINAL] = config.get(LONGEST)
         elif ORIGINAL in known.keys:
             form.setdefault(ORIGINAL, config.get(LONGEST))

@@ -56,7 +56,7 @@ class Place:
     """Where a tensor lies."""
 
     as_stored: ClassVar[bool] = True
-    """Whether the file's bytes are those of the tensor; false for a class whose `read` computes it."""
+    """Whether the file holds the tensor's bytes as they are; false for a class whose `read` computes the tensor."""
 
     file: Path
     start: int
@@ -154,9 +154,9 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
 def _check_index(folder: Path, places: Mapping[str, Place]) -> None:
     for name, file in _weight_map(folder).items():
         if name not in places:
-            raise JobError(f"{folder / INDEX} says that {name} is in {file}, which does not have it")
+            raise JobError(f"{folder / INDEX} lists {name} in {file}, which does not contain it")
         if places[name].file.name != file:
-            raise JobError(f"{folder / INDEX} says that {name} is in {file}; it is in {places[name].file.name}")
+            raise JobError(f"{folder / INDEX} lists {name} in {file}, but it is in {places[name].file.name}")
 
 
 def _header(path: Path) -> Iterator[tuple[str, Place]]:
@@ -430,7 +430,7 @@ def _sync_and_close(file: int) -> None:
 
 
 def index_json(files: Sequence[FilePlan]) -> str:
-    """Returns the index that says which file has which tensor."""
+    """Returns the index, which maps each tensor to its file."""
     total = sum(place.size for plan in files for place in plan.places.values())
     names = {name: plan.name for plan in files for name in plan.places}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2) + "\n"

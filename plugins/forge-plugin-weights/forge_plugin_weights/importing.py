@@ -1,8 +1,8 @@
 """A published model becomes a run folder: the checkpoint of step 0 points into the model's own files.
 
-A checkpoint is raw bytes and an index that says where each tensor's lie, and so is a safetensors file. Where the bytes
-can be used as they are, nothing is converted: the files are linked into the checkpoint, and its index points into them.
-What has to be computed is computed one tensor at a time.
+A checkpoint consists of raw bytes and an index of where each tensor's bytes lie, and so does a safetensors file. Where
+the bytes can be used as they are, nothing is converted: the files are linked into the checkpoint, and its index points
+into them. Tensors that have to be computed are computed one at a time.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def renamed(places: Mapping[str, Place], renames: Mapping[str, str], folder: Pat
 
 
 def read_folder(folder: Path) -> Mapping[str, Any]:
-    """Returns the content of a folder's `config.json`, with that of its `preprocessor_config.json` under `PIXELS`."""
+    """Returns the content of a folder's `config.json`, with its `preprocessor_config.json` under `PIXELS`."""
     demand_folder(folder)
     config = read_json(folder / CONFIG)
     pixels = processor_of(folder)
@@ -189,7 +189,7 @@ def import_folder(
 ) -> Path:
     """Make a run folder of a published model.
 
-    Its checkpoint of step 0 is to `[checkpoint.load]`, `forge-run generate` and all other commands as that of a run.
+    `[checkpoint.load]`, `forge-run generate` and all other commands use its checkpoint of step 0 like any run's.
 
     Args:
         folder: with `config.json`, safetensors files and a tokenizer.
@@ -213,7 +213,7 @@ def import_folder(
     source = Source.open(folder, catalog, architecture)
     finite = FiniteCheck(source.places)
     with Reader() as reader:
-        # First, since it takes longest: all else goes on meanwhile.
+        # First, since it takes longest: everything else runs in the meantime.
         paths = [] if copy else source.files
         digests = {path: reader.submit(path, finite.pieces(path), finite.look) for path in paths}
         job = imported_job(source, output, tokenizer, catalog)
@@ -253,7 +253,7 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
         "job": {"name": output.name},
         "train": {"steps": 1, "global_batch_size": 1, "seq_len": _length(source.config, model)},
         "model": model,
-        # By its first source of images, `generate` knows how those of a prompt get their size.
+        # `generate` determines from the first source of images how images in a prompt get their size.
         "data": {"sources": _sources(source, images, model, catalog)},
         "optimizer": {"type": "forge-plugin-adamw/adamw"},
     }
@@ -354,7 +354,7 @@ class ImportedRun:
 
         Args:
             reader: hashes the files.
-            digests: of the files, as far as they are being computed; those of the others come of copying them.
+            digests: of the files that are being hashed already; the others are hashed while the folder is written.
         """
         tokenizer = _tokenizer(self.job, self.catalog, self.folder)
         storage = LocalStorage(self.folder / Local().folder)
@@ -376,7 +376,7 @@ class ImportedRun:
         files[INDEX] = write_file(checkpoint / INDEX, [json.dumps(index).encode()])
         for path in linked:
             files[path.name] = digests[path].result().entry
-            sync(checkpoint / path.name)  # before the manifest says that it is there
+            sync(checkpoint / path.name)  # before the manifest lists it
         for path in self.source.files:
             digests[path].result()
         self.finite.finish(self.match.used, self.source.folder)
@@ -416,7 +416,7 @@ def _manifest(files: Mapping[str, Any], job: str, provenance: Mapping[str, Any])
 
 
 def _tokenizer(job: Job, catalog: Catalog, folder: Path) -> Tokenizer | None:
-    """Keep the tokenizer in the run folder, with what says when a text ends, and how images are processed."""
+    """Keep the tokenizer in the run folder, with the files on when a text ends and how images are processed."""
     if job.data.tokenizer is None:
         return None
     tokenizer = build_tokenizer(job, build_context(job, catalog, folder))

@@ -19,7 +19,7 @@ def describe(architecture: ArchitectureComponent, config: Config) -> tuple[Rows,
 
 
 def describe_images(architecture: ArchitectureComponent, config: Config) -> Sequence[str]:
-    """Returns lines that say how a job's images become those of the published model; none for one without images."""
+    """Returns lines on how a job's images become like the published model's; none for a model without images."""
     try:
         model = flattened(read_config(architecture, config))
     except JobError:

@@ -51,12 +51,12 @@ def _major_version(config: Config) -> int:
 
 
 class Unsupported(Exception):
-    """A key that has no counterpart on the other side; the message says which, and what there is."""
+    """A key that has no counterpart on the other side; the message names it, and the available alternatives."""
 
 
 @frozen
 class InnerTable:
-    """A table of a configuration that an architecture of its own describes."""
+    """A table of a configuration that a separate architecture describes."""
 
     name: str
     path: str
@@ -64,7 +64,7 @@ class InnerTable:
     architecture: ArchitectureComponent
     fields: Sequence[Field]
     config: Config
-    """Its content, with what the larger configuration says of it."""
+    """Its content, with the keys of the larger configuration that apply to it."""
     harmless: Collection[str] = ()
     """Further keys that say nothing about what the model computes."""
 
@@ -131,7 +131,7 @@ class Part:
     sizes: Shape = ()
     """The part's shape in our tensor; needed with `offsets`."""
     torn: bool = False
-    """Whether it is no such range after all: what is in a row there lies apart."""
+    """Whether it is not such a range despite its `offsets`: its numbers in a row of the published tensor lie apart."""
     row: int = 0
     of_ours: Callable[[Tensor], Tensor]
     """Returns a view of our tensor: the part."""
@@ -202,7 +202,7 @@ class ArchitectureComponent(Component[None]):
     ignored: ClassVar[Collection[str]] = ("*rotary_emb.inv_freq",)
     """Patterns of tensors that files may hold, and that are no weights."""
     left_out: ClassVar[Collection[str]] = (f"{OTHER}*",)
-    """Patterns of weights that files may hold, and that Forge has no use for; an import says which it left out."""
+    """Patterns of weights that files may hold, and that Forge has no use for; an import reports which it left out."""
     renames: ClassVar[Mapping[str, str]] = {}
     """Regular expressions of the names that tensors have in files of some versions, and what replaces a match. They
     are applied in turn, and the results are the names of `rules`."""
@@ -244,7 +244,7 @@ class ArchitectureComponent(Component[None]):
         return {}
 
     def part_of(self, config: Config) -> Config:
-        """Returns the configuration of this model, from that of a larger one that it is a part of, or from its own."""
+        """Returns this model's configuration from its own, or from the configuration of a larger one it is part of."""
         inner = config.get(self.table)
         if not isinstance(inner, Mapping):
             return config

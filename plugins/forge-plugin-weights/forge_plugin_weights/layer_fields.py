@@ -117,7 +117,7 @@ class RopeOfSomeLayers(Rope):
     """A position encoding that some layers are without: `no_rope_layers` has a 0 for each of those (SmolLM3)."""
 
     interval: int = 4
-    """The period of layers without it, where no key says which they are."""
+    """The period of layers without it, where no key specifies them."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -149,7 +149,7 @@ class RopeByWindow(Field):
     """Position encodings that differ between layers with a window and those without (Gemma 3, OLMo 3).
 
     `rope_parameters` has a table for each type of layer (transformers 5). In version 4, `rope_theta` and `rope_scaling`
-    are those of layers without a window, and a further key has the base of the others.
+    apply to layers without a window, and a further key has the base of the others.
     """
 
     windows: LayerWindows

@@ -44,7 +44,7 @@ class PerLayer:
 
 
 def period(values: Sequence[Any]) -> list[Any]:
-    """Returns the shortest list that, repeated, is that of all layers."""
+    """Returns the shortest list that, repeated, yields the values of all layers."""
     lengths = range(1, len(values) + 1)
     length = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
     return list(values[:length])
@@ -93,7 +93,7 @@ def without_pattern(table: Flat) -> Sequence[Flat]:
 
 
 def _below(prefix: str, table: Flat) -> Mapping[str, Any]:
-    """The keys of one kind, as those of an attention without a pattern."""
+    """The keys of one kind, under the names that an attention without a pattern has."""
     return {ATTENTION + path.removeprefix(prefix): value for path, value in table.items() if path.startswith(prefix)}
 
 

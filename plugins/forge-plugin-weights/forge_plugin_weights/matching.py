@@ -78,7 +78,7 @@ def check_tensors(architecture: ArchitectureComponent, match: Match, found: Shap
         if names
     ]
     if faults:
-        raise JobError(f"the tensors in {folder} are not those of its config.json: {'; '.join(faults)}")
+        raise JobError(f"the tensors in {folder} do not match its config.json: {'; '.join(faults)}")
 
 
 def unused_tensors(architecture: ArchitectureComponent, match: Match, found: Shapes) -> Sequence[str]:

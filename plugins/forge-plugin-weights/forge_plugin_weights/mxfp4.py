@@ -1,4 +1,4 @@
-"""Weights in MXFP4, as those of gpt-oss: numbers of 4 bits in blocks of 32 with a power of two each.
+"""Weights in MXFP4, as in gpt-oss: numbers of 4 bits in blocks of 32 with a power of two each.
 
 The stack `X` is the tensors `X_blocks` (E, R, G, 16), of bytes with two numbers each, the lower half first, and
 `X_scales` (E, R, G), of exponents with a bias of 127 (Open Compute Project, Microscaling Formats 1.0: E2M1, E8M0). It
@@ -51,7 +51,7 @@ class PackedStack(Place):
 
 
 def unpacked_places(places: Mapping[str, Place], dtype: torch.dtype) -> dict[str, Place]:
-    """Returns the tensors of a folder, those of blocks and scales as what they stand for, in `dtype`.
+    """Returns the tensors of a folder, with blocks and scales replaced by the stacks they stand for, in `dtype`.
 
     Raises:
         JobError: blocks have no scales, or they or their scales have other shapes.

@@ -90,7 +90,7 @@ def language_of(model: Flat, only: Named | None = None) -> Language:
         only: the one form that it may have; None: any of the installed ones.
 
     Raises:
-        Unsupported: there is none; says which keys of the nearest are missing.
+        Unsupported: there is none; names the keys in which the nearest one does not fit.
     """
     inner = {path.removeprefix(LANGUAGE): value for path, value in model.items() if path.startswith(LANGUAGE)}
     if not inner:
@@ -187,10 +187,10 @@ def read_table(table: InnerTable) -> Flat:
 
 @frozen(kw_only=True)
 class VisionTable(Field):
-    """`vision_config`, and what is done to pixels: one of several towers."""
+    """`vision_config`, and the processing of pixels, for one of several towers."""
 
     towers: Mapping[str, Tower] = field(repr=False)
-    """By `model_type`; the first is that of a table without one."""
+    """By `model_type`; the first is used for a table without one."""
     harmless: Collection[str] = ()
 
     @property

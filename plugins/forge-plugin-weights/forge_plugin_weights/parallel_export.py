@@ -1,4 +1,4 @@
-"""The weights of a run that goes on, written by all of its ranks: each its own part, where it belongs in the files.
+"""The weights of a run in progress, written by all of its ranks: each writes its own part to its place in the files.
 
 Shapes are known on every rank, so the headers of the files are, too, and with them the place of every byte. Nothing is
 gathered and no file is written twice. Only a tensor that another order of rows would tear apart is, slice by slice.
@@ -142,7 +142,7 @@ def _write_records(
     shapes: Shapes,
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Write the card and the job, as far as a run knows of itself what a checkpoint says."""
+    """Write the card and the job, with as much of a checkpoint's information as is available during a run."""
     origin = origin_of(context.folder)
     write_card(
         folder,
@@ -187,7 +187,7 @@ def _of_all_ranks(
 
 
 def _first_holders(own: Mapping[str, Tensor]) -> dict[str, int]:
-    """The first rank that has a plain tensor, by name; those of a mesh say themselves who is first."""
+    """The first rank that has a plain tensor, by name; for a tensor of a mesh, its mesh determines the first rank."""
     held = gather_objects([name for name, tensor in own.items() if not isinstance(tensor, DTensor)])
     first: dict[str, int] = {}
     for rank, names in enumerate(held):

@@ -1,7 +1,8 @@
 """What a published model's image processor does, and the keys of a Forge job that do the same.
 
-A folder says it in `preprocessor_config.json`, or in `processor_config.json` under `image_processor`. Mean, standard
-deviation and resampling are the encoder's here; how an image gets its size is a key of the dataset.
+A folder has the processor's settings in `preprocessor_config.json`, or in `processor_config.json` under
+`image_processor`. Mean, standard deviation and resampling are the encoder's here; how an image gets its size is a key
+of the dataset.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ KNOWN = frozenset(
         *("crop_to_patches", "min_patches", "max_patches"),
     )
 )
-"""Keys of which `Pixels` knows the meaning."""
+"""Keys that `Pixels` supports."""
 HARMLESS = frozenset(
     (
         *("image_processor_type", "feature_extractor_type", "processor_class", "data_format", "input_data_format"),
@@ -48,7 +49,7 @@ HARMLESS = frozenset(
 
 
 def processor_of(folder: Path) -> Mapping[str, Any]:
-    """Returns what a folder says about its image processor; empty if it says nothing.
+    """Returns the settings of a folder's image processor; empty if it has none.
 
     Raises:
         JobError: a file cannot be read.
@@ -70,7 +71,7 @@ def processor_of(folder: Path) -> Mapping[str, Any]:
 
 
 def updated_processor(settings: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a `preprocessor_config.json`: that of a file that travelled along, with what changed."""
+    """Returns the content of a `preprocessor_config.json`: of a file that was carried over, with the changes."""
     if not known:
         return dict(settings)
     changed = {key: settings[key] for key in ("image_mean", "image_std", "resample") if key in known}
@@ -79,18 +80,18 @@ def updated_processor(settings: Mapping[str, Any], known: Mapping[str, Any]) -> 
 
 @frozen(kw_only=True)
 class Pixels(Field):
-    """What is done to pixels: the keys of an image processor."""
+    """The processing of pixels: the keys of an image processor."""
 
     processor: str
     """The processor's class, without `ImageProcessor`."""
     mean: Sequence[float] = HALF
-    """Where no file says it, as the next two."""
+    """The default where no file specifies it, as are the next two."""
     std: Sequence[float] = HALF
     resample: int = 3
     written: Mapping[str, Any] = field(factory=dict)
     """Further keys that an export has; `...` stands for the image's side in pixels."""
     known: Collection[str] = ()
-    """Further keys whose meaning it knows."""
+    """Further keys that it supports."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -139,7 +140,7 @@ class Pixels(Field):
 
 @frozen(kw_only=True)
 class TiledPixels(Pixels):
-    """What is done to pixels of a tower that sees images in tiles."""
+    """The processing of pixels for a tower that sees images in tiles."""
 
     def further(self, model: Flat) -> Config:
         side = setting(model, f"{ENCODER}.tile")
@@ -148,11 +149,11 @@ class TiledPixels(Pixels):
 
 @frozen(kw_only=True)
 class AreaPixels(Pixels):
-    """What is done to pixels of a tower for images of any size, whose area has bounds (Qwen2-VL and later)."""
+    """The processing of pixels for a tower with images of any size, whose area has bounds (Qwen2-VL and later)."""
 
     known: Collection[str] = ("temporal_patch_size", "merge_size", "min_pixels", "max_pixels")
     bounds: tuple[int, int]
-    """Least and greatest pixels of an image that an export has, where no file says them."""
+    """Least and greatest number of pixels of an image that an export has, where no file specifies them."""
 
     def read(self, config: Config) -> Flat:
         settings: Mapping[str, Any] = config.get(PIXELS) or {}
@@ -182,7 +183,7 @@ SHARED_SIZES: Mapping[str, str] = {
     "temporal_patch_size": "temporal_patch_size",
     "merge_size": "spatial_merge_size",
 }
-"""Keys of such a processor, and those of `vision_config` that mean the same."""
+"""Keys of such a processor, and the keys of `vision_config` that mean the same."""
 
 
 OF_IMAGES = ("image_processor_type", "size", PINPOINTS, "do_pad")
@@ -275,7 +276,7 @@ def video_line(videos: Mapping[str, Any]) -> str:
 
 
 def image_table(config: Config, model: Flat) -> ImageTable | None:
-    """Returns the keys of a dataset for a model's images; None if no file says how they are processed.
+    """Returns the keys of a dataset for a model's images; None if no file specifies how they are processed.
 
     Args:
         config: with the processor's keys under `PIXELS`.
@@ -385,7 +386,7 @@ SPLIT_TEXT: Mapping[str, str] = {
     "single": "<fake_token_around_image><global-img>",
     "after": "<fake_token_around_image>",
 }
-"""Texts around the tiles of Idefics3 and SmolVLM, which no file says: their processors write them."""
+"""Texts around the tiles of Idefics3 and SmolVLM, which no file specifies: their processors write them."""
 
 
 def _split(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
@@ -403,7 +404,7 @@ def _split(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
 
 
 def _by_aspect(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
-    """Of InternVL, whose processor always cuts images, whatever `crop_to_patches` says."""
+    """Of InternVL, whose processor always cuts images, regardless of `crop_to_patches`."""
     most, differences = settings.get("max_patches", 12), []
     if _sides(settings.get("size")) not in (size, None):
         differences.append(f"their tiles are {settings['size']} there, and {size} by config.json")

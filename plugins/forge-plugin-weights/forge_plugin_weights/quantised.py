@@ -1,4 +1,4 @@
-"""Weights that files hold as 8-bit numbers with a scale for each block, as those of DeepSeek-V3: read as wide ones.
+"""Weights that files hold as 8-bit numbers with a scale for each block, as in DeepSeek-V3: read as wide ones.
 
 The matrix `X.weight` (float8) has a matrix `X.weight_scale_inv` beside it with the factor of each block of
 `weight_block_size`; the last blocks may be partial (DeepSeek-V3, arXiv 2412.19437,
@@ -21,7 +21,7 @@ from forge_plugin_weights.mxfp4 import unpacked_places
 
 QUANTISATION = "quantization_config"
 SCALE = "_scale_inv"
-"""End of the name of a tensor of scales, after that of its matrix."""
+"""End of the name of a tensor of scales, after the name of its matrix."""
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDE: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 KNOWN: Mapping[str, Collection[Any]] = {

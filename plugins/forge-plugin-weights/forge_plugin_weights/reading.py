@@ -42,7 +42,7 @@ Sink = Callable[[Piece, memoryview], None]
 
 @frozen(kw_only=True)
 class Digest:
-    """What a manifest says about a file."""
+    """The entry of a file in a manifest."""
 
     size: int
     sha256: str
@@ -55,7 +55,7 @@ class Digest:
 
 
 class Reader:
-    """Reads files in threads of its own. A context manager, which ends what is still going on if it is left early."""
+    """Reads files in its own threads. A context manager, which stops unfinished reads if it is left early."""
 
     def __init__(self) -> None:
         self._files, self._hashing = ThreadPoolExecutor(threads()), ThreadPoolExecutor(threads())

@@ -110,7 +110,7 @@ class Form:
     lost: Sequence[Problem]
     """Keys that the configuration would lose."""
     unsaid: int
-    """How many keys of the architecture's configurations the model says nothing about."""
+    """How many keys of the architecture's configurations the model leaves unspecified."""
 
     @property
     def problems(self) -> Sequence[Problem]:

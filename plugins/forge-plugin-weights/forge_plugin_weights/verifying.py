@@ -1,7 +1,7 @@
 """How two models differ: tensor by tensor, and in what they compute, with a layer of each in memory at a time.
 
 Either may be a published model, a run or a checkpoint. Both are computed by Forge, in float32, from the same tokens;
-each goes on from its own hidden states, so that differences add up as they do in use.
+each continues from its own hidden states, so that differences add up as they do in use.
 
 Shapes: B rows, S positions, V vocabulary.
 """
@@ -109,7 +109,7 @@ class TrainedSide(Side):
 
 
 def open_side(path: Path, catalog: Catalog, architecture: str = "") -> Side:
-    """Returns the model in a folder: a published one if it has a `config.json`, else that of a run or checkpoint."""
+    """Returns the model in a folder: a published one if it has a `config.json`, else a run's or checkpoint's."""
     return PublishedSide(path, catalog, architecture) if (path / CONFIG).is_file() else TrainedSide(path, catalog)
 
 
@@ -138,7 +138,7 @@ class LogitDifference:
     """Share of the positions at which both find the same token likeliest."""
 
     def lines(self, tokens: int) -> Iterator[str]:
-        """Yields what a user reads; `tokens` were compared, besides an image's positions."""
+        """Yields the lines that a user reads; `tokens` were compared, in addition to an image's positions."""
         for name, difference in self.layers.items():
             yield f"layer {name}: hidden states differ by {difference:.3g} of the largest"
         yield f"logits: largest difference {self.logits:.3g}, divergence {self.divergence:.3g} nats a token"

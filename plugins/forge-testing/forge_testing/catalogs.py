@@ -54,7 +54,7 @@ def plugins_with(components: Components | None = None, **plugins: Plugin) -> Plu
     """Activate plugins, for calling their hooks: `plugins_with(ema=EMA(decay=0.9)).training_hooks(job)`.
 
     Args:
-        components: components besides the core's own, as for `catalog_of`.
+        components: components in addition to the core's own, as for `catalog_of`.
         plugins: the plugins of a job, by their names in the job.
 
     Raises:

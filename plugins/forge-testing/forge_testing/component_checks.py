@@ -88,7 +88,7 @@ def method_problems(cls: type[Component], base: type[Component]) -> Iterator[str
             if any(getattr(cls, other) is not asked_for[other] for other in callers):
                 continue
             parameters = ", ".join(inspect.signature(asked).parameters)
-            yield f"it does not implement {name}({parameters}), as {base.__name__} asks"
+            yield f"it does not implement {name}({parameters}), which {base.__name__} requires"
         elif inspect.isfunction(own) and own is not asked and (refusal := call_refusal(own, asked)):
             yield refusal
     if issubclass(cls, TrainingHook):
@@ -122,7 +122,7 @@ def specifying_plugins(offer: Offer, catalog: Catalog) -> dict[str, Plugin]:
     """Return the other installed plugins that declare hook specifications, which the offered plugin may implement."""
     plugins: dict[str, Plugin] = {}
     for other in catalog.offers("plugin"):
-        with suppress(PluginError, ValueError):  # a broken one is reported by the check of its own distribution
+        with suppress(PluginError, ValueError):  # a broken one is reported by the check of its distribution
             cls = catalog.load("plugin", other.qualified)
             if other != offer and hasattr(cls, "forge_add_hookspecs"):
                 table = {"type": other.qualified, **_with_required(resolved_fields(cls), {})}

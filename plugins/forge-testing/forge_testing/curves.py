@@ -111,7 +111,7 @@ class Training(AbstractContextManager["Training", None]):
 
     def norm(self, step: int) -> float:
         """Compute the gradients of a step that follows the last one, and return their norm, without an update."""
-        stepper = Stepper(self.run)  # not that of the curve: a caller may have changed which groups it finds
+        stepper = Stepper(self.run)  # not the curve's stepper: a caller may have changed which groups it finds
         stepper.gradients(self.loader.next_step(), step)
         return stepper.norm().item()
 

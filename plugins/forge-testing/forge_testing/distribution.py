@@ -19,13 +19,13 @@ def check_distribution(name: str, samples: Samples | None = None) -> None:
     The distribution passes if:
 
     - it requires `forge-run`, with an upper bound, in a version that is running, and is installed as its sources say;
-    - each entry point loads, and those of components without importing torch;
+    - each entry point loads, and entry points of components load without importing torch;
     - a component is a documented attrs class of its kind, keyword-only, each key with a type and documentation;
     - it implements the methods of its kind, with the parameters that they are called with;
     - a component written to TOML is read back equal;
     - hooks of plugins fit their specifications, and events of training hooks exist.
 
-    The check runs in a process of its own, so that no earlier test can hide an import.
+    The check runs in a separate process, so that no earlier test can hide an import.
 
         def test_the_distribution():
             check_distribution("forge-plugin-lion")

@@ -27,7 +27,7 @@ def problems_of(samples: Mapping[str, Samples]) -> Mapping[str, Sequence[str]]:
     catalog = Catalog.installed()
     problems = {name: list(metadata_problems(name, given, catalog)) for name, given in samples.items()}
     name_of = {catalog.distribution(name): name for name in samples}
-    # Commands last, those of all distributions: they may import torch, which nothing else may.
+    # The commands of all distributions come last: they may import torch, which nothing else may.
     for commands in (False, True):
         for offer in catalog.offers():
             name = name_of.get(offer.distribution)

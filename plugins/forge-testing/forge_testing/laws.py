@@ -49,7 +49,7 @@ class Case:
     name: str
     """Part of the ids of its tests."""
     observe: Observe = field(kw_only=True)
-    """`observe(folder, changes)` runs on every rank and returns what is compared; picklable. `folder` is empty and
+    """`observe(folder, changes)` runs on every rank and returns the picklable result to compare. `folder` is empty and
     shared by the ranks. `changes` are the settings of the layout for `tiny_job`: `parallel` and `micro_batch_size`, or
     none in one process."""
     compare: Callable[[Sequence[Any], Any], None] = field(kw_only=True)
@@ -104,7 +104,7 @@ def observed(request: pytest.FixtureRequest | None, case: Case, layout: str) -> 
     observations = request.session.stash.setdefault(_OBSERVATIONS, Observations()) if request else Observations()
     if (case, layout) not in observations.ranks:
         others = _pairs_of(request, case.layouts[layout].ranks) if request else []
-        # It may be none of them: its id ends otherwise if the class has parameters of its own.
+        # The pair may not be among them: the id of its test ends differently if the class adds parameters.
         pairs = dict.fromkeys([*others, (case, layout)])
         observations.collect([pair for pair in pairs if pair not in observations.ranks])
     return observations.ranks[case, layout], observations.alone.get(case)
@@ -225,8 +225,8 @@ class Interrupted:
 def resumption_law(*cases: Interrupted) -> Callable[..., None]:
     """Return a test function, to be assigned to a name that starts with `test_`, of all interruptions of the cases.
 
-    Metrics lines without times, and all of the last checkpoint, must equal to the bit those of a run that was not
-    interrupted: weights, state of the optimizer, of hooks and of plugins, and progress.
+    Metrics lines without times, and the whole last checkpoint (weights, state of the optimizer, of hooks and of
+    plugins, and progress), must be bitwise equal to the lines and the checkpoint of an uninterrupted run.
     """
     wholes: dict[Interrupted, Summary] = {}
     pairs = [

@@ -31,7 +31,7 @@ class LayoutCase:
         return [type_ for type_ in types if type_ not in catalog.types("parallel")]
 
     def stages(self, catalog: Catalog) -> Mapping[str, ParallelComponent]:
-        """The stages, read as those of a job file.
+        """The stages, read like the stages of a job file.
 
         Raises:
             ValueError: A key is wrong; the message lists every problem.

@@ -60,7 +60,7 @@ class TinyNetwork(Model):
 
 
 class Pair(nn.Module):
-    """W₂ relu(W₁ x), as a module of its own, for which tensor parallel can gather all positions."""
+    """W₂ relu(W₁ x), as a separate module, for which tensor parallel can gather all positions."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ STATE, SAME = "test_its_state_is_plain_and_comes_back", "test_it_changes_trainin
             "remembers from step to step must be a field(init=False), or in its `state_dict`",
         ),
         (SAME, Nudges(), {}, "a run without it differs in the losses, model.embedding.weight"),
-        (SAME, Doubles(), {}, "One that is to change training says so with `changes_training = True`"),
+        (SAME, Doubles(), {}, "If it is meant to change training, set `changes_training = True`"),
         (RANKS, NoiseOfTheRank(), {"changes_training": True}, "two ranks have other values of embedding.weight, "),
         (RANKS, ScalesWithRanks(), {"changes_training": True}, "than one process; what a hook does must not depend on"),
         (

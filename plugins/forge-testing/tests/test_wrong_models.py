@@ -203,7 +203,7 @@ DECLARED, INITIAL = "test_what_it_declares_is_there", "test_every_tensor_is_init
         (DECLARED, NoTie, "tied_parameters has head.weight and embedding.weight, which are two parameters"),
         (DECLARED, StrangeRole, "parameter_roles: no parameter 'embeddings.weight'"),
         ("test_its_flops_are_a_number", NoWork, "flops(8) = 0 and flops(512) = 0; they are positive"),
-        ("test_documents_of_a_row_do_not_see_each_other", MeanOfTheRow, "attention must not leave a document"),
+        ("test_documents_of_a_row_do_not_see_each_other", MeanOfTheRow, "attention must stay within a document"),
         ("test_a_cache_changes_nothing", MeanOfTheRow, "differ by"),
     ],
 )

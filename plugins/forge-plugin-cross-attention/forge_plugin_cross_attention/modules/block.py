@@ -87,7 +87,7 @@ class Attention(nn.Module):
         return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
 
     def tap_points(self) -> Mapping[str, TapPoint]:
-        """Returns what positions ask and receive; keys and values are those of features, which are no positions."""
+        """Returns the queries and results of positions; keys and values belong to features, which are not positions."""
         return {"q": TapPoint("core", "input", axes="heads"), "z": TapPoint("core", axes="heads")}
 
 
@@ -120,7 +120,7 @@ class CrossAttentionBlock(nn.Module):
         return x + self.ffn_gate(seen * self.ffn(self.ffn_norm(x), batch))
 
     def tap_points(self) -> Mapping[str, TapPoint]:
-        """Returns those of the residual stream through the block, which runs in batches with images only."""
+        """Returns the points of the residual stream in the block, which only runs in batches with images."""
         points = {
             "resid_pre": TapPoint("attention_norm", "input"),
             "attn_out": TapPoint("attention_gate"),

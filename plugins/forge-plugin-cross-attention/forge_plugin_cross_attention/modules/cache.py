@@ -18,7 +18,7 @@ class LayerCache:
     """(B, M, K, E) each."""
 
     def extend(self, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Append those of new images, if any. Returns those of all images so far."""
+        """Append the keys and values of new images, if any. Returns the keys and values of all images so far."""
         if new is not None:
             old = self.keys_and_values
             self.keys_and_values = (
@@ -34,7 +34,7 @@ class ImageCache:
 
     layers: dict[str, Any]
     ids: Tensor | None = None
-    """(B, T) of the positions so far: integers, of which `visible_images` is made anew in each call."""
+    """(B, T), integer ids of the positions so far, from which `visible_images` is recomputed in each call."""
     numbers: Tensor | None = None
     """(B, M), number of the image in its row that each feature belongs to; -1: none."""
     images: Tensor | None = None

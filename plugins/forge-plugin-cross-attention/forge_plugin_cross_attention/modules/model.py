@@ -130,7 +130,7 @@ class CrossAttentionModel(VisionLanguageModel):
     markers: Markers
 
     def prepare_sequences(self, batch: Batch) -> Batch:
-        """Adds `VISIBLE`, while rows are whole: afterwards no rank knows the images before its part."""
+        """Adds `VISIBLE` while rows are whole: afterwards, no rank has the images before its part."""
         batch = super().prepare_sequences(batch)
         if VISIBLE in batch:
             return batch
@@ -241,7 +241,7 @@ class GeneratingModel(CrossAttentionModel):
         return ImageCache(layers)
 
     def decode(self, batch: Batch, cache: ImageCache) -> Tensor:
-        """Images of a call follow those of the calls before; a call without `patches` has no new ones."""
+        """Images of a call follow the images of earlier calls; a call without `patches` has no new images."""
         ids = cache.add_positions(batch["input_ids"])
         visible = visible_images(ids, None, self.sees)[:, -batch["input_ids"].shape[1] :]
         batch = {**batch, VISIBLE: visible}

@@ -65,7 +65,7 @@ class Sight(nn.Module):
         """Set it up.
 
         Args:
-            budget: what rows of images are like; its adapter knows how many features an image has.
+            budget: the size of rows of images; its adapter determines how many features an image has.
             features: M of the batches of training.
             dtype: the compute dtype.
             summand: whether this rank has the values, of which the sum over tensor-parallel ranks is made.
@@ -77,7 +77,7 @@ class Sight(nn.Module):
         return sees.to(self.dtype) * float(self.summand)
 
     def add_masks(self, batch: Batch, numbers: Tensor | None = None) -> Batch:
-        """Returns the batch with `MASK` and `SEEN`; `numbers` are those of its own images by default."""
+        """Returns the batch with `MASK` and `SEEN`; by default, `numbers` is computed from its own images."""
         if numbers is None:
             self.check_size(batch)
             numbers = self.numbers(batch[GRIDS], self.features)

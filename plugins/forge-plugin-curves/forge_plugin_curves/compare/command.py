@@ -29,7 +29,7 @@ def command(argv: list[str]) -> int:
 
     Writes `comparison.md` and `comparison.png` to the folder, best first: by held-out loss, or by training loss where a
     run has no evaluation. Runs that differ in `job.seed` alone are repetitions: mean and standard deviation are shown.
-    The same command continues where it was interrupted, and further values add rows to those of earlier commands.
+    The same command continues where it was interrupted, and further values add rows to the existing ones.
     """
     options, files, overrides = _parse(argv)
     jobs, runs = _told_apart(files)
@@ -82,7 +82,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
         "forge-run compare base.toml --set 'optimizer.lr=log(1e-4,1e-2)' --search optuna --trials 20 --output searched",
         "forge-run compare runs/first runs/second",
     )
-    return parse_job_arguments(parser, argv, "jobs to compare, each in a file of its own, or run folders")
+    return parse_job_arguments(parser, argv, "jobs to compare, one per file, or run folders")
 
 
 def _told_apart(files: Sequence[str]) -> tuple[list[Path], list[Path]]:

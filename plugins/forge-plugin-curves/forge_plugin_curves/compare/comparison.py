@@ -1,4 +1,4 @@
-"""A comparison in its folder: trains what is missing, by rungs or a search if asked, and writes what came of it."""
+"""A comparison in its folder: trains the missing runs, by rungs or a search if requested, and writes the results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Comparison:
         return True
 
     def outcomes(self, runs: Sequence[Path] = ()) -> list[Outcome]:
-        """Results of all runs of the folder, those of earlier commands included, and of further `runs`."""
+        """Returns the results of all runs of the folder, including runs of earlier commands, and of further `runs`."""
         folder = self.out / "runs"
         older = [path for path in sorted(folder.glob("*/")) if path.name not in self.record.entries]
         found = [self._outcome(name) for name in self.record.entries]
@@ -149,7 +149,7 @@ class Comparison:
         self.say(f"{place}  {entry.label}{seed}{where}  {result}  {time.monotonic() - self._begun:.0f} s")
 
     def _better_half(self, trials: Sequence[Trial], rung: int) -> list[Trial]:
-        """The runs of the cells that go on after a rung; notes of the others why they ended."""
+        """Returns the runs of the cells that continue after a rung; records for the other runs why they ended."""
         scores: dict[int, float] = {}
         cells = _cells(trials)
         for number, own in enumerate(cells):

@@ -157,7 +157,7 @@ def check_jobs(trials: Sequence[Trial], ranks: int) -> tuple[list[Trial], list[J
 
 
 def existing(folders: Sequence[Path]) -> list[Trial]:
-    """Runs that exist, each a cell of its own, named by its folder."""
+    """Returns existing runs, each as a separate cell, named by its folder."""
     stems, settings = _stems(folders), _differences(folders)
     labels = [": ".join(filter(None, [stem, label_of("", own)])) for stem, own in zip(stems, settings, strict=True)]
     return [
@@ -234,6 +234,6 @@ def _stems(jobs: Sequence[Path]) -> list[str]:
 
 
 def _file_name(text: str, taken: Sequence[str]) -> str:
-    """The same for the same comparison, so that it can go on."""
+    """Returns a name that is the same whenever a comparison is repeated, so that the comparison can be continued."""
     plain = re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:80]
     return plain if plain not in taken else f"{plain}-{len(taken)}"

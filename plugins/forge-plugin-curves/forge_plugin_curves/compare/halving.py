@@ -1,4 +1,4 @@
-"""Successive halving: after each rung, the worse half of what is compared stops.
+"""Successive halving: after each rung, the worse half of the compared cells stops.
 
 Karnin, Koren and Somekh 2013, algorithm 1 (Jamieson and Talwalkar 2016 for learning rates and the like): of n, about
 log2 n rungs, at each of which half of the rest stays. A rung lies at twice the steps of the one before, so that each
@@ -36,5 +36,5 @@ def rungs_of(count: int, jobs: Sequence[Job]) -> list[int]:
 
 
 def kept(count: int) -> int:
-    """Returns how many of `count` go on after a rung."""
+    """Returns how many of `count` cells continue after a rung."""
     return max(1, math.ceil(count / 2))

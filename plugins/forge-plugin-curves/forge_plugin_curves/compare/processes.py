@@ -47,7 +47,7 @@ class _Running:
 
 @define(kw_only=True)
 class Processes:
-    """Runs trials, each in a process (with ranks of its own) and a session of its own."""
+    """Runs trials, each in its own process (with its own ranks) and its own session."""
 
     logs: Path
     ranks: int = 1
@@ -98,7 +98,7 @@ class Processes:
         arguments += ["--nproc", str(self.ranks)] if self.ranks > 1 else []
         taken = {gpu for running in self._running for gpu in running.device}
         device = [gpu for gpu in range(self.gpus) if gpu not in taken][: self.ranks]
-        # In a session of its own: a Ctrl-C reaches it from here alone, once, and not a second time from the terminal
+        # In its own session: a Ctrl-C reaches it only from this process, once, and not a second time from the terminal
         with (self.logs / f"{trial.name}.log").open("ab") as log:
             process = subprocess.Popen(
                 arguments, stdout=log, stderr=subprocess.STDOUT, env=self._environment(device), start_new_session=True

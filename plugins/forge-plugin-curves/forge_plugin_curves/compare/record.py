@@ -1,4 +1,4 @@
-"""What is known of the runs of a comparison beside their folders: `comparison.json`, which later commands add to."""
+"""The record of a comparison's runs, kept beside their folders: `comparison.json`, which later commands extend."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Record:
                 runs: dict[str, dict[str, Any]] = json.loads(self._path.read_text())["runs"]
                 self.entries = {name: Entry(**entry) for name, entry in runs.items()}
             except (ValueError, TypeError, LookupError) as error:
-                raise ForgeError(f"{self._path} cannot be read ({error}); move it away to begin anew") from error
+                raise ForgeError(f"{self._path} cannot be read ({error}); move it away to start over") from error
 
     def begin(self, trial: Trial) -> Entry:
         """Returns the entry of a run, made if there is none."""

@@ -158,7 +158,7 @@ def as_list(rows: Sequence[CellResult], failed: Sequence[Outcome], logs: Mapping
 
 
 def as_json(rows: Sequence[CellResult], failed: Sequence[Outcome]) -> dict[str, Any]:
-    """The same as plain types; what is not known is None."""
+    """Returns the same as plain types; unknown values are None."""
     return {"rows": [_row(row, rows) for row in rows], "failed": [_failure(outcome) for outcome in failed]}
 
 

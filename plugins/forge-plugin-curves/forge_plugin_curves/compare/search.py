@@ -13,7 +13,7 @@ Space = Mapping[str, Distribution | list[str]]
 
 
 class Search:
-    """Asks for values and is told results; of the same results it asks for the same values."""
+    """Proposes values and receives results; given the same results, it proposes the same values."""
 
     def __init__(self, space: Space, seed: int = 0) -> None:
         """Search `space`.
@@ -40,7 +40,7 @@ class Search:
     def ask(self, count: int) -> list[dict[str, str]]:
         """Returns values for `count` further runs, as a job writes them."""
         optuna = self._optuna
-        # A new study of all results: so an interrupted search asks as if it had not been
+        # A new study of all results, so that an interrupted search proposes the same values as an uninterrupted one
         sampler = optuna.samplers.TPESampler(seed=self._seed + len(self._known), constant_liar=True)
         study = optuna.create_study(sampler=sampler)
         finite = [score for _, score in self._known if math.isfinite(score)]

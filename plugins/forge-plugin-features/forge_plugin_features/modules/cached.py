@@ -42,7 +42,7 @@ class Tower:
     dtype: torch.dtype
     """Compute dtype, in which features are stored."""
     outputs: int
-    """1 + K: features, and those of taps."""
+    """1 + K: the features, and the features of each tap."""
     auxiliary: Auxiliary
 
 

@@ -37,7 +37,7 @@ def command(argv: list[str]) -> int:
     try:
         manifest, speed = prepare(settings, console)
     except KeyboardInterrupt:
-        console.print("interrupted; the same command goes on where it was")
+        console.print("interrupted; the same command continues where it stopped")
         return ExitCode.SECOND_SIGNAL
     console.print(describe(settings.output, manifest, speed), highlight=False, markup=False, soft_wrap=True)
     return ExitCode.FINISHED
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="files, folders and globs, in order: .txt, .md and .py are one "
         "document a file, .jsonl is one a line (each also .gz or .zst), .parquet is one a row")  # fmt: skip
-    add("--output", required=True, metavar="DIR", help="a new folder, or that of a command to go on with")
+    add("--output", required=True, metavar="DIR", help="a new folder, or an unfinished one to continue")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", metavar="TYPE", help="type of the tokenizer, or a tokenizer.json; its keys are "
         "given as --tokenizer.KEY=VALUE, the value as in TOML")  # fmt: skip
@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard-tokens", type=token_count, default=token_count("100M"), metavar="N", help=shard)
     add("--held-out-every", type=interval, default=0, metavar="N", help="hold out every n-th document, "
         "starting with the first; 0: none (0)")  # fmt: skip
-    add("--errors", choices=("strict", "skip"), default="strict", help="what is not UTF-8, not JSON or has no text: "
-        "strict stops, skip leaves it out and counts it (strict)")  # fmt: skip
+    add("--errors", choices=("strict", "skip"), default="strict", help="input that is not UTF-8, not JSON or has no "
+        "text: strict stops, skip leaves it out and counts it (strict)")  # fmt: skip
     add("--workers", type=count, default=0, metavar="N", help="processes that encode; 0: one a core (0)")
     with_examples(
         parser,

@@ -102,9 +102,9 @@ class Dropped:
 def pieces(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """Yields pieces of at most `PIECE_CHARACTERS` of a document, each with whether it is the last.
 
-    A piece is cut before the last line break in reach, so that its tokens are those of the whole document but for the
-    few beside the cut that a tokenizer may join over it. The cuts do not depend on the parts that the document is
-    read in.
+    A piece is cut before the last line break in reach, so that its tokens equal the tokens of the whole document,
+    except for the few next to the cut that a tokenizer may join across it. The cuts do not depend on the parts in
+    which the document is read.
     """
     text, start = "", 0
     for part in parts:

@@ -117,7 +117,7 @@ class Encoder:
 
 
 def refuse(drop: Drop, strict: bool) -> None:
-    """Raises `JobError` for what must not be left out: anything but what is empty, if `strict`."""
+    """Raises `JobError` if a document must not be left out: with `strict`, any document that is not empty."""
     if strict and drop.reason != "empty":
         fix = "correct it, or leave such documents out with --errors skip"
         raise JobError(f"{drop.where}: {drop.reason} ({drop.detail}); {fix}")
@@ -222,7 +222,7 @@ class Processes:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Within, the library `tokenizers` uses no threads: the number of processes says how many cores are used."""
+    """Disable threads of the library `tokenizers`: the number of processes determines how many cores are used."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

@@ -33,8 +33,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Arguments = Mapping[str, Any]
 """Everything that the result depends on, as JSON; of the inputs, a digest."""
 Inputs = Sequence[Mapping[str, Any]]
-"""The identity of each input. There may be many, so they have a file of their own, which is written once and not read
-when a job starts."""
+"""The identity of each input. There may be many, so they are stored in a separate file, which is written once and not
+read when a job starts."""
 
 
 @define
@@ -194,7 +194,7 @@ def finish(folder: Path, state: State) -> Mapping[str, Any]:
 
 @contextmanager
 def room_to_write(folder: Path) -> Iterator[None]:
-    """Within, failure to write to the folder raises an error that says what to do."""
+    """Within this context, a failure to write to the folder raises an error that states how to fix it."""
     try:
         yield
     except OSError as error:
@@ -203,7 +203,7 @@ def room_to_write(folder: Path) -> Iterator[None]:
             raise
         where = error.filename if ours else folder
         fix = "make room" if error.errno in DISK_FULL else "correct that"
-        again = "and run the same command again: it goes on where it stopped"
+        again = "and run the same command again: it continues where it stopped"
         raise ForgeError(f"cannot write to {where}: {error.strerror}; {fix} {again}") from error
 
 

@@ -121,7 +121,7 @@ def find_inputs(patterns: Sequence[str], field: str, output: Path) -> list[Input
 def _faults(path: str, field: str) -> Iterator[str]:
     if not path.endswith(SUFFIXES):
         formats = f"{', '.join(READERS)}, each also with {' or '.join(COMPRESSIONS)}, and {PARQUET}"
-        yield f"{path}: the name tells no known format; there are {formats}"
+        yield f"{path}: the name indicates no known format; supported formats are {formats}"
     elif path.endswith(PARQUET) and (fault := parquet_fault(path, field)):
         yield fault
 

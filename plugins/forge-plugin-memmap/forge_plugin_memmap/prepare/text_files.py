@@ -46,7 +46,7 @@ def read_lines(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
 
 
 def _whole_lines(stream: Stream) -> Iterator[bytes]:
-    """Yields the bytes of a stream in blocks that end with a line; a line longer than a block is one of its own."""
+    """Yields the bytes of a stream in blocks of whole lines; a line longer than `BLOCK` is not divided."""
     parts: list[bytes] = []
     while block := stream.read(BLOCK):
         end = block.rfind(b"\n") + 1

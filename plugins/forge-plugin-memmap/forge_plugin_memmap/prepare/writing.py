@@ -70,7 +70,7 @@ class SplitWriter:
     def __init__(
         self, folder: Path, split: str, vocab_size: int, end_of_text: int, shard_tokens: int, written: Written
     ) -> None:
-        """Continues after what an earlier process has `written` in this folder, and removes what is beyond.
+        """Continues after the data that an earlier process has `written` to this folder, and removes later data.
 
         Raises:
             ForgeError: a file is missing, or shorter than it was.

@@ -75,10 +75,10 @@ class LatentAttention(nn.Module):
         Args:
             dim: D.
             heads: H.
-            widths: C, N, P and V, and that of the queries' latent.
+            widths: C, N, P and V, and the width of the queries' latent.
             rotary: position encoding of width P.
             interleaved: whether neighbouring dimensions are rotated together.
-            score_factor: multiplies every score, besides E^-0.5.
+            score_factor: multiplies every score, in addition to E^-0.5.
             core: attention of queries to keys and values.
             norm_eps: epsilon of the norms of both latents.
             init: standard deviations of initial weights.
@@ -202,7 +202,7 @@ class LatentAttention(nn.Module):
         return {"core": self.heads}
 
     def tap_points(self) -> Mapping[str, TapPoint]:
-        """Returns those of plain attention, and the latents after their norms."""
+        """Returns the points of plain attention, and the latents after their norms."""
         points = {name: TapPoint("core", "input", number, "heads") for number, name in enumerate("qkv")}
         points["z"] = TapPoint("core", axes="heads")
         points["pattern"] = TapPoint("core", "pattern", axes="heads", differentiable=False)

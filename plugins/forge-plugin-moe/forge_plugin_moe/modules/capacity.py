@@ -66,7 +66,7 @@ def within_capacity(
         experts: E.
         sequences: the pieces of the sequences on other ranks.
         batch: the micro-batch, with `places` where ranks share sequences.
-        sets: sizes of the sets of consecutive experts whose even share is that of their own choices.
+        sets: sizes of sets of consecutive experts; an even share is then the mean choices per expert of a set.
     """
     capacity: int | Tensor
     if sets:

@@ -60,8 +60,8 @@ class StackedLinear(nn.Module):
 class _AddBiases(torch.autograd.Function):
     """y + b of each row's expert: rows (M, out), biases (E, out).
 
-    The gradient of biases is a product with a matrix of ones and zeros, one kernel for all experts: that of an index
-    would add rows to few places at once, in an order that changes from run to run on a GPU.
+    The gradient of biases is a product with a matrix of ones and zeros, one kernel for all experts: the gradient of an
+    index operation would add rows to few places at once, in an order that changes from run to run on a GPU.
     """
 
     @staticmethod

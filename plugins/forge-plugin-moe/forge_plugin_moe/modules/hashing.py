@@ -16,7 +16,7 @@ FACTOR = 48_271
 
 
 class HashRouter(nn.Module):
-    """See `forge_plugin_moe.Hash`. Each layer has a hash of its own."""
+    """See `forge_plugin_moe.Hash`. Each layer has its own hash."""
 
     def __init__(self, top_k: int, layer: int, experts: int) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ class MoELayer(nn.Module):
     # --- protocols of the model -------------------------------------------------------------------------------------
 
     def flops(self, seq_len: int) -> float:
-        """6 per weight that a token is multiplied by: those of its experts, of shared ones, and of the router."""
+        """6 per weight that a token is multiplied by: weights of its experts, of shared experts, and of the router."""
         expert = sum(parameter[0].numel() for parameter in self.experts.parameters() if parameter.ndim > 2)
         others = [self.router, self.shared, self.shared_gate]
         always = sum(p.numel() for module in others if module is not None for p in module.parameters() if p.ndim > 1)
@@ -132,7 +132,7 @@ class MoELayer(nn.Module):
     def tap_points(self) -> Mapping[str, TapPoint]:
         """Returns what the router decides, and the sums over routed and over shared experts.
 
-        `router_logits` are those of routers that have any: before noise, masks and biases that only balance.
+        `router_logits` are only there for routers that have logits: before noise, masks and biases that only balance.
         """
         points = tap_points(self.router, "router")
         points["router_weights"] = TapPoint("router", axes="whole", size=self._number)
@@ -169,8 +169,8 @@ def summarise_load(rows: Mapping[int, Tensor], sets: Mapping[str, int] | None = 
 
     Args:
         rows: (E,) by layer.
-        sets: sizes of the sets of consecutive experts that have tokens of their own, by name: balance is that within
-            each, and is logged of each too.
+        sets: sizes of the sets of consecutive experts that have separate tokens, by name: balance is measured within
+            each set, and is also logged for each.
     """
     if not sets:
         return _load_metrics("moe", list(rows.values()))

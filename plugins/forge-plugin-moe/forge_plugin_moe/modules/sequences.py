@@ -31,7 +31,7 @@ class Sequences:
 
     @classmethod
     def of(cls, context: BuildContext) -> Sequences:
-        """Returns those of a run's layout."""
+        """Returns the collectives for a run's layout."""
         pieces = context.layout.cp
         return cls(pieces, context.mesh.get_group("cp") if context.mesh is not None and pieces > 1 else None)
 
@@ -47,9 +47,9 @@ class Sequences:
         return values if self._group is None else values.gather(1, _index(batch, values))
 
     def whole(self, values: Tensor, batch: Batch) -> Tensor:
-        """(B, S, E) to those of all pieces, (B, pieces x S, E), in the order of positions.
+        """(B, S, E) to the values of all pieces, (B, pieces x S, E), in the order of positions.
 
-        That of ranks is another, which depends on how many there are: each may hold a chunk from both ends.
+        The order of ranks differs, and depends on their number: each may hold a chunk from both ends.
         """
         if self._group is None:
             return values.detach()

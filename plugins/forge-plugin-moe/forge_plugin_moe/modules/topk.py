@@ -157,7 +157,7 @@ class SigmoidRouter(TopKModule):
         return members.topk(min(2, members.shape[-1]), dim=-1).values.sum(-1)
 
     def after_update(self) -> None:
-        """Raise the bias of experts with less than the mean load of their set, and lower that of others."""
+        """Raise the bias of experts with less than the mean load of their set, and lower the bias of others."""
         if self.component.bias_rate:
             load = self.auxiliary.counted(CHOSEN, self.layer)
             missing = set_means(load, self.balance.sets) - load

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from forge_plugin_moma.moma import MoMa
 
 DECISIONS = "moma/decisions"
-"""Count of an auxiliary router's decisions like those of the experts, and of all."""
+"""Counts of an auxiliary router's decisions: the ones that match the experts' decisions, and all."""
 
 
 class WideLinear(Linear):
@@ -76,7 +76,7 @@ class ModalityExpertChoice(LinearScores):
         ids = batch["input_ids"]
         closed = self.groups.closed(ids)
         logits = self.logits(x)
-        # Detached: what is learned to predict the choice does not change it.
+        # Detached: learning to predict the choice does not change it.
         predicted = torch.cat([self.auxiliary_routers[name](x.detach()) for name in self.expert_sets], -1)
         if self.training:
             refuse_documents(batch)
@@ -91,7 +91,7 @@ class ModalityExpertChoice(LinearScores):
         return self._of_group(weights, taken, ids)
 
     def _choose(self, logits: Tensor, closed: Tensor, batch: Batch) -> Tensor:
-        """Returns (B, S, E), bool: the positions that each expert takes, of those of its modality in a sequence."""
+        """Returns (B, S, E), bool: the positions that each expert takes among its modality's in a sequence."""
         members = self.sequences.add_up((~closed).sum(1)).double()
         shares = [(self._factor * part / part.shape[-1]).ceil() for part in self.groups.split(members)]
         # By logits, which order positions as their sigmoids do and, where these round to 1, still differ.

@@ -29,7 +29,7 @@ class Skipped:
         context.auxiliary.summarise(SKIPPED, functools.partial(summarise_skipped, names=self._names))
 
     def count(self, ids: Tensor, skipped: Tensor) -> None:
-        """Add those of a micro-batch: `input_ids` (B, S), and whether no routed expert computes a position (B, S)."""
+        """Add a micro-batch, given its `input_ids` (B, S) and whether no routed expert computes a position (B, S)."""
         of = [skipped & is_of(name, ids) for name in self._names]
         numbers = torch.stack([part.sum() for part in (*of, skipped)]).double()
         numbers[-1] -= numbers[:-1].sum()

@@ -32,7 +32,7 @@ else:
     Base = object
 
 SHARED_IN_ATTENTION = ("rotary", "sinks", "core", "qkv", "mixed")
-"""Children of attention that are those of the text for all modalities; not every attention has all."""
+"""Children of attention that all modalities share with the text; not every attention has all of them."""
 MIXINS: Mapping[str, Any] = {"attention": UntiedAttention, "ffn": UntiedFeedForward}
 
 
@@ -43,7 +43,7 @@ class UntiedModel(Base):
     normed: nn.Module
     """States after the norms of all modalities pass through here, for taps."""
     codes: Mapping[str, int]
-    """Entry of `input_ids` for each modality with weights of its own."""
+    """Entry of `input_ids` for each modality with its own weights."""
     slots: int
     """M, positions of a row's images at most."""
     share: tuple[int, int] = (0, 1)

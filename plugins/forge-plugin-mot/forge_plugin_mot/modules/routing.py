@@ -29,8 +29,8 @@ class Route(NamedTuple):
     """The positions of a modality."""
 
     slots: Tensor
-    """(B, M): number, among the B x S positions of the micro-batch, of each slot's position: in each row those of the
-    modality in order, then any others. No two are equal."""
+    """(B, M): number, among the B x S positions of the micro-batch, of each slot's position: in each row the positions
+    of the modality in order, then any others. No two are equal."""
     filled: Tensor
     """(B, M): whether the slot's position is of the modality."""
 
@@ -116,8 +116,8 @@ def with_routes(batch: Batch, codes: Mapping[str, int], slots: int, share: tuple
         batch: `input_ids` (B, S).
         codes: entry of `input_ids` for each modality.
         slots: positions of a row's images at most.
-        share: number of this rank among those of tensor parallel, and their number: with sequence parallel each has its
-            part of the positions where it is not inside a split part.
+        share: this rank's number among the tensor-parallel ranks, and how many there are: with sequence parallel each
+            holds its part of the positions, except inside a split part.
     """
     ids, (rank, ranks) = batch["input_ids"], share
     parts = [ids] if ranks == 1 or ids.shape[1] % ranks else [ids, ids.chunk(ranks, 1)[rank]]

@@ -35,7 +35,7 @@ def routed(part: nn.Module, length: int, batch: Batch) -> Iterator[tuple[str, An
 
 
 def overlaid(part: nn.Module, x: Tensor, own: Tensor, batch: Batch) -> Tensor:
-    """Returns `own`, the part's result for x (B, S, D), with that of other modalities at their positions."""
+    """Returns `own`, the part's result for x (B, S, D), with the results of other modalities at their positions."""
     for _, copy, route in routed(part, x.shape[1], batch):
         own = route.put(own, copy(route.take(x)))
     return own
@@ -46,7 +46,7 @@ class UntiedBlock(nn.Module):
 
     norm_after: bool
     updates: nn.ModuleDict
-    """Identities, by the part whose results pass through them with those of all modalities, for taps."""
+    """Identities by part, through which the part's results for all modalities pass, for taps."""
 
     def update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
         if self.norm_after:
@@ -57,7 +57,7 @@ class UntiedBlock(nn.Module):
         return merged
 
     def tap_points(self) -> Mapping[str, TapPoint]:
-        """Returns those of the language model's layer, but for results that are merged later than there."""
+        """Returns the tap points of the language model's layer, except for results that are merged later than there."""
         points: dict[str, TapPoint] = dict(getattr(super(), "tap_points", dict)())
         return points | {"attn_out": TapPoint("updates.attention"), "mlp_out": TapPoint("updates.ffn")}
 
@@ -67,9 +67,9 @@ class UntiedBlock(nn.Module):
 
 
 class Merge(nn.Module):
-    """The text's result (B, S, D), and at their positions those of other modalities.
+    """The text's result (B, S, D), with the results of other modalities at their positions.
 
-    A module of its own: with tensor parallel the results are parts of a sum, which is made behind it.
+    A separate module: with tensor parallel the results are parts of a sum, which is computed after this module.
     """
 
     def forward(self, own: Tensor, others: Sequence[tuple[Route, Tensor]]) -> Tensor:
@@ -110,11 +110,11 @@ class UntiedFeedForward(nn.Module):
         return merged
 
     def tap_points(self) -> Mapping[str, TapPoint]:
-        """None: each modality has hidden activations of its own, for its own positions."""
+        """No tap points: each modality has separate hidden activations, for its own positions."""
         return {}
 
     def flops(self, seq_len: int) -> float:
-        """Returns those of one position, which goes through one of the parts, all of one size."""
+        """Returns the FLOPs of one position, which goes through one of the parts, all of one size."""
         declared = getattr(super(), "flops", None)
         if declared is not None:
             return float(declared(seq_len))

@@ -1,1 +1,1 @@
-"""Sections of every report. Each is named by an entry point, like those of other distributions."""
+"""Sections of every report. Each is registered by an entry point, like the sections of other distributions."""

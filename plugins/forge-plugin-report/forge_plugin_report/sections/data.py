@@ -12,7 +12,7 @@ from forge_core.data.order import whole_shares
 from forge_kit.report_sections import Bars, Block, Cell, ReportRun, ReportSection, Table
 
 COLORS = ("#4e79a7", "#9c755f", "#76b7b2", "#edc948", "#b07aa1", "#59a14f", "#ff9da7", "#8d949b")
-"""Other colours than those of runs."""
+"""Colours that differ from the colours of runs."""
 LAST = 20
 
 

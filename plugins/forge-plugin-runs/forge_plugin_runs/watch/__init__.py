@@ -1,1 +1,1 @@
-"""`forge-run watch`: runs as they go on, here or on another host."""
+"""`forge-run watch`: follows runs while they train, here or on another host."""

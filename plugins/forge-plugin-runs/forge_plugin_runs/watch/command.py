@@ -25,7 +25,7 @@ REMOTE = re.compile(r"(?P<host>[^/:]+):(?P<folder>.+)")
 
 
 def command(argv: list[str]) -> int:
-    """Watch runs in the terminal, also on other hosts: curves, pace, what is left, signs of life."""
+    """Watch runs in the terminal, also on other hosts: curves, pace, remaining time, signs of life."""
     parser = argparse.ArgumentParser("forge-run watch", description=command.__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder, or one of another host by ssh: host:runs/big")

@@ -20,7 +20,7 @@ STYLES = {"alive": "green", "late": "yellow", "silent": "bold red", "finished": 
 LEAST, MOST = 3, 8
 """Lines of a curve."""
 OTHER_LINES = 7
-"""Lines of a run's panel besides its curves."""
+"""Lines of a run's panel other than its curves."""
 LOGS = 3
 """Ranks whose last words are shown: those that wrote last."""
 

@@ -1,7 +1,7 @@
 """A run on another host, read through one `ssh` connection: `tail -F` of its metrics, and its lock, job and logs.
 
 The host needs a POSIX shell and nothing of Forge. The script is sent by standard input, so that no shell has to
-quote it; lines of its own begin with `@`.
+quote it; the lines that it prints itself begin with `@`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `forge-run watch` knows of a run, from the lines that it has read so far."""
+"""The state of a run in `forge-run watch`, from the lines that it has read so far."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from forge_plugin_runs.watch.follow import FollowedFile
 from forge_plugin_runs.watch.remote import RemoteLines
 
 PACE = 200
-"""Steps whose pace says what is left."""
+"""Number of recent steps from whose pace the remaining time is estimated."""
 RESTART = 100.0
-"""Multiple of the median step above which a pause is none of a run that goes on, but one between two starts."""
+"""Multiple of the median step time above which a pause counts as the time between two starts of the run."""
 
 
 class WatchedRun(ABC):
@@ -47,7 +47,7 @@ class WatchedRun(ABC):
 
     @abstractmethod
     def poll(self) -> None:
-        """Take in what there is since the last call."""
+        """Take in the data that has arrived since the last call."""
 
     @abstractmethod
     def close(self) -> None:

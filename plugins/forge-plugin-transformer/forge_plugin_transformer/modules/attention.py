@@ -90,7 +90,7 @@ class GroupedAttention(nn.Module):
             rotary: position encoding.
             core: what mixes positions.
             q_norm: norm of queries, over E features or all H x E; None: there is none.
-            k_norm: that of keys, over E or K x E.
+            k_norm: norm of keys, over E features or all K x E; None: there is none.
             norm_all_heads: whether both norms are over the features of all heads.
             bias: whether q, k and v have biases.
             output_bias: whether o has one.

@@ -1,7 +1,7 @@
 """The part of attention that has no parameters: queries, keys and values in, mixed values out.
 
 Shapes: B sequences, S query positions, T key positions, H query heads, K key/value heads, E width of a head,
-V that of its values: E or less.
+V width of its values: E or less.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ PREPARED: Mapping[Way, Prepared] = {
 class AttentionCore(nn.Module):
     """Causal attention, within documents where the batch has `document_ids`, by the chosen kernel.
 
-    q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V). A module of its own, so that a stage that
-    splits the sequence can replace it; `mixing` says what the replacement must do besides plain attention.
+    q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V). A separate module, so that a stage that
+    splits the sequence can replace it; `mixing` returns what the replacement must do in addition to plain attention.
     """
 
     def __init__(self, choice: Choice, documents: DocumentChoice, scoring: Scoring = PLAIN) -> None:
@@ -95,7 +95,7 @@ class AttentionCore(nn.Module):
     ) -> Tensor:
         """`batch` is the result of `prepare`; otherwise every call prepares its own. `sinks` are the heads' (H,).
 
-        `mask` (B, 1, S, T) is that of a cache, whose keys and values these are; documents then play no part.
+        `mask` (B, 1, S, T) is a cache's mask, with the cache's keys and values in `k`, `v`; documents are then ignored.
         """
         if mask is not None:
             return torch_attention(q, k, v, mask, scoring=self.scoring, sinks=sinks)

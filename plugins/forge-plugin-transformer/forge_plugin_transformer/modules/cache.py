@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
 
 SPARE = 128
-"""Positions for which a cache with a window has room besides the window, which is moved when they are used."""
+"""Positions for which a cache with a window has extra room; once they are used up, the window is moved."""
 NO_POSITION = -1
 """Number of padding."""
 
@@ -50,11 +50,11 @@ class Cache:
     """Tensors (B, T, …) of up to `length` positions, and the number of each position in its row.
 
     Memory is allocated with the first positions, in their dtype and shape and on their device: for all positions, or
-    with a window for those of the window and `SPARE` more.
+    with a window for the window's positions and `SPARE` more.
     """
 
     whole_mask: Tensor | None = None
-    """What stands for a mask (B, 1, 1, T) that hides nothing, of a class whose attention knows it."""
+    """Stands for a mask (B, 1, 1, T) that hides nothing, in a class whose attention recognises it."""
 
     def __init__(self, batch_size: int, length: int, window: int = 0) -> None:
         """Set up an empty cache.

@@ -5,14 +5,14 @@ products use them. Each block of queries is multiplied with the keys up to the b
 the window of one of them, so that little above the diagonal or outside of the window is computed. The query heads of a
 group are rows of one product: keys and values are never repeated.
 
-Scores are rounded to the inputs' dtype before the softmax, which computes in float32. In bf16 that makes the errors of
-results and gradients about those of torch's flash kernel on the CPU where scores have unit variance, and twice those at
-a deviation of 4.
+Scores are rounded to the inputs' dtype before the softmax, which computes in float32. In bf16, the errors of results
+and gradients are therefore about as large as with torch's flash kernel on the CPU where scores have unit variance, and
+twice as large at a deviation of 4.
 
 Forward and backward are custom operators, which `torch.compile` does not trace: the code it would generate for them is
 slower.
 
-Shapes: B sequences, S positions, H query heads in K groups of R, E width of a head, V that of its values. Inside there
+Shapes: B sequences, S positions, H query heads in K groups of R, E width of a head, V width of its values. Inside there
 are N = B K products at once; row s R + r of a product is query head r of the group at position s, so a block of
 positions is one of rows.
 """
@@ -133,7 +133,7 @@ def attend_backward(
     scoring: Scoring = PLAIN,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns gradients of q, k and v; those of k and v accumulate over the blocks in float32 or wider."""
+    """Returns gradients of q, k and v; the gradients of k and v accumulate over the blocks in float32 or wider."""
     blocks, groups, scale = _blocks(q, k, scoring.window), k.shape[2], scoring.factor(q.shape[3])
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(2, (groups, -1))
     grad, q, k, v = (_fold(tensor, groups) for tensor in (grad, q, k, v))

@@ -191,7 +191,7 @@ class TransformerModel(KeepsTies):
             yield from enumerate(self.mtp.blocks)
 
     def _prediction_blocks(self) -> list[str]:
-        # Apart from `further_blocks`, which a class derived from this one may extend by blocks of its own.
+        # Separate from `further_blocks`, which a class derived from this one may extend with its own blocks.
         return [f"mtp.blocks.{number}" for number, _ in self._predictions()]
 
     # --- the tie -------------------------------------------------------------------------------------------------

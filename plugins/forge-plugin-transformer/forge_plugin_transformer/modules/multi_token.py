@@ -30,7 +30,7 @@ LOSS, WEIGHT, TARGETS = "mtp/loss", "mtp/weight", "mtp/targets"
 def look_ahead(batch: Batch, depth: int) -> Batch:
     """Returns the batch with `IDS` and `LABELS`. Positions in another document or beyond the end have no label.
 
-    Their ids do not matter: a position with a label sees only positions whose id is of its own document.
+    Their ids do not matter: a position with a label sees only positions whose id belongs to the same document.
     """
     ids, labels = batch["input_ids"], batch["labels"]
     documents = document_starts(batch["document_ids"]).cumsum(1) if "document_ids" in batch else torch.zeros_like(ids)
@@ -71,7 +71,7 @@ class PredictionBlock(Block):
 class Objective(nn.Module):
     """The loss of a module: (states (B, S, D), head, batch, number) -> `LossOutput`.
 
-    A module of its own, for stages after which the head computes on other positions than the blocks.
+    A separate module, for stages after which the head computes on other positions than the blocks.
     """
 
     def __init__(self, loss: LossFunction) -> None:

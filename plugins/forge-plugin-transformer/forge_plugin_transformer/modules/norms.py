@@ -57,7 +57,7 @@ class RootMeanSquareNorm(nn.Module):
 
 @directly_callable
 class SplitRootMeanSquareNorm(RootMeanSquareNorm):
-    """The same for features that tensor-parallel ranks may share: each then has the weights of its own."""
+    """The same for features that may be split over tensor-parallel ranks: each then has the weights of its features."""
 
     def __init__(self, dim: int, *, eps: float, offset: int = 0) -> None:
         super().__init__(dim, eps=eps, offset=offset)

@@ -2,7 +2,7 @@
 
 Counted are the pairs of positions that a causal mask and a window leave, in sequences of one document.
 
-Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V that of its values.
+Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V width of its values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def count_operator(forward: Any, backward: Any, windows_at: tuple[int, int]) -> 
 
     Args:
         forward: the operator.
-        backward: that of its backward pass.
+        backward: the operator of its backward pass.
         windows_at: places of `window` among the arguments of each. The dispatcher leaves it out where it is 0.
     """
 

@@ -1,4 +1,4 @@
-"""Declarations of a model, made by combining those of its parts."""
+"""Declarations of a model, combined from the declarations of its parts."""
 
 from __future__ import annotations
 

@@ -142,9 +142,9 @@ class Rotary(nn.Module):
 class LengthRotary(Rotary):
     """Base of encodings whose frequencies depend on the length of a sequence.
 
-    A sequence without positions is as long as the call says, which in training is `train.seq_len`. Positions that are
-    given, of packed documents or of a rank's share of a sequence, do not show its length: the job's counts. In
-    generation each row has the length that it has by now.
+    A sequence without positions has the length passed to the call, which in training is `train.seq_len`. Given
+    positions, of packed documents or of a rank's share of a sequence, do not show its length: the job's length is used.
+    In generation each row has its current length.
     """
 
     cache_limits: Sequence[int] = ()

@@ -7,7 +7,7 @@ blocks of queries, each with the keys in their windows; `gemm` has such blocks a
 Forward and backward are custom operators: document boundaries differ from batch to batch, so `torch.compile` must not
 trace the loop over segments.
 
-Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V that of its values,
+Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V width of its values,
 W positions of a segment, T positions of its keys. With documents, all rows are concatenated, and B is 1.
 """
 
@@ -72,11 +72,11 @@ class Segment(NamedTuple):
 
 
 def segments(document_ids: Tensor, window: int = 0, block: int = 0) -> Iterator[Segment]:
-    """Yields the segments that cover all rows, in order; positions are those of the concatenation of all rows.
+    """Yields the segments that cover all rows, in order; positions refer to the concatenation of all rows.
 
     Args:
         document_ids: (B, S).
-        window: that of `Scoring`, 0 for none; masks hide what is outside of it.
+        window: the window of `Scoring`, 0 for none; masks hide positions outside of it.
         block: queries of one segment at most, in documents longer than the window; 0: no limit, and the kernel sees to
             the window where the mask is None.
     """
@@ -273,7 +273,7 @@ def _segments(q: Tensor, document_ids: Tensor | None, kernel: str, window: int) 
 
 
 def _joined(document_ids: Tensor | None, *tensors: Tensor) -> list[Tensor]:
-    """Concatenates the rows of tensors (B, S, …), which have bounds of their own: (1, B S, …), contiguous."""
+    """Concatenates the rows of tensors (B, S, …), each row with its own bounds: (1, B S, …), contiguous."""
     if document_ids is None:
         return [tensor.contiguous() for tensor in tensors]
     return [tensor.contiguous().flatten(0, 1)[None] for tensor in tensors]

@@ -1,7 +1,7 @@
 """Sinks of attention: scores that take part in the softmax and have no value, one for each query head (gpt-oss).
 
-With normaliser Z = sum over keys of exp(score) and sink s, weights are exp(score) / (Z + exp(s)): those of plain
-attention times sigmoid(log Z - s), so that a head may attend to nothing. A backward pass of plain attention that is
+With normaliser Z = sum over keys of exp(score) and sink s, weights are exp(score) / (Z + exp(s)): plain attention's
+weights times sigmoid(log Z - s), so that a head may attend to nothing. A backward pass of plain attention that is
 given the result and log(Z + exp(s)) in place of log Z computes the gradients of queries, keys and values as they are,
 as the sink's value is zero.
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class HeadSinks(nn.Module):
-    """The learned sinks (H,) of a layer's heads. A module of its own, which tensor parallel splits like its heads."""
+    """The learned sinks (H,) of a layer's heads. A separate module, which tensor parallel splits like its heads."""
 
     def __init__(self, heads: int, std: float) -> None:
         super().__init__()

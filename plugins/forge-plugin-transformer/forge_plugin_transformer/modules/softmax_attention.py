@@ -1,7 +1,7 @@
 """Attention as it is defined, for what torch's kernels do not compute: sinks, and capped scores.
 
-Shapes: B sequences, S query positions, T key positions, H query heads in K groups of R, E width of a head, V that of
-its values.
+Shapes: B sequences, S query positions, T key positions, H query heads in K groups of R, E width of a head, V width
+of its values.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ WHOLE = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu")
 class _ContiguousGradient(torch.autograd.Function):
     """The same tensor, whose gradient is contiguous.
 
-    That of keys, (B, T, K, E), comes from a product transposed twice, and is "channels last" to torch. `roll`, with
-    which positions are encoded, keeps that order, but its fake implementation does not (torch 2.13), so that a compiled
-    graph fails with "view size is not compatible".
+    The gradient of keys, (B, T, K, E), comes from a product transposed twice, and is "channels last" to torch. `roll`,
+    with which positions are encoded, keeps that order, but its fake implementation does not (torch 2.13), so that a
+    compiled graph fails with "view size is not compatible".
     """
 
     @staticmethod

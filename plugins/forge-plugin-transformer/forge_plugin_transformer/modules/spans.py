@@ -1,7 +1,7 @@
-"""Spans: neighbouring positions, such as those of an image, that attend to each other in both directions.
+"""Spans: neighbouring positions, such as the positions of an image, that attend to each other in both directions.
 
-Everything else stays causal. A batch says which positions are of a span (`with_spans`), and attention whose module has
-`attends_spans = True` sees to it. The kernel of causal attention computes all positions as without spans; those in
+Everything else stays causal. A batch marks the positions of spans (`with_spans`), and attention whose module has
+`attends_spans = True` handles them. The kernel of causal attention computes all positions as without spans; those in
 spans are computed once more, with a mask, and replace what it made of them. So positions outside of spans have the
 same values to the bit, whatever the kernel and the way in which documents are kept apart.
 
@@ -44,7 +44,7 @@ def with_spans(batch: Batch, spans: Tensor, at_most: int) -> Batch:
         batch: of whole sequences.
         spans: (B, S) int64, see `SPANS`.
         at_most: positions in spans that a row may have; more would not be computed. It sets shapes, and so the cost:
-            that of `at_most` queries and S keys, beside causal attention.
+            attention of `at_most` queries to S keys, in addition to causal attention.
     """
     first = (spans < 0).byte().argsort(dim=1, stable=True)  # no look at how many there are, for which the host waits
     return {**batch, SPANS: spans, SPAN_POSITIONS: first[:, :at_most]}
@@ -58,7 +58,7 @@ def _mask_entry(window: int) -> str:
 def with_span_mask(batch: Batch, scoring: Scoring = PLAIN) -> Batch:
     """Returns the batch with the mask of its spans, made once for all layers; unchanged if it has no spans.
 
-    A position of a span sees all of it, also what is outside of its window, as in Gemma 3.
+    A position of a span sees the whole span, including positions outside of its window, as in Gemma 3.
     """
     if SPANS not in batch:
         return batch
@@ -94,7 +94,7 @@ def attend_in_spans(
         v: values (B, S, K, E).
         mixed: (B, S, H, E) of causal attention.
         batch: with or without spans.
-        scoring: that of causal attention.
+        scoring: the scoring of causal attention.
         sinks: (H,), if there are any.
     """
     if SPANS not in batch:
@@ -130,7 +130,7 @@ def _numbers(batch: Batch) -> Tensor:
 def spans_problem(model: Model) -> str | None:
     """Returns which part of a bare model does not attend within spans; None if all layers do.
 
-    A layer, or its `attention`, says by `attends_spans` that it does.
+    A layer, or its `attention`, declares this with `attends_spans`.
     """
     for name, layer in model.layers.items():
         attention: Any = getattr(layer, "attention", layer)

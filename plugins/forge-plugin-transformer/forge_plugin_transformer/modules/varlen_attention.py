@@ -1,6 +1,6 @@
 """Attention within documents by torch's `varlen_attn` (CUDA, half precision), with bounds instead of a mask.
 
-Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V that of its values.
+Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V width of its values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scoring: S
         k, v = (tensor.repeat_interleave(repeats, 2) for tensor in (k, v))
     shape, (q, k, v) = q.shape, (tensor.flatten(0, 1) for tensor in (q, k, v))
     window = scoring.window_in(length)
-    seen = (window - 1, 0) if window else CAUSAL  # besides itself
+    seen = (window - 1, 0) if window else CAUSAL  # in addition to itself
     attend = varlen_attn if scoring.given_scale is None else partial(varlen_attn, scale=scoring.given_scale)
     mixed = attend(q, k, v, bounds, bounds, length, length, window_size=seen)
     return narrowed(cast("Tensor", mixed).view(shape), width)

@@ -68,14 +68,14 @@ class JoinedTiles(nn.Module):
 
 
 class Segment(NamedTuple):
-    """Planes of features of which positions are made: those of each image are two. All (B, 2N) int64, or (B, M).
+    """Planes of features from which positions are made, two for each image. All are (B, 2N) int64, or (B, M).
 
     The first has the frames of an image or of a video, or the overview of an image in tiles. The second has the joined
     tiles; for any other image a row without columns, so that it is the vector which ends a row, and nothing else.
     """
 
     start: Tensor
-    """The number of the plane's first feature among those of the row."""
+    """The number of the plane's first feature among the row's features."""
     side: Tensor
     """Features along a side of a tile."""
     across: Tensor
@@ -120,7 +120,7 @@ class Places(NamedTuple):
     """The places of a row's positions in its features."""
 
     segment: Segment
-    """(B, M): that of each position."""
+    """(B, M): the segment of each position."""
     is_newline: Tensor
     """(B, M) bool: the learned vector stands there."""
     y: Tensor

@@ -2,9 +2,9 @@
 
 `Model.flops` is stated once, for rows full of patches and a model of which everything trains. Here they are counted.
 The model is divided into parts, in the order of the forward pass: the encoder, the adapters, what else `embed` uses,
-each layer of the language model, and what comes behind them. A product with a weight costs 2 FLOPs an element in the
-forward pass, 2 for the gradient of its input, and 2 for that of the weight; attention 4 for each element of a pair of
-positions in the forward pass, and 8 for its gradients. Of these,
+each layer of the language model, and what comes behind them. A product with a weight costs 2 FLOPs per element in
+the forward pass, 2 for the gradient of its input, and 2 for the gradient of the weight; attention costs 4 for each
+element of a pair of positions in the forward pass, and 8 for its gradients. Of these,
 
 - the gradient of an input is needed in a part that trains, at least in part, or that comes behind one which does;
 - the gradient of a weight where the weight trains.

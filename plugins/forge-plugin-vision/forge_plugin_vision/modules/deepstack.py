@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StackedVision(PlacedVision):
-    """Maps a batch to (B, S, (1 + K) D): features of the encoder, then those of its K taps, at their positions."""
+    """Maps a batch to (B, S, (1 + K) D): features of the encoder, then of its K taps, at their positions."""
 
     deepstack: nn.ModuleList
     """Adapters of the taps."""

@@ -40,10 +40,10 @@ class VisionLanguageModel(Base):
 
     vision: Vision
     step_cost: StepCost | None = None
-    """Counts the FLOPs of each step; None: those of the language model are unknown."""
+    """Counts the FLOPs of each step; None: the language model's FLOPs are unknown."""
 
     def prepare_sequences(self, batch: Batch) -> Batch:
-        """Adds `PLACES`, while rows are whole: afterwards no rank knows how many features come before its part."""
+        """Adds `PLACES`, while rows are whole: later, no rank can tell how many features come before its part."""
         batch = super().prepare_sequences(batch)
         if PLACES in batch:
             return batch
@@ -55,7 +55,7 @@ class VisionLanguageModel(Base):
         return None if entries is None else [*entries, PLACES]
 
     def prepare(self, batch: Batch) -> Batch:
-        # Here and not in `embed`: each rank of a pipeline knows what trains of its own layers.
+        # Here and not in `embed`: each rank of a pipeline can tell which of its layers are trained.
         if self.step_cost is not None:
             self.step_cost.count(self, batch)
         return super().prepare(self.prepare_sequences(batch))
@@ -74,10 +74,10 @@ class VisionLanguageModel(Base):
         return super().embed_flops(seq_len) + self.vision.flops() / seq_len
 
     def layer_costs(self, seq_len: int) -> Sequence[LayerCost] | None:
-        """Returns the cost of each layer, and then that of all behind them; None: unknown.
+        """Returns the cost of each layer, followed by the cost of everything behind the layers; None: unknown.
 
-        Of a language model without `layer_flops`, that of the whole model alone. A fusion that adds to layers adds to
-        their costs.
+        For a language model without `layer_flops`, this is only the cost of the whole model. A fusion that adds to
+        layers adds to their costs.
         """
         language: Any = super()
         lengths = (1, 2, seq_len)

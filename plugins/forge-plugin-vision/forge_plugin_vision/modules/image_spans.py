@@ -47,7 +47,7 @@ class ImageSpans:
         return with_spans(batch, image.where(places >= 0, -1), self._at_most(batch))
 
     def _at_most(self, batch: Batch) -> int:
-        """Returns how many positions of a row are of images at most: those of the budget, if the batch keeps to it."""
+        """Returns the most image positions that a row may have: the budget's number if the batch keeps to it."""
         form, patches, length = self.image_input, batch[PATCHES].shape[1], batch[PLACES].shape[1]
         within = patches <= form.patches_per_sequence and batch[GRIDS].shape[1] <= form.images_per_sequence
         return min(self.features, length) if within else length

@@ -47,7 +47,7 @@ class JointModel(VisionLanguageModel):
         return (x, *rest)
 
     def tap_points(self) -> Mapping[str, TapPoint]:
-        """Returns those of the parts, and the features at their positions, zeros where there is a token."""
+        """Returns the points of the parts, and the features at their positions, with zeros where there is a token."""
         return {**super().tap_points(), "vision.out": TapPoint("vision")}
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:

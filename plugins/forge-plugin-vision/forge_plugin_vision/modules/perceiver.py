@@ -34,7 +34,7 @@ class ResamplerBlock(nn.Module):
         self.up, self.down = Linear(width, hidden), Linear(hidden, width)
 
     def forward(self, latents: Tensor, features: Tensor, mask: Tensor) -> Tensor:
-        """Returns the latents (B, N L, W); `mask` (B, 1, N L, P + N L) bool says what each of them sees."""
+        """Returns the latents (B, N L, W); `mask` (B, 1, N L, P + N L) bool marks what each of them sees."""
         own = self.latents_norm(latents)
         seen = torch.cat([self.features_norm(features), own], 1)
         q, k, v = (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Windows(NamedTuple):
-    """Squares of patches of an image, row by row, one image after the other; those of a video are in its frames."""
+    """Squares of patches of an image, row by row, one image after the other; a video's lie within its frames."""
 
     side: int
     """Rows and columns of a window."""

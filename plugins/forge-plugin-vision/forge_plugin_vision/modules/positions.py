@@ -100,7 +100,7 @@ class PositionTable(nn.Module):
         """There are none."""
 
     def forward(self, images: Images, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Returns (B, P, W), or (P, W) where all rows have the same, and that of a class token (W), if there is one."""
+        """Returns (B, P, W), or (P, W) where all rows have the same, and the class token's (W) if there is one."""
         # Both here, as a stage may replace parameters while this very module runs, and not in its parent.
         weight = self.weight.to(dtype)
         return self._of_patches(weight[self.first :], images), weight[0] if self.first else None

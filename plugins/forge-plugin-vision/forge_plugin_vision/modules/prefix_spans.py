@@ -28,7 +28,7 @@ else:
 
 
 def prefix_of(batch: Batch) -> Tensor | None:
-    """Returns which positions (B, S) are of the prefix of their document; None if nothing in the batch says it.
+    """Returns which positions (B, S) belong to the prefix of their document; None if the batch does not show it.
 
     A prefix is what stands before the first learned token. No position of it has the label of another as its input,
     whatever the labels are, so a model cannot see what it learns to say.

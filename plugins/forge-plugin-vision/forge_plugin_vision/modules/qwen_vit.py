@@ -1,7 +1,7 @@
 """The encoder `qwen_vit`.
 
-Patches are in windows' order between the first block and the last, where blocks have windows: those of a window then
-follow one another, and a window lies in two neighbouring blocks of the sequence at most.
+Where blocks have windows, patches are in windows' order between the first block and the last: the patches of a window
+then follow one another, and a window lies in at most two neighbouring blocks of the sequence.
 
 Shapes: B rows, P patches of a row, V values of a patch, W width, H heads, E width of a head, K patches of a window at
 most.
@@ -58,7 +58,7 @@ class AxialRotary(nn.Module):
 
 
 class Order(NamedTuple):
-    """An order of the patches of each row in which those of a window follow one another."""
+    """An order of the patches of each row in which the patches of a window follow one another."""
 
     before: Tensor
     """(B, P): place before sorting."""
@@ -110,8 +110,8 @@ class Sight(NamedTuple):
 
 
 def whole_sight(segments: Tensor) -> Sight:
-    """Returns the sight of patches within equal `segments` (B, P), those of one next to each other."""
-    # One by one where the host knows them: a mask has P x P elements, and attention with it computes all of them.
+    """Returns the sight of patches within equal `segments` (B, P); the patches of a segment are adjacent."""
+    # One by one where the host has their values: a mask has P x P elements, and attention with it computes all.
     if is_known(segments):
         return Sight(None, 0, segments)
     return Sight((segments.unsqueeze(2) == segments.unsqueeze(1)).unsqueeze(1), 0)
@@ -162,7 +162,7 @@ class QwenBlock(nn.Module):
         self.ffn = ffn
 
     def forward(self, x: Tensor, tables: Tensor, sight: Sight) -> Tensor:
-        """(B, P, W) -> (B, P, W); `tables` are those of `AxialRotary`."""
+        """(B, P, W) -> (B, P, W); `tables` are from `AxialRotary`."""
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         q, k = (rotate(part, tables[0], tables[1]) for part in (q, k))
         x = x + self.o(attend(q, k, v, sight).flatten(2))
@@ -204,7 +204,7 @@ class QwenVisionTransformer(nn.Module):
         return tuple(order.restore(state) for state in self._blocks(order.sort(x), tables, sights))
 
     def _blocks(self, x: Tensor, tables: Tensor, sights: Sequence[Sight]) -> tuple[Tensor, ...]:
-        """Returns the last block's output, then those of the taps."""
+        """Returns the last block's output, followed by the outputs of the taps."""
         tapped = []
         for number, (block, sight) in enumerate(zip(self.blocks, sights, strict=True)):
             x = block(x, tables, sight)
@@ -218,7 +218,7 @@ class QwenVisionTransformer(nn.Module):
         whole = len(self.full_attention) if self.window else len(self.blocks)
         pairs = whole * (grid.rows * grid.columns) ** 2
         if self.window:  # those at an image's edges are smaller
-            # Of windows of r x c patches the squares of r c are summed: the products of what is summed along each side.
+            # The sum of (r c)^2 over windows of r x c patches is the product of the sums of squares along each side.
             along = ((n // self.window) * self.window**2 + (n % self.window) ** 2 for n in (grid.rows, grid.columns))
             pairs = pairs + (len(self.blocks) - whole) * prod(along)
         return 6.0 * grid.patches * weights + 12.0 * grid.frames * pairs * self.width

@@ -34,9 +34,9 @@ else:
 class SpatialPositions:
     """Computes the coordinates of a batch of whole rows, on the device alone.
 
-    Those of a token are equal: its position, had each image before it in its document as many positions as its larger
-    side has features. A feature adds its frame, row and column to the position at which its image starts. With
-    `time = "apart"`, each entry of a video's time axis is an image: it starts at a position of its own.
+    The coordinates of a token are equal: the position it would have if each image before it in its document had as
+    many positions as the image's larger side has features. A feature adds its frame, row and column to the position at
+    which its image starts. With `time = "apart"`, each entry of a video's time axis is an image, with its own start.
     """
 
     merge: int

@@ -63,7 +63,7 @@ class Tiles:
 
 
 class TileTable(nn.Module):
-    """Learned vectors (T, K, W) of each arrangement of tiles, times a gate; the first row is that of no image."""
+    """Learned vectors (T, K, W) of each arrangement of tiles, times a gate; the first row is for no image."""
 
     def __init__(self, arrangements: int, tiles: int, places: int, width: int, std: float) -> None:
         """Args: `places`, K, of a tile."""
@@ -80,13 +80,13 @@ class TileTable(nn.Module):
 
     def forward(self, chosen: Tensor) -> Tensor:
         """(images, A + 1), of zeros and a one, in the compute dtype, to (images, T, K, W)."""
-        # A product, whose gradient is added up in one order, unlike that of an index.
+        # A product, whose gradient is summed in a fixed order, unlike the gradient of indexing.
         rows: Tensor = self.gate(chosen @ self.weight.to(chosen.dtype))
         return rows.unflatten(-1, self.shape)
 
 
 class TilePositions(nn.Module):
-    """Gated position embedding of tiles: (1 - tanh(gate)) times one for all tiles, plus that of `tiles`.
+    """Gated position embedding of tiles: (1 - tanh(gate)) times one for all tiles, plus the output of `tiles`.
 
     `tiles` multiplies the embedding of the tile's arrangement by tanh(gate), with the same gate.
     """
@@ -193,7 +193,7 @@ class TiledVisionTransformer(nn.Module):
         x = x.flatten(1, 2)
         for block in self.blocks[self.layers :]:
             x = block(x, mask)
-        # Those of blocks stand in turns, element by element, as in the published towers.
+        # The outputs of blocks are interleaved, element by element, as in the published towers.
         inner = [torch.stack([parts[number] for number in self.intermediate], -1).flatten(-2)] if parts else []
         x = torch.cat([x, *inner], -1).unflatten(1, (self.most, self.length))[:, :, : self.first]
         features = _taken(x.reshape(len(patches), -1, self.first * self.width), tiles.features)
@@ -205,9 +205,9 @@ class TiledVisionTransformer(nn.Module):
         return torch.cat([~equal.any(-1, keepdim=True), equal], 1).to(dtype)
 
     def _mask(self, there: Tensor) -> Tensor:
-        """Returns (images, 1, T L, T L): all but pairs of padding, which attends to what is there.
+        """Returns (images, 1, T L, T L): all but pairs of padding; padding attends to the positions of tiles.
 
-        What is there attends to padding too; the published towers were trained so.
+        These attend to padding too, since the published towers were trained this way.
         """
         filled = there.unsqueeze(-1) & (torch.arange(self.length, device=there.device) < self.first)
         filled = filled.flatten(1) | ~there.any(1, keepdim=True)  # of no image: attention that is finite

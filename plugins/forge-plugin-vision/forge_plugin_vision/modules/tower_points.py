@@ -25,7 +25,7 @@ PLAIN: Mapping[str, TapPoint] = {
     "attn_out": TapPoint("o", axes="images"),
     "mlp_out": TapPoint("down", axes="images"),
 }
-"""Points of a block with all matrices of its own; q, k and v have all heads, joined."""
+"""Points of a block in which each matrix is a separate submodule; q, k and v have all heads, joined."""
 
 
 def tower_points(blocks: nn.ModuleList, of_block: Mapping[str, TapPoint]) -> dict[str, TapPoint]:

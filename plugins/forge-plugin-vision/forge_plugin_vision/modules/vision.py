@@ -52,7 +52,7 @@ class Normalise(nn.Module):
 class Vision(nn.Module):
     """Encoder and adapter: maps a batch with `patches` and `grids` to features (B, M, D).
 
-    The first features of a row are those of its images; what follows is arbitrary but finite.
+    The first features of a row belong to its images; the remaining ones are arbitrary but finite.
     """
 
     def __init__(self, encoder: nn.Module, adapter: nn.Module, image_input: ImageInput, context: BuildContext) -> None:
@@ -70,12 +70,12 @@ class Vision(nn.Module):
         return features
 
     def features(self, batch: Batch) -> Sequence[Tensor]:
-        """Returns (B, M, D) of the encoder's features; a fusion with taps returns those of further adapters behind."""
+        """Returns (B, M, D) of the encoder's features; with taps, a fusion appends the outputs of further adapters."""
         images, (encoded, *_) = self.encode(batch)
         return (self.adapter(encoded, images),)
 
     def encode(self, batch: Batch) -> tuple[Images, Sequence[Tensor]]:
-        """Returns the places of features, and (B, F, W) each: the encoder's features, then those of its taps.
+        """Returns the places of features, and (B, F, W) each: the encoder's features, then its taps' features.
 
         All fusions call the encoder here, so a mixin that overrides this method may bring features from elsewhere.
         """
@@ -97,7 +97,7 @@ class Vision(nn.Module):
             self._auxiliary.metric("data/unreadable", batch[BROKEN].sum().double() / self._counted_by)
 
     def tap_points(self) -> Mapping[str, TapPoint]:
-        """Returns those of the encoder, and what encoder and adapter return."""
+        """Returns the points of the encoder, and the outputs of the encoder and the adapter."""
         ends = {f"{name}_out": TapPoint(name, axes="images") for name in ("encoder", "adapter")}
         return tap_points(self.encoder, "encoder") | ends
 
@@ -146,7 +146,7 @@ class SharedVision(Vision):
         return {name: self._rows(part, 0, count - len(part)) for name, part in parts.items()}
 
     def among_all(self, own: Tensor, rows: int) -> Tensor:
-        """Returns `rows` rows: what was made of `own_rows`, and zeros for those of other ranks."""
+        """Returns `rows` rows: the results for `own_rows`, and zeros for the rows of other ranks."""
         rank, ranks = self.share
         every = self._rows(own, rank * len(own), (ranks - 1 - rank) * len(own))
         return every if len(every) == rows else every[:rows].clone()  # no view: FSDP hooks into the output

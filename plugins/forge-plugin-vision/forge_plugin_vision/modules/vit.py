@@ -110,7 +110,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
 
 
 def is_known(segments: Tensor) -> bool:
-    """Whether the host knows the segments without waiting; fake tensors, of a step that is only planned, have none."""
+    """Whether the host can read the segments without waiting; fake tensors, in a planned step, have no values."""
     return segments.device.type == "cpu" and type(segments) is Tensor
 
 
@@ -160,11 +160,11 @@ class BlockForm:
         return _root_mean_square(width, self.eps) if self.norm == "rmsnorm" else LayerNorm(width, eps=self.eps)
 
     def new_scale(self, width: int) -> nn.Module:
-        """Returns what is done to the output of attention or of the feed-forward part."""
+        """Returns the module that is applied to the output of attention or of the feed-forward part."""
         return LayerScale(width, self.layer_scale) if self.layer_scale else nn.Identity()
 
     def new_qk_norm(self, width: int) -> nn.Module:
-        """Returns what is done to queries or keys of all heads."""
+        """Returns the module that is applied to the queries or keys of all heads."""
         return _root_mean_square(width, QK_EPS) if self.qk_norm else nn.Identity()
 
 
@@ -262,7 +262,7 @@ class VisionTransformer(nn.Module):
 
     def flops(self, grid: Grid) -> float:
         """Counts 6 a weight and position, and 12 a pair of positions that see each other and element."""
-        # Frames are sequences of their own, unless images of any size have a class token.
+        # Each frame is a separate sequence, unless images of any size have a class token.
         apart = self.one_size or self.class_token is None
         sequences = grid.frames if apart else (grid.patches > 0) * 1.0
         length = grid.rows * grid.columns * (1 if apart else grid.frames) + (self.class_token is not None)

@@ -88,7 +88,7 @@ class AspectRatio(Field):
 
 @frozen(kw_only=True)
 class JoinedTower(VisionTable):
-    """`vision_config`, and what is done to pixels: a tower whose images are tiles of others."""
+    """`vision_config`, and the processing of pixels, for a tower whose images are tiles of other images."""
 
     processor: str
     """The image processor's class, without `ImageProcessor`."""
@@ -97,7 +97,7 @@ class JoinedTower(VisionTable):
         table = super().inner(config)
         if PIXELS not in table.config:
             return table
-        # Those of the processor are compared with those of `config.json` where a job's keys are said.
+        # The processor's value is compared with the one in `config.json` where a job's keys are made (`image_table`).
         pixels = {key: value for key, value in table.config[PIXELS].items() if key != PINPOINTS}
         return attrs.evolve(table, config={**table.config, PIXELS: pixels})
 

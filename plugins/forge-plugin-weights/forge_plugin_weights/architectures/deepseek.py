@@ -117,7 +117,7 @@ class DeepSeekV3(ArchitectureComponent):
 
 @frozen(kw_only=True)
 class KimiK2(DeepSeekV3):
-    """Kimi-K2, a DeepSeek-V3 by another `model_type`, which `transformers` knows with the publisher's code only."""
+    """Kimi-K2, a DeepSeek-V3 with a `model_type` that `transformers` needs the publisher's code for."""
 
     def fields(self) -> Sequence[Field]:
         return (*super().fields(), ExportedAs("deepseek_v3", "transformers has no class for kimi_k2"))

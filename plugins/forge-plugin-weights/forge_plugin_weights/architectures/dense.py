@@ -59,7 +59,7 @@ def attention_fields(
     """Returns the keys of grouped-query attention.
 
     Args:
-        theta: base of the position encoding where no key says it.
+        theta: base of the position encoding where no key specifies it.
         head_dim: the default of the key; None: the width by heads.
         kv_heads: the value where the key is missing; None, and where the key is null: as many as there are heads.
         rope: the position encoding, where it is not one for all layers.
@@ -107,7 +107,7 @@ def all_biases(default: bool = False) -> Field:
 
 
 def late_windows(config: Config) -> Sequence[bool]:
-    """Returns which layers have a window in Qwen2 and Qwen3, where no list says it: those from a number on."""
+    """Returns which layers of Qwen2 and Qwen3 have a window if no list specifies them: all from a number on."""
     first = config.get("max_window_layers", 28)
     return [layer >= first for layer in range(depth(config))]
 
@@ -117,7 +117,7 @@ QWEN_WINDOWS = LayerWindows(default=4096, switched=True, rule=late_windows, furt
 
 @frozen(kw_only=True)
 class Llama(ArchitectureComponent):
-    """Llama 1 to 3.3, and what is published as such: SmolLM, SmolLM2, TinyLlama, Yi, DeepSeek's first models."""
+    """Llama 1 to 3.3, and models in its format: SmolLM, SmolLM2, TinyLlama, Yi, DeepSeek's first models."""
 
     name = "LlamaForCausalLM"
     defaults: ClassVar[Config] = {**OF_7B, "vocab_size": 32000, "intermediate_size": 11008}
@@ -180,7 +180,7 @@ class Qwen2(ArchitectureComponent):
             *shape_fields(),
             *attention_fields(kv_heads=32),
             QWEN_WINDOWS,
-            Only("use_mrope", False, "positions are those of the text alone", write_it=False),
+            Only("use_mrope", False, "positions count text only", write_it=False),
             Fixed({"attention.bias": True, "attention.output_bias": False}),
             *swiglu_fields(),
             Key("rms_norm_eps", "norm.eps", 1e-6),

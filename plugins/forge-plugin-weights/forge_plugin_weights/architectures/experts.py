@@ -52,7 +52,7 @@ def dense_layers() -> Sequence[Field]:
 
 
 def odd_windows(config: Config) -> Sequence[bool]:
-    """Returns which layers of Qwen2-MoE have a window, where no list says it: every other one before a number."""
+    """Returns which layers of Qwen2-MoE have a window if no list specifies them: every other one below a number."""
     end = config.get("max_window_layers", 28)
     return [layer % 2 == 0 and layer < end for layer in range(depth(config))]
 
@@ -89,7 +89,7 @@ class Mixtral(ArchitectureComponent):
 
 @frozen(kw_only=True)
 class Qwen2MoE(ArchitectureComponent):
-    """Qwen1.5-MoE and Qwen2-MoE: shared experts behind a gate of their own."""
+    """Qwen1.5-MoE and Qwen2-MoE: shared experts behind a separate gate."""
 
     name = "Qwen2MoeForCausalLM"
     harmless = ("output_router_logits", "router_aux_loss_coef")
@@ -155,7 +155,7 @@ def router_fields(*, normalised: bool | None = None) -> Sequence[Field]:
     """Returns the keys of experts that a softmax chooses, as Qwen's have them.
 
     Args:
-        normalised: whether weights of the chosen experts add up to 1; None: a key says it.
+        normalised: whether weights of the chosen experts add up to 1; None: a key specifies it.
     """
     options: dict[bool, Flat] = {
         value: {"ffn.router.type": f"{MOE}/softmax_topk", "ffn.router.normalise": name}
@@ -172,7 +172,7 @@ def router_fields(*, normalised: bool | None = None) -> Sequence[Field]:
 
 @frozen
 class SharedWidth(Field):
-    """The width of the shared experts, which here is a multiple of that of a routed one."""
+    """The width of the shared experts, which here is a multiple of a routed expert's width."""
 
     @property
     def keys(self) -> Collection[str]:

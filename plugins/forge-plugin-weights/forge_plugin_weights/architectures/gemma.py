@@ -104,7 +104,7 @@ class Gemma(ArchitectureComponent):
             all_biases(),
             Only("use_bidirectional_attention", False, "attention is causal", also=(None,)),
             Choice("hidden_act", activations, "gelu_pytorch_tanh", "geglu"),
-            Only("hidden_activation", "gelu_pytorch_tanh", "hidden_act says it", also=(None,), write_it=False),
+            Only("hidden_activation", "gelu_pytorch_tanh", "hidden_act sets it", also=(None,), write_it=False),
             Fixed({"ffn.bias": False}),
             Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
             Key("rms_norm_eps", "norm.eps", 1e-6),
@@ -131,7 +131,7 @@ class Gemma2(ArchitectureComponent):
 
 @frozen(kw_only=True)
 class Gemma3Text(ArchitectureComponent):
-    """Gemma 3, or its language model: five layers of six have a window, with a base of positions of their own."""
+    """Gemma 3, or its language model: five of six layers have a window, and a separate base of positions."""
 
     name = "Gemma3ForCausalLM"
     harmless = HARMLESS

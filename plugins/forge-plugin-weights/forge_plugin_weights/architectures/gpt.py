@@ -25,7 +25,10 @@ def gelu(key: str, default: str) -> Field:
 
 
 def common_fields() -> Sequence[Field]:
-    """Returns what no key says: layer norms with biases, and heads that divide the width, each with its own keys."""
+    """Returns the settings that no key specifies.
+
+    Layer norms have biases, and heads divide the width, each with its own keys.
+    """
     return (
         Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/layernorm"}),
         Fixed({"attention.type": f"{TRANSFORMER}/gqa"}),
@@ -95,7 +98,7 @@ SAME_HEAD: Rule = Same("head.weight", "lm_head.weight")
 
 @frozen
 class NeoXRope(Rope):
-    """The position encoding, whose keys have names of their own; later versions 4 wrote the usual ones, too."""
+    """The position encoding, whose keys have different names; later versions 4 also wrote the usual ones."""
 
     theta_key: str = "rotary_emb_base"
     share: float | None = 0.25
@@ -103,7 +106,7 @@ class NeoXRope(Rope):
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Usual names of keys, with those of GPT-NeoX."""
+        """Usual names of keys, each with its name in GPT-NeoX."""
         return {"rope_theta": self.theta_key, SHARE: self.share_key}
 
     @property

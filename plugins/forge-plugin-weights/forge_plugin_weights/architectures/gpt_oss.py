@@ -31,7 +31,7 @@ SCALING: Mapping[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""How positions are stretched where no key says it."""
+"""How positions are stretched where no key specifies it."""
 LAYER, OURS = "model.layers.{layer}", "layers.{layer}"
 ROUTER: Mapping[str, Any] = {"type": f"{MOE}/softmax_topk", "normalise": "after", "bias": True}
 """Keys of the router: weights are the softmax over the chosen experts."""
@@ -41,7 +41,7 @@ GATES = ("gate", "up")
 
 @frozen
 class Stretched(Rope):
-    """The position encoding, which is YaRN where no key says it."""
+    """The position encoding, which is YaRN where no key specifies it."""
 
     def read(self, config: Config) -> Flat:
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or SCALING

@@ -76,7 +76,7 @@ class Sides(Field):
         if any(side % patch[0] for side in size):
             raise Unsupported(f"image_size = {size}, which patch_size = {patch} does not divide")
         if size[0] != size[1]:
-            raise Unsupported(f"image_size = {size}; its patches are joined as those of a square")
+            raise Unsupported(f"image_size = {size}; its patches are joined as in a square image")
         return {f"{ENCODER}.size": size, f"{ENCODER}.patch": patch[0]}
 
     def write(self, model: Flat) -> Config:
@@ -135,7 +135,7 @@ class JoinedSide(Field):
 
 @frozen
 class ProjectorWidth(Field):
-    """The width between the projector's matrices, which no key says: the language model's."""
+    """The width between the projector's matrices, which no key specifies: the language model's width."""
 
     def read(self, config: Config) -> Flat:
         return {f"{ADAPTER}.hidden": value_of(config, "text_config", {}).get("hidden_size", 4096)}
@@ -228,7 +228,7 @@ class InternVL(VisionLanguageModel):
             JoinedSide(),
             ProjectorWidth(),
             Only("projector_hidden_act", "gelu", "the adapter merger has no other"),
-            Only("vision_feature_layer", -1, "features are those of the last layer"),
+            Only("vision_feature_layer", -1, "features come from the last layer"),
             Only("vision_feature_select_strategy", "default", "the class token is no feature"),
         )
 

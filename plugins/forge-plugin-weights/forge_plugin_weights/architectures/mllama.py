@@ -31,7 +31,7 @@ from forge_plugin_weights.tables import all_fields
 
 FUSION = "fusion"
 MARKERS = 8
-"""Rows of its table of embeddings behind those of the vocabulary."""
+"""Rows of its table of embeddings after the rows of the vocabulary."""
 ARRANGEMENTS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
 CROSS, DEPTH = "cross_attention_layers", "num_hidden_layers"
 BLOCK: Mapping[str, str] = {
@@ -211,7 +211,7 @@ OF_LLAMA: Mapping[str, str] = {
     "norm.eps": "norm.eps",
     "qk_norm_eps": "norm.eps",
 }
-"""Keys of the fusion that are equal to those of the language model."""
+"""Keys of the fusion that are equal to keys of the language model."""
 FIXED: Flat = {
     "type": "forge-plugin-cross-attention/cross_attention",
     "place": "before",
@@ -223,7 +223,7 @@ FIXED: Flat = {
     "ffn.type": "forge-plugin-transformer/swiglu",
     "ffn.bias": False,
 }
-"""Keys of the fusion that no key of theirs says."""
+"""Keys of the fusion that no key of theirs specifies."""
 
 
 def own_layers(crossing: Sequence[int], depth: int) -> list[int]:
@@ -256,7 +256,7 @@ class CrossedLanguage(LanguageTable):
         if not table.get("rope_parameters"):
             table = {"rope_theta": 500000.0, **table}
         depth = table[DEPTH] - len(value_of(table, CROSS, CROSS_LAYERS))
-        table = {**table, DEPTH: depth, TIED: False}  # transformers ties nothing, whatever the key says
+        table = {**table, DEPTH: depth, TIED: False}  # transformers ties nothing, regardless of the key
         own = llama.part_of({**config, TEXT: {key: value for key, value in table.items() if key != CROSS}, TIED: False})
         return InnerTable(TEXT, LANGUAGE, llama, all_fields(llama), own, ("dropout", *OF_EVERY_MODEL))
 
@@ -311,7 +311,7 @@ class CrossedLanguage(LanguageTable):
 
 @frozen
 class Renumbered:
-    """A rule of the language model, whose layers have other numbers among those of cross-attention."""
+    """A rule of the language model, whose layers are renumbered, since cross-attention layers are counted too."""
 
     rule: Rule
     crossing: Sequence[int]
@@ -320,7 +320,7 @@ class Renumbered:
     head: str
 
     def parts(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Any]:
-        if name == "embedding.weight":  # its rows and those of images are one table there
+        if name == "embedding.weight":  # its rows and the rows of images are one table there
             return ()
         return Renamed(self.rule, self._renamed).parts(name, shapes)
 

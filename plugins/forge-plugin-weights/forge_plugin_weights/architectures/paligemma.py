@@ -49,7 +49,7 @@ def _check(language: str) -> None:
 
 @frozen(kw_only=True)
 class PrefixTower(VisionTable):
-    """`vision_config`: SigLIP's. The processor's file says how many positions an image has."""
+    """`vision_config`: SigLIP's. The processor's file specifies how many positions an image has."""
 
     def write(self, model: Flat) -> Config:
         config = super().write(model)

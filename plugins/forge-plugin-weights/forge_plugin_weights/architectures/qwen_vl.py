@@ -35,7 +35,7 @@ MROPE = f"{VISION}/mrope"
 SECTIONS, TURNS = "mrope_section", "mrope_interleaved"
 DEEPSTACK, DEEPSTACK_ADAPTER = "fusion.deepstack", "fusion.deepstack_adapter"
 EPS = 1e-6
-"""Of all norms of the towers and mergers, which no key says."""
+"""Of all norms of the towers and mergers; no key specifies it."""
 TOKENS: Mapping[str, str] = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
@@ -62,7 +62,7 @@ OUTSIDE = frozenset(
 
 @frozen(kw_only=True)
 class SpatialRope(Rope):
-    """The position encoding of frame, row and column: that of the text, and how many pairs turn with each."""
+    """The position encoding of frame, row and column: the text's encoding, and how many pairs turn with each."""
 
     types: Mapping[str, RopeType] = {"default": RopeType(component=MROPE)}
     sections: tuple[int, int, int]
@@ -106,7 +106,7 @@ class NoWindows(Field):
     def read(self, config: Config) -> Flat:
         types = config.get("layer_types") or []
         if config.get("use_sliding_window") or any(type_ != FULL for type_ in types):
-            raise Unsupported("use_sliding_window or layer_types says that layers have windows; Forge has none here")
+            raise Unsupported("use_sliding_window or layer_types gives layers windows; Forge has none here")
         return {"attention.window": 0}
 
     def write(self, model: Flat) -> Config:
@@ -117,7 +117,7 @@ class NoWindows(Field):
 
 @frozen
 class WidthByHeads(Field):
-    """The width of a head, which follows from that of the model; `head_dim`, if it is there, says the same."""
+    """The width of a head, which follows from the model's width; `head_dim`, if it is there, must be equal to it."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -370,7 +370,7 @@ class QwenVision(Tower):
     harmless: ClassVar[Collection[str]] = (*OF_EVERY_MODEL, "spatial_patch_size")
 
     def shared(self, *, dim: int, depth: int, hidden: int, patch: int, norm: str, gated: bool) -> Sequence[Field]:
-        """Returns the keys that both have; the arguments are defaults, and what no key says."""
+        """Returns the keys that both have; the arguments are defaults, and settings that no key specifies."""
         width = default_hidden if gated else lambda dim: 4 * dim
         fixed = {"type": f"{VISION}/qwen_vit", "norm": norm, "ffn": "swiglu" if gated else "gelu", "eps": EPS}
         merger = {"type": f"{VISION}/merger", "norm": norm, "norm_over": "patch", "eps": EPS}

@@ -53,7 +53,7 @@ class SelectedLayer(Field):
 
 @frozen
 class SelectedTokens(Field):
-    """`vision_feature_select_strategy`: whether the first feature, that of a class token, is left out."""
+    """`vision_feature_select_strategy`: whether the first feature, which belongs to a class token, is left out."""
 
     default: str = "default"
     tower: str = "clip_vision_model"

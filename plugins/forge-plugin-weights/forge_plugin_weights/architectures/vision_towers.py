@@ -177,7 +177,7 @@ class Tower(ArchitectureComponent):
     left_out = ("vision_model.head.*", f"{OTHER}*")
     ignored = ("*.position_ids",)
     training_only = ("vision.encoder.select_layer",)
-    # Alone, in a pair with a text tower, or in a larger model; what is not of the tower is left out there.
+    # Alone, in a pair with a text tower, or in a larger model, whose tensors outside of the tower are left out.
     renames = {
         r"^(model\.)?(vision_tower|vision_model)\.(vision_model\.)?": "vision_model.",
         r"^(?=embeddings\.|encoder\.|pre_layrnorm\.|post_layernorm\.|head\.)": "vision_model.",

@@ -40,7 +40,7 @@ class Suite:
         own, as hooks with state do.
         """
         name = type(self).__name__
-        assert hasattr(self, "component"), f"{name} says not what it tests: set `component`, or override `make(folder)`"
+        assert hasattr(self, "component"), f"{name} has nothing to test: set `component`, or override `make(folder)`"
         return self.component
 
     @property

@@ -26,7 +26,7 @@ STEPS = 6
 
 
 class HookSuite(Suite):
-    """State that is part of checkpoints, and training that does not change, unless the suite says so.
+    """State that is part of checkpoints, and training that does not change unless the suite declares this.
 
         class TestSamples(HookSuite):
             component = Samples(every_eval=True)
@@ -36,7 +36,7 @@ class HookSuite(Suite):
 
     component: ClassVar[TrainingHook | Plugin]
     changes_training: ClassVar[bool] = False
-    """Whether losses and weights may differ from those of a run without it."""
+    """Whether losses and weights may differ from a run without the component."""
 
     def make(self, folder: Path) -> Any:
         """Return a new object with the settings of `component`, as it holds the state of a run."""
@@ -90,12 +90,12 @@ class HookSuite(Suite):
             return
         assert not differ, (
             f"a run without it differs in {some(differ)}; a hook that observes must neither write into weights, "
-            "gradients or optimizer, nor draw from torch's generators. One that is to change training says so with "
+            "gradients or optimizer, nor draw from torch's generators. If it is meant to change training, set "
             "`changes_training = True` in its suite"
         )
 
     def test_ranks_change_training_alike(self, tmp_path: Path) -> None:
-        """Two ranks that each hold the whole model end with the same weights, and with those of one process."""
+        """Two ranks that each hold the whole model end with the same weights as each other and as one process."""
         if not self.changes_training:
             pytest.skip("it leaves training as it is")
 

@@ -121,7 +121,7 @@ class LoggerSuite(Suite):
             actual, expected = list(self.recorded_steps(folder) or ()), [*kept, start + 1]
             assert actual == expected, (
                 f"4 steps were logged, then start({start}) and step {start + 1}: it has {actual} and must have "
-                f"{expected}; in `start(step)`, drop what is later than `step`, and everything if it is 0"
+                f"{expected}; in `start(step)`, drop all steps after `step`, and everything if it is 0"
             )
 
     def test_training_does_not_notice(self, tmp_path: Path) -> None:

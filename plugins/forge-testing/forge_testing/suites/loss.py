@@ -122,7 +122,7 @@ class LossSuite(ParitySuite):
             )
 
     def test_it_does_not_depend_on_micro_batches(self, tmp_path: Path) -> None:
-        """Sums, counts and gradients of single sequences add up to those of the whole batch."""
+        """Sums, counts and gradients of single sequences add up to the values of the whole batch."""
         case, apart = Case.random(), Case.random()
         whole = self._loss(tmp_path, case)
         whole.sum.backward()
@@ -152,7 +152,7 @@ class LossSuite(ParitySuite):
     # --- gradients -----------------------------------------------------------------------------------------------
 
     def test_gradients_are_those_of_the_objective_in_float64(self, tmp_path: Path) -> None:
-        """Gradients of hidden states and head in float32 equal those of autograd through the plain objective."""
+        """Gradients of hidden states and head in float32 equal autograd's gradients of the plain objective."""
         case, wide = Case.random(), Case.random()
         (3.0 * self._loss(tmp_path, case).sum).backward()
         hidden, weight = (t.detach().double().requires_grad_() for t in (wide.hidden, wide.head.weight))

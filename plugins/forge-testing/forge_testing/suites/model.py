@@ -195,7 +195,7 @@ class ModelSuite(ParitySuite):
     # --- documents and cache -------------------------------------------------------------------------------------
 
     def test_documents_of_a_row_do_not_see_each_other(self, tmp_path: Path) -> None:
-        """Hidden states of two documents in one row equal those of each in a row of its own."""
+        """Hidden states of two documents in one row equal the hidden states of each document in a separate row."""
         model = self._model(tmp_path)
         batch, cut = self._batch(model), 3
         ids = batch["input_ids"]
@@ -205,8 +205,9 @@ class ModelSuite(ParitySuite):
         apart = torch.cat([model({**batch, "input_ids": part}) for part in (ids[:, :cut], ids[:, cut:])], dim=1)
         error = _error(together, apart)
         assert error <= self.tolerance, (
-            f"with document_ids and positions in the batch, hidden states differ by {error:.3g} from those of each "
-            "document by itself; attention must not leave a document, and positions count from 0 where one begins"
+            f"with document_ids and positions in the batch, hidden states differ by {error:.3g} from the "
+            "hidden states of each document alone; attention must stay within a document, and positions count from 0 "
+            "at the start of each"
         )
 
     def test_a_cache_changes_nothing(self, tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ class ModelSuite(ParitySuite):
             error = _error(hidden[row, left:], expected[row, : S - left])
             assert error <= self.tolerance, (
                 f"with a cache, hidden states of a row with {left} positions of padding differ by {error:.3g} from "
-                "those of forward; negative positions are padding, and what was seen must be kept as it was"
+                "the result of forward; negative positions are padding, and cached positions must stay unchanged"
             )
 
     # --- layouts -------------------------------------------------------------------------------------------------

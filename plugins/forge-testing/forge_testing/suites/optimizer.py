@@ -126,7 +126,7 @@ class OptimizerSuite(ParitySuite):
             )
 
     def test_zero_grad_reaches_every_parameter(self, tmp_path: Path) -> None:
-        """Also those of an inner optimizer."""
+        """Including the parameters of an inner optimizer."""
         parameters, optimizer = self._on_a_model(tmp_path)
         for item in parameters:
             item.parameter.grad = torch.ones_like(item.parameter, dtype=item.parameter.grad_dtype)
@@ -226,7 +226,7 @@ class Quadratic:
         self.optimizer = suite.build(folder, NamedParameters(named))
 
     def set_gradients(self, without: list[str] | None = None) -> None:
-        """Set the gradients of all parameters except those of `without`, which have none."""
+        """Set the gradients of all parameters; parameters named in `without` have none."""
         for name, parameter in self.parameters.items():
             parameter.grad = None if name in (without or ()) else parameter.detach() - self._aims[name]
 

@@ -91,7 +91,7 @@ class ParitySuite(Suite):
         near = max(difference.loss, difference.norm, difference.gradient, difference.evaluation)
         good = not difference.initial and near <= self.loss_tolerance and difference.weights <= self.weights_tolerance
         assert good, (
-            f"by {difference}; allowed are {self.loss_tolerance:g} and for weights {self.weights_tolerance:g}. What is "
+            f"by {difference}; allowed are {self.loss_tolerance:g} and for weights {self.weights_tolerance:g}. A value "
             "computed from a part of a parameter, a gradient or the batch must be summed over the ranks that share it"
         )
 

@@ -46,7 +46,7 @@ class RouterSuite(Suite):
             assert same, f"the initial values of {name} depend on the default generator; draw them with `fill`"
 
     def test_each_token_gets_weights_and_numbers_of_experts(self, tmp_path: Path) -> None:
-        """Weights and numbers have one shape; weights are finite, and numbers are those of existing experts."""
+        """Weights and numbers have one shape; weights are finite, and numbers refer to existing experts."""
         router = self._ready(tmp_path)
         weights, experts = self._routed(router, *self._tokens())
         shapes = f"weights {tuple(weights.shape)} and numbers {tuple(experts.shape)} for tokens {TOKENS}"
@@ -120,8 +120,8 @@ class RouterSuite(Suite):
                 near = torch.allclose(part[0], whole[0][rows], rtol=1e-4, atol=1e-6)
                 same = near and torch.equal(part[1], whole[1][rows])
                 assert same, (
-                    f"a sequence {what} of the micro-batch is routed otherwise; what depends on several tokens must "
-                    "depend on those of their sequence only, or the curve depends on the layout"
+                    f"a sequence {what} of the micro-batch is routed differently; a value that depends on several "
+                    "tokens must depend only on the tokens of their sequence, or the curve depends on the layout"
                 )
 
     def test_gradients_reach_it(self, tmp_path: Path) -> None:

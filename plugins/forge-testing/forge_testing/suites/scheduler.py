@@ -75,7 +75,7 @@ class SchedulerSuite(Suite):
         problems = self._problems(tmp_path, self.total_steps)
         assert not problems, (
             f"a run of total_steps = {self.total_steps} is refused: {'; '.join(problems)}; give the suite another "
-            "`total_steps`, or mend `problems`"
+            "`total_steps`, or fix `problems`"
         )
 
     def _totals(self, folder: Path) -> list[int]:

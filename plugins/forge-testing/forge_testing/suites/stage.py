@@ -112,8 +112,8 @@ class StageSuite(Suite):
             raise AssertionError(str(results[0])) from results[0]
         difference = Difference.between(results[0], expected)
         assert difference.initial == 0, (
-            f"initial values differ by {difference.initial:.3g} from those of a run without it; they are drawn after "
-            "the stages, by the parameters' names and shapes, which must be those of the whole"
+            f"initial values differ by {difference.initial:.3g} from the values of a run without it; they are drawn "
+            "after the stages, by the parameters' names and shapes, which must match the whole parameters"
         )
         near = max(difference.loss, difference.norm, difference.gradient, difference.evaluation)
         good = near <= self.loss_tolerance and difference.weights <= self.weights_tolerance
