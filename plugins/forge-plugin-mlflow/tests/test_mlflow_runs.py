@@ -8,6 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from attrs import evolve
 from mlflow_store import client_of, database
 
 from forge_core.contracts.components import TrainingHook
@@ -125,7 +126,7 @@ def test_lines_wait_for_a_server_and_are_sent_when_the_run_continues(
     assert len([text for text in messages if not lacks(text, "it is away, 1")]) == 1
     assert not any("it is away, 2" in text for text in messages)
     assert any(not lacks(text, "5 deliveries") for text in messages)
-    again = context.build(table)
+    again = context.build(evolve(table, timeout_s=60.0))  # the server answers now, though perhaps slowly
     again.start(2)  # a checkpoint of step 2: line 3 is made again
     again.log({"step": 3, "loss": 30.0})
     again.end(0, "")

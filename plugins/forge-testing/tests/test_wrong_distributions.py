@@ -149,7 +149,7 @@ SCHEDULERS = {
     "other_kind": ("class Odd(OptimizerComponent):\n    pass", "is not a subclass of SchedulerComponent"),
     "bare": ("class Odd(SchedulerComponent):\n    x: int = 1", "is not an attrs class; decorate it with @attrs.frozen"),
     "silent": ("@frozen(kw_only=True)\nclass Odd(SchedulerComponent):\n" + BUILD, "the class has no docstring"),
-    "empty": (CLASS, "it does not implement build(self, context), as SchedulerComponent asks"),
+    "empty": (CLASS, "it does not implement build(self, context), which SchedulerComponent requires"),
     "other_build": (CLASS + BUILD.replace("context", "context, dim"), "build cannot be called: missing a required"),
     "other_problems": (CLASS + BUILD + "    def problems(self, job): ...", "problems cannot be called: too many pos"),
     "undocumented": (CLASS + "    x: float = 1.0\n" + BUILD, "x: has no documentation; put a string under the"),

@@ -186,7 +186,7 @@ MEAN = "test_it_says_how_many_experts_a_token_has"
             Noisy,
             "in evaluation mode, it returns different results; keep nothing from call",
         ),
-        ("test_a_sequence_is_routed_by_itself", ByRow, "a sequence in another row of the micro-batch is routed other"),
+        ("test_a_sequence_is_routed_by_itself", ByRow, "a sequence in another row of the micro-batch is routed diff"),
         ("test_a_sequence_is_routed_by_itself", ByMicroBatch, "without the other sequences of the micro-batch is rou"),
         ("test_gradients_reach_it", Deaf, "the weights are not differentiable"),
         ("test_gradients_reach_it", HalfDeaf, "no gradient reaches unused.weight"),
