@@ -97,6 +97,16 @@ def test_faults_can_be_named_with_a_rank():
     assert [case.key for case in cases] == ["killed-0", "killed-1", "frozen-1", "second-signal-0"]
 
 
+@pytest.mark.parametrize("cause", [None, Cause.HANG])
+def test_an_end_that_does_not_match_the_fault_is_shown(monkeypatch, cause):
+    monkeypatch.setattr(Course, "_evidence", lambda course, case: evidence(cause))  # of rank 1
+    result = Result(fault="frozen", rank=0, title="frozen")
+    course = Course(subject=subject(), patience_s=1.0, show=print)
+    course._judge_first(Case(fault=FAULTS["frozen"](), rank=0), SimpleNamespace(code=1, ended=9.0, left=[]), result)
+    assert result.reason.startswith(FAULTS["frozen"].missing)
+    assert bool(lacks(result.reason, "hang", "rank 1", "it ended")) == (cause is None)
+
+
 def test_of_a_run_that_began_anew_the_key_to_set_is_named(monkeypatch):
     attempts = iter([[], [Record(event=Event.BEGIN, step=0, rank=0, time=1.0)]])
     ended = SimpleNamespace(code=0, began=0.0, left=[])
