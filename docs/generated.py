@@ -30,7 +30,7 @@ from typing import Any
 from generated_kinds import event_rows, facts, hook_rows, kind_rows, plugin_kind_rows
 from mkdocs.exceptions import PluginError
 
-from forge_core.cli import function_summary, main
+from forge_core.cli import command_summary, main
 from forge_core.config.field_types import component_in, header, is_section, type_name
 from forge_core.config.tree import hints
 from forge_core.contracts.components import Component
@@ -76,7 +76,7 @@ def _section_doc(title: str, cls: type) -> str:
 def components(_: str) -> str:
     """One section for each kind that something is installed of, and in it one for each type."""
     catalog = Catalog.installed()
-    kinds = [kind for kind in catalog.kinds() if catalog.offers(kind) and kind not in NO_COMPONENTS]
+    kinds = [kind for kind in catalog.types("kind") if catalog.offers(kind) and kind not in NO_COMPONENTS]
     return "\n\n".join(part for kind in kinds for part in _kind(kind, catalog))
 
 
@@ -111,11 +111,11 @@ def commands(_: str) -> str:
     sections = set(re.findall(r"\{ #([\w-]+) \}", Path(__file__).with_name("command-line.md").read_text()))
     rows = []
     for offer in Catalog.installed().offers("command"):
-        module, _, function = offer.value.partition(":")
-        name = f"[`{offer.type}`](#{offer.type})" if offer.type in sections else f"`{offer.type}`"
+        anchor = offer.type.replace(" ", "-")
+        name = f"[`{offer.type}`](#{anchor})" if anchor in sections else f"`{offer.type}`"
         link = "" if offer.distribution.name == CORE else f"(/plugins/{offer.distribution.name}.md)"
         distribution = f"`{offer.distribution.name}`"
-        rows.append((name, function_summary(module, function), f"[{distribution}]{link}" if link else distribution))
+        rows.append((name, command_summary(offer.value)[1], f"[{distribution}]{link}" if link else distribution))
     return table(("command", "", "distribution"), rows)
 
 

@@ -42,8 +42,8 @@ TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_")
 MODULES = (
     "broken_network",
     "forge_core",
-    "forge_plugin_doctor.rank",
-    "forge_plugin_health.spares",
+    "forge_plugin_plan.doctor.rank",
+    "forge_plugin_launch.spares",
     "outcomes_of_lines",
     "prepares_often",
     "pytest",

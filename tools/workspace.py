@@ -39,6 +39,8 @@ FLOORS = (
     "forge_core.auxiliary",
 )
 """Floors of the core, from the highest; each may import the ones below it."""
+WITH = {"forge-plugin-evaluate": "[harness]", "forge-plugin-images": "[video]"}
+"""Extras that belong to the extra `all`: without them a command or a kind that is offered cannot be used."""
 JOB_EDGE = "forge_core.contracts.* -> forge_core.job"
 """The only import upwards, for type checkers: `problems(job, …)` receives the job."""
 
@@ -192,7 +194,7 @@ def _offered(distribution: Distribution) -> str:
 
 def extra() -> str:
     """The extra that installs every distribution of this repository, at the versions of this repository."""
-    lines = [f'    "{each.name}>={_minor(each)}",' for each in distributions()[1:]]
+    lines = [f'    "{each.name}{WITH.get(each.name, "")}>={_minor(each)}",' for each in distributions()[1:]]
     return "\n".join(["all = [", *lines, "]"])
 
 

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from forge_core import Trainer, load_model
-from forge_plugin_lens import attention_maps
+from forge_plugin_taps.lens import attention_maps
 
 random.seed(0)
 texts = ["".join(random.sample("abcdefghijklmnop", k=8)) * 2 for _ in range(4000)]
@@ -74,5 +74,5 @@ for layer in range(2):
 # The repetition always comes eight letters later, so the first layer finds the answer by distance alone; with lengths
 # that vary, it takes two layers.
 #
-# `forge-run attention RUN --prompt TEXT` draws the maps, with the mean entropy of each head. Attention while training
-# goes on, of sampled queries under any layout, is the point `layers.N.pattern` of `[parallel.taps]`.
+# `forge-run inside attention RUN --prompt TEXT` draws the maps, with the mean entropy of each head. Attention while
+# training goes on, of sampled queries under any layout, is the point `layers.N.pattern` of `[parallel.taps]`.

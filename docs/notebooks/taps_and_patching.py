@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from forge_core import Trainer, load_model
-from forge_plugin_lens import logit_lens, patching_effects, read_points
+from forge_plugin_taps.lens import logit_lens, patching_effects, read_points
 
 random.seed(0)
 words = ["".join(random.choices("abcdefgh", k=4)) for _ in range(3000)]
@@ -83,7 +83,7 @@ for name, ids, probabilities in zip(lens.names, lens.top[:, -1], lens.probabilit
 assert lens.divergence[-1].abs().max() < 1e-5  # the last row is the model's own prediction
 
 # %% [markdown]
-# `forge-run lens RUN --prompt "bead:be"` prints the same and draws it.
+# `forge-run inside lens RUN --prompt "bead:be"` prints the same and draws it.
 #
 # ## Activation patching
 #

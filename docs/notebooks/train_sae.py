@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from forge_core import Trainer, load_model
-from forge_plugin_lens import read_points
+from forge_plugin_taps.lens import read_points
 
 random.seed(0)
 lines = []
@@ -112,5 +112,5 @@ for latent in used.argsort(descending=True)[:6].tolist():
 assert (latents > 0).sum(1).max() <= 4
 
 # %% [markdown]
-# The same from what a run has stored, with more epochs and another sparsity: `forge-run sae RUN
+# The same from what a run has stored, with more epochs and another sparsity: `forge-run inside sae RUN
 # --sae.activation.type=jumprelu --epochs 4`.

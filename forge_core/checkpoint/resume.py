@@ -60,7 +60,7 @@ def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str
         return Start(weights={table: component.find(job) for table, component in job.checkpoint.loads.items()})
     path, manifest = located
     # Distributions before the job: without one that is missing, the meaning of its keys is not known
-    differing = compare_provenance(manifest["provenance"], collect_provenance(job, catalog), with_changes)
+    differing = compare_provenance(manifest["provenance"], collect_provenance(job, catalog), catalog, with_changes)
     if differing:
         checkpoints.warn("\n".join(differing))
     changes = job_changes(manifest["job"], job, catalog)

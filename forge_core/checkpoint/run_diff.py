@@ -127,11 +127,12 @@ class _Leaves:
     def _component(
         self, path: str, base: type[Component], table: Mapping[str, Any], means: WhenResumed, f: Attribute | None
     ) -> _NamedLeaves:
-        cls = self._class(base, table.get("type", ""))
+        type_ = self._catalog.as_spelled_now(table.get("type", base.usual_type or ""))
+        cls = self._class(base, type_)
         if f is None or "when_resumed" not in f.metadata:  # the field is closer to the key than the component's class
             means = cls.resumes_as or means
         is_default = f is not None and self._is_default(table, f)
-        yield f"{path}.type", _Leaf(table.get("type", base.usual_type), base.type_resumes_as or means, is_default)
+        yield f"{path}.type", _Leaf(type_, base.type_resumes_as or means, is_default)
         yield from self.table(path, cls, table, means)
 
     def _class(self, base: type[Component], type_: str) -> type[Component]:
@@ -212,14 +213,15 @@ def collect_provenance(job: Job, catalog: Catalog, tokenizer: Tokenizer | None =
 
 
 def compare_provenance(
-    recorded: Mapping[str, Any], current: Mapping[str, Any], with_changes: bool = False
+    recorded: Mapping[str, Any], current: Mapping[str, Any], catalog: Catalog, with_changes: bool = False
 ) -> list[str]:
     """Warnings for a run that continues with other versions or local files than `recorded`.
 
     Raises a `CheckpointError` if a distribution is not installed any more, unless `with_changes`.
     """
     missing, warnings = [], []
-    for name, was in recorded["distributions"].items():
+    for recorded_name, was in recorded["distributions"].items():
+        name = catalog.as_spelled_now(recorded_name)
         now = current["distributions"].get(name)
         if now is None and not any(metadata.distributions(name=name)):
             missing.append(f"{name}=={was['version']}")

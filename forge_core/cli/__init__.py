@@ -7,32 +7,30 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
 import signal
 import sys
-import textwrap
 import warnings
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from forge_core.config.tree import hints
+from forge_core.contracts.components import Command
 from forge_core.contracts.errors import ExitCode, JobError, closest, in_words
-from forge_core.plugins.catalog import CORE, Catalog, Offer, first_party
+from forge_core.plugins.catalog import CORE, Catalog, first_party
 
 USAGE = """\
 usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
        forge-run COMMAND …
 
-Trains what a job file describes. Several files are layered from left to right, overrides come last.
+Trains a job. Job files are layered from left to right; overrides come last.
+COMMAND --help describes a command; --version lists what is installed.
 
-commands (forge-run COMMAND --help lists the options of one):
 """
 
-OPTIONS = """
-
-options:
-  -h, --help  this text
-  --version   versions of the core and of every installed plugin distribution"""
+HEADINGS = ("start", "train", "watch", "use", "keep", "extend")
+"""Headings of the list of commands, in order. A module names that of its command by a constant `HEADING`."""
 
 _python_format = warnings.formatwarning
 
@@ -61,15 +59,15 @@ def main(argv: list[str] | None = None) -> int:
         return int(getattr(error, "exit_code", ExitCode.FAILED))
 
 
-def _format_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
+def _format_warning(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
     """Forge's own warnings without the line of code that raised them, which is of no use to users."""
     ours = Path(filename).is_relative_to(Path(__file__).parents[1])
     return f"warning: {message}\n" if ours else _python_format(message, category, filename, lineno, line)
 
 
 def _dispatch(argv: list[str], as_program: bool) -> int:
+    if argv[:1] == ["help"] and argv[1:]:
+        argv = [*argv[1:], "--help"]
     first = argv[0] if argv else "--help"
     catalog = Catalog.installed()
     if first in ("-h", "--help", "help", "--version", "version"):
@@ -79,15 +77,23 @@ def _dispatch(argv: list[str], as_program: bool) -> int:
     is_file = Path(first).is_file() and not catalog.matching("command", first)  # called `runs`, say
     is_job = first.endswith(".toml") or first[:1] in ("-", "+") or "=" in first or is_file
     name, rest = ("run", argv) if is_job else (first, argv[1:])
-    command = catalog.load_offer(find_command(catalog, name))
+    pair, names = " ".join(argv[:2]), catalog.types("command")
+    # Of `inside lens` and others, but no command itself
+    is_group = first in {each.partition(" ")[0] for each in names}.difference(names)
+    if is_group and rest in ([], ["--help"], ["-h"]):
+        print(help_text(catalog, f"{first} "))
+        return ExitCode.FINISHED
+    if is_group or catalog.matching("command", pair) or pair in first_party()["command"]:
+        name, rest = pair, argv[2:]
+    command = find_command(catalog, name)
     if as_program and name != "run":  # in place of what `forge_core.__main__` has set
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     return command(rest)
 
 
-def find_command(catalog: Catalog, name: str) -> Offer:
-    """The installed command `name`, or `distribution/name`.
+def find_command(catalog: Catalog, name: str) -> Command:
+    """The installed command `name`, or `distribution/name`: its function.
 
     Raises a `JobError` if there is none, which has the line that installs a first-party one, or if several offer it.
     """
@@ -98,47 +104,61 @@ def find_command(catalog: Catalog, name: str) -> Offer:
             raise JobError(f"forge-run: the command {name!r} is not installed: pip install {distribution}")
         names = catalog.types("command")
         if os.path.isdir(name):
-            is_run = os.path.isfile(os.path.join(name, "job.toml"))
-            hint = f"a run folder; to continue it: forge-run resume {name}" if is_run else "a folder, and no job file"
-            raise JobError(f"forge-run: {name!r} is {hint}")
+            raise JobError(f"forge-run: {name!r} is a folder; to continue a run: forge-run resume {name}")
         likely = closest(name, [*names, *first_party_commands, *hints("commands")]) or ""
         meant = {"": f"commands: {', '.join(names)}", **hints("commands")}.get(likely, f"did you mean {likely!r}?")
         raise JobError(f"forge-run: {name!r} is no command and no job file; {meant}")
     if len(offers) > 1:
         choices = " or ".join(f"forge-run {offer.qualified}" for offer in offers)
         raise JobError(f"forge-run: several distributions offer the command {name!r}; choose with {choices}")
-    return offers[0]
+    return catalog.load_offer(offers[0])
 
 
-def help_text(catalog: Catalog) -> str:
-    """Usage and every installed command, the core's commands first. Imports none of them."""
-    offers = sorted(catalog.offers("command"), key=lambda offer: (offer.distribution.name != CORE, offer.type))
-    margin, width = max(len(offer.type) for offer in offers) + 4, shutil.get_terminal_size().columns
+def help_text(catalog: Catalog, group: str = "") -> str:
+    """Usage and every installed command below headings, or the commands of a group alone. Imports none of them."""
+    sections: dict[str, dict[str, str]] = {heading: {} for heading in HEADINGS}
+    for offer in catalog.offers("command"):
+        if not offer.type.startswith(group):
+            continue
+        name, _, member = offer.type.removeprefix(group).partition(" ")
+        heading, text = command_summary(offer.value)
+        commands = sections.setdefault(heading, {})
+        if not member:
+            is_known = offer.distribution.name in (CORE, first_party()["command"].get(offer.type))
+            commands[name] = text if is_known else f"{text} (from {offer.distribution})"
+        elif not catalog.matching("command", name):
+            commands[name] = f"{commands[name]}, {member}" if name in commands else member
     lines = []
-    for offer in offers:
-        is_known = offer.distribution.name in (CORE, first_party()["command"].get(offer.type))
-        module, _, function = offer.value.partition(":")
-        text = f"{function_summary(module, function)}{'' if is_known else f' (from {offer.distribution})'}".strip()
-        wrapping = textwrap.TextWrapper(max(width, margin + 20), f"  {offer.type}".ljust(margin), " " * margin)
-        lines.append(wrapping.fill(text))
-    return USAGE + "\n".join(lines) + OPTIONS
+    for heading, commands in sections.items():
+        lines += [f"{heading or 'more'}:"] * (bool(commands) and not group)
+        lines += [f"  {name:<13} {text}" for name, text in commands.items()]
+    listed = "\n".join(lines)
+    return listed if group else USAGE + listed
 
 
-def function_summary(module: str, function: str) -> str:
-    """First line of a function's docstring, read from its source without importing anything; empty if there is none."""
+def command_summary(value: str) -> tuple[str, str]:
+    """Heading and summary of the command that an entry point names; empty if there are none.
+
+    They are the constant `HEADING` of its module and the first line of its docstring, read from the source without
+    importing anything.
+    """
+    module, _, function = value.partition(":")
     package, *names = module.split(".")
     spec = find_spec(package)  # of the package alone: find_spec("a.b") would import a
-    folders = spec.submodule_search_locations or () if spec else ()
-    sources = [Path(folder).joinpath(*names) for folder in folders]
-    paths = [path for each in sources for path in (each.with_suffix(".py"), each / "__init__.py") if path.is_file()]
-    statements = ast.parse(paths[0].read_text(encoding="utf-8")).body if paths else []
-    functions = (each for each in statements if isinstance(each, ast.FunctionDef))
-    docs = (ast.get_docstring(each) for each in functions if each.name == function)
-    return (next(docs, None) or "").partition("\n")[0]
+    for name in names:
+        spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations)
+    heading = summary = ""
+    for node in ast.parse(Path(spec.origin).read_text("utf-8")).body if spec and spec.origin else ():
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            summary = (ast.get_docstring(node) or "").partition("\n")[0]
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HEADING":
+            heading = ast.literal_eval(node.value)
+    return heading, summary
 
 
 def version_text(catalog: Catalog) -> str:
     """One line for the core, and one for each other distribution that offers something to Forge."""
-    distributions = {offer.distribution for offer in catalog.offers()}
-    ordered = sorted(distributions, key=lambda distribution: (distribution.name != CORE, distribution.name))
-    return "\n".join(str(distribution) for distribution in ordered)
+    distributions = sorted(
+        {offer.distribution for offer in catalog.offers()}, key=lambda each: (each.name != CORE, each.name)
+    )
+    return "\n".join(map(str, distributions))

@@ -32,10 +32,8 @@ def positive(text: str) -> int:
 
 class _Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        parts = (
-            part if part.startswith(EXAMPLES) else textwrap.fill(part, width) for part in cleandoc(text).split("\n\n")
-        )
-        return "\n\n".join(parts)
+        parts = cleandoc(text).split("\n\n")
+        return "\n\n".join(part if part.startswith(EXAMPLES) else textwrap.fill(part, width) for part in parts)
 
 
 def with_examples(parser: argparse.ArgumentParser, *commands: str) -> None:

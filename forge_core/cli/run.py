@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from forge_core.cli import find_command
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.config.load import dump_job, load_job
-from forge_core.contracts.errors import JobError
 from forge_core.contracts.run_end import Cause
-from forge_core.launch.rank_process import LOGS, RankLog, this_process
+from forge_core.launch.rank_process import RankLog, this_process
 from forge_core.launch.world import World, join_world, tasks_of_shell
+from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
     from forge_core.engine.trainer import Summary
 
 
-def command(argv: list[str]) -> int:
-    """Train what a job describes; `forge-run job.toml` is short for `forge-run run job.toml`."""
-    from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
+HEADING = "train"
 
+
+def command(argv: list[str]) -> int:
+    """Train a job; `forge-run job.toml` is short for it."""
     parser = argparse.ArgumentParser(prog="forge-run run", description=command.__doc__)
     parser.add_argument(
         "--resume",
@@ -46,13 +47,13 @@ def command(argv: list[str]) -> int:
     talk = parser.add_mutually_exclusive_group()
     quiet, verbose = "print warnings, errors and the last lines only", "also print the resolved job and every step"
     talk.add_argument("-q", "--quiet", action="store_const", const=-1, default=0, dest="verbosity", help=quiet)
-    talk.add_argument("-v", "--verbose", action="store_const", const=1, default=0, dest="verbosity", help=verbose)
+    talk.add_argument("-v", "--verbose", action="store_const", const=1, dest="verbosity", help=verbose)
     with_examples(parser, "forge-run job.toml", "forge-run base.toml layer.toml --train.steps=200 --nproc 2")
     options, _, overrides = parse_job_arguments(parser, argv)
     with this_process.stoppable():
         world = join_world()
-        if options.nproc is not None and options.nproc != 1:
-            return _supervise(options, world, argv, overrides)
+        if options.nproc not in (None, 1):
+            return find_command(Catalog.installed(), "launch local")(argv)
         if world.alone:
             _warn_of_idle_tasks()
             return _train(options, overrides)
@@ -88,28 +89,11 @@ def _train(
     return int(summary.exit_code)
 
 
-def _supervise(options: argparse.Namespace, world: World, argv: list[str], overrides: list[str]) -> int:
-    """Start the ranks, once the job is known to be right: each of them would report the same error."""
-    from forge_core.contracts.components import LauncherComponent
-    from forge_core.plugins.catalog import Catalog
-
-    if not world.alone:
-        already = f"this process is one of {world.size} ranks already"
-        raise JobError(f"--nproc starts ranks, and {already}; leave it out, or start one process only")
-    catalog = Catalog.installed()
-    launcher: Any = catalog.load(LauncherComponent.kind, "local", LauncherComponent)
-    job = load_job(*options.files, overrides=overrides, catalog=catalog, world_size=options.nproc)
-    logs = Path(job.job.output) / job.job.name / LOGS
-    # Each rank gets this command line; of two `--nproc` the last counts, and one process starts no others.
-    command = [sys.executable, "-m", "forge_core", "run", *argv, "--nproc=1"]
-    return launcher().launch(command, options.nproc, logs, job.launch.grace_s, job.launch.silence_timeout_s)
-
-
 def _warn_of_idle_tasks() -> None:
     """Warn of a batch script without srun: it trains on one of its tasks and pays for all."""
     if (tasks := tasks_of_shell(os.environ)) > 1:
-        allotted = f"SLURM has allotted {tasks} tasks, and this is the shell of the job, which is one process"
-        warnings.warn(f"{allotted}; `srun forge-run …` makes each task a rank", stacklevel=2)
+        allotted = f"SLURM has allotted {tasks} tasks, and this is the shell of the job, which is one process; "
+        warnings.warn(allotted + "`srun forge-run …` makes each task a rank", stacklevel=2)
 
 
 def describe_summary(summary: Summary) -> str:

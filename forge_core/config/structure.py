@@ -38,7 +38,7 @@ from forge_core.config.field_types import (
 from forge_core.config.keys import children, default_of, key_fields, plain_message, resolved_fields, validate
 from forge_core.config.tree import Node, Origin, flag, renamed
 from forge_core.contracts.components import Component, DefaultType, Unavailable
-from forge_core.contracts.deprecation import ForgeDeprecation, deprecation_of
+from forge_core.contracts.deprecation import KEY, ForgeDeprecation
 from forge_core.contracts.errors import SURE, JobError, PluginError, Problem, closest, did_you_mean
 from forge_core.plugins.catalog import Catalog, UnknownTypeError, install_line
 
@@ -239,7 +239,7 @@ class _Structurer:
 
     def _note_deprecated(self, given: dict[str, Any], fields: dict[str, Attribute]) -> None:
         for key, value in given.items():
-            warning = deprecation_of(fields[key])
+            warning = fields[key].metadata.get(KEY)
             # A resolved job has every key, and would warn of all that are at their defaults.
             if warning is not None and value != default_of(fields[key]):
                 path = ".".join([*self._path, key])

@@ -445,21 +445,6 @@ class StorageComponent(Component["Storage"]):
 
 
 @frozen(kw_only=True)
-class LauncherComponent(Component):
-    """Starts the ranks of a run on this machine, for `forge-run --nproc`; a run under torchrun or srun needs none."""
-
-    kind = "launcher"
-
-    def launch(self, command: Sequence[str], ranks: int, logs: Path, grace_s: float, silence_s: float = 0) -> int:
-        """Run a command as several ranks, whose logs are in `logs`; returns the exit code, after printing the reason.
-
-        After a request to stop they have `grace_s` seconds to end; 0: as many as they need. Once one has finished, a
-        rank that has sent no sign of life (`forge_core.launch.world.ALIVE`) for `silence_s` seconds is ended; 0: never.
-        """
-        raise NotImplementedError
-
-
-@frozen(kw_only=True)
 class LoadComponent(Component):
     """Gives a new run weights from elsewhere: a table of `[checkpoint.load]`. A run that continues does without."""
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attrs import Attribute
-
 KEY = "deprecated"
+"""Where the metadata of a field have the warning about its key."""
 
 
 class ForgeDeprecation(FutureWarning):
@@ -35,8 +34,3 @@ def deprecated(what: str, removed_in: str, instead: str) -> ForgeDeprecation:
 def deprecated_key(removed_in: str, instead: str) -> dict[str, Any]:
     """Metadata of a field whose key will be removed; join `when_resumed` to it by `|`. Arguments as above."""
     return {KEY: deprecated("this key", removed_in, instead)}
-
-
-def deprecation_of(key: Attribute) -> ForgeDeprecation | None:
-    """The warning about a field's key, if it will be removed."""
-    return key.metadata.get(KEY)

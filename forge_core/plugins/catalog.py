@@ -31,6 +31,8 @@ from forge_core.contracts.errors import SURE, PluginError, Problem, closest
 CORE = "forge-run"
 PREFIX = "forge."
 """Entry points of group `forge.KIND` name components of that kind."""
+REPLACES = "forge_replaces"
+"""Group of entry points whose keys are distributions that became part of this one: jobs may qualify types by them."""
 LOCAL = "forge_local_"
 """Prefix of the names of modules made from local files."""
 
@@ -90,7 +92,9 @@ def install_line(distributions: Iterable[str]) -> list[Problem]:
 class Catalog:
     """All offers, and what has been loaded from them. Make one with `Catalog.installed()`."""
 
-    def __init__(self, offers: Iterable[Offer]) -> None:
+    def __init__(self, offers: Iterable[Offer], replaced: Mapping[str, str] = {}) -> None:
+        self._replaced = replaced
+        """Names of distributions that are part of another now, with the other's."""
         self._offers = sorted(offers, key=lambda offer: (offer.kind, offer.type, offer.distribution.name))
         self._distributions = {normalised(offer.distribution.name): offer.distribution for offer in self._offers}
         self._types: dict[type, str] = {}
@@ -102,6 +106,7 @@ class Catalog:
         """Everything installed in this environment: one scan of the metadata, no imports."""
         offers: list[Offer] = []
         names: set[str] = set()
+        replaced: dict[str, str] = {}
         for dist in metadata.distributions():
             # Most distributions have nothing to do with Forge, and their entry points need not be parsed.
             if PREFIX not in (dist.read_text("entry_points.txt") or "") or not has_metadata(dist):
@@ -111,9 +116,12 @@ class Catalog:
                 continue
             names.add(normalised(name))
             owner = Distribution(name, about["Version"], tuple(about.get_all("Requires-Dist") or ()), url)
-            entries = (entry for entry in dist.entry_points if entry.group.startswith(PREFIX))
-            offers += [Offer(e.group.removeprefix(PREFIX), e.name, e.value, owner) for e in entries]
-        return cls(offers)
+            for entry in dist.entry_points:
+                if entry.group.startswith(PREFIX):
+                    offers.append(Offer(entry.group.removeprefix(PREFIX), entry.name, entry.value, owner))
+                elif entry.group == REPLACES:
+                    replaced[normalised(entry.name)] = name
+        return cls(offers, replaced)
 
     def offers(self, kind: str | None = None) -> list[Offer]:
         """Offers of one kind, or all, in the order of kind, type and distribution."""
@@ -121,16 +129,17 @@ class Catalog:
 
     def matching(self, kind: str, name: str) -> list[Offer]:
         """Offers that `type`, or `distribution/type`, may mean; more than one if distributions compete for the type."""
-        owner, _, type_ = name.rpartition("/")
+        owner, _, type_ = self.as_spelled_now(name).rpartition("/")
         offers = [offer for offer in self._offers if offer.type == type_ and offer.kind == kind]
         return [offer for offer in offers if not owner or normalised(offer.distribution.name) == normalised(owner)]
 
-    def kinds(self) -> list[str]:
-        """Kinds that some distribution declares."""
-        return self.types("kind")
+    def as_spelled_now(self, name: str) -> str:
+        """A distribution, or a type qualified by one, by the name of the distribution that has replaced it."""
+        owner, slash, type_ = name.partition("/")
+        return f"{self._replaced.get(normalised(owner), owner)}{slash}{type_}"
 
     def types(self, kind: str) -> list[str]:
-        """Installed types of a kind."""
+        """Installed types of a kind; of `kind`, the kinds that some distribution declares."""
         return sorted({offer.type for offer in self.offers(kind)})
 
     def distribution(self, name: str) -> Distribution | None:
@@ -141,7 +150,7 @@ class Catalog:
         """The base class of a kind; raises a `PluginError` if no distribution declares it, or if two do."""
         owners = self.matching("kind", kind)
         if not owners:
-            message = f"no installed distribution declares the kind {kind!r}; there are {', '.join(self.kinds())}"
+            message = f"no installed distribution declares the kind {kind!r}; there are {', '.join(self.types('kind'))}"
             raise UnknownTypeError(message, first_party()["kind"].get(kind, ""))
         if len(owners) > 1:
             names = " and ".join(str(owner.distribution) for owner in owners)
@@ -261,9 +270,8 @@ class Catalog:
         """Why a type is missing that an editable install has gained since it was installed."""
         for dist in self._distributions.values():
             if name in declared_entry_points(dist).get(PREFIX + kind, {}):
-                refresh = f"pip install --no-deps -e {dist.editable_path}"
-                changed = f"the pyproject.toml of {dist} offers it, but changed since it was installed"
-                return f"{changed}; refresh with: {refresh}"
+                changed = f"the pyproject.toml of {dist} offers it, but changed since it was installed; refresh with: "
+                return f"{changed}pip install --no-deps -e {dist.editable_path}"
         return ""
 
 

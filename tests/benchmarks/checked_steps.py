@@ -17,9 +17,9 @@ from attrs import define
 
 from forge_core import Catalog, Trainer, TrainingHook
 from forge_plugin_adamw import AdamW
-from forge_plugin_sdc import SDC
-from forge_plugin_sdc.digests import bit_sums
-from forge_plugin_sdc.replicas import _tensors
+from forge_plugin_resilience.sdc import SDC
+from forge_plugin_resilience.sdc.digests import bit_sums
+from forge_plugin_resilience.sdc.replicas import _tensors
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
 

@@ -3,7 +3,7 @@
 python tests/benchmarks/data_startup.py [--tokens 500000000] [--rounds 5]
 
 A tiny model trains in a process of its own: on synthetic numbers, on a small corpus, and on one of a gigabyte.
-Each corpus comes as a token file with its index, which is what `prepare-data` writes, and as raw ids of which every
+Each corpus comes as a token file with its index, which is what `data prepare` writes, and as raw ids of which every
 thousandth document is held out, so that the index must be found in the cache. The first run of each fills the cache and
 is not counted. Time is that of a whole process that makes two steps; in turns, so that a busy neighbour slows all of
 them. Memory is the peak of a process that makes fifty, which read some thousand windows all over the corpus.

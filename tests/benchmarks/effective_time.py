@@ -31,8 +31,8 @@ from pathlib import Path
 
 from attrs import evolve, frozen
 
-from forge_plugin_goodput.failure_rate import GPU_YEARS, YEAR, best_interval, effective_time
-from forge_plugin_goodput.words import duration
+from forge_plugin_resilience.goodput.failure_rate import GPU_YEARS, YEAR, best_interval, effective_time
+from forge_plugin_resilience.goodput.words import duration
 
 GPUS = (512, 4096, 16384, 65536)
 SHAPE = 0.7
@@ -139,7 +139,7 @@ def with_groups(costs: Costs, mtbf: float) -> float:
 
 def measured(folder: Path, costs: Costs) -> Costs:
     """Replaces costs by those that a run had, as far as it had any."""
-    from forge_plugin_goodput.run_account import read_run
+    from forge_plugin_resilience.goodput.run_account import read_run
 
     account = read_run(folder).account
     if account is None:

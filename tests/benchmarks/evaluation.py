@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: forge-plugin-lm-eval beside the `hf` model of lm-evaluation-harness, with equal weights.
+"""Evaluation of a checkpoint: forge-plugin-evaluate beside the `hf` model of lm-evaluation-harness, with equal weights.
 
 python tests/benchmarks/evaluation.py --rounds 5
 
@@ -22,8 +22,8 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from forge_plugin_lm_eval.model import ForgeLM
-from forge_plugin_onednn import products
+from forge_plugin_compile.onednn import products
+from forge_plugin_evaluate.harness.model import ForgeLM
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_plugin_transformer.huggingface_names import to_huggingface
 from forge_plugin_transformer.layer_parts import default_hidden

@@ -19,7 +19,7 @@ EVENTS = ("on_step_begin", "on_step_end")
 
 def main() -> None:
     from forge_core.engine.trainer import Trainer
-    from forge_plugin_goodput import Disk, Goodput, Interval
+    from forge_plugin_resilience.goodput import Disk, Goodput, Interval
     from forge_testing import tiny_job
 
     spent: dict[str, list[float]] = defaultdict(list)

@@ -2,8 +2,9 @@
 
     python tests/benchmarks/hot_restart.py --repeats 3
 
-A toy model on two ranks under `forge-run elastic`; rank 1 is killed after 40 steps. Away: seconds from there until the
-next step of the new ranks ends. Memory: proportional set size of the spare processes that wait. Prints medians.
+A toy model on two ranks under `forge-run launch elastic`; rank 1 is killed after 40 steps. Away: seconds from there
+until the next step of the new ranks ends. Memory: proportional set size of the spare processes that wait. Prints
+medians.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def trial(hot: bool) -> tuple[float, float]:
         folder = Path(name)
         (folder / "job.toml").write_text(f'[job]\nname = "tiny"\n{TINY_JOB}[checkpoint]\ninterval = 10\n')
         (folder / "steady.py").write_text(HOOK)
-        command = [sys.executable, "-m", "forge_core", "elastic", "job.toml", "--train.steps=100000", "-q"]
+        command = [sys.executable, "-m", "forge_core", "launch", "elastic", "job.toml", "--train.steps=100000", "-q"]
         command += ["--hooks.steady.type=./steady.py:Steady", "--nproc=2", *["--hot"] * hot]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
@@ -107,7 +108,7 @@ def spares(launcher: int) -> list[int]:
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     tasks = [path.read_text().split() for path in Path(f"/proc/{launcher}/task").glob("*/children")]
     every = {int(pid) for pids in [children, *tasks] for pid in pids}
-    return [pid for pid in every if b"forge_plugin_health.spares" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in every if b"forge_plugin_launch.spares" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def proportional_mb(pid: int) -> float:

@@ -25,8 +25,8 @@ from forge_core.checkpoint.manager import Checkpoints, Saver
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.contracts.runtime import State
 from forge_core.job import CheckpointSection
-from forge_plugin_memory_checkpoints import NODE
-from forge_plugin_memory_checkpoints.storage import TieredStorage
+from forge_plugin_checkpoints.tiered import NODE
+from forge_plugin_checkpoints.tiered.storage import TieredStorage
 from forge_testing.processes import run_on_ranks
 
 TENSORS = 64

@@ -1,4 +1,4 @@
-"""Tokens a second of `forge-run prepare-data` against the library `tokenizers` itself, in alternating rounds.
+"""Tokens a second of `forge-run data prepare` against the library `tokenizers` itself, in alternating rounds.
 
 python tests/benchmarks/prepare_data.py [--megabytes 60] [--rounds 3] [--workers 2]
 
@@ -58,7 +58,7 @@ def run_command(lines: Path, tokenizer: Path, output: Path, workers: int) -> Cos
     options = ["--output", str(output), "--tokenizer", str(tokenizer), "--workers", str(workers)]
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "forge_core", "prepare-data", str(lines), *options], stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "forge_core", "data", "prepare", str(lines), *options], stdout=subprocess.DEVNULL
     )
     _, status, usage = os.wait4(process.pid, 0)  # with that of the workers, for which the command has waited
     assert status == 0, status
@@ -84,7 +84,7 @@ def train_tokenizer(lines: Path, folder: Path) -> Path:
     sample = folder / "sample.jsonl"
     sample.write_text("".join(lines.read_text().splitlines(keepends=True)[:400]))
     options = ["--output", str(folder / "sample"), "--tokenizer", "bpe", f"--tokenizer.vocab_size={VOCABULARY}"]
-    command = [sys.executable, "-m", "forge_core", "prepare-data", str(sample), *options]
+    command = [sys.executable, "-m", "forge_core", "data", "prepare", str(sample), *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder / "sample/tokenizer/files/tokenizer.json"
 

@@ -19,7 +19,7 @@ STEPS, WARM = 500, 200
 
 def main() -> None:
     from forge_core.engine.trainer import Trainer
-    from forge_plugin_spikes import Spikes
+    from forge_plugin_resilience.spikes import Spikes
     from forge_testing import tiny_job
 
     spent: list[float] = []

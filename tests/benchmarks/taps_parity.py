@@ -30,7 +30,6 @@ from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_compile import Compile
 from forge_plugin_moe import MoE, SigmoidTopK
-from forge_plugin_packing import Isolate
 from forge_plugin_parallel import (
     FSDP,
     ActivationCheckpointing,
@@ -40,6 +39,7 @@ from forge_plugin_parallel import (
     TensorParallel,
 )
 from forge_plugin_taps import Store, Taps
+from forge_plugin_text.packing import Isolate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, RandomDocuments, tiny_job
 from forge_testing.processes import run_on_ranks

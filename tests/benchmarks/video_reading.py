@@ -1,4 +1,4 @@
-"""Frames of clips in CPU time: the readers of forge-plugin-video beside PyAV and torchcodec used plainly.
+"""Frames of clips in CPU time: the readers of forge-plugin-images beside PyAV and torchcodec used plainly.
 
     OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 python tests/benchmarks/video_reading.py
 
@@ -23,9 +23,9 @@ import av
 import numpy as np
 
 from forge_plugin_images.decoding import FileImage
-from forge_plugin_video import PyAV, TorchCodec
-from forge_plugin_video.readers import torchcodec_problem
-from forge_plugin_video.testing import bar_code, read_bar_code, write_clip
+from forge_plugin_images.video import PyAV, TorchCodec
+from forge_plugin_images.video.readers import torchcodec_problem
+from forge_plugin_images.video.testing import bar_code, read_bar_code, write_clip
 
 RATE, BAND = 25, 32
 ENCODERS = {

@@ -30,6 +30,7 @@ from forge_core.contracts.components import (
 from forge_core.contracts.errors import CheckpointError, ResumeError
 from forge_core.contracts.hookspecs import hookimpl
 from forge_core.job import Job, Phase
+from forge_core.plugins.catalog import Catalog
 from forge_testing import TINY_JOB, Numbers, TinyAdamW, TinyModel
 from forge_testing.catalogs import with_components
 from forge_testing.refusals import lacks, naming
@@ -267,6 +268,18 @@ def test_a_local_file_may_move(make_job, catalog):
     text = dump_job(before, catalog)
     old, new = (text.replace("forge_testing.tiny:TinyModel", f"/{place}/model.py:Net") for place in "ab")
     assert text_changes(old, new, catalog) == []
+
+
+def test_a_component_that_has_moved_to_another_distribution_has_not_changed(make_job):
+    catalog = Catalog.installed()
+    table = tomllib.loads(dump_job(make_job(), catalog))
+    old, new = (
+        tomli_w.dumps({**table, "hooks": {"it": {"type": f"forge-plugin-{name}/spikes", "window": 64}}})
+        for name in ("spikes", "resilience")
+    )
+    assert text_changes(old, new, catalog) == []
+    moved = old.replace("window = 64", "window = 65")
+    assert [change.path for change in text_changes(moved, new, catalog)] == ["hooks.it.window"]
 
 
 # --- versions ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from forge_core.plugins.catalog import Catalog, core_version
 from forge_testing import tiny_job
 from forge_testing.refusals import lacks, naming
 
+NOTHING_REPLACED = Catalog([])
 ROUTER = """
 from forge_testing import TinyModel
 
@@ -38,9 +39,9 @@ def test_only_what_the_job_uses_is_recorded(make_job, catalog):
 
 def test_other_threads_are_a_warning_as_sums_depend_on_their_number():
     was, now = {**recorded(), "threads": 1, "torch": "2.13.0"}, {**recorded(), "threads": 2, "torch": "2.13.0"}
-    [warning] = compare_provenance(was, now)
+    [warning] = compare_provenance(was, now, NOTHING_REPLACED)
     assert not lacks(warning, "threads", 1, 2)
-    assert compare_provenance(recorded(), now) == []
+    assert compare_provenance(recorded(), now, NOTHING_REPLACED) == []
 
 
 def test_a_local_file_is_recorded_by_its_hash(make_job, tmp_path):
@@ -62,28 +63,38 @@ def recorded(**distributions):
 def test_a_missing_distribution_is_refused_with_the_command_that_installs_it():
     was = recorded(**{"forge-plugin-sophia": {"version": "0.3.1"}})
     with pytest.raises(ResumeError, match=naming("pip install forge-plugin-sophia==0.3.1")):
-        compare_provenance(was, recorded())
+        compare_provenance(was, recorded(), NOTHING_REPLACED)
+
+
+def test_a_distribution_that_another_has_replaced_is_not_missing():
+    catalog = Catalog([], {"forge-plugin-sophia": "forge-plugin-optimizers"})
+    was = recorded(**{"forge-plugin-sophia": {"version": "0.3.1"}})
+    assert compare_provenance(was, recorded(**{"forge-plugin-optimizers": {"version": "0.3.1"}}), catalog) == []
+    [warning] = compare_provenance(was, recorded(**{"forge-plugin-optimizers": {"version": "0.4.0"}}), catalog)
+    assert not lacks(warning, "forge-plugin-optimizers", "0.3.1", "0.4.0")
+    with pytest.raises(ResumeError, match=naming("pip install forge-plugin-optimizers==0.3.1")):
+        compare_provenance(was, recorded(), catalog)
 
 
 def test_another_version_is_a_warning_with_both():
     was = recorded(**{"forge-run": {"version": "0.0.9"}})
     now = recorded(**{"forge-run": {"version": "0.1.0", "commit": "abc"}})
-    [warning] = compare_provenance(was, now)
+    [warning] = compare_provenance(was, now, NOTHING_REPLACED)
     assert not lacks(warning, "forge-run", "0.0.9", "0.1.0 (abc)")
 
 
 def test_with_changes_a_missing_distribution_is_a_warning():
     was = recorded(**{"forge-plugin-sophia": {"version": "0.3.1"}})
-    [warning] = compare_provenance(was, recorded(), with_changes=True)
+    [warning] = compare_provenance(was, recorded(), NOTHING_REPLACED, with_changes=True)
     assert not lacks(warning, "forge-plugin-sophia 0.3.1")
 
 
 def test_a_file_that_has_moved_is_known_by_its_name():
     was, now = recorded(), recorded()
     was["files"], now["files"] = {"/a/r.py": "1"}, {"/b/r.py": "1"}
-    assert compare_provenance(was, now) == []
+    assert compare_provenance(was, now, NOTHING_REPLACED) == []
     now["files"] = {"/b/r.py": "2"}
-    [warning] = compare_provenance(was, now)
+    [warning] = compare_provenance(was, now, NOTHING_REPLACED)
     assert not lacks(warning, "/a/r.py")
 
 
@@ -95,7 +106,7 @@ def test_another_tokenizer_is_refused():
 def test_a_changed_file_is_a_warning():
     was, now = recorded(), recorded()
     was["files"], now["files"] = {"/r.py": "1"}, {"/r.py": "2"}
-    [warning] = compare_provenance(was, now)
+    [warning] = compare_provenance(was, now, NOTHING_REPLACED)
     assert not lacks(warning, "/r.py")
 
 

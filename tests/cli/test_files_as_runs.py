@@ -13,22 +13,22 @@ from forge_core.cli import main
 from forge_core.plugins.catalog import Catalog
 
 ARGUMENTS = {
-    "attention": ["RUN", "--prompt", "a"],
+    "inside attention": ["RUN", "--prompt", "a"],
     "chat": ["RUN"],
     "checkpoints": ["RUN", "list"],
     "compare": None,  # takes job files as well as run folders
     "evaluate": ["RUN", "--tasks", "hellaswag"],
-    "extract": ["RUN", "--out", "store"],
+    "inside extract": ["RUN", "--out", "store"],
     "generate": ["RUN", "--prompt", "a"],
-    "goodput": ["RUN"],
+    "profile goodput": ["RUN"],
     "init": None,  # `--from RUN` takes job files, too
-    "lens": ["RUN", "--prompt", "a"],
-    "patch": ["RUN", "--clean", "a", "--corrupted", "b"],
+    "inside lens": ["RUN", "--prompt", "a"],
+    "inside patch": ["RUN", "--clean", "a", "--corrupted", "b"],
     "profile": ["RUN"],
     "replay": ["RUN", "--step", "1"],
     "report": ["RUN"],
     "resume": ["RUN"],
-    "sae": None,  # takes files of TOML
+    "inside sae": None,  # takes files of TOML
     "show": ["RUN"],
     "submit": ["--status", "RUN"],
     "watch": ["RUN", "--once"],
@@ -61,7 +61,7 @@ def answer(*argv: str) -> tuple[int, str]:
 
 def test_every_command_that_takes_a_run_is_tried() -> None:
     names = [offer.type for offer in Catalog.installed().offers("command")]
-    helps = {name: answer(name, "--help")[1] for name in names}
+    helps = {name: answer(*name.split(), "--help")[1] for name in names}
     takes = {name for name, text in helps.items() if re.search(r"\bRUN\b", text.partition("examples")[0])}
     assert takes <= set(ARGUMENTS), "add what they need to ARGUMENTS"
 
@@ -75,6 +75,6 @@ def test_a_file_is_no_run(folder: Path, monkeypatch: pytest.MonkeyPatch, name: s
         ("weights.bin", "weights.bin is a file, and no run folder or checkpoint"),
     ):
         words = ARGUMENTS[name] or []
-        code, text = answer(name, *(file if word == "RUN" else word for word in words))
+        code, text = answer(*name.split(), *(file if word == "RUN" else word for word in words))
         assert code == 2, text
         assert expected in text

@@ -105,8 +105,10 @@ MISTAKES = [
     Mistake(8, "bin.toml", "bin.toml: not UTF-8 text: byte 0xd4 at offset 3", {"bin.toml": b"abc\xd4\xff"}),
     Mistake(9, "jop.toml", "jop.toml: no such file; did you mean 'job.toml'?"),
     Mistake(9, "nothing-like-it.toml", "nothing-like-it.toml: no such file"),
-    Mistake(10, "text", "'text' is a folder, and no job file"),
-    Mistake(10, "old/run", "'old/run' is a run folder", {"old/run/job.toml": JOB}),
+    Mistake(10, "text", "'text' is a folder"),
+    Mistake(
+        10, "old/run", "'old/run' is a folder; to continue a run: forge-run resume old/run", {"old/run/job.toml": JOB}
+    ),
     Mistake(11, "syn.toml", "syn.toml:1:7: not valid TOML", {"syn.toml": "[train\n"}),
     Mistake(12, "job.toml --data.sources.0.path=nowhere", "'nowhere' does not exist (looked from "),
     Mistake(13, "job.toml --data.sources.0.path=emptyd", "'emptyd' has no data", {"emptyd/": ""}),
@@ -304,8 +306,8 @@ MISTAKES = [
     Mistake(71, "generate runs/zzz", "runs/zzz", torch=True),
     Mistake(72, "compare job.toml --set optimizer.lrr=1,2 --out c", "did you mean 'lr'?"),
     Mistake(72, "compare job.toml --set optimizer.lr --out c", "not as key=value"),
-    Mistake(73, "prepare-data --output o --tokenizer bytes", "the following arguments are required: INPUT"),
-    Mistake(73, "prepare-data text --output o --tokenizer bpee", "did you mean 'bpe'?"),
+    Mistake(73, "data prepare --output o --tokenizer bytes", "the following arguments are required: INPUT"),
+    Mistake(73, "data prepare text --output o --tokenizer bpee", "did you mean 'bpe'?"),
     Mistake(
         74,
         "job.toml --model.dim=2000000",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.cli import function_summary, help_text, main
+from forge_core.cli import command_summary, help_text, main
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError, NonFiniteError, Problem
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
 from forge_testing.refusals import lacks
@@ -80,8 +80,9 @@ class TestDispatch:
         ("command", "distribution"),
         [
             ("plan job.toml", "forge-plugin-plan"),
-            ("compare", "forge-plugin-curves"),
-            ("prepare-data", "forge-plugin-memmap"),
+            ("compare", "forge-plugin-runs"),
+            ("data prepare", "forge-plugin-memmap"),
+            ("inside lens", "forge-plugin-taps"),
             ("checkpoints runs/mine", "forge-plugin-checkpoints"),
             ("generate", "forge-plugin-generate"),
             ("new-plugin optimizer mine", "forge-plugin-author"),
@@ -93,7 +94,7 @@ class TestDispatch:
     ) -> None:
         with_commands(check=finished, run=finished)
         assert main(command.split()) == ExitCode.BAD_JOB
-        name = command.partition(" ")[0]
+        name = command if command.startswith(("data ", "inside ")) else command.partition(" ")[0]
         [line] = capsys.readouterr().err.splitlines()
         assert not lacks(line, repr(name), f"pip install {distribution}")
 
@@ -118,6 +119,39 @@ class TestDispatch:
         assert main(["merge"]) == ExitCode.BAD_JOB
         facts = ("'merge'", "forge-plugin-lora 1.2.0", "forge_plugin_lora_gone:merge", "ModuleNotFoundError")
         assert not lacks(capsys.readouterr().err, *facts)
+
+
+class TestGroups:
+    @pytest.fixture
+    def grouped(self, with_commands: Commands) -> None:
+        commands = {"inside lens": finished, "inside taps": finished, "data": finished, "data prepare": finished}
+        with_commands(**commands)
+
+    @pytest.mark.usefixtures("grouped")
+    @pytest.mark.parametrize("argv", [["inside"], ["inside", "--help"], ["inside", "-h"], ["help", "inside"]])
+    def test_a_group_lists_its_commands(self, argv: list[str], capsys: Capture) -> None:
+        assert main(argv) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["lens", "taps"]
+
+    @pytest.mark.usefixtures("grouped")
+    @pytest.mark.parametrize(
+        ("argv", "rest"),
+        [
+            (["inside", "lens", "run", "-x"], ["run", "-x"]),
+            (["data", "prepare", "a"], ["a"]),
+            (["data", "job.toml"], ["job.toml"]),  # a command that is a group, too
+            (["data"], []),
+            (["help", "inside", "lens"], ["--help"]),
+        ],
+    )
+    def test_a_command_of_a_group_has_two_words(self, argv: list[str], rest: list[str], capsys: Capture) -> None:
+        assert main(argv) == 0
+        assert capsys.readouterr().out == f"ran with {rest}\n"
+
+    @pytest.mark.usefixtures("grouped")
+    def test_a_misspelt_one_gets_a_suggestion(self, capsys: Capture) -> None:
+        assert main(["inside", "lnes"]) == ExitCode.BAD_JOB
+        assert capsys.readouterr().err.endswith("did you mean 'inside lens'?\n")
 
 
 class TestErrors:
@@ -161,8 +195,9 @@ class TestHelpAndVersion:
         check = Offer("command", "check", "forge_kit.check:command", CORE)
         merge = Offer("command", "merge", "forge_plugin_lora.gone:merge", LORA)
         text = help_text(Catalog([merge, check]))
-        assert f"  check  {function_summary('forge_kit.check', 'command')[:40]}" in text
-        assert "  merge  (from forge-plugin-lora 1.2.0)\n" in text
+        heading, summary = command_summary("forge_kit.check:command")
+        assert f"{heading}:\n  check         {summary}\n" in text
+        assert text.endswith("more:\n  merge          (from forge-plugin-lora 1.2.0)")
 
     @pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])
     def test_help_is_printed(self, argv: list[str], forge_run: Run) -> None:

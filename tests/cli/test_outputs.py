@@ -18,37 +18,39 @@ VALUES = {
 }  # fmt: skip
 """Metavars of what is no path."""
 INPUTS = """
-attention path, attention --run, chat path, chat --run, check files, checkpoints run, checkpoints RUN diff first,
-checkpoints RUN diff second, compare files, data files, doctor files, drill files, elastic --resume, elastic files,
-evaluate path, evaluate --include, evaluate --run, extract files, generate path, generate --image, generate --video,
-generate --run, goodput runs, health files, init --text, init --tokens, init --tokenizer, init --from, lens path,
-lens --run, look files, patch path, patch --run, plan files, prepare-data inputs, prepare-data --job, profile profiles,
-replay run, replay --from, report runs, resume run, resume --from, run --resume, run files, runs folders, sae run,
-sae files, show run, submit files, submit --preset, submit --status, taps store, watch runs, weights inspect folder,
-weights import folder, weights export run, weights verify first, weights verify second, weights verify --prompts
+inside attention path, inside attention --run, chat path, chat --run, check files, checkpoints run, checkpoints RUN diff
+first, checkpoints RUN diff second, compare files, data files, doctor files, doctor drill files, launch elastic
+--resume, launch elastic files, evaluate path, evaluate --include, evaluate --run, inside extract files, generate path,
+generate --image, generate --video, generate --run, profile goodput runs, doctor gpus files, init --text, init --tokens,
+init --tokenizer, init --from, inside lens path, inside lens --run, data picture files, inside patch path, inside patch
+--run, plan files, data prepare inputs, data prepare --job, profile profiles, replay run, replay --from, report runs,
+resume run, resume --from, run --resume, run files, runs folders, inside sae run, inside sae files, show run, submit
+files, submit --preset, submit --status, inside taps store, watch runs, weights inspect folder, weights import folder,
+weights export run, weights verify first, weights verify second, weights verify --prompts, launch local --resume, launch
+local files
 """
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",
     "explain path": "of keys",
 }
 OUTPUTS = {
-    "attention --out": "attention RUN --prompt a --out={}.png",
+    "inside attention --out": "inside attention RUN --prompt a --out={}.png",
     "checkpoints RUN export --output": "checkpoints RUN export --output={}",
     "compare --output": "compare JOB.toml --output={}",
-    "drill --output": "drill JOB.toml --output={}",
+    "doctor drill --output": "doctor drill JOB.toml --output={}",
     "evaluate --output": "evaluate RUN --tasks a --output={}",
-    "extract --out": "extract RUN --out={}",
-    "goodput --picture": "goodput RUN --picture={}.svg",
+    "inside extract --out": "inside extract RUN --out={}",
+    "profile goodput --picture": "profile goodput RUN --picture={}.svg",
     "init job": "init --stdlib {}",
-    "lens --out": "lens RUN --prompt a --out={}.png",
-    "look --out": "look JOB.toml --out={}.html",
+    "inside lens --out": "inside lens RUN --prompt a --out={}.png",
+    "data picture --out": "data picture JOB.toml --out={}.html",
     "new-plugin --dir": "new-plugin optimizer my_optimizer --dir={}",
-    "patch --out": "patch RUN --clean a --corrupted b --out={}.png",
-    "prepare-data --output": "prepare-data {here} --tokenizer bpe --output={}",
+    "inside patch --out": "inside patch RUN --clean a --corrupted b --out={}.png",
+    "data prepare --output": "data prepare {here} --tokenizer bpe --output={}",
     "replay --scratch": "replay RUN --step 1 --scratch={}",
     "report --out": "report RUN --out={}.html",
-    "sae --out": "sae RUN --out={}",
-    "taps --out": "taps export STORE --to npz --out={}",
+    "inside sae --out": "inside sae RUN --out={}",
+    "inside taps --out": "inside taps export STORE --to npz --out={}",
     "weights export --output": "weights export RUN --output={}",
     "weights import --output": "weights import FOLDER --output={}",
     "weights verify --report": "weights verify A B --report={}.json",

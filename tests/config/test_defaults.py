@@ -36,7 +36,7 @@ def defaults_of(cls: type) -> dict[str, str]:
 def defaults() -> dict[str, dict[str, str]]:
     """Those of the sections of a job, and of every component of this repository."""
     catalog = Catalog.installed()
-    offers = [offer for kind in catalog.kinds() if kind not in NO_COMPONENTS for offer in catalog.offers(kind)]
+    offers = [offer for kind in catalog.types("kind") if kind not in NO_COMPONENTS for offer in catalog.offers(kind)]
     ours = [offer for offer in offers if offer.distribution.name.startswith("forge-")]
     classes = {f"{each.kind} {each.qualified}": catalog.load(each.kind, each.qualified) for each in ours}
     return {name: defaults_of(cls) for name, cls in sorted({"job": Job, **classes}.items())}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from job_parts import MoE, Text, Transformer, make_catalog
 from job_strategies import tables
 
-from forge_core.cli import function_summary
+from forge_core.cli import command_summary
 from forge_core.config.keys import demands
 from forge_core.config.load import dump_job
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent
@@ -84,9 +84,12 @@ class TestDocs:
         assert field_docs(made["Made"]) == {}
 
     def test_function_summaries_are_read_without_importing(self) -> None:
-        assert function_summary("forge_kit.check", "command").startswith("Check a job")
-        assert function_summary("forge_kit.check", "nothing") == ""
-        assert function_summary("forge_core.no_such_module", "command") == ""
+        heading, summary = command_summary("forge_kit.check:command")
+        assert heading == "start"
+        assert summary.startswith("Check a job")
+        assert command_summary("forge_kit.check:nothing") == ("start", "")
+        assert command_summary("forge_core.no_such_module:command") == ("", "")
+        assert command_summary("no_such_package.a.b:command") == ("", "")
 
     def test_the_first_paragraph_is_put_on_one_line(self) -> None:
         assert one_paragraph("a\n b\n\nc") == "a b"

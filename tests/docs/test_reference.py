@@ -73,7 +73,7 @@ def test_no_page_is_twice_in_the_navigation() -> None:
 def test_every_kind_has_a_template(catalog) -> None:
     assert kinds_with_template() == KINDS
     pages = {page.stem for page in TEN_MINUTES.glob("*.md")}
-    assert {*KINDS, "index"} <= pages <= {*catalog.kinds(), "index"}  # those of plugins may have a page too
+    assert {*KINDS, "index"} <= pages <= {*catalog.types("kind"), "index"}  # those of plugins may have a page too
 
 
 def test_every_suite_is_told_of_a_kind_and_listed() -> None:

@@ -1,4 +1,4 @@
-"""Kills `forge-run prepare-data` at random moments, and sees whether the folder ends as if nobody had.
+"""Kills `forge-run data prepare` at random moments, and sees whether the folder ends as if nobody had.
 
     python tests/faults/kill_prepare.py --kills 200 --folder /tmp/prepared
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 DOCUMENTS = 8_000
-COMMAND = [sys.executable, "-m", "prepares_often", "prepare-data", "texts", "--tokenizer=bytes", "--output=data"]
+COMMAND = [sys.executable, "-m", "prepares_often", "data", "prepare", "texts", "--tokenizer=bytes", "--output=data"]
 OFTEN = """
 import sys
 

@@ -21,11 +21,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "plugins/forge-plugin-slurm/tests"))
+sys.path.append(str(Path(__file__).parents[2] / "plugins/forge-plugin-launch/tests"))
 
 from slurm_cluster import SlurmCluster, missing
 
-from forge_plugin_slurm.records import read_attempts
+from forge_plugin_launch.slurm.records import read_attempts
 from forge_testing.tiny import TINY_JOB
 
 STEPS = 120

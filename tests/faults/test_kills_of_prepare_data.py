@@ -1,4 +1,4 @@
-"""`forge-run prepare-data`, killed at random moments; `kill_prepare.py` does as many as wanted."""
+"""`forge-run data prepare`, killed at random moments; `kill_prepare.py` does as many as wanted."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Campaign:
         self.groups = {number: self.start(number) for number in range(options.groups)}
 
     def start_lighthouse(self) -> subprocess.Popen[bytes]:
-        command = ["lighthouse", f"--port={PORT}", f"--dead-after={self.options.dead_after:g}"]
+        command = ["launch", "lighthouse", f"--port={PORT}", f"--dead-after={self.options.dead_after:g}"]
         return self.forge(command, "lighthouse")
 
     def start(self, number: int) -> subprocess.Popen[bytes]:

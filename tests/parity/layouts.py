@@ -26,7 +26,6 @@ from forge_kit.modules import Linear
 from forge_kit.routers import RouterComponent
 from forge_plugin_compile import Compile
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
-from forge_plugin_packing import Isolate
 from forge_plugin_parallel import (
     FSDP,
     ActivationCheckpointing,
@@ -36,6 +35,7 @@ from forge_plugin_parallel import (
     TensorParallel,
 )
 from forge_plugin_parallel.pp import splits_backward
+from forge_plugin_text.packing import Isolate
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 from forge_testing import Numbers, RandomDocuments, tiny_job
 from forge_testing.catalogs import installed

@@ -20,6 +20,7 @@ from attrs import frozen
 from forge_core.contracts.components import LossComponent, OptimizerComponent
 from forge_core.contracts.errors import ExitCode, PluginError
 from forge_core.plugins.catalog import (
+    REPLACES,
     Catalog,
     Distribution,
     Offer,
@@ -74,8 +75,9 @@ def install(site: Path) -> Install:
         info.mkdir(parents=True)
         needs = "".join(f"Requires-Dist: {line}\n" for line in requires)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        names = {group: group if group == REPLACES else f"forge.{group}" for group in groups}
         entries = [
-            f"[forge.{group}]\n" + "".join(f"{k} = {v}\n" for k, v in of.items()) for group, of in groups.items()
+            f"[{names[group]}]\n" + "".join(f"{k} = {v}\n" for k, v in of.items()) for group, of in groups.items()
         ]
         (info / "entry_points.txt").write_text("\n".join(entries))
         if editable is not None:
@@ -113,7 +115,7 @@ class TestDiscovery:
         monkeypatch.setattr(metadata, "distributions", lambda scan=metadata.distributions: scans.append(1) or scan())
         catalog = Catalog.installed()
         assert catalog.types("optimizer")
-        assert catalog.kinds()
+        assert catalog.types("kind")
         assert list(catalog.offers())
         assert scans == [1]
 
@@ -153,6 +155,15 @@ class TestSelection:
     def test_a_type_a_qualified_type_and_a_dotted_path_give_the_same_class(self, install: Install) -> None:
         install("forge-plugin-x", {"optimizer": {"xx": "forge_x:X"}}, {"forge_x": OPTIMIZER.format(name="X")})
         assert load("xx") is load("forge-plugin-x/xx") is load("Forge_Plugin.X/xx") is load("forge_x:X")
+
+    def test_a_type_may_be_qualified_by_a_distribution_that_another_has_replaced(self, install: Install) -> None:
+        groups = {"optimizer": {"xx": "forge_x:X"}, REPLACES: {"forge-plugin-old": "forge_x"}}
+        install("forge-plugin-x", groups, {"forge_x": OPTIMIZER.format(name="X")})
+        catalog = Catalog.installed()
+        assert catalog.load("optimizer", "Forge_Plugin.Old/xx") is catalog.load("optimizer", "xx")
+        assert catalog.type_of(catalog.load("optimizer", "forge-plugin-old/xx")) == "forge-plugin-x/xx"
+        assert "forge-plugin-old" not in {offer.type for offer in catalog.offers()}
+        assert not lacks(message_of("forge-plugin-older/xx"), "forge-plugin-older is not installed")
 
     def test_two_distributions_that_claim_a_type_are_an_error_only_if_it_is_named(self, install: Install) -> None:
         modules = {"forge_p": OPTIMIZER.format(name="P"), "forge_q": OPTIMIZER.format(name="Q")}
@@ -383,7 +394,7 @@ class TestKinds:
         install("forge-plugin-probe", {"kind": {"probe": "forge_probe:Probe"}}, {"forge_probe": self.BASE})
         install("forge-plugin-linear", {"probe": {"linear": "forge_linear:Linear"}}, {"forge_linear": linear})
         catalog = Catalog.installed()
-        assert "probe" in catalog.kinds()
+        assert "probe" in catalog.types("kind")
         assert catalog.load("probe", "linear")().rank == 8
 
     def test_a_build_that_cannot_be_called_is_refused_when_it_is_named(self, install: Install) -> None:

@@ -23,7 +23,7 @@ from forge_core import (
 )
 from forge_core.cli import main
 from forge_core.contracts.components import Component
-from forge_core.contracts.deprecation import deprecation_of
+from forge_core.contracts.deprecation import KEY
 from forge_core.contracts.hookspecs import PROJECT, ForgeHooks
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, core_version
@@ -168,7 +168,7 @@ def announced(catalog: Catalog) -> dict[str, ForgeDeprecation]:
     classes = [load_target(offer, catalog) for offer in core]
     sections = [f.type for f in attrs.fields(attrs.resolve_types(Job)) if attrs.has(f.type)]
     for cls in [Job, *sections, *(cls for cls in classes if issubclass(cls, Component))]:
-        warned = {f"{cls.__name__}.{f.name}": deprecation_of(f) for f in attrs.fields(cls)}
+        warned = {f"{cls.__name__}.{f.name}": f.metadata.get(KEY) for f in attrs.fields(cls)}
         found |= {name: warning for name, warning in warned.items() if warning is not None}
     return found
 

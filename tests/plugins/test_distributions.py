@@ -15,7 +15,7 @@ SAMPLES: Mapping[str, Samples] = {
     "forge-plugin-freeze": {"freeze": {"stages": [{"train": ["*"]}]}},
     "forge-plugin-moma": {"moma": {"experts": {"text": 4, "image": 4}}},
     "forge-plugin-schedules": {"sequential": {"parts": [{"schedule": {"type": "linear"}, "until": 5}]}},
-    "forge-plugin-tasks": {"file": {"path": "a.jsonl"}, "tasks": {"tasks": [{"type": "copy"}]}},
+    "forge-plugin-evaluate": {"file": {"path": "a.jsonl"}, "tasks": {"tasks": [{"type": "copy"}]}},
     "forge-plugin-transformer": {
         "longrope": {
             "short_factor": [1.0],

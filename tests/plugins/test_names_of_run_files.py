@@ -20,9 +20,9 @@ OWNERS = {
 RENAMES = {
     "forge_core/files.py": "write_atomically",
     "forge_core/checkpoint/storage.py": "checkpoints are folders",
-    "plugins/forge-plugin-doctor/forge_plugin_doctor/file_system.py": "tries renaming itself",
-    "plugins/forge-plugin-features/forge_plugin_features/files.py": "without waiting for the disk",
-    "plugins/forge-plugin-object-store/forge_plugin_object_store/bucket.py": "as large as a shard, while it arrives",
+    "plugins/forge-plugin-plan/forge_plugin_plan/doctor/file_system.py": "tries renaming itself",
+    "plugins/forge-plugin-vision/forge_plugin_vision/features/files.py": "without waiting for the disk",
+    "plugins/forge-plugin-checkpoints/forge_plugin_checkpoints/objects/bucket.py": "a shard, while it arrives",
 }
 """Modules that call `os.replace`, with the reason."""
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def components_under_test(suite: str) -> set[str]:
     """Names of the classes that the subclasses of a suite make, anywhere in the tests."""
     made = set[str]()
-    for path in [*ROOT.glob("plugins/*/tests/*.py"), *ROOT.glob("plugins/*/*/tests/*.py"), *ROOT.glob("tests/**/*.py")]:
+    for path in [*ROOT.glob("plugins/**/tests/**/*.py"), *ROOT.glob("tests/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and suite in {getattr(base, "id", "") for base in node.bases}:
                 made |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}

@@ -31,8 +31,14 @@ EXAMPLES = (
 )
 
 
+HEADING = "start"
+
+
 def command(argv: list[str]) -> int:
-    """Check a job and print what it is made of; nothing runs, and `--data` alone writes what it measures."""
+    """Check a job, and print what it consists of; nothing is trained.
+
+    Only `--data` writes anything: what it measures, into caches.
+    """
     parser = argparse.ArgumentParser("forge-run check", description=command.__doc__)
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help="ranks of the run (1)")
     parser.add_argument("--json", action="store_true", help="print JSON, problems too")

@@ -18,7 +18,7 @@ from attrs import frozen
 from forge_core.config.field_types import toml_text
 from forge_core.config.keys import Demand, default_of, demands, resolved_fields
 from forge_core.contracts.components import DefaultType
-from forge_core.contracts.deprecation import deprecation_of
+from forge_core.contracts.deprecation import KEY
 
 
 @frozen
@@ -49,7 +49,7 @@ def keys_of(cls: type) -> list[Key]:
     docs, keys = field_docs(cls), []
     for key, f in resolved_fields(cls).items():
         depends = f.default is not attrs.NOTHING and default_of(f) is attrs.NOTHING
-        doc, notice = docs.get(f.name, ""), str(deprecation_of(f) or "")
+        doc, notice = docs.get(f.name, ""), str(f.metadata.get(KEY, ""))
         if notice:
             doc = f"{doc} {notice[0].upper()}{notice[1:]}.".lstrip()
         keys.append(Key(key, f.type, None if depends else default_of(f), tuple(demands(f.validator)), doc))

@@ -1,7 +1,7 @@
 """The library that multiplies matrices on a CPU, for code whose speed depends on it.
 
 torch itself sends 16-bit products to oneDNN and float32 ones to its BLAS. A plugin that changes the latter for a run
-(`forge-plugin-onednn`) notes it here, since both are properties of the process and not of a component.
+(`forge-plugin-compile`) notes it here, since both are properties of the process and not of a component.
 """
 
 from __future__ import annotations

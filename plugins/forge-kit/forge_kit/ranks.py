@@ -15,7 +15,7 @@ from forge_core.cli.command_line import positive
 from forge_core.contracts.errors import JobError
 from forge_core.job import LaunchSection
 from forge_core.launch.world import join_world
-from forge_kit.supervisor import Local
+from forge_kit.supervisor import run_ranks
 
 if TYPE_CHECKING:
     from forge_core.contracts.runtime import Executor
@@ -54,7 +54,7 @@ def run_on_ranks(command: str, argv: Sequence[str], started: int | None, work: C
     standard input.
 
     Args:
-        command: its name.
+        command: its name, such as `generate` or `inside lens`.
         argv: its arguments, which each rank receives.
         started: value of `--nproc`.
         work: the command itself, on each rank; returns the exit code. It may join the other ranks in collectives, as
@@ -66,8 +66,8 @@ def run_on_ranks(command: str, argv: Sequence[str], started: int | None, work: C
     if ranks_asked_for(started) == 1:
         return work()
     if started is not None and started > 1:
-        again = [sys.executable, "-m", "forge_core", command, *argv, "--nproc=1"]
-        return Local().launch(again, started, Path(os.devnull), GRACE_S)
+        again = [sys.executable, "-m", "forge_core", *command.split(), *argv, "--nproc=1"]
+        return run_ranks(again, started, Path(os.devnull), GRACE_S)
     from forge_core.launch.rank_process import this_process
     from forge_core.launch.stop_requests import end_at_once
 

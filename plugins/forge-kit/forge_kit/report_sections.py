@@ -1,6 +1,6 @@
 """Sections of reports on runs: the kind `report_section`, and the blocks that one is made of.
 
-A section defines the content; `forge-run report` (forge-plugin-report) renders it, in HTML and in Markdown. Text is
+A section defines the content; `forge-run report` (forge-plugin-runs) renders it, in HTML and in Markdown. Text is
 plain everywhere: the report escapes it, so that no section can break the page or put a script into it.
 
     @frozen(kw_only=True)

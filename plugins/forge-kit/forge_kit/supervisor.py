@@ -20,10 +20,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from attrs import define, evolve, frozen
+from attrs import define, evolve
 
 from forge_core.checkpoint.run_folder import LOCK, RunFolder
-from forge_core.contracts.components import LauncherComponent
 from forge_core.contracts.errors import ExitCode, listed
 from forge_core.contracts.run_end import Cause, End
 from forge_core.launch.failure_report import FailureReport
@@ -91,17 +90,6 @@ class RankHandle:
         self._received = rest if newline else line
 
 
-@frozen(kw_only=True)
-class Local(LauncherComponent):
-    """Starts the ranks as processes of this machine, and ends them all when one fails."""
-
-    def launch(self, command: Sequence[str], ranks: int, logs: Path, grace_s: float, silence_s: float = 0) -> int:
-        ended = Supervisor(command, ranks, logs, grace_s, silence_s).run()
-        if ended.message:
-            print(ended.message, file=sys.stderr, flush=True)
-        return ended.code
-
-
 class Ended(NamedTuple):
     """How a run of several ranks came to its end."""
 
@@ -110,6 +98,14 @@ class Ended(NamedTuple):
     """For a person, beyond what rank 0 has printed."""
     end: End | None = None
     """For the run folder; None where rank 0 has written it."""
+
+
+def run_ranks(command: Sequence[str], ranks: int, logs: Path, grace_s: float, silence_s: float = 0.0) -> int:
+    """Run one command as several ranks, print why they failed, return the exit code; arguments as of `Supervisor`."""
+    ended = Supervisor(command, ranks, logs, grace_s, silence_s).run()
+    if ended.message:
+        print(ended.message, file=sys.stderr, flush=True)
+    return ended.code
 
 
 class Supervisor:

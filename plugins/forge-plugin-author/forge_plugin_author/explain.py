@@ -19,9 +19,11 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.commands import wrapped
 from forge_kit.documented_keys import Key, class_doc, keys_of, one_paragraph
 
+HEADING = "extend"
+
 
 def command(argv: list[str]) -> int:
-    """Explain a section, a component or a key: keys, types, defaults, allowed values."""
+    """Explain a section, component or key; see also `explain schema`."""
     parser = argparse.ArgumentParser("forge-run explain", description=command.__doc__)
     parser.add_argument(
         "path", nargs="?", default="", metavar="PATH", help="`train`, `optimizer`, `optimizer.adamw`, `train.steps` …"
@@ -96,7 +98,7 @@ def _step(target: Target, rest: list[str], catalog: Catalog) -> tuple[int, Targe
     if rest[0] in keys:
         return 1, _target_of(path, keys[rest[0]])
     # Kinds that no table of the job is called by, such as `router`; commands stand in no job.
-    kinds = [kind for kind in catalog.kinds() if kind != Command.kind]
+    kinds = [kind for kind in catalog.types("kind") if kind != Command.kind]
     if target.table is Job and rest[0] in kinds:
         return 1, Target(rest[0], kind=catalog.kind_base(rest[0]))
     known = list(dict.fromkeys([*keys, *(kinds if target.table is Job else [])]))

@@ -27,8 +27,11 @@ LONGEST = 30
 """Upper bound of the characters of a name: lines of the templates have room for as many."""
 
 
+HEADING = "extend"
+
+
 def command(argv: list[str]) -> int:
-    """Write a new plugin to start from: a component that works, its tests, a README and a job."""
+    """Write a new plugin: a working component, tests, README, job."""
     parser = argparse.ArgumentParser("forge-run new-plugin", description=command.__doc__)
     parser.add_argument("kind", metavar="KIND", help=f"what it offers: {', '.join(kinds())}")
     parser.add_argument("name", metavar="NAME", help="the type that jobs will use: my_optimizer")

@@ -40,8 +40,11 @@ class ListedComponent:
             yield f"conflict: {self.kind} {self.type!r} of {self.distribution} is also offered by {self.conflict}"
 
 
+HEADING = "extend"
+
+
 def command(argv: list[str]) -> int:
-    """List the installed components, optionally of one distribution or type only."""
+    """List the installed components."""
     parser = list_parser("forge-run plugins", str(command.__doc__))
     check = "load each one in a separate process and check it; exit code 1 if anything is wrong"
     parser.add_argument("--check", action="store_true", help=check)
@@ -81,7 +84,7 @@ def select(catalog: Catalog, name: str | None = None, kind: str | None = None) -
     """
     offers = catalog.offers(kind)
     if kind is not None and not offers:
-        hint = did_you_mean(kind, {*catalog.kinds(), *(offer.kind for offer in catalog.offers())})
+        hint = did_you_mean(kind, {*catalog.types("kind"), *(offer.kind for offer in catalog.offers())})
         raise JobError(f"forge-run plugins: no installed component is of kind {kind!r}{hint}")
     if name is None:
         return [offer for offer in offers if offer.kind != "kind" or kind == "kind"]

@@ -1,4 +1,4 @@
-"""`forge-run schema`: a JSON Schema (2020-12) of the job file, over the components that are installed, for editors."""
+"""`forge-run explain schema`: a JSON Schema (2020-12) of the job file, over the installed components, for editors."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ BY_PATH = {"type": "string", "pattern": ":"}
 Schema = dict[str, Any]
 
 
+HEADING = "extend"
+
+
 def command(argv: list[str]) -> int:
-    """Print a JSON Schema of the job file, for completion and checks in editors."""
-    parser = argparse.ArgumentParser("forge-run schema", description=command.__doc__)
-    with_examples(parser, "forge-run schema > forge.schema.json")
+    """Print a JSON Schema of the job file, for editors."""
+    parser = argparse.ArgumentParser("forge-run explain schema", description=command.__doc__)
+    with_examples(parser, "forge-run explain schema > forge.schema.json")
     parser.parse_args(argv)
     schema, left_out = job_schema(Catalog.installed())
     print(json.dumps(schema, indent=2, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""The command `forge-run checkpoints` (list, verify, compare, export, delete), and `[checkpoint.load]`."""
+"""Checkpoints: command `checkpoints`, table `[checkpoint.load]`, and the storages `tiered` and `objects`."""
 
 from forge_plugin_checkpoints.parts import Parts
 

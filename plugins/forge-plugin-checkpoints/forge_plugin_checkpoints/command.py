@@ -31,8 +31,11 @@ SHOWN = 20
 """Tensors that `diff` lists without `--all`."""
 
 
+HEADING = "keep"
+
+
 def command(argv: list[str]) -> int:
-    """List, verify, compare, prune or export the checkpoints of a run."""
+    """List, verify, compare, prune or export checkpoints of a run."""
     options = _parser().parse_args(_with_action(argv))
     return int(options.action(options))
 

@@ -18,8 +18,11 @@ MEASURED = 64
 SHOWN = 400
 
 
+HEADING = "start"
+
+
 def command(argv: list[str]) -> int:
-    """Show the samples that a job trains on, as training reads them, and counts per source.
+    """Show samples of a job; see also `data picture`, `data prepare`.
 
     The command uses the same tokenizer, sources, packing and order as training. It builds no model and creates no run
     folder. The first call tokenises the data and fills the same cache that training uses.

@@ -1,4 +1,4 @@
-"""`forge-run look`: a picture of a sample of a job, as the model gets it."""
+"""`forge-run data picture`: a picture of a sample of a job, as the model gets it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ SUFFIXES = (".png", ".html")
 SHOWN = 4000
 
 
+HEADING = "start"
+
+
 def command(argv: list[str]) -> int:
-    """Draw a training sample as the model gets it: images and clips in patches, and the row as text.
+    """Draw a sample as the model gets it: images in patches, and text.
 
     Images are put together from the patches of the row, cut where the encoder and the adapter cut them. Learned tokens
     are green. No weights are made, and no run folder.
@@ -55,7 +58,7 @@ def command(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("forge-run look", description=command.__doc__)
+    parser = argparse.ArgumentParser("forge-run data picture", description=command.__doc__)
     add_position(parser, default=0)
     out = "file to write, which ends in .png or .html (look.png); the HTML needs no other file"
     parser.add_argument("--out", type=Path, default=Path("look.png"), metavar="FILE", help=out)
@@ -63,5 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=count, default=SHOWN, metavar="N", help=tokens)
     ranks = "ranks that the job is to run on (1); the samples are the same on any number"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=ranks)
-    with_examples(parser, "forge-run look job.toml", "forge-run look job.toml --step 100 --sample 7 --out look.html")
+    with_examples(
+        parser,
+        "forge-run data picture job.toml",
+        "forge-run data picture job.toml --step 100 --sample 7 --out look.html",
+    )
     return parser

@@ -13,8 +13,8 @@ from forge_plugin_data_view.samples import Sample
 from forge_plugin_data_view.view import Lengths
 from forge_testing.refusals import lacks
 
-BEST_FIT = '[data.packing]\ntype = "forge-plugin-packing/best_fit"\n'
-ISOLATE = '[data.packing]\ntype = "forge-plugin-packing/isolate"\n'
+BEST_FIT = '[data.packing]\ntype = "forge-plugin-text/best_fit"\n'
+ISOLATE = '[data.packing]\ntype = "forge-plugin-text/isolate"\n'
 
 
 def runs(sample):
@@ -48,7 +48,7 @@ def test_shares_and_epochs_follow_the_weights(here, write_job, as_json) -> None:
 
 
 def test_the_answers_of_a_chat_are_learned_and_special_tokens_have_names(write_job, as_json) -> None:
-    pytest.importorskip("forge_plugin_packing")
+    pytest.importorskip("forge_plugin_text.packing")
     samples = as_json(write_job("Chats", BEST_FIT, seq_len=20), *(f"--sample={n}" for n in range(4)))["samples"]
     for sample in samples:
         asked, answered = runs(sample)
@@ -61,7 +61,7 @@ def test_the_answers_of_a_chat_are_learned_and_special_tokens_have_names(write_j
 
 
 def test_fill_counts_padding_and_what_is_not_learned(write_job, as_json) -> None:
-    pytest.importorskip("forge_plugin_packing")
+    pytest.importorskip("forge_plugin_text.packing")
     facts = as_json(write_job("Chats", BEST_FIT, seq_len=20), *(f"--sample={n}" for n in range(4)), "--measure=4")
     fill = facts["fill"]
     assert fill["samples"] == 4
@@ -78,7 +78,7 @@ def _plain(sample):
 
 
 def test_documents_that_are_kept_apart_are_numbered_and_their_first_token_is_not_learned(write_job, as_json) -> None:
-    pytest.importorskip("forge_plugin_packing")
+    pytest.importorskip("forge_plugin_text.packing")
     [sample] = as_json(write_job("Talk", ISOLATE, seq_len=12))["samples"]
     documents = [run["document"] for run in sample["runs"]]
     assert documents == sorted(documents)

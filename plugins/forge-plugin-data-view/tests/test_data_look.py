@@ -1,4 +1,4 @@
-"""`forge-run look`: the picture shows what is in the row, to the pixel, and says what is wrong with it."""
+"""`forge-run data picture`: the picture shows what is in the row, to the pixel, and says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -132,11 +132,11 @@ def seeing(here: Path, write_job: Callable[..., str]) -> Callable[..., str]:
 
 @pytest.fixture
 def look(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Run `forge-run look …` in this process: exit code, and all that it prints."""
+    """Run `forge-run data picture …` in this process: exit code, and all that it prints."""
 
     def run(*argv: str) -> tuple[int, str]:
         capsys.readouterr()
-        code = main(["look", *argv])
+        code = main(["data", "picture", *argv])
         return code, "".join(capsys.readouterr())
 
     return run

@@ -9,11 +9,11 @@ from forge_plugin_data_view import screen
 from forge_plugin_data_view.screen import visible
 from forge_testing.refusals import lacks
 
-BEST_FIT = '[data.packing]\ntype = "forge-plugin-packing/best_fit"\n'
+BEST_FIT = '[data.packing]\ntype = "forge-plugin-text/best_fit"\n'
 
 
 def test_without_colour_brackets_enclose_what_is_not_learned(write_job, data) -> None:
-    pytest.importorskip("forge_plugin_packing")
+    pytest.importorskip("forge_plugin_text.packing")
     code, out, _ = data(write_job("Chats", BEST_FIT, seq_len=20))
     assert code == 0
     assert "\x1b" not in out

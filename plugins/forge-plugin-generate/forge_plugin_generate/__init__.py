@@ -1,4 +1,4 @@
-"""The commands `forge-run generate` and `chat`: text from a trained Forge model."""
+"""Text from a trained Forge model: the commands `forge-run generate` and `chat`, and the hook `samples`."""
 
 from forge_plugin_generate.kinds import PromptEntriesComponent, PromptMaker, Prompts
 

@@ -25,8 +25,11 @@ Answer = Callable[..., Sequence[Sequence[int]]]
 """Continues prompts: ids of each, and `until` of `generate` -> ids of each answer."""
 
 
+HEADING = "use"
+
+
 def command(argv: list[str]) -> int:
-    """Talk with the model of a run or checkpoint on the terminal, by its chat template."""
+    """Talk with a trained model, by its chat template."""
     parser = argparse.ArgumentParser("forge-run chat", description=command.__doc__)
     add_run(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system's message")

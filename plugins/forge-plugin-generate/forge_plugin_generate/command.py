@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from forge_kit.trained import TrainedModel
 
 
+HEADING = "use"
+
+
 def command(argv: list[str]) -> int:
-    """Continue prompts with the model of a run or checkpoint."""
+    """Continue prompts with a trained model."""
     options = _options(argv)
     check_path(Path(options.path), options.device)
     if ranks_asked_for(options.nproc) > 1 and (options.interactive or (options.chat and not options.prompt)):

@@ -1,8 +1,9 @@
-"""Data with images for Forge: captions, documents, chats and drawn words, and an evaluation of answers to images.
+"""Images, videos and sounds as data for Forge: captions, documents, chats, drawn words, and an evaluation of answers.
 
 From files to rows: `listing` finds the files, `records` reads their content, `documents` are made of tokens and images,
 which `decoding` opens and `processing` turns into patches; `index` lists the room that each document needs, `plan` puts
-documents into rows, and `dataset` reads the rows.
+documents into rows, and `dataset` reads the rows. The subpackage `video` has clips with captions and drawn motion, and
+the readers and samplings of their frames.
 """
 
 from forge_plugin_images.answers import Answers
@@ -13,7 +14,7 @@ from forge_plugin_images.interleaved import Interleaved
 from forge_plugin_images.rendered_text import RenderedText
 from forge_plugin_images.sound_text import SoundText
 from forge_plugin_images.source import ImageDataset
-from forge_plugin_images.video import Span, VideoComponent, Videos
+from forge_plugin_images.video_kind import Span, VideoComponent, Videos
 
 __all__ = [
     "Answers",

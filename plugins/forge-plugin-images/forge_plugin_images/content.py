@@ -10,7 +10,7 @@ from attrs import define, field
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_images.records import Record
-from forge_plugin_images.video import NO_TABLE
+from forge_plugin_images.video_kind import NO_TABLE
 
 if TYPE_CHECKING:
     from forge_plugin_images.visuals import Visual, VisualSource

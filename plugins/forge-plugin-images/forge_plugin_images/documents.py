@@ -21,7 +21,7 @@ from forge_plugin_vision import ImageInput
 if TYPE_CHECKING:
     from forge_plugin_images.source import Split
     from forge_plugin_images.tile_text import TileTexts
-    from forge_plugin_images.video import VideoComponent, Videos
+    from forge_plugin_images.video_kind import VideoComponent, Videos
 
 Part = Tokens | Visual
 

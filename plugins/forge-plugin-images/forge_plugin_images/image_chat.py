@@ -11,7 +11,7 @@ from attrs import frozen
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.source import ImageDataset
-from forge_plugin_images.video import VideoComponent
+from forge_plugin_images.video_kind import VideoComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer

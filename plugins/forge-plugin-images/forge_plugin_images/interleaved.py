@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import frozen
 
 from forge_plugin_images.source import ImageDataset
-from forge_plugin_images.video import VideoComponent
+from forge_plugin_images.video_kind import VideoComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer

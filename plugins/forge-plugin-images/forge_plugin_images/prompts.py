@@ -24,7 +24,7 @@ from forge_plugin_images.image_file import BrokenImage, ImageFile
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens
 from forge_plugin_images.source import ImageDataset, default_policy
-from forge_plugin_images.video import Span, VideoComponent, Videos
+from forge_plugin_images.video_kind import Span, VideoComponent, Videos
 from forge_plugin_images.visuals import ImageVisual, Visual
 from forge_plugin_vision import image_input
 

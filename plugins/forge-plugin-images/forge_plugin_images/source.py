@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from forge_plugin_images.documents import ImageDocuments, Part
     from forge_plugin_images.processing import ImageProcessor, Policy
     from forge_plugin_images.records import ImageSource, Record, Records
-    from forge_plugin_images.video import VideoComponent
+    from forge_plugin_images.video_kind import VideoComponent
     from forge_plugin_images.visuals import VisualSource
     from forge_plugin_vision import ImageFormat, ImageInput
 

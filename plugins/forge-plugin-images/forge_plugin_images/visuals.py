@@ -14,13 +14,13 @@ from attrs import define, evolve, field, frozen
 from forge_core.contracts.errors import JobError
 from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.rows import Footprint, Tokens
-from forge_plugin_images.video import NO_TABLE, Span, span_of
+from forge_plugin_images.video_kind import NO_TABLE, Span, span_of
 
 if TYPE_CHECKING:
     from forge_plugin_images.processing import ImageProcessor
     from forge_plugin_images.records import ImageSource, Record
     from forge_plugin_images.tile_text import TileTexts
-    from forge_plugin_images.video import Videos
+    from forge_plugin_images.video_kind import Videos
     from forge_plugin_vision import ImageInput
 
 

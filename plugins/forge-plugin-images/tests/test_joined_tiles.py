@@ -20,8 +20,8 @@ from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.tiling import best_tiles, shown_part, tile_grids
-from forge_plugin_packing import BestFit
 from forge_plugin_text import Bytes
+from forge_plugin_text.packing import BestFit
 from forge_plugin_vision import IMAGE, AnyResolution, Grid, ImageFormat, MLPAdapter, VisionPart
 from forge_testing import job_problems
 from forge_testing.refusals import lacks
@@ -171,7 +171,8 @@ def test_a_job_is_planned_trains_and_generates(path, tmp_path):
     }
     (tmp_path / "job.toml").write_text(tomli_w.dumps(job))
     leave_group()
-    assert main(["look", str(tmp_path / "job.toml"), "--sample", "0", "--out", str(tmp_path / "sample.html")]) == 0
+    words = ["data", "picture", str(tmp_path / "job.toml"), "--sample", "0", "--out", str(tmp_path / "sample.html")]
+    assert main(words) == 0
     assert not lacks((tmp_path / "sample.html").read_text(), "2 x 2 tiles", "16 x 16 pixels", "4 x 2 patches")
     assert main(["plan", str(tmp_path / "job.toml")]) == 0
     assert main([str(tmp_path / "job.toml")]) == 0

@@ -19,8 +19,8 @@ from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.tiling import tile_grid, tile_grids
-from forge_plugin_packing import BestFit
 from forge_plugin_text import Bytes
+from forge_plugin_text.packing import BestFit
 from forge_plugin_vision import IMAGE, Grid, ImageFormat
 from forge_testing import job_problems
 from forge_testing.refusals import naming, refuses

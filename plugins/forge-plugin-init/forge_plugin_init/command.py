@@ -26,8 +26,11 @@ DEFAULT_TIME = "10m"
 SOURCES = ("text", "dataset", "tokens", "stdlib")
 
 
+HEADING = "start"
+
+
 def command(argv: list[str]) -> int:
-    """Write a first job for your data, with sizes for your machine and time, and a comment at every key.
+    """Write a first job for your data, with sizes for this machine.
 
     Without options on a terminal, it prompts for them. The job is checked before it is written, and nothing is
     overwritten.
@@ -106,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument(
         "--dataset", metavar="NAME", help="a Hugging Face dataset: its name on the hub, a folder or a file"
     )
-    data.add_argument("--tokens", metavar="FOLDER", help="tokens that forge-run prepare-data wrote")
+    data.add_argument("--tokens", metavar="FOLDER", help="tokens that forge-run data prepare wrote")
     data.add_argument("--stdlib", action="store_true", help="Python's standard library, to try things out")
     data.add_argument(
         "--field", default="text", metavar="NAME", help="field of a row or JSON line with its text (text)"

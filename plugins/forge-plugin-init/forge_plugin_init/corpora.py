@@ -99,10 +99,10 @@ def stdlib() -> Corpus:
 
 
 def prepared_tokens(folder: str) -> Corpus:
-    """Token files of `forge-run prepare-data`.
+    """Token files of `forge-run data prepare`.
 
     Raises:
-        JobError: the folder is not one of a finished `prepare-data`.
+        JobError: the folder is not one of a finished `data prepare`.
     """
     try:
         manifest = json.loads(Path(folder, "manifest.json").read_bytes())
@@ -110,12 +110,12 @@ def prepared_tokens(folder: str) -> Corpus:
         tokens, documents = int(train["tokens"]), int(train["documents"])
         held_out = bool(manifest["splits"]["held_out"]["tokens"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        message = f"--tokens {folder}: no manifest.json that prepare-data wrote ({type(error).__name__}: {error})"
-        hint = "make it with `forge-run prepare-data`; other token files are a job's `memmap` source"
+        message = f"--tokens {folder}: no manifest.json that data prepare wrote ({type(error).__name__}: {error})"
+        hint = "make it with `forge-run data prepare`; other token files are a job's `memmap` source"
         raise JobError(f"{message}; {hint}") from error
     source: list[Key] = [
         ("type", "memmap", "files of token ids, mapped into memory"),
-        ("path", folder, "the folder that `forge-run prepare-data` wrote, with what it held out"),
+        ("path", folder, "the folder that `forge-run data prepare` wrote, with what it held out"),
     ]
     if not held_out:
         source.append(("held_out_every", 100, "every 100th document is held out: it is never trained on"))

@@ -13,7 +13,7 @@ from forge_plugin_init.command import DEFAULT_TIME, seconds_of
 CHOICES = {
     "text": "my own text files",
     "dataset": "a Hugging Face dataset",
-    "tokens": "tokens that forge-run prepare-data wrote",
+    "tokens": "tokens that forge-run data prepare wrote",
     "stdlib": "Python's standard library, to try things out",
 }
 

@@ -70,7 +70,7 @@ def test_nothing_is_overwritten(books: Path, init) -> None:
         (["--text", "books", "--stdlib"], ["--text", "--stdlib"]),
         (["--text", "nowhere"], ["'nowhere'", "exist"]),
         (["--text", "empty"], ["'empty'", "no data"]),
-        (["--tokens", "books"], ["manifest.json", "prepare-data"]),
+        (["--tokens", "books"], ["manifest.json", "data prepare"]),
         (["--text", "books", "--messages=m"], ["--messages", "--dataset"]),
         (["--dataset=x/y", "--messages=m"], ["chat template"]),
         (["--text", "books", "--from=books"], ["start.toml"]),
@@ -168,7 +168,7 @@ def test_prepared_tokens_bring_their_tokenizer(books: Path, chosen) -> None:
     pytest.importorskip("forge_plugin_memmap")
     from forge_core.cli import main
 
-    assert main(["prepare-data", "books", "--output=prepared", "--tokenizer=bytes", "--workers=1"]) == 0
+    assert main(["data", "prepare", "books", "--output=prepared", "--tokenizer=bytes", "--workers=1"]) == 0
     found = chosen("--tokens", "prepared", "--time=60s")
     manifest = json.loads(Path("prepared/manifest.json").read_text())
     assert (found["data"]["tokens"], found["vocab_size"]) == (manifest["splits"]["train"]["tokens"], 257)

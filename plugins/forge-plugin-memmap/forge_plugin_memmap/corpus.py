@@ -27,7 +27,7 @@ class ShardedCorpus:
     vocab_size: int | None
     """Size of the tokenizer's vocabulary; None if no file states it."""
     prepared: tuple[Prepared, ...]
-    """Folders of `prepare-data` that shards come from."""
+    """Folders of `data prepare` that shards come from."""
     left_out: Mapping[str, int] = field(factory=dict, eq=False)
     """What was passed over in folders, with how often."""
 
@@ -118,9 +118,9 @@ class _Search:
         prepared = self.folders[folder]
         role = prepared.split_of.get(os.path.basename(file.path)) if prepared else TRAIN
         if role is None:
-            raise JobError(f"{file.path} is no part of what prepare-data wrote to {folder!r}; move it elsewhere")
+            raise JobError(f"{file.path} is no part of what data prepare wrote to {folder!r}; move it elsewhere")
         if role == HELD_OUT and not file.in_folder:
-            raise JobError(f"{file.path} was held out by prepare-data; name its folder, {folder!r}, or its train-*.bin")
+            raise JobError(f"{file.path} was held out by data prepare; name its folder, {folder!r}, or its train-*.bin")
         return role
 
     def _check_overlap(self, train: Iterable[str], held_out: Iterable[str]) -> None:
@@ -142,7 +142,7 @@ class _Search:
     # --- what they say ---------------------------------------------------------------------------------------------
 
     def _prepared(self, shards: Sequence[Shard]) -> tuple[Prepared, ...]:
-        """The folders of `prepare-data`, whole and of one tokenizer."""
+        """The folders of `data prepare`, whole and of one tokenizer."""
         prepared = tuple(folder for folder in self.folders.values() if folder is not None)
         sizes = {os.path.join(os.path.dirname(s.path), name): size for s in shards for name, size in s.sizes.items()}
         for folder in prepared:

@@ -30,7 +30,7 @@ def _off_or_at_least_two(_: Any, attribute: Attribute, value: int) -> None:
 
 @frozen(kw_only=True)
 class Memmap(DatasetComponent):
-    """Documents that are token ids already: files of `forge-run prepare-data`, arrays of numpy, or raw ids.
+    """Documents that are token ids already: files of `forge-run data prepare`, arrays of numpy, or raw ids.
 
     Several files are one corpus, in the order of their names. Memory does not grow with the corpus. The
     contents of a file are read from its header, or stated here; they are never guessed.
@@ -38,20 +38,20 @@ class Memmap(DatasetComponent):
 
     path: FilePath | tuple[FilePath, ...]
     """Files, folders and globs (`data/*.npy`): one, or a list. Relative ones start at the current directory. The folder
-    of `prepare-data` stands for both of its splits."""
+    of `data prepare` stands for both of its splits."""
     format: Literal["auto", "raw"] = "auto"
-    """auto: `.bin` with the header that `prepare-data` writes, and `.npy`. raw: nothing but ids of type `dtype`."""
+    """auto: `.bin` with the header that `data prepare` writes, and `.npy`. raw: nothing but ids of type `dtype`."""
     dtype: Dtype | None = None
     """Type of the ids in raw files, little-endian; for those, it is required."""
     end_of_text: int | None = field(default=None, validator=optional(ge(0)))
     """Id that ends a document; required where the files do not say."""
     held_out_path: FilePath | tuple[FilePath, ...] = ()
-    """Files whose documents are held out, given like `path`; by default those that `prepare-data` held out."""
+    """Files whose documents are held out, given like `path`; by default those that `data prepare` held out."""
     held_out_every: int = field(default=0, validator=_off_or_at_least_two)
     """Hold out every n-th document, starting with the first; 0: none. Without a document index (`.ends`) beside them,
     files are searched for `end_of_text` once."""
     verify: Literal["sizes", "full"] = field(default="sizes", metadata=when_resumed("safe"))
-    """How files of `prepare-data` are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
+    """How files of `data prepare` are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
     _checked: ShardedCorpus | None = field(default=None, init=False, eq=False, repr=False)
     """Result of `problems`, until `build` takes it, so that no file is looked at twice: of 10,000 shards on 512 ranks
     each look is five million messages to the file system's server. Not a key of the table."""
@@ -150,9 +150,9 @@ class Memmap(DatasetComponent):
     def _split_problems(self, corpus: ShardedCorpus) -> Iterator[Problem]:
         if self.held_out_every and corpus.held_out:
             count = len(corpus.held_out)
-            yield Problem("held_out_every", f"prepare-data held out {count} files already; leave this key out")
+            yield Problem("held_out_every", f"data prepare held out {count} files already; leave this key out")
         if self.verify == "full" and not corpus.prepared:
-            yield Problem("verify", '"full", but only what prepare-data wrote has a SHA-256 to compare with')
+            yield Problem("verify", '"full", but only what data prepare wrote has a SHA-256 to compare with')
 
 
 def _listed(path: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Folders that `forge-run prepare-data` wrote, and the contents of their manifests.
+"""Folders that `forge-run data prepare` wrote, and the contents of their manifests.
 
 A folder holds `train-00000.bin`, …, perhaps `held_out-00000.bin`, …, each with its `.ends`, the tokenizer in a
 subfolder, the list of its inputs, and, once it is finished, `manifest.json`. Until then it holds `unfinished.json`
@@ -20,7 +20,7 @@ from forge_kit.block_sums import BLOCK
 from forge_kit.cache import file_digest
 
 MANIFEST, UNFINISHED, INPUTS, TOKENIZER = "manifest.json", "unfinished.json", "inputs.json", "tokenizer"
-MADE_BY = "forge-run prepare-data"
+MADE_BY = "forge-run data prepare"
 FORMAT = 1
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 
@@ -67,14 +67,14 @@ class Prepared:
 
 
 def read_prepared(folder: str | Path) -> Prepared | None:
-    """The contents of `folder`, if `prepare-data` wrote it.
+    """The contents of `folder`, if `data prepare` wrote it.
 
     Raises:
         JobError: it is not finished, of another version, or its manifest is damaged.
     """
     folder = str(folder) or "."
     if os.path.exists(os.path.join(folder, UNFINISHED)):
-        raise JobError(f"{folder!r} is not finished; run the same forge-run prepare-data command again to continue it")
+        raise JobError(f"{folder!r} is not finished; run the same forge-run data prepare command again to continue it")
     try:
         manifest = json.loads(Path(folder, MANIFEST).read_bytes())
     except (OSError, ValueError):

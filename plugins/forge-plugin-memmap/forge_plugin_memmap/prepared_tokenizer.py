@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class PreparedTokenizer(TokenizerComponent):
-    """The tokenizer of a folder that `forge-run prepare-data` wrote, whatever its type. It is never trained again."""
+    """The tokenizer of a folder that `forge-run data prepare` wrote, whatever its type. It is never trained again."""
 
     path: FilePath = field(metadata=when_resumed("safe"))
     """The folder. A relative path starts at the current directory. A continued run has its own copy."""
@@ -57,4 +57,4 @@ class PreparedTokenizer(TokenizerComponent):
         if prepared is not None:
             return []
         fault = "is no folder" if Path(self.path).exists() else "does not exist; give a folder"
-        return [Problem("path", f"{self.path!r} {fault} that forge-run prepare-data wrote")]
+        return [Problem("path", f"{self.path!r} {fault} that forge-run data prepare wrote")]

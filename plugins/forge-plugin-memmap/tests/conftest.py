@@ -100,7 +100,7 @@ def prepare(forge_run: Callable[..., tuple[int, str, str]]) -> Callable[..., str
     def run(*argv: str) -> str:
         workers = () if any(argument.startswith("--workers") for argument in argv) else ("--workers=1",)
         tokenizer = () if any(argument.startswith("--tokenizer=") for argument in argv) else LETTERS_ARGUMENT
-        code, out, err = forge_run("prepare-data", *argv, *workers, *tokenizer)
+        code, out, err = forge_run("data", "prepare", *argv, *workers, *tokenizer)
         assert code == 0, err
         return out
 

@@ -76,7 +76,7 @@ BAD = [
         at("held_out_path", "held_out_every = 5"),
     ),
     ({"path": "good.bin", "held_out_path": "nowhere"}, at("held_out_path", "'nowhere'")),
-    ({"path": "good.bin", "verify": "full"}, at("verify", '"full"', "prepare-data", "SHA-256")),
+    ({"path": "good.bin", "verify": "full"}, at("verify", '"full"', "data prepare", "SHA-256")),
     ({"path": "good.bin", "vocab_size": 99}, at("path", "100 ids", "model.vocab_size = 99")),
 ]
 
@@ -268,7 +268,7 @@ def test_the_vocabulary_must_be_that_of_the_jobs_tokenizer(open_documents: Calla
         open_documents(letters(), path="a.bin")
 
 
-# --- folders of prepare-data -------------------------------------------------------------------------------------
+# --- folders of data prepare -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -316,17 +316,17 @@ def test_the_size_of_the_vocabulary_is_in_the_folder(prepared: None) -> None:
 
 def test_held_out_shards_are_not_trained_on_by_mistake(prepared: None, problems: Find) -> None:
     check_problems(problems(path="data/*.bin"), at("path", "data/held_out-00000.bin", "'data'", "train-*.bin"))
-    check_problems(problems(path="data", held_out_every=2), at("held_out_every", "prepare-data", 1))
+    check_problems(problems(path="data", held_out_every=2), at("held_out_every", "data prepare", 1))
 
 
 def test_an_unfinished_folder_is_refused(prepared: None, problems: Find) -> None:
     os.rename("data/manifest.json", "data/unfinished.json")
-    check_problems(problems(path=("data", "data/train-*.bin")), at("path", "'data'", "forge-run prepare-data"))
+    check_problems(problems(path=("data", "data/train-*.bin")), at("path", "'data'", "forge-run data prepare"))
 
 
 def test_what_is_missing_or_foreign_in_a_folder_is_told(prepared: None, problems: Find) -> None:
     write_token_file("data/other", 28, 0)
-    check_problems(problems(path="data"), at("path", "data/other.bin", "prepare-data", "'data'"))
+    check_problems(problems(path="data"), at("path", "data/other.bin", "data prepare", "'data'"))
     os.remove("data/other.bin")
     os.remove("data/train-00000.ends")
     check_problems(problems(path="data"), at("path", "data/train-00000.ends", "manifest.json"))

@@ -120,7 +120,7 @@ def test_a_tokenizer_of_another_folder_is_refused(forge_run: Run, prepared: None
     Path("job.toml").write_text(JOB.format(output="runs", data=data))
     code, _, err = forge_run("check", "job.toml")
     assert code == 2
-    assert not lacks(err, "data.tokenizer.path", f"'{path}'", fact, "forge-run prepare-data")
+    assert not lacks(err, "data.tokenizer.path", f"'{path}'", fact, "forge-run data prepare")
 
 
 def test_ids_beyond_the_vocabulary_stop_a_run_before_training(forge_run: Run) -> None:

@@ -69,6 +69,6 @@ def test_a_folder_from_before_a_tokenizer_had_a_key_is_finished_still(prepare, f
     Path("out", "manifest.json").write_text(json.dumps(manifest))
     prepare(*arguments)
     tokenizer = ["--workers=1", "--tokenizer=./letters.py:Letters", "--tokenizer.seconds=0.5"]
-    code, _, err = forge_run("prepare-data", *arguments, *tokenizer)
+    code, _, err = forge_run("data", "prepare", *arguments, *tokenizer)
     assert code == 2
     assert not lacks(err, "out", "tokenizer", 0.5)

@@ -55,7 +55,7 @@ def test_a_line_without_a_document_is_counted_with_its_place(prepare: Prepare, l
 def test_unless_it_is_empty_it_stops_a_strict_command(forge_run: Callable[..., Any], line: bytes) -> None:
     reason, detail = LINES[line]
     Path("a.jsonl").write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
-    code, _, err = forge_run("prepare-data", "a.jsonl", "--output=data", TOKENIZER, "--workers=1")
+    code, _, err = forge_run("data", "prepare", "a.jsonl", "--output=data", TOKENIZER, "--workers=1")
     assert (code == 0) == (reason == "empty")
     if code:
         assert err.startswith(f"a.jsonl:2: {reason} ({detail}")
@@ -109,7 +109,7 @@ def test_every_line_is_a_document_or_is_counted(tmp_path_factory: Any, here: Pat
     folder = tmp_path_factory.mktemp("lines")
     (folder / "a.jsonl").write_bytes(b'{"text": "first"}\n' + b"\n".join(lines) + b"\n")
     output = ["--output", str(folder / "data")]
-    main(["prepare-data", str(folder / "a.jsonl"), *output, TOKENIZER, "--errors=skip", "--workers=1"])
+    main(["data", "prepare", str(folder / "a.jsonl"), *output, TOKENIZER, "--errors=skip", "--workers=1"])
     manifest = json.loads((folder / "data/manifest.json").read_text())
     kept = manifest["splits"]["train"]["documents"]
     assert kept == 1 + lines.count(b'{"text": "one"}')
@@ -118,7 +118,7 @@ def test_every_line_is_a_document_or_is_counted(tmp_path_factory: Any, here: Pat
 
 def test_no_document_at_all_is_an_error(forge_run: Callable[..., Any]) -> None:
     Path("a.jsonl").write_text("{}\n\n")
-    code, _, err = forge_run("prepare-data", "a.jsonl", "--output=data", TOKENIZER, "--errors=skip", "--workers=1")
+    code, _, err = forge_run("data", "prepare", "a.jsonl", "--output=data", TOKENIZER, "--errors=skip", "--workers=1")
     assert code == 2
     assert not lacks(err, "1 files", "1 no field", "1 empty")
 
@@ -129,7 +129,7 @@ def test_damaged_compression_stops_the_command(forge_run: Callable[..., Any], su
     data = gzip.compress(b'{"text": "one"}\n' * 1000)
     Path(f"a.jsonl{suffix}").write_bytes(data[:-5])
     code, _, err = forge_run(
-        "prepare-data", f"a.jsonl{suffix}", "--output=data", TOKENIZER, f"--errors={errors}", "--workers=1"
+        "data", "prepare", f"a.jsonl{suffix}", "--output=data", TOKENIZER, f"--errors={errors}", "--workers=1"
     )
     assert code == 2
     assert err.startswith(f"a.jsonl{suffix}: damaged {'gzip' if suffix == '.gz' else 'zstd'} data (")
@@ -142,7 +142,7 @@ def test_a_damaged_row_group_stops_the_command(forge_run: Callable[..., Any], er
     data = Path("a.parquet").read_bytes()
     Path("a.parquet").write_bytes(data[:4] + bytes(40) + data[44:])
     arguments = ("--output=data", TOKENIZER, f"--errors={errors}", "--workers=1")
-    code, _, err = forge_run("prepare-data", "a.parquet", *arguments)
+    code, _, err = forge_run("data", "prepare", "a.parquet", *arguments)
     assert code == 2
     assert err.startswith("a.parquet: cannot be read as Parquet (")
 
@@ -156,6 +156,8 @@ def test_a_file_that_is_gone_after_it_was_listed_is_refused(name: str) -> None:
 def test_an_id_that_no_text_has_is_an_error_of_the_tokenizer(forge_run: Callable[..., Any], here: Path) -> None:
     (here / "bad.py").write_text((here / "letters.py").read_text().replace("ord(letter) - 96", "ord(letter) - 97"))
     Path("a.jsonl").write_text('{"text": "bcd"}\n{"text": "cab"}\n')
-    code, _, err = forge_run("prepare-data", "a.jsonl", "--output=data", "--tokenizer=./bad.py:Letters", "--workers=1")
+    code, _, err = forge_run(
+        "data", "prepare", "a.jsonl", "--output=data", "--tokenizer=./bad.py:Letters", "--workers=1"
+    )
     assert code == 1
     assert not lacks(err, "a.jsonl:2", "id 0", "[0, 28)")

@@ -1,4 +1,4 @@
-"""What `prepare-data` writes: every document of the input, in order, whatever its format and whoever encodes it."""
+"""What `data prepare` writes: every document of the input, in order, whatever its format and whoever encodes it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_every_text_survives_every_format(tmp_path_factory: Any, small_chunks: N
     write_parquet(str(folder / "b.parquet"), found, row_group_size=3)
     for number, text in enumerate(found):
         (folder / f"c{number}.txt").write_bytes(text.encode())
-    main(["prepare-data", str(folder), "--output", str(folder / "data"), TOKENIZER, "--workers=1"])
+    main(["data", "prepare", str(folder), "--output", str(folder / "data"), TOKENIZER, "--workers=1"])
     files = filter(None, (text.removeprefix("\ufeff") for text in found))
     assert texts_in(str(folder / "data")) == [as_letters(text) for text in [*found, *found, *files]]
 
@@ -278,7 +278,17 @@ def test_the_summary_tells_what_was_written_and_how_to_use_it(prepare: Prepare) 
 
 def test_a_terminal_has_a_bar(here: Path) -> None:
     write_lines("a.jsonl", WORDS)
-    command = [sys.executable, "-m", "forge_core", "prepare-data", "a.jsonl", "--output=data", TOKENIZER, "--workers=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "forge_core",
+        "data",
+        "prepare",
+        "a.jsonl",
+        "--output=data",
+        TOKENIZER,
+        "--workers=1",
+    ]
     master, slave = os.openpty()
     done = subprocess.run(command, stdout=slave, stderr=slave, check=False)
     os.close(slave)
@@ -294,7 +304,7 @@ def test_a_terminal_has_a_bar(here: Path) -> None:
 def test_the_tokenizer_of_a_job_can_be_taken(forge_run: Callable[..., Any]) -> None:
     write_lines("a.jsonl", WORDS * 10)
     Path("job.toml").write_text('[data.tokenizer]\ntype = "bpe"\nvocab_size = 270\n[model]\ntype = "no matter"\n')
-    code, _, err = forge_run("prepare-data", "a.jsonl", "--output=data", "--job=job.toml", "--workers=2")
+    code, _, err = forge_run("data", "prepare", "a.jsonl", "--output=data", "--job=job.toml", "--workers=2")
     assert code == 0, err
     assert manifest("data")["arguments"]["tokenizer"]["vocab_size"] == 270
     assert manifest("data")["tokenizer"]["vocab_size"] == 270
@@ -356,7 +366,7 @@ def test_a_wrong_argument_is_told_and_nothing_is_written(
     Path("bad.parquet").write_text("not Parquet at all")
     Path("job.toml").write_text("[train]\nsteps = 3\n")
     write_parquet("a.parquet", WORDS)
-    code, _, err = forge_run("prepare-data", *arguments, "--output=data")
+    code, _, err = forge_run("data", "prepare", *arguments, "--output=data")
     assert code == 2
     assert not lacks(err, *facts)
     assert not Path("data").exists()
@@ -382,7 +392,7 @@ def test_a_tokenizer_that_cannot_prepare_data_is_refused(
 ) -> None:
     (here / "wrong.py").write_text((here / "letters.py").read_text().replace(line, wrong))
     argument = "--tokenizer=./wrong.py:Letters"
-    code, _, err = forge_run("prepare-data", "letters.py", "--output=data", argument, "--workers=1")
+    code, _, err = forge_run("data", "prepare", "letters.py", "--output=data", argument, "--workers=1")
     assert code == 1
     assert not lacks(err, *facts)
 

@@ -156,7 +156,7 @@ sys.exit(main(sys.argv[1:]))
 
 def start(*arguments: str, seconds: float = 0.03) -> subprocess.Popen[bytes]:
     """The command in a process of its own, which takes so long for each document."""
-    command = [sys.executable, "-c", SLOW, "prepare-data", *ARGUMENTS, TOKENIZER, f"--tokenizer.seconds={seconds}"]
+    command = [sys.executable, "-c", SLOW, "data", "prepare", *ARGUMENTS, TOKENIZER, f"--tokenizer.seconds={seconds}"]
     command += arguments
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
@@ -233,7 +233,7 @@ def begun(prepare: Prepare) -> None:
 
 def refused(forge_run: Callable[..., Any], *arguments: str) -> str:
     before = content()
-    code, _, err = forge_run("prepare-data", *arguments, TOKENIZER, "--workers=1")
+    code, _, err = forge_run("data", "prepare", *arguments, TOKENIZER, "--workers=1")
     assert code == 2
     assert content() == before
     return err
@@ -274,7 +274,7 @@ def test_after_a_strict_stop_it_goes_on_if_told_to_skip(
     forge_run: Callable[..., Any], prepare: Prepare, uninterrupted: dict[str, bytes]
 ) -> None:
     strict = [argument for argument in ARGUMENTS if argument != "--errors=skip"]
-    code, _, err = forge_run("prepare-data", *strict, TOKENIZER, "--workers=1")
+    code, _, err = forge_run("data", "prepare", *strict, TOKENIZER, "--workers=1")
     assert code == 2
     assert "a.jsonl:31: not JSON" in err
     assert saved_tokens() > 0
@@ -295,7 +295,7 @@ def test_a_folder_of_something_else_is_left_alone(forge_run: Callable[..., Any])
     Path("data").mkdir()
     Path("data/thesis.txt").write_text("years of work")
     assert not lacks(refused(forge_run, *ARGUMENTS), "--output data")
-    Path("data/inputs.json").write_text("{}")  # as prepare-data begins a folder
+    Path("data/inputs.json").write_text("{}")  # as data prepare begins a folder
     assert not lacks(refused(forge_run, *ARGUMENTS), "'thesis.txt'", "--output")
     assert Path("data/thesis.txt").read_text() == "years of work"
 
@@ -319,11 +319,11 @@ def test_a_finished_folder_is_not_made_again(
 def test_two_commands_do_not_write_to_one_folder(forge_run: Callable[..., Any], here: Path) -> None:
     process = start("--workers=1")
     wait_for_more_than(0, process)
-    code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
+    code, _, err = forge_run("data", "prepare", *ARGUMENTS, TOKENIZER, "--workers=1")
     process.kill()
     process.communicate()
     assert code == 1
-    assert not lacks(err, "data", "--output", "another prepare-data")
+    assert not lacks(err, "data", "--output", "another data prepare")
 
 
 # --- the disk ----------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_a_full_disk_is_told_and_it_goes_on_when_there_is_room(
     arguments = [argument for argument in ARGUMENTS if not argument.startswith("--shard-tokens")]
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        code, _, err = forge_run("prepare-data", *arguments, TOKENIZER, "--workers=1")
+        code, _, err = forge_run("data", "prepare", *arguments, TOKENIZER, "--workers=1")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 1
@@ -353,7 +353,7 @@ def test_a_folder_that_cannot_be_written_is_told(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr("forge_plugin_memmap.prepare.folder.write_atomically", read_only)
-    code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
+    code, _, err = forge_run("data", "prepare", *ARGUMENTS, TOKENIZER, "--workers=1")
     assert code == 1
     assert not lacks(err, "data/unfinished.json: Read-only file system")
 
@@ -362,7 +362,7 @@ def test_an_input_that_changes_while_it_is_read_is_told(forge_run: Callable[...,
     with pytest.MonkeyPatch.context() as patched:
         original = run._encode
         patched.setattr(run, "_encode", lambda *given: (original(*given), Path("b.txt").write_text("changed")))
-        code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
+        code, _, err = forge_run("data", "prepare", *ARGUMENTS, TOKENIZER, "--workers=1")
     assert code == 2
     assert not lacks(err, "b.txt", "--output")
     assert not Path("data/manifest.json").exists()
@@ -378,7 +378,7 @@ def test_no_space_left_is_told_the_same_way(forge_run: Callable[..., Any], prepa
             original(self, block)
 
         patched.setattr(writing.SplitWriter, "_append", append)
-        code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
+        code, _, err = forge_run("data", "prepare", *ARGUMENTS, TOKENIZER, "--workers=1")
     assert code == 1
     assert not lacks(err, "data: No space left on device")
     assert "continuing after" in prepare(*ARGUMENTS)
@@ -387,6 +387,6 @@ def test_no_space_left_is_told_the_same_way(forge_run: Callable[..., Any], prepa
 def test_what_was_written_and_is_gone_is_told(forge_run: Callable[..., Any], begun: None) -> None:
     shard = max(Path("data").glob("train-*.bin"))
     os.truncate(shard, 64)
-    code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
+    code, _, err = forge_run("data", "prepare", *ARGUMENTS, TOKENIZER, "--workers=1")
     assert code == 1
     assert not lacks(err, shard, "64 bytes")

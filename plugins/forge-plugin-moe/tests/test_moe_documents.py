@@ -9,7 +9,7 @@ from forge_core.config.rules import check_rules
 from forge_core.contracts.errors import ForgeError
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_moe import ExpertChoice, MoE, SoftmaxTopK
-from forge_plugin_packing import BestFit, Isolate
+from forge_plugin_text.packing import BestFit, Isolate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import tiny_job
 from forge_testing.documents import RandomDocuments

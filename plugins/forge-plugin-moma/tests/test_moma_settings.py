@@ -16,7 +16,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_plugin_compile import Compile
 from forge_plugin_moe import MoE
 from forge_plugin_moma import MoMa
-from forge_plugin_packing import Isolate
+from forge_plugin_text.packing import Isolate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_vision import VisionLanguage, VisionPart, ViT
 from forge_testing import tiny_job

@@ -1,1 +1,1 @@
-"""Memory, computation and communication of one step of a job, on ranks that need not exist."""
+"""Memory, computation and communication of a job's step, on ranks that need not exist; and checks of this machine."""

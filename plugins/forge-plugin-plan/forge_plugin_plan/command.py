@@ -7,9 +7,11 @@ import json
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 
+HEADING = "start"
+
 
 def command(argv: list[str]) -> int:
-    """Estimate memory, FLOPs, communication and time of a job on N ranks; needs no GPU."""
+    """Estimate memory, time and traffic on N ranks; needs no GPU."""
     parser = argparse.ArgumentParser("forge-run plan", description=command.__doc__)
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help="ranks of the run (1)")
     parser.add_argument("--gpu", metavar="NAME", help="GPU by which to bound the time: h100, h200, b200, a100 …")

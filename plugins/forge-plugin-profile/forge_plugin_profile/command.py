@@ -11,9 +11,11 @@ from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.commands import count
 
+HEADING = "watch"
+
 
 def command(argv: list[str]) -> int:
-    """Show where the time of profiled steps went, or what became slower between two profiles."""
+    """Show where step time went; see also `profile goodput`."""
     parser = argparse.ArgumentParser("forge-run profile", description=command.__doc__)
     what = "a run folder (its newest profile), a folder profile/step-N, or a trace; two are compared"
     parser.add_argument("profiles", nargs="+", type=Path, metavar="RUN", help=what)

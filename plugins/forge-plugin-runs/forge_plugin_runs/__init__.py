@@ -1,1 +1,1 @@
-"""Commands around the runs of Forge: list them, show one, resume one, and shell completion."""
+"""Commands that list, show, watch, resume, report and compare runs of Forge; logger `curves`; shell completion."""

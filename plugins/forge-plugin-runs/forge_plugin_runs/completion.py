@@ -34,8 +34,11 @@ HINTS = {
 }
 
 
+HEADING = "extend"
+
+
 def command(argv: list[str]) -> int:
-    """Print the script that lets bash, zsh or fish complete command lines of forge-run."""
+    """Print the completion script for bash, zsh or fish."""
     parser = argparse.ArgumentParser("forge-run completion", description=command.__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("shell", nargs="?", choices=list(HINTS), help="; ".join(HINTS.values()))
@@ -74,17 +77,27 @@ def _words(line: str) -> list[str]:
 def _candidates(before: Sequence[str], word: str, catalog: Catalog) -> Iterable[str]:
     if not before:
         options = ("--help", "--version") if word.startswith("-") else ()
-        return [*(offer.type for offer in catalog.offers("command")), *options, *_paths(word, "JOB.toml")]
+        first_words = {type_.partition(" ")[0] for type_ in catalog.types("command")}
+        return [*first_words, *options, *_paths(word, "JOB.toml")]
     is_job = before[0].endswith(".toml") or before[0].startswith("-")
     name, rest = ("run", before) if is_job else (before[0], before[1:])
+    pair = " ".join(before[:2])
+    if catalog.matching("command", pair):  # one of a group
+        name, rest = pair, before[2:]
+    types = catalog.types("command") if len(before) == 1 else []
+    members = [type_.partition(" ")[2] for type_ in types if type_.startswith(f"{name} ")]
     parser = _parser(name, rest, catalog)
-    if parser is None:
-        return ()
+    return members if parser is None else [*members, *_of_command(name, parser, rest, word, catalog)]
+
+
+def _of_command(
+    name: str, parser: argparse.ArgumentParser, rest: Sequence[str], word: str, catalog: Catalog
+) -> Iterable[str]:
     parser, rest = _of_action(parser, rest)
     if name == "explain":
         return [each.removeprefix("--").rstrip("=.") for each in _JobKeys((), catalog).names(f"--{word}")]
     if rest and rest[-1] == "--kind":
-        return catalog.kinds()
+        return catalog.types("kind")
     takes_job = any(action.metavar == "JOB.toml" for action in parser._actions) or name == "resume"
     return _after(parser, rest, word, _JobKeys(rest, catalog) if takes_job else None)
 

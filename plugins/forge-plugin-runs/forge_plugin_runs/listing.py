@@ -31,8 +31,11 @@ SORTS: Mapping[str, Callable[[Run], Any]] = {
 }
 
 
+HEADING = "watch"
+
+
 def command(argv: list[str]) -> int:
-    """List the runs below a folder: state, step, losses, tokens, age and size."""
+    """List the runs below a folder: state, step, loss, age, size."""
     parser = argparse.ArgumentParser("forge-run runs", description=command.__doc__)
     add = parser.add_argument
     add("folders", nargs="*", type=Path, metavar="FOLDER", help="where to search (runs)")

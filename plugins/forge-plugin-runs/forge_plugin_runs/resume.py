@@ -17,9 +17,11 @@ from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_runs.facts import demand_run, read_run
 
+HEADING = "train"
+
 
 def command(argv: list[str]) -> int:
-    """Continue a run, as it was started or with changed keys, from its newest checkpoint."""
+    """Continue a run from its newest checkpoint; keys may change."""
     parser = argparse.ArgumentParser("forge-run resume", description=command.__doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run folder")

@@ -26,8 +26,14 @@ from forge_plugin_runs.words import age_text, count_text, size_text
 INTERNAL = (LOCK,)
 
 
+HEADING = "watch"
+
+
 def command(argv: list[str]) -> int:
-    """Show a run: its job, versions, metrics, checkpoints, files, and the command that continues it."""
+    """Show one run: job, versions, metrics, checkpoints, files.
+
+    The last line is the command that continues it.
+    """
     parser = argparse.ArgumentParser("forge-run show", description=command.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -1,4 +1,4 @@
-"""`forge-run sae`: sparse autoencoders on what a run has stored."""
+"""`forge-run inside sae`: sparse autoencoders on what a run has stored."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ KEYS = "a key of the autoencoders: --sae.KEY=value, its value written as in TOML
 TABLE = '[sae]\ntype = "sae"\n'
 
 
+HEADING = "use"
+
+
 def command(argv: list[str]) -> int:
-    """Train sparse autoencoders or transcoders on the activations that a run has stored, and measure them."""
-    parser = argparse.ArgumentParser("forge-run sae", description=command.__doc__)
+    """Train sparse autoencoders on stored activations.
+
+    Transcoders too; their quality is measured on held-out sequences.
+    """
+    parser = argparse.ArgumentParser("forge-run inside sae", description=command.__doc__)
     parser.add_argument("run", metavar="RUN", help="a run, or a store, with samples of activations")
     parser.add_argument("files", nargs="*", metavar="SAE.toml", help="files with a table [sae], with keys of the sink")
     parser.add_argument("--epochs", type=positive, default=1, metavar="N", help="passes over the samples (1)")
@@ -36,8 +42,8 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to train (auto)")
     with_examples(
         parser,
-        "forge-run sae runs/small --sae.latents=512 --sae.activation.k=16",
-        "forge-run sae runs/small/taps sae.toml --epochs 4 --out saes",
+        "forge-run inside sae runs/small --sae.latents=512 --sae.activation.k=16",
+        "forge-run inside sae runs/small/taps sae.toml --epochs 4 --out saes",
     )
     options, files, overrides = parse_job_arguments(parser, argv, keys=KEYS)
     settings = _settings(files, overrides)

@@ -1,4 +1,4 @@
-"""`forge-run sae`, on what a run has stored."""
+"""`forge-run inside sae`, on what a run has stored."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ def stored(tmp_path_factory):
 
 
 def test_it_trains_what_the_sink_trains(stored, capsys):
-    assert (
-        main(["sae", str(stored), str(stored.parent / "sae.toml"), "--held-out", "0", "--out", str(stored / "x")]) == 0
-    )
+    words = ["inside", "sae", str(stored), str(stored.parent / "sae.toml"), "--held-out", "0"]
+    assert main([*words, "--out", str(stored / "x")]) == 0
     for number in range(2):
         mine, theirs = (load(stored / name / f"layers.{number}.resid_post").state_dict() for name in ("x", "sae"))
         assert mine.keys() == theirs.keys()
@@ -53,20 +52,9 @@ def test_more_epochs_explain_more_of_what_was_held_out(stored, capsys):
     found = []
     for epochs in ("1", "6"):
         files = [str(stored / "taps"), str(stored.parent / "sae.toml"), "--held-out", "0.3"]
-        assert (
-            main(
-                [
-                    "sae",
-                    *files,
-                    "--epochs",
-                    epochs,
-                    "--sae.folder",
-                    f"epochs{epochs}",
-                    "--sae.points=['*.1.resid_post']",
-                ]
-            )
-            == 0
-        )
+        settings = ["--sae.folder", f"epochs{epochs}", "--sae.points=['*.1.resid_post']"]
+        words = ["inside", "sae", *files, "--epochs", epochs, *settings]
+        assert main(words) == 0
         config = json.loads((stored / f"epochs{epochs}/layers.1.resid_post/cfg.json").read_text())
         found.append(config["metadata"]["last"]["explained_variance"])
     assert found[1] > found[0] + 0.1
@@ -91,7 +79,7 @@ def test_more_epochs_explain_more_of_what_was_held_out(stored, capsys):
     ],
 )
 def test_mistakes_are_named(stored, capsys, arguments, facts):
-    assert main(["sae", *(each.format(run=stored) for each in arguments)]) != 0
+    assert main(["inside", "sae", *(each.format(run=stored) for each in arguments)]) != 0
     assert not lacks(capsys.readouterr().err, *facts)
 
 
@@ -100,7 +88,7 @@ def test_steps_that_lack_a_point_are_left_out(stored, tmp_path, capsys):
     shutil.copytree(stored / "taps", tmp_path / "taps")
     steps = steps_of(tmp_path)
     lacking(steps[0], "layers.1.resid_post")
-    arguments = ["sae", str(tmp_path), str(stored.parent / "sae.toml"), "--held-out", "0"]
+    arguments = ["inside", "sae", str(tmp_path), str(stored.parent / "sae.toml"), "--held-out", "0"]
     assert main([*arguments, "--out", str(tmp_path / "saes")]) == 0
     rows = {row.split()[0]: int(row.split()[2]) for row in capsys.readouterr().out.splitlines() if ".resid_post" in row}
     assert rows["layers.1.resid_post"] == rows["layers.0.resid_post"] * (len(steps) - 1) / len(steps)
@@ -123,6 +111,6 @@ def lacking(step, point):
 @pytest.mark.parametrize("share", ["1", "-0.1", "nan"])
 def test_a_share_that_leaves_nothing_to_train_on_is_refused(capsys, share):
     with pytest.raises(SystemExit) as ended:
-        main(["sae", "runs/run", f"--held-out={share}"])
+        main(["inside", "sae", "runs/run", f"--held-out={share}"])
     assert ended.value.code == 2
     assert not lacks(capsys.readouterr().err, "--held-out", 0, 1)

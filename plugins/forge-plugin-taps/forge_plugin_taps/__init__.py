@@ -1,4 +1,4 @@
-"""Activations and their gradients, sampled during training: stage `taps`, kinds `sink` and `edit`."""
+"""Activations: stage `taps`, kinds `sink` and `edit`, and commands that look inside a model."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -152,7 +152,9 @@ def _store_problems(folder: str) -> Iterator[Problem]:
     from forge_plugin_taps.reading import steps_of
 
     if not steps_of(Path(folder)):
-        yield Problem("store", f"{folder!r} has no step of a store; the sink `store` and forge-run extract make some")
+        yield Problem(
+            "store", f"{folder!r} has no step of a store; the sink `store` and forge-run inside extract make some"
+        )
 
 
 def _unstored_problems(folder: str, steps: Sequence[Path], points: Iterable[str]) -> Iterator[Problem]:

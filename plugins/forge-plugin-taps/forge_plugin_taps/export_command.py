@@ -1,4 +1,4 @@
-"""`forge-run taps export`: a store in the form of another library."""
+"""`forge-run inside taps export`: a store in the form of another library."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from forge_kit.tables import columns
 FORMS = ("npz", "saelens", "arrow")
 
 
+HEADING = "use"
+
+
 def command(argv: list[str]) -> int:
-    """Show what a store of activations has, or write it in the form of another library.
+    """Show an activation store, or convert it for another library.
 
     `npz`: one NumPy file for each step, with an array for each point, and one for each fact of the tokens. `arrow`: a
     dataset of Hugging Face's `datasets` with a row for each token. `saelens`: a dataset for each point, with a row for
     each sequence, as SAELens' CacheActivationsRunner writes it; the store must have all positions. NumPy and Arrow have
     no bfloat16: such values become float32, and the command reports this.
     """
-    parser = argparse.ArgumentParser(prog="forge-run taps", description=command.__doc__)
+    parser = argparse.ArgumentParser(prog="forge-run inside taps", description=command.__doc__)
     parser.add_argument("action", choices=("show", "export"), help="what to do")
     parser.add_argument("store", type=Path, metavar="STORE", help="a store, a run folder with one, or one step of it")
     parser.add_argument("--to", choices=FORMS, help="the form")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (STORE/../STORE-FORM)")
     with_examples(
         parser,
-        "forge-run taps show acts",
-        "forge-run taps export acts --to npz",
-        "forge-run taps export acts --to saelens --out acts-saelens",
+        "forge-run inside taps show acts",
+        "forge-run inside taps export acts --to npz",
+        "forge-run inside taps export acts --to saelens --out acts-saelens",
     )
     options = parser.parse_args(argv)
     if (options.action == "export") != (options.to is not None):
@@ -40,7 +43,9 @@ def command(argv: list[str]) -> int:
     from forge_plugin_taps.reading import steps_of
 
     if not (steps := steps_of(options.store)):
-        raise JobError(f"{options.store} has no step of a store; the sink `store` and forge-run extract make some")
+        raise JobError(
+            f"{options.store} has no step of a store; the sink `store` and forge-run inside extract make some"
+        )
     return _show(steps) if options.action == "show" else _export(options, steps)
 
 

@@ -1,4 +1,4 @@
-"""`forge-run extract`: activations of a trained model over held-out sequences."""
+"""`forge-run inside extract`: activations of a trained model over held-out sequences."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ def position_count(text: str) -> int | str:
     return text if text == "all" else positive(text)
 
 
-def command(argv: list[str]) -> int:
-    """Write activations of a trained model over held-out sequences to a store, without an update.
+HEADING = "use"
 
-    One process has the whole model; several ranks share it by the layout of the run, or by the stages that the command
-    line names. The store is the same under every layout. Edits that the command line names are on.
+
+def command(argv: list[str]) -> int:
+    """Write activations over held-out sequences to a store.
+
+    The model is not updated. One process has the whole model; several ranks share it by the layout of the run, or by
+    the stages that the command line names. The store is the same under every layout. Edits that the command line names
+    are on.
     """
-    parser = argparse.ArgumentParser(prog="forge-run extract", description=command.__doc__)
+    parser = argparse.ArgumentParser(prog="forge-run inside extract", description=command.__doc__)
     parser.add_argument("files", nargs=1, metavar="RUN", help="a run folder (its newest checkpoint) or a checkpoint")
     parser.add_argument(
         "--points", action="append", metavar="GLOB", help="points by name; repeat it for more (layers.*.resid_post)"
@@ -50,13 +54,14 @@ def command(argv: list[str]) -> int:
     add_ranks(parser)
     with_examples(
         parser,
-        "forge-run extract runs/quickstart --points 'layers.*.resid_post' --out acts --sequences 128",
-        "forge-run extract runs/large --points 'layers.3.z' --positions 16 --out acts --nproc 2 --parallel.tp.degree=2",
+        "forge-run inside extract runs/quickstart --points 'layers.*.resid_post' --out acts --sequences 128",
+        "forge-run inside extract runs/large --points 'layers.3.z' --positions 16 --out acts --nproc 2 "
+        "--parallel.tp.degree=2",
     )
     options, files, overrides = parse_job_arguments(parser, argv)
     options.out = free_folder(options.out, "--out")  # before ranks start and load the model
     path = _checkpoint(Path(files[0]), options.step)
-    return run_on_ranks("extract", argv, options.nproc, partial(_extract, options, path, overrides))
+    return run_on_ranks("inside extract", argv, options.nproc, partial(_extract, options, path, overrides))
 
 
 def _checkpoint(path: Path, step: int | None) -> Path:

@@ -17,11 +17,11 @@ from forge_core.config.load import load_job
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_core.engine.trainer import Trainer
-from forge_plugin_packing import Isolate
 from forge_plugin_taps import Store, Taps, recorder_of
 from forge_plugin_taps.capture import Capture, Drawn, Part
 from forge_plugin_taps.hook import TapsHook
 from forge_plugin_taps.sampling import chosen_positions
+from forge_plugin_text.packing import Isolate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, RandomDocuments, tiny_job
 from forge_testing.refusals import at, naming, refuses, refuses_all

@@ -20,11 +20,11 @@ from forge_core.engine.evaluation import evaluate
 from forge_core.engine.trainer import Trainer
 from forge_kit.taps import TapPoint
 from forge_plugin_compile import Compile
-from forge_plugin_lens import read_points
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE, SoftmaxTopK
 from forge_plugin_parallel import FSDP, TensorParallel
 from forge_plugin_taps import Ablate, Add, Mean, Replace, Split, Taps, Where, Zero
+from forge_plugin_taps.lens import read_points
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing import Numbers, tiny_job
 from forge_testing.laws import Case, layout_law

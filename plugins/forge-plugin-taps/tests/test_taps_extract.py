@@ -1,4 +1,4 @@
-"""`forge-run extract` and `forge-run taps`: a store of held-out sequences, and its forms for other libraries."""
+"""`forge-run inside extract` and `inside taps`: a store of held-out sequences, and its forms for other libraries."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from forge_core import Trainer, load_job, load_model
 from forge_core.cli import main
 from forge_core.data.reading import collate
 from forge_core.engine.build import build_datasets
-from forge_plugin_lens import read_points
 from forge_plugin_taps import TOKENS
 from forge_plugin_taps.extracting import extract
+from forge_plugin_taps.lens import read_points
 from forge_plugin_taps.reading import points_in, read_point, read_tokens, steps_of
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks
@@ -61,7 +61,7 @@ def folder(tmp_path_factory):
         Path("job.toml").write_text(JOB)
         assert main(["run", "job.toml"]) == 0
         flags = [word for point in POINTS for word in ("--points", point)]
-        assert main(["extract", "runs/run", *flags, "--out", "acts", "--group", "3"]) == 0
+        assert main(["inside", "extract", "runs/run", *flags, "--out", "acts", "--group", "3"]) == 0
     return folder
 
 
@@ -118,12 +118,12 @@ def test_a_store_is_the_same_under_every_layout(inside, extracted, name):
 def test_one_process_reads_a_run_of_several_ranks(inside):
     overrides = ["job.name=two", "parallel.tp.degree=2"]
     run_on_ranks(2, lambda _: Trainer(load_job("job.toml", overrides=overrides), echo=lambda text: None).run().step)
-    assert main(["extract", "runs/two", "--points", POINTS[0], "--out", "acts-of-two"]) == 0
+    assert main(["inside", "extract", "runs/two", "--points", POINTS[0], "--out", "acts-of-two"]) == 0
     assert whole("acts-of-two", "layers.0.resid_post").shape == whole("acts", "layers.0.resid_post").shape
 
 
 def test_an_earlier_checkpoint_some_positions_and_an_edit_of_the_command(inside, capsys):
-    arguments = ["extract", "runs/run", "--points", "layers.1.resid_post", "--sequences", "2"]
+    arguments = ["inside", "extract", "runs/run", "--points", "layers.1.resid_post", "--sequences", "2"]
     assert main([*arguments, "--step", "1", "--positions", "4", "--out", "early"]) == 0
     assert not lacks(capsys.readouterr().out.splitlines()[-1], "2 sequences", "step 1", "early")
     assert whole("early", "layers.1.resid_post").shape == (8, 16)
@@ -136,7 +136,7 @@ def test_numpy_arrow_and_saelens_read_a_store(inside, capsys):
     import datasets
 
     for form in ("npz", "arrow", "saelens"):
-        assert main(["taps", "export", "acts", "--to", form]) == 0
+        assert main(["inside", "taps", "export", "acts", "--to", form]) == 0
     first = steps_of(Path("acts"))[0]
     arrays = np.load("acts-npz/step-1.npz")
     assert np.array_equal(arrays["layers.0.z"], read_point(first, "layers.0.z").numpy())
@@ -160,7 +160,8 @@ def test_bfloat16_becomes_float32_and_the_command_says_so(tmp_path, inside, caps
     values = torch.randn(3, 4).bfloat16()
     save_file({"x": values}, step / "x.safetensors")
     save_file({"row": torch.zeros(3).long()}, step / "tokens.safetensors")
-    assert main(["taps", "export", str(tmp_path / "half"), "--to", "npz", "--out", str(tmp_path / "out")]) == 0
+    words = ["inside", "taps", "export", str(tmp_path / "half"), "--to", "npz", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
     assert "bfloat16 becomes float32: x" in capsys.readouterr().out
     assert np.array_equal(np.load(tmp_path / "out" / "step-1.npz")["x"], values.float().numpy())
 
@@ -168,18 +169,24 @@ def test_bfloat16_becomes_float32_and_the_command_says_so(tmp_path, inside, caps
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [
-        (["extract", "runs/run", "--out", "acts"], ["--out acts"]),
-        (["extract", "runs/run", "--out", "new", "--step", "7"], ["step 7", "1, 2"]),
-        (["extract", "runs/run", "--out", "new", "--points", "layers.*.resid_pots"], ["'layers.*.resid_post'"]),
-        (["extract", "runs/none", "--out", "new"], ["runs/none: no such run folder"]),
-        (["extract", "runs/run", "--out", "new", "--data.sources.0.held_out=0"], ["data.sources", "held_out_every"]),
-        (["taps", "show", "runs/run"], ["runs/run", "store"]),
-        (["taps", "export", "early", "--to", "saelens", "--out", "x"], ["SAELens", "--positions all"]),
+        (["inside", "extract", "runs/run", "--out", "acts"], ["--out acts"]),
+        (["inside", "extract", "runs/run", "--out", "new", "--step", "7"], ["step 7", "1, 2"]),
+        (
+            ["inside", "extract", "runs/run", "--out", "new", "--points", "layers.*.resid_pots"],
+            ["'layers.*.resid_post'"],
+        ),
+        (["inside", "extract", "runs/none", "--out", "new"], ["runs/none: no such run folder"]),
+        (
+            ["inside", "extract", "runs/run", "--out", "new", "--data.sources.0.held_out=0"],
+            ["data.sources", "held_out_every"],
+        ),
+        (["inside", "taps", "show", "runs/run"], ["runs/run", "store"]),
+        (["inside", "taps", "export", "early", "--to", "saelens", "--out", "x"], ["SAELens", "--positions all"]),
     ],
 )
 def test_what_cannot_be_done_is_refused(inside, capsys, arguments, facts):
     if arguments[2] == "early" and not Path("early").exists():
-        assert main(["extract", "runs/run", "--positions", "4", "--out", "early"]) == 0
+        assert main(["inside", "extract", "runs/run", "--positions", "4", "--out", "early"]) == 0
     assert main(arguments) != 0
     assert not lacks(capsys.readouterr().err, *facts)
 
@@ -198,7 +205,7 @@ def write_step(folder, number, rows, length, points=("x",)):
 def test_sequences_of_two_lengths_are_none_of_saelens(tmp_path, capsys):
     write_step(tmp_path / "acts", 1, rows=2, length=3)
     write_step(tmp_path / "acts", 2, rows=1, length=3)
-    export = ["taps", "export", str(tmp_path / "acts"), "--to", "saelens"]
+    export = ["inside", "taps", "export", str(tmp_path / "acts"), "--to", "saelens"]
     assert main([*export, "--out", str(tmp_path / "one")]) == 0
     assert "3 sequences of 3 x 2" in capsys.readouterr().out
     write_step(tmp_path / "acts", 3, rows=1, length=4)
@@ -213,7 +220,7 @@ def test_a_point_that_some_steps_lack_is_exported_from_the_others(tmp_path, caps
     for number, points in enumerate((("x",), ("x", "images.out"), ("images.out",)), 1):
         write_step(acts, number, rows=1, length=2, points=points)
     for form in ("npz", "arrow", "saelens"):
-        assert main(["taps", "export", str(acts), "--to", form, "--out", str(tmp_path / form)]) == 0
+        assert main(["inside", "taps", "export", str(acts), "--to", form, "--out", str(tmp_path / form)]) == 0
     assert [np.load(tmp_path / f"npz/step-{n}.npz").files[:-3] for n in (1, 2, 3)] == [
         ["x"],
         ["x", "images.out"],
@@ -226,7 +233,7 @@ def test_a_point_that_some_steps_lack_is_exported_from_the_others(tmp_path, caps
         cached = datasets.load_from_disk(str(tmp_path / "saelens" / name))
         assert cached[name][:] == [[[number] * 2] * 2 for number in numbers]
     capsys.readouterr()
-    assert main(["taps", "show", str(acts)]) == 0
+    assert main(["inside", "taps", "show", str(acts)]) == 0
     assert not lacks(capsys.readouterr().out, "x ", "images.out", "3 steps")
 
 
@@ -234,12 +241,12 @@ def test_a_point_that_some_steps_lack_is_exported_from_the_others(tmp_path, caps
 def test_forms_of_datasets_need_the_package(tmp_path, monkeypatch, capsys, form):
     write_step(tmp_path / "acts", 1, rows=1, length=2)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert main(["taps", "export", str(tmp_path / "acts"), "--to", form]) == 1
+    assert main(["inside", "taps", "export", str(tmp_path / "acts"), "--to", form]) == 1
     assert not lacks(capsys.readouterr().err, "pip install datasets")
 
 
 def test_the_current_folder_can_be_exported(tmp_path, monkeypatch):
     write_step(tmp_path / "acts", 1, rows=1, length=2)
     monkeypatch.chdir(tmp_path / "acts")
-    assert main(["taps", "export", ".", "--to", "npz"]) == 0
+    assert main(["inside", "taps", "export", ".", "--to", "npz"]) == 0
     assert (tmp_path / "acts-npz/step-1.npz").is_file()

@@ -1,7 +1,8 @@
-"""Text for Forge: datasets `text` and `python_stdlib`, tokenizers `bpe`, `file` and `bytes`.
+"""Text for Forge: datasets `text` and `python_stdlib`, tokenizers `bpe`, `file` and `bytes`, and packings.
 
 From files to tokens: `listing` finds the files of a corpus, `reading` turns them into documents, `split` decides which
-are held out, and `tokens` encodes them into cached token files.
+are held out, and `tokens` encodes them into cached token files. The subpackage `packing` has the packings `isolate` and
+`best_fit`, which build sequences of documents and keep them apart.
 """
 
 from forge_plugin_text.bpe import BPE

@@ -1,4 +1,4 @@
-"""`forge-run lighthouse`: the process by which groups of a job know of each other."""
+"""`forge-run launch lighthouse`: the process by which groups of a job know of each other."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
+HEADING = "train"
+
+
 def command(argv: list[str]) -> int:
-    """Run the lighthouse, by which the groups of [parallel.torchft] know of each other."""
-    parser = argparse.ArgumentParser("forge-run lighthouse", description=command.__doc__)
+    """Run the quorum service of [parallel.torchft]."""
+    parser = argparse.ArgumentParser("forge-run launch lighthouse", description=command.__doc__)
     add = parser.add_argument
     add("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen at (loopback; [::] for all networks)")
     add("--trusted-network", action="store_true", help="only trusted machines reach --host, which has no secret")
@@ -28,7 +31,7 @@ def command(argv: list[str]) -> int:
     add("--min-groups", type=positive, default=1, metavar="N", help="groups that make a quorum (1)")
     add("--dead-after", type=float, default=5.0, metavar="S", help="seconds without a heartbeat that mean death (5)")
     add("--join-within", type=float, default=60.0, metavar="S", help="seconds that a living group is waited for (60)")
-    with_examples(parser, "forge-run lighthouse --port=29510 --dead-after=2")
+    with_examples(parser, "forge-run launch lighthouse --port=29510 --dead-after=2")
     options = parser.parse_args(argv)
     if not all(0 < seconds < math.inf for seconds in (options.dead_after, options.join_within)):
         raise JobError("--dead-after and --join-within are finite seconds above 0")

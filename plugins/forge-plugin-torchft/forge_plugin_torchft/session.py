@@ -178,7 +178,7 @@ class Session:
             except OSError as error:
                 reason = str(error)
             time.sleep(PAUSE_S)  # it may be starting
-        hint = f"start one (forge-run lighthouse --port={url.port}), or correct parallel.torchft.lighthouse"
+        hint = f"start one (forge-run launch lighthouse --port={url.port}), or correct parallel.torchft.lighthouse"
         raise ForgeError(f"the lighthouse {address} cannot be reached for {limit:g} s: {reason}; {hint}")
 
     def _received(self, received: Received) -> None:

@@ -252,7 +252,7 @@ def test_a_secret_that_cannot_be_kept_can_be_given(tmp_path, monkeypatch):
 
 
 def test_a_lighthouse_for_the_network_must_be_asked_for_by_name(capsys):
-    assert main(["lighthouse", "--host=[::]", "--port=29999"]) == 2
+    assert main(["launch", "lighthouse", "--host=[::]", "--port=29999"]) == 2
     words = capsys.readouterr().err
     assert "--host=[::]: torchft's lighthouse has no secret, so whoever reaches it can join the groups" in words
     assert "add --trusted-network" in words
@@ -261,21 +261,21 @@ def test_a_lighthouse_for_the_network_must_be_asked_for_by_name(capsys):
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
 @pytest.mark.parametrize("option", ["dead-after", "join-within"])
 def test_a_time_that_is_none_is_refused(capsys, option, seconds):
-    assert main(["lighthouse", f"--{option}={seconds}"]) == 2
+    assert main(["launch", "lighthouse", f"--{option}={seconds}"]) == 2
     assert not lacks(capsys.readouterr().err, "--dead-after", "--join-within", "above 0")
 
 
 def test_a_lighthouse_that_cannot_listen_names_the_address(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["lighthouse", f"--port={port}"]) == 1
+        assert main(["launch", "lighthouse", f"--port={port}"]) == 1
     assert not lacks(capsys.readouterr().err, f"127.0.0.1:{port}", "in use")
 
 
 def test_what_needs_torchft_names_the_package(monkeypatch, capsys):
     for name in ("torchft", "torchft.coordination"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert main(["lighthouse"]) == 1
+    assert main(["launch", "lighthouse"]) == 1
     assert not lacks(capsys.readouterr().err, "torchft", "pip install")
     monkeypatch.delitem(sys.modules, "forge_plugin_torchft.session", raising=False)
     with pytest.raises(ForgeError, match=naming("parallel.torchft", "pip install")):
@@ -285,7 +285,7 @@ def test_what_needs_torchft_names_the_package(monkeypatch, capsys):
 def test_the_lighthouse_listens_on_loopback_unless_told_otherwise():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "forge_core", "lighthouse", f"--port={port}"]
+    command = [sys.executable, "-m", "forge_core", "launch", "lighthouse", f"--port={port}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline().startswith(f"lighthouse = 'http://127.0.0.1:{port}'")

@@ -111,7 +111,7 @@ def test_a_lighthouse_that_does_not_answer_is_named_within_the_limit(tmp_path):
     job = group_job(tmp_path, "http://127.0.0.1:9", 0)
     stage = attrs.evolve(job.parallel["torchft"], connect_timeout_s=0.5)
     words = Group(attrs.evolve(job, parallel={"torchft": stage})).wait()
-    assert not lacks(words, "http://127.0.0.1:9", "0.5 s", "forge-run lighthouse --port=9")
+    assert not lacks(words, "http://127.0.0.1:9", "0.5 s", "forge-run launch lighthouse --port=9")
 
 
 def test_a_group_with_another_secret_takes_no_state_and_ends_with_the_reason(tmp_path, monkeypatch):

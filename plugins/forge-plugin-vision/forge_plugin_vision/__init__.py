@@ -1,4 +1,7 @@
-"""Vision-language models: an image encoder, an adapter and a fusion around any language model."""
+"""Vision-language models: an image encoder, an adapter and a fusion around any language model.
+
+The subpackage `features` keeps the features of a frozen encoder on disk.
+"""
 
 from forge_plugin_vision.adapters import AttentionPool, AveragePool, LinearAdapter, MLPAdapter, Perceiver, PixelShuffle
 from forge_plugin_vision.any_resolution import AnyResolution

@@ -10,7 +10,7 @@ import numpy as np
 from attrs import field, frozen
 
 from forge_core.contracts.data import IGNORED_LABEL
-from forge_plugin_tasks.rows import ROW
+from forge_plugin_evaluate.tasks.rows import ROW
 
 if TYPE_CHECKING:
     from forge_plugin_vlm_eval.asked import Asked, Questions

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import min_len
 
 from forge_core.contracts.errors import DataError, JobError, Problem
-from forge_plugin_tasks import Item
+from forge_plugin_evaluate.tasks import Item
 from forge_plugin_vlm_eval.asked import Asked, ImageQuestions
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ class MultipleChoice(ImageQuestions):
         return Item("", tuple(choices), answer)
 
     def measure(self, questions: Questions, context: EvaluationContext) -> Mapping[str, float]:
-        from forge_plugin_tasks.measuring import log_probabilities
-        from forge_plugin_tasks.rows import row_length
-        from forge_plugin_tasks.scores import metrics_of
+        from forge_plugin_evaluate.tasks.measuring import log_probabilities
+        from forge_plugin_evaluate.tasks.rows import row_length
+        from forge_plugin_evaluate.tasks.scores import metrics_of
         from forge_plugin_vlm_eval.choice_rows import ChoiceRows
 
         tokenizer = context.build.tokenizer

@@ -27,8 +27,8 @@ from forge_core.engine.evaluation import evaluate
 from forge_kit.generation import WholeModel, join
 from forge_plugin_images import ImageText
 from forge_plugin_images.testing import LANGUAGE, tiny_model
-from forge_plugin_packing import BestFit
 from forge_plugin_text import Bytes, Text
+from forge_plugin_text.packing import BestFit
 from forge_plugin_vision import MultimodalRope
 from forge_plugin_vlm_eval import Anls, Captions, ExactMatch, MultipleChoice, captions
 from forge_plugin_vlm_eval.answers import check_generates
@@ -163,8 +163,8 @@ def test_numbers_are_those_of_the_model(changes, packing, tmp_path):
 def test_clips_are_asked_like_images(changes, tmp_path):
     """With times as text between their frames, and two captions each."""
     pytest.importorskip("av")
-    from forge_plugin_video import Frames, Uniform, VideoText
-    from forge_plugin_video.testing import bar_code, write_clip
+    from forge_plugin_images.video import Frames, Uniform, VideoText
+    from forge_plugin_images.video.testing import bar_code, write_clip
 
     lines = []
     for number in range(3):

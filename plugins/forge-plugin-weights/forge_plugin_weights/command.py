@@ -26,8 +26,11 @@ SHOWN = 20
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+HEADING = "use"
+
+
 def command(argv: list[str]) -> int:
-    """Bring published models in, and take trained ones out."""
+    """Import and export models in the format of Hugging Face."""
     options = _parser().parse_args(argv)
     return int(options.action(options))
 

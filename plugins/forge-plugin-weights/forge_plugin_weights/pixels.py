@@ -258,7 +258,7 @@ def _settings(keys: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
 
 
-VIDEOS = "forge-plugin-video/frames"
+VIDEOS = "forge-plugin-images/frames"
 """The type of a table `[data.sources.video]`."""
 
 

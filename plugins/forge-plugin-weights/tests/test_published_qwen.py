@@ -78,10 +78,10 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = {
 TIMESTAMPS = {"qwen2_5_vl": "positions", "qwen3_vl": "text"}
 VIDEOS = {
     "qwen2_5_vl": 'timestamps = "positions", '
-    'sampling = { type = "forge-plugin-video/fps", multiple = 2, fps = 2.0, max_frames = 768 }',
+    'sampling = { type = "forge-plugin-images/fps", multiple = 2, fps = 2.0, max_frames = 768 }',
     "qwen3_vl": 'timestamps = "text", '
     'timestamp_format = "<{seconds:.1f} seconds><|vision_start|>{frame}<|vision_end|>", '
-    'sampling = { type = "forge-plugin-video/uniform", fps = 2.0, max_frames = 768 }',
+    'sampling = { type = "forge-plugin-images/uniform", fps = 2.0, max_frames = 768 }',
 }
 SHARED = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
 

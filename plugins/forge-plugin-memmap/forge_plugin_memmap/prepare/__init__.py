@@ -1,4 +1,4 @@
-"""`forge-run prepare-data`: from text, JSON lines and Parquet to shards of token ids.
+"""`forge-run data prepare`: from text, JSON lines and Parquet to shards of token ids.
 
 One process reads the inputs in order (`inputs`, `text_files`, `parquet_files`) and cuts them into chunks. Workers
 encode chunks (`encoding`). The first process appends the results, in order, to shards (`writing`), and records its

@@ -1,4 +1,4 @@
-"""`forge-run prepare-data`."""
+"""`forge-run data prepare`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ KEYS = "--tokenizer."
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
+HEADING = "start"
+
+
 def command(argv: list[str]) -> int:
-    """Tokenise text, JSON lines and Parquet once, for the dataset `memmap`.
+    """Tokenize text, JSON lines and Parquet for the dataset `memmap`.
 
     The output depends on the inputs and the arguments, not on the number of workers. A command that was killed
     continues where it stopped when it is given again.
@@ -72,7 +75,7 @@ def read_settings(argv: list[str]) -> Settings:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="forge-run prepare-data", description=command.__doc__)
+    parser = argparse.ArgumentParser(prog="forge-run data prepare", description=command.__doc__)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="files, folders and globs, in order: .txt, .md and .py are one "
         "document a file, .jsonl is one a line (each also .gz or .zst), .parquet is one a row")  # fmt: skip
@@ -92,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=count, default=0, metavar="N", help="processes that encode; 0: one a core (0)")
     with_examples(
         parser,
-        "forge-run prepare-data texts/ --tokenizer bpe --tokenizer.vocab_size=32000 --output data",
-        "forge-run prepare-data 'web/*.jsonl.zst' --job job.toml --output data --held-out-every 1000",
+        "forge-run data prepare texts/ --tokenizer bpe --tokenizer.vocab_size=32000 --output data",
+        "forge-run data prepare 'web/*.jsonl.zst' --job job.toml --output data --held-out-every 1000",
     )
     return parser
 

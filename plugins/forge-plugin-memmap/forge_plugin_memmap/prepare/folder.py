@@ -111,7 +111,7 @@ def _lock(descriptor: int, folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         fix = "wait for it, or give another --output"
-        raise ForgeError(f"another prepare-data is at work in {folder}; {fix}") from error
+        raise ForgeError(f"another data prepare is at work in {folder}; {fix}") from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
@@ -161,7 +161,7 @@ def _begin(folder: Path, arguments: Arguments, inputs: Inputs) -> State:
 def _demand_empty(folder: Path) -> None:
     others = sorted(path.name for path in folder.iterdir() if path.name != INPUTS)
     if others:
-        message = f"{folder} holds {others[0]!r}, which is not of an unfinished prepare-data"
+        message = f"{folder} holds {others[0]!r}, which is not of an unfinished data prepare"
         raise JobError(f"{message}; give an empty or new folder as --output")
 
 

@@ -1,4 +1,4 @@
-"""The work of `prepare-data`, from arguments to a finished folder."""
+"""The work of `data prepare`, from arguments to a finished folder."""
 
 from __future__ import annotations
 

@@ -24,8 +24,14 @@ REMOTE = re.compile(r"(?P<host>[^/:]+):(?P<folder>.+)")
 """As for scp: a colon before the first slash."""
 
 
+HEADING = "watch"
+
+
 def command(argv: list[str]) -> int:
-    """Watch runs in the terminal, also on other hosts: curves, pace, remaining time, signs of life."""
+    """Follow runs in the terminal: curves, throughput, time left.
+
+    Runs may be on other hosts.
+    """
     parser = argparse.ArgumentParser("forge-run watch", description=command.__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder, or one of another host by ssh: host:runs/big")

@@ -508,7 +508,7 @@ class Qwen2_5_VL(QwenVL):  # noqa: N801
     towers: ClassVar[Mapping[str, Tower]] = {name: Qwen25Vision() for name in ("qwen2_5_vl_vision", "qwen2_5_vl")}
 
     def videos(self, model: Flat) -> Mapping[str, Any]:
-        sampling = {"type": "forge-plugin-video/fps", "multiple": model[f"{ENCODER}.frames"]}
+        sampling = {"type": "forge-plugin-images/fps", "multiple": model[f"{ENCODER}.frames"]}
         return {"timestamps": "positions", "sampling": {**sampling, **RATE}}
 
 
@@ -524,7 +524,7 @@ class Qwen3VL(QwenVL):
     towers: ClassVar[Mapping[str, Tower]] = {name: Qwen3Vision() for name in ("qwen3_vl_vision", "qwen3_vl")}
 
     def videos(self, model: Flat) -> Mapping[str, Any]:
-        sampling = {"type": "forge-plugin-video/uniform", **RATE}
+        sampling = {"type": "forge-plugin-images/uniform", **RATE}
         return {"timestamps": "text", "timestamp_format": TIME_OF_FRAME, "sampling": sampling}
 
 

@@ -1,0 +1,110 @@
+"""The batch script of a run: the resources it requests from SLURM, and the one command that it becomes."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from attrs import frozen
+
+from forge_kit.outputs import MARK
+from forge_plugin_launch.slurm.cluster import Cluster
+from forge_plugin_launch.slurm.records import FOLDER, SCRIPT
+
+
+@frozen(kw_only=True)
+class RunScript:
+    """The script of one run."""
+
+    name: str
+    run: Path
+    """Its folder, absolute."""
+    work: Path
+    """Working directory, in which relative paths of the job start."""
+    words: tuple[str, ...]
+    """Job files and overrides."""
+    cluster: Cluster
+    excluded: tuple[str, ...] = ()
+    """Nodes that failed twice in earlier attempts."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch from the command line."""
+
+    def text(self) -> str:
+        """Returns the text of `submit.sh`."""
+        lines = ["#!/bin/bash", f"# {MARK}: of `forge-run submit`; `sbatch` takes it again as it is.", *self._header()]
+        return "\n".join([*lines, "", *self.cluster.setup, self._command(), ""])
+
+    def _header(self) -> Iterator[str]:
+        own = {"job-name": self.name, "output": self.run / FOLDER / "%j.log"}
+        yield from _directives(own)
+        yield from shared_directives(self.cluster, self.excluded, self.work, self.options)
+
+    def _command(self) -> str:
+        # `exec`: one process less between SLURM and the program that has to know what SLURM does
+        policy = [
+            f"--max-idle-restarts={self.cluster.max_idle_restarts}",
+            f"--requeue={','.join(self.cluster.requeue)}",
+        ]
+        attempt = [sys.executable, "-P", "-m", "forge_plugin_launch.slurm.attempt", str(self.run), *policy, "--"]
+        # Not --kill-on-bad-exit: ranks that saved exit with 75 one after the other, and the first would have the others
+        # killed before their last output. Nor --wait, which would kill the remaining tasks some time after the first
+        # end, even a good one. Forge ends ranks whose peers have failed; `attempt` ends the step of ranks that cannot
+        # receive this.
+        srun = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
+        if self.cluster.cpus_per_task:  # which srun no longer takes from sbatch, from SLURM 22.05 on
+            srun.append(f"--cpus-per-task={self.cluster.cpus_per_task}")
+        train = [sys.executable, "-m", "forge_core", "run", *self.words]
+        parts = [attempt, [*srun, *self.cluster.srun], train]
+        return "exec " + " \\\n  ".join(shlex.join(part) for part in parts)
+
+
+def shared_directives(
+    cluster: Cluster, excluded: Sequence[str], work: Path, options: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yields the `#SBATCH` lines that runs of one submission have in common."""
+    yield from _directives({"chdir": work, "nodes": cluster.nodes, "ntasks-per-node": cluster.ranks_per_node})
+    asked = {
+        "gpus-per-node": cluster.gpus_per_node,
+        "cpus-per-task": cluster.cpus_per_task,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "time": cluster.time,
+        "exclude": ",".join([*cluster.exclude, *excluded]),
+    }
+    yield from _directives({name: value for name, value in asked.items() if value})
+    # Without --requeue SLURM refuses to queue the job again, also when it is asked to; one log for all attempts
+    yield from ("#SBATCH --requeue", "#SBATCH --open-mode=append")
+    yield from _directives(dict(cluster.sbatch))
+    yield from (f"#SBATCH {shlex.quote(option)}" for option in options)
+
+
+def _directives(options: dict[str, object]) -> Iterator[str]:
+    for name, value in options.items():
+        option = f"{'-' if len(name) == 1 else '--'}{name.lstrip('-')}"
+        if value is True:
+            yield f"#SBATCH {option}"
+        elif value is not False:
+            yield f"#SBATCH {shlex.quote(f'{option} {value}' if len(name) == 1 else f'{option}={value}')}"
+
+
+def array_text(scripts: Sequence[RunScript], at_once: int, output: Path) -> str:
+    """Returns the script of an array, of which each task becomes the script of one run."""
+    first = scripts[0]
+    limit = f"%{at_once}" if at_once else ""
+    own = {"job-name": f"{first.name}-array", "output": output, "array": f"0-{len(scripts) - 1}{limit}"}
+    excluded = list(dict.fromkeys(node for script in scripts for node in script.excluded))
+    paths = " \\\n  ".join(shlex.quote(str(script.run / SCRIPT)) for script in scripts)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# {MARK}: of `forge-run submit --array`; task N is run N of these.",
+            *_directives(dict(own)),
+            *shared_directives(first.cluster, excluded, first.work, first.options),
+            "",
+            f"scripts=({paths})",
+            'exec bash "${scripts[$SLURM_ARRAY_TASK_ID]}"',
+            "",
+        ]
+    )

@@ -1,0 +1,94 @@
+"""`forge-run submit --status`: the queue, the attempts and the step of a run."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from forge_core.checkpoint.run_folder import RunFolder, refuse_file
+from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.run_owner import owner
+from forge_kit.tables import columns
+from forge_plugin_launch.slurm import scheduler
+from forge_plugin_launch.slurm.records import (
+    CURRENT,
+    FOLDER,
+    SUBMISSION,
+    Attempt,
+    attempt_of,
+    last_metrics,
+    read_attempts,
+    read_json,
+)
+from forge_plugin_launch.slurm.scheduler import SlurmError
+
+SHOWN = 20
+"""Attempts that are shown, the last ones."""
+
+
+def print_status(run: Path) -> int:
+    """Print the status of a run that was submitted; needs neither the queue nor a running job."""
+    refuse_file(run)
+    if not run.is_dir():
+        raise JobError(f"{run}: no such run folder")
+    submission, attempts = read_json(run / FOLDER / SUBMISSION), read_attempts(run)
+    if not submission and not attempts:
+        raise JobError(f"{run} was not submitted by `forge-run submit`: it has no {FOLDER}/{SUBMISSION}")
+    print(columns([*_summary(run, submission.get("job", attempts[-1].job if attempts else ""), attempts)]))
+    under_way = read_json(run / FOLDER / CURRENT)
+    if attempts or under_way:
+        current = [attempt_of(under_way)] if under_way else []
+        rows = [["attempt", "job", "nodes", "began", "lasted", "steps", "code", "end"]]
+        numbered = list(enumerate([*attempts, *current], start=1))
+        print("\n" + columns(rows + [_row(number, attempt) for number, attempt in numbered[-SHOWN:]]))
+    return ExitCode.FINISHED
+
+
+def _summary(run: Path, job: str, attempts: Sequence[Attempt]) -> Iterator[Sequence[str]]:
+    record, steps = last_metrics(run), _steps(run)
+    yield "run", str(run)
+    yield "job", f"{job}: {_queue(job)}"
+    if record:
+        of = f" of {steps:,}" if steps else ""
+        yield "step", f"{record['step']:,}{of}, loss {record['loss']:.4f}"
+    else:
+        yield "step", "none yet"
+    if user := owner(run):
+        yield "trains", user
+    if attempts:
+        last = attempts[-1]
+        yield "last end", f"{last.reason}; {last.action}"
+        if last.log:
+            yield "log", last.log
+
+
+def _queue(job: str) -> str:
+    if shutil.which("squeue") is None:
+        return "unknown here, where there is no squeue"
+    try:
+        return scheduler.queue_state(job) or "not in the queue"
+    except SlurmError as error:
+        return f"unknown: {error}"
+
+
+def _steps(run: Path) -> int | None:
+    try:
+        return RunFolder(run).job()["train"]["steps"]
+    except (JobError, KeyError):
+        return None  # it has not begun
+
+
+def _row(number: int, attempt: Attempt) -> list[str]:
+    began = time.strftime("%m-%d %H:%M", time.localtime(attempt.began))
+    seconds = (attempt.ended or time.time()) - attempt.began
+    lasted = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else _hours(seconds)
+    steps = "" if attempt.step_began is None else f"{attempt.step_began} to {attempt.step_ended}"
+    code = "" if attempt.code is None else str(attempt.code)
+    end = f"{attempt.kind}, {attempt.action}" if attempt.action else "under way"
+    return [str(number), f"{attempt.job}.{attempt.restart}", attempt.nodes, began, lasted, steps, code, end]
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h"

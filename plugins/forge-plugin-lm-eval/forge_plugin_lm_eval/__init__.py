@@ -1,1 +1,0 @@
-"""The command `forge-run evaluate`, and `forge_plugin_lm_eval.model.ForgeLM`, a model for lm-evaluation-harness."""

@@ -1,0 +1,140 @@
+"""`forge-run doctor`: is this machine fit for training?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
+from forge_core.contracts.errors import JobError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from forge_plugin_plan.doctor.examination import Examined
+    from forge_plugin_plan.doctor.results import Surroundings
+
+
+HEADING = "start"
+
+
+def command(argv: list[str]) -> int:
+    """Check this machine; see also `doctor gpus`, `doctor drill`.
+
+    The command checks versions, devices, file systems, limits, network, ranks and scheduler. Each line shows what was
+    found and, for a problem, how to fix it. The exit code is 1 if a check failed. Nothing is left behind, and no
+    network is needed. On several machines, each machine checks itself.
+    """
+    options, files, overrides = parse_job_arguments(_parser(), argv)
+    if overrides and not files:
+        raise JobError(f"{overrides[0]}: is a key of a job, and there is none to check; name its file too")
+    from forge_plugin_plan.doctor.ranks import Ranks
+
+    started = time.perf_counter()
+    ranks = Ranks(options.ranks, options.time_limit)
+    try:
+        examined = _examine(_surroundings(options, overrides, ranks), show=not options.json)
+    finally:
+        ranks.close()
+    from forge_core.contracts.errors import ExitCode
+    from forge_plugin_plan.doctor.examination import counts
+    from forge_plugin_plan.doctor.results import State
+
+    found = counts(examined)
+    seconds = time.perf_counter() - started
+    if options.json:
+        import json
+
+        print(json.dumps(_as_json(examined, seconds), indent=1, ensure_ascii=False))
+    else:
+        print("\n" + ", ".join(f"{count} {state}" for state, count in found.items()) + f"; {seconds:.0f} s")
+    return ExitCode.FAILED if found[State.FAILED] else ExitCode.FINISHED
+
+
+def _examine(surroundings: Surroundings, show: bool) -> Sequence[Examined]:
+    from forge_plugin_plan.doctor.examination import examine
+    from forge_plugin_plan.doctor.screen import Screen
+
+    screen = Screen() if show else None
+    examined = []
+    for one in examine(surroundings):
+        examined.append(one)
+        if screen is not None:
+            screen.show(one)
+    return examined
+
+
+def _surroundings(options: argparse.Namespace, overrides: list[str], ranks: Any) -> Surroundings:
+    from forge_kit.cache import cache_root
+    from forge_plugin_plan.doctor.results import Surroundings
+
+    output = options.output
+    if output is None and options.files:
+        from forge_plugin_plan.doctor.job import read_output
+
+        output = read_output(options.files, overrides, options.world_size)
+    return Surroundings(
+        output=Path(output or "runs"),
+        cache=cache_root(),
+        environment=dict(os.environ),
+        files=options.files,
+        overrides=overrides,
+        world_size=options.world_size,
+        ranks=ranks,
+    )
+
+
+def _as_json(examined: Sequence[Examined], seconds: float) -> dict[str, Any]:
+    import platform
+    import socket
+
+    from forge_plugin_plan.doctor.packages import versions
+
+    checks = [
+        {
+            "group": one.group,
+            "name": one.result.name,
+            "state": one.result.state.value,
+            "seen": one.result.seen,
+            "mend": one.result.mend,
+            "seconds": round(one.seconds, 3),
+        }
+        for one in examined
+    ]
+    return {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "seconds": round(seconds, 1),
+        "versions": versions(),
+        "checks": checks,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("forge-run doctor", description=command.__doc__)
+    job = "job to check too, layered from left to right"
+    parser.add_argument("files", nargs="*", metavar="JOB.toml", help=job)
+    output = "folder of run folders, whose file system is checked (job.output of the job, else runs)"
+    parser.add_argument("--output", metavar="FOLDER", help=output)
+    ranks = "processes on this machine that try collectives with each other (2)"
+    parser.add_argument("--ranks", type=rank_count, default=2, metavar="N", help=ranks)
+    limit = "seconds in which they must be done (60)"
+    parser.add_argument("--time-limit", type=positive, default=60, metavar="S", help=limit)
+    world = "ranks that the job is to run on (1)"
+    parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=world)
+    parser.add_argument("--json", action="store_true", help="print JSON, with all versions")
+    each_node = "srun --ntasks-per-node=1 forge-run doctor --output /scratch/runs"
+    with_examples(parser, "forge-run doctor", "forge-run doctor job.toml --ranks 4", each_node)
+    return parser
+
+
+def rank_count(text: str) -> int:
+    """Type of the option `--ranks`."""
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError("must be at least 2: one has nobody to talk to")
+    return value

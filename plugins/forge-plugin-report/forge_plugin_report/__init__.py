@@ -1,5 +1,0 @@
-"""Reports on runs: the command `report`, and the sections that every report has."""
-
-from forge_plugin_report.command import write_report
-
-__all__ = ["write_report"]

@@ -1,0 +1,5 @@
+"""The fire drill: command `doctor drill`, and the plugin by which it reaches into the ranks of a run."""
+
+from forge_plugin_resilience.drill.plugin import Drill
+
+__all__ = ["Drill"]

@@ -1,0 +1,12 @@
+"""`spikes` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from forge_plugin_resilience.spikes import Spikes
+from forge_testing.suites import HookSuite
+
+
+class TestQuiet(HookSuite):
+    """Nothing is a spike in six clean steps."""
+
+    component = Spikes()

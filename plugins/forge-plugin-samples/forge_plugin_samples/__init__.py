@@ -1,5 +1,0 @@
-"""Text sampled during training: type `samples` of kind `hook`."""
-
-from forge_plugin_samples.samples import Samples
-
-__all__ = ["Samples"]

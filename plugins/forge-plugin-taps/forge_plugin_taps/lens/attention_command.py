@@ -1,0 +1,70 @@
+"""`forge-run inside attention`: what the heads of a trained model attend to."""
+
+from __future__ import annotations
+
+import argparse
+
+from forge_core.cli.command_line import with_examples
+from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.tables import columns
+from forge_plugin_taps.lens.prompts import add_model, load, picture_path, prompt_ids, title_of, token_texts
+
+MOST = 160
+"""Maps in one picture."""
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers and ranges: `0,3-5`."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"must be numbers and ranges such as 0,3-5, got {text!r}")
+        if last and int(last) < int(first):
+            raise argparse.ArgumentTypeError(f"{part!r} is no range: its end is before its start")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+HEADING = "use"
+
+
+def command(argv: list[str]) -> int:
+    """Draw what the heads of a trained model attend to.
+
+    Weights are computed from queries and keys, separately from the kernel that runs. The table summarises each head.
+    The model is loaded whole on one process, whatever layout it was trained under.
+    """
+    parser = argparse.ArgumentParser(prog="forge-run inside attention", description=command.__doc__)
+    add_model(parser, "attention")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text that is read")
+    parser.add_argument("--layers", type=numbers, metavar="LIST", help="layers, such as 0,3-5 (all)")
+    parser.add_argument("--heads", type=numbers, metavar="LIST", help="heads of each (all)")
+    with_examples(
+        parser,
+        'forge-run inside attention runs/quickstart --prompt "def main(): return main"',
+        "forge-run inside attention runs/quickstart --prompt 'one two one' --layers 1 --heads 0-3",
+    )
+    return _show(parser.parse_args(argv))
+
+
+def _show(options: argparse.Namespace) -> int:
+    from forge_plugin_taps.lens.head_maps import attention_maps
+    from forge_plugin_taps.lens.pictures import draw_attention, has_glyphs
+
+    trained, tokenizer = load(options)
+    ids = prompt_ids(tokenizer, options.prompt, options)
+    maps = attention_maps(trained.model, ids, options.layers, options.heads)
+    if (count := len(maps.layers) * len(maps.heads)) > MOST:
+        raise JobError(f"{count} maps are too many for one picture, which has {MOST}; choose --layers or --heads")
+    rows = [["layer", "head", "entropy", "itself", "the one before", "the first"]]
+    for layer, weights in zip(maps.layers, maps.weights.double(), strict=True):
+        for head, own in zip(maps.heads, weights, strict=True):
+            entropy = -(own * own.clamp(min=1e-30).log()).sum(-1).mean()
+            means = (own.diagonal().mean(), own.diagonal(-1).sum() / max(1, len(own) - 1), own[:, 0].mean())
+            rows.append([layer, str(head), f"{entropy.item():.3f}", *(f"{mean.item():.3f}" for mean in means)])
+    print(columns(rows))
+    path = picture_path(options, "attention")
+    draw_attention(maps, token_texts(tokenizer, ids, has_glyphs), path, title_of(trained, "attention"))
+    print(f"picture: {path}")
+    return ExitCode.FINISHED
