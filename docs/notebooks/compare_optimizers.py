@@ -70,7 +70,7 @@ figure.savefig("optimizers.png", dpi=150)
 # One seed and one rate are a sketch and no comparison. `forge-run compare` does it properly, over grids of rates and
 # several seeds, with a table and a picture, resumable, several at a time:
 #
-#     forge-run compare job.toml --set optimizer.lr=1e-3,3e-3 --set job.seed=1,2,3 --output compared
+#     forge-run compare job.toml --set optimizer.lr=1e-3,3e-3 --set job.seed=1,2,3 --out compared
 #
 # The first line of each run is the same to the bit: the loss before any update.
 

@@ -55,7 +55,7 @@ def documents(megabytes: float) -> Iterator[str]:
 
 
 def run_command(lines: Path, tokenizer: Path, output: Path, workers: int) -> Cost:
-    options = ["--output", str(output), "--tokenizer", str(tokenizer), "--workers", str(workers)]
+    options = ["--out", str(output), "--tokenizer", str(tokenizer), "--workers", str(workers)]
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "forge_core", "data", "prepare", str(lines), *options], stdout=subprocess.DEVNULL
@@ -83,7 +83,7 @@ def train_tokenizer(lines: Path, folder: Path) -> Path:
     """A tokenizer.json, by the command itself."""
     sample = folder / "sample.jsonl"
     sample.write_text("".join(lines.read_text().splitlines(keepends=True)[:400]))
-    options = ["--output", str(folder / "sample"), "--tokenizer", "bpe", f"--tokenizer.vocab_size={VOCABULARY}"]
+    options = ["--out", str(folder / "sample"), "--tokenizer", "bpe", f"--tokenizer.vocab_size={VOCABULARY}"]
     command = [sys.executable, "-m", "forge_core", "data", "prepare", str(sample), *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder / "sample/tokenizer/files/tokenizer.json"

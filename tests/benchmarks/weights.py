@@ -208,10 +208,10 @@ def call(action: str, folder: Path, environment: dict[str, str]) -> dict[str, fl
         return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
     published, run, out = (str(folder / name) for name in ("published", "run", "out"))
     forge = [sys.executable, "-m", "forge_core", "weights"]
-    bring_in = [*forge, "import", published, "--output", run, "--no-tokenizer"]
+    bring_in = [*forge, "import", published, "--out", run, "--no-tokenizer"]
     commands = {
         "command import": bring_in,
-        "command export": [*forge, "export", run, "--output", out],
+        "command export": [*forge, "export", run, "--out", out],
         "command from_pretrained": [sys.executable, "-c", LOAD, published],
         "command from_pretrained, save_pretrained": [
             sys.executable, "-c", f"{LOAD}; model.save_pretrained(sys.argv[2])", published, out

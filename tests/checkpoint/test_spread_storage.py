@@ -171,7 +171,7 @@ class TestCommands:
         assert not list(Path("cache-0").glob("*/*.distcp")), "sizes need no file"
         assert main(["checkpoints", "runs/run", "verify"]) == 0
         assert main(["checkpoints", "runs/run", "diff", "2", "4"]) == 0
-        assert main(["checkpoints", "runs/run", "export", "--step", "2", "--output", "out"]) == 0
+        assert main(["checkpoints", "runs/run", "export", "--step", "2", "--out", "out"]) == 0
         assert main(["checkpoints", "runs/run", "prune", "--keep", "1"]) == 0
         assert [path.name for path in Path("bucket").iterdir()] == ["step-4"]
 
@@ -215,7 +215,7 @@ def test_a_language_model_is_sampled_and_exported(capsys):
     assert main(["generate", "runs/words", "--prompt", "the cat", "--max-tokens", "3"]) == 0
     assert "the cat" in capsys.readouterr().out
     forget()
-    assert main(["weights", "export", "runs/words/checkpoints/step-2", "--output", "out"]) == 0
+    assert main(["weights", "export", "runs/words/checkpoints/step-2", "--out", "out"]) == 0
     assert Path("out/model.safetensors").is_file()
 
 

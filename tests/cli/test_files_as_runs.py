@@ -32,7 +32,7 @@ ARGUMENTS = {
     "show": ["RUN"],
     "submit": ["--status", "RUN"],
     "watch": ["RUN", "--once"],
-    "weights": ["export", "RUN", "--output", "out"],
+    "weights": ["export", "RUN", "--out", "out"],
 }
 """Arguments of each command whose help has a RUN; None of one to which a file is no mistake."""
 

@@ -306,8 +306,8 @@ MISTAKES = [
     Mistake(71, "generate runs/zzz", "runs/zzz", torch=True),
     Mistake(72, "compare job.toml --set optimizer.lrr=1,2 --out c", "did you mean 'lr'?"),
     Mistake(72, "compare job.toml --set optimizer.lr --out c", "not as key=value"),
-    Mistake(73, "data prepare --output o --tokenizer bytes", "the following arguments are required: INPUT"),
-    Mistake(73, "data prepare text --output o --tokenizer bpee", "did you mean 'bpe'?"),
+    Mistake(73, "data prepare --out o --tokenizer bytes", "the following arguments are required: INPUT"),
+    Mistake(73, "data prepare text --out o --tokenizer bpee", "did you mean 'bpe'?"),
     Mistake(
         74,
         "job.toml --model.dim=2000000",

@@ -11,7 +11,7 @@ from parsers import OFFERS, parsed, parsers
 from forge_core.cli import HEADINGS, command_summary, main
 from forge_core.plugins.catalog import Offer
 
-PLACES = {"--output": {"DIR", "FOLDER", "FILE", "PATH", "RUN"}, "--json": {None}, "--device": {None}}
+PLACES = {"--out": {"DIR", "FOLDER", "FILE", "PATH", "RUN"}, "--json": {None}, "--device": {None}}
 
 
 @pytest.mark.parametrize("offer", OFFERS, ids=lambda offer: offer.type)

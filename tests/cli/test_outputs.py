@@ -35,10 +35,10 @@ OTHERS = {
 }
 OUTPUTS = {
     "inside attention --out": "inside attention RUN --prompt a --out={}.png",
-    "checkpoints RUN export --output": "checkpoints RUN export --output={}",
-    "compare --output": "compare JOB.toml --output={}",
-    "doctor drill --output": "doctor drill JOB.toml --output={}",
-    "evaluate --output": "evaluate RUN --tasks a --output={}",
+    "checkpoints RUN export --out": "checkpoints RUN export --out={}",
+    "compare --out": "compare JOB.toml --out={}",
+    "doctor drill --out": "doctor drill JOB.toml --out={}",
+    "evaluate --out": "evaluate RUN --tasks a --out={}",
     "inside extract --out": "inside extract RUN --out={}",
     "profile goodput --picture": "profile goodput RUN --picture={}.svg",
     "init job": "init --stdlib {}",
@@ -46,13 +46,13 @@ OUTPUTS = {
     "data picture --out": "data picture JOB.toml --out={}.html",
     "new-plugin --dir": "new-plugin optimizer my_optimizer --dir={}",
     "inside patch --out": "inside patch RUN --clean a --corrupted b --out={}.png",
-    "data prepare --output": "data prepare {here} --tokenizer bpe --output={}",
+    "data prepare --out": "data prepare {here} --tokenizer bpe --out={}",
     "replay --scratch": "replay RUN --step 1 --scratch={}",
     "report --out": "report RUN --out={}.html",
     "inside sae --out": "inside sae RUN --out={}",
     "inside taps --out": "inside taps export STORE --to npz --out={}",
-    "weights export --output": "weights export RUN --output={}",
-    "weights import --output": "weights import FOLDER --output={}",
+    "weights export --out": "weights export RUN --out={}",
+    "weights import --out": "weights import FOLDER --out={}",
     "weights verify --report": "weights verify A B --report={}.json",
 }
 """A command line for each; the inputs that it names need not exist, as the output is looked at before."""

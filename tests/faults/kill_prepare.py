@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 DOCUMENTS = 8_000
-COMMAND = [sys.executable, "-m", "prepares_often", "data", "prepare", "texts", "--tokenizer=bytes", "--output=data"]
+COMMAND = [sys.executable, "-m", "prepares_often", "data", "prepare", "texts", "--tokenizer=bytes", "--out=data"]
 OFTEN = """
 import sys
 

@@ -164,7 +164,7 @@ class Campaign:
 
         output = self.folder / f"{number}.safetensors"
         run = f"runs/group-{number}"
-        self.forge(["checkpoints", run, "export", "--output", str(output)], "export").wait()
+        self.forge(["checkpoints", run, "export", "--out", str(output)], "export").wait()
         if not output.exists():
             return f"none of {number}"
         digest = hashlib.sha256()

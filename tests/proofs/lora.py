@@ -10,7 +10,7 @@
 
 What was learnt can be added to the matrices, which gives a model of the shape that it had before:
 
-    forge-run checkpoints runs/adapted export --output adapted.safetensors
+    forge-run checkpoints runs/adapted export --out adapted.safetensors
     python lora.py adapted.safetensors merged.safetensors
 """
 

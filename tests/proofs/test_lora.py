@@ -49,7 +49,7 @@ def adapted(job_files, run_folder):
 
 
 def exported(folder: Path, path: Path) -> dict[str, torch.Tensor]:
-    assert main(["checkpoints", str(folder), "export", "--output", str(path)]) == 0
+    assert main(["checkpoints", str(folder), "export", "--out", str(path)]) == 0
     return load_file(path)
 
 

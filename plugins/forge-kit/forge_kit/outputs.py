@@ -60,7 +60,7 @@ def free_path(path: Path, option: str) -> Path:
 
     Args:
         path: as the user wrote it; `~` is the home folder.
-        option: by which errors name it (`--output`).
+        option: by which errors name it (`--out`).
 
     Raises:
         JobError: there is something, or it cannot be written.

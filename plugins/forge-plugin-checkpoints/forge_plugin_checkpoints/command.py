@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "forge-run checkpoints runs/quickstart",
         "forge-run checkpoints runs/quickstart --json",
         "forge-run checkpoints runs/quickstart verify 400",
-        "forge-run checkpoints runs/quickstart export --output model.safetensors",
+        "forge-run checkpoints runs/quickstart export --out model.safetensors",
     )
     actions = parser.add_subparsers(
         metavar="ACTION", required=True, help="list if left out; ACTION --help has its options"
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     export = add("export", export_checkpoint)
     export.add_argument(
-        "--output", type=Path, required=True, metavar="PATH", help="NAME.safetensors for one file, else a folder"
+        "--out", type=Path, required=True, metavar="PATH", help="NAME.safetensors for one file, else a folder"
     )
     export.add_argument("--step", type=count, metavar="N", help="by default the newest intact one")
     export.add_argument("--shard-size", type=gigabytes, default="5", metavar="GB", help="of each file of a folder (5)")
@@ -304,7 +304,7 @@ def export_checkpoint(options: argparse.Namespace) -> int:
     from forge_core.checkpoint.resume import locate
     from forge_plugin_checkpoints.export import export_weights
 
-    output = free_path(options.output, "--output")
+    output = free_path(options.out, "--out")
     storage = _storage(options.run)
     if options.step is not None:
         _demand_step(options.step, storage.steps(), options.run)

@@ -39,12 +39,12 @@ def export_weights(
         JobError: `output` exists already, or cannot be written.
         CheckpointError: the checkpoint cannot be read.
     """
-    output = free_path(output, "--output")
+    output = free_path(output, "--out")
     entries = stored_tensors(checkpoint)
     stored = {name: entries[name] for name in evaluated_names(entries).values()}
     one_file = output.suffix == SUFFIX
     shards = [] if one_file else batches(stored, stored, shard_bytes)
-    with unfinished(output, "--output") as aside:
+    with unfinished(output, "--out") as aside:
         if one_file:
             _write(aside, checkpoint, list(stored), stored, _metadata(manifest))
             return [output]

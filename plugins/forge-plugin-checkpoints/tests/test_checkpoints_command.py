@@ -291,14 +291,14 @@ class TestExport:
 
     def test_one_file_holds_the_models_tensors_to_the_bit(self, checkpoints, weights, tmp_path):
         path = tmp_path / "out/model.safetensors"
-        code, out, _ = checkpoints("export", "--output", str(path))
+        code, out, _ = checkpoints("export", "--out", str(path))
         assert (code, [*path.parent.iterdir()]) == (0, [path])
         assert out.startswith(f"{path}: ")
         assert self.same(load_file(path), weights)
 
     def test_its_metadata_tell_the_job_and_the_step(self, checkpoints, tmp_path, run):
         path = tmp_path / "model.safetensors"
-        checkpoints("export", "--output", str(path), "--step", "2")
+        checkpoints("export", "--out", str(path), "--step", "2")
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
         assert (metadata["format"], metadata["step"], metadata["tokens"]) == ("pt", "2", "64")
@@ -306,8 +306,8 @@ class TestExport:
 
     def test_a_folder_gets_shards_with_an_index(self, checkpoints, weights, tmp_path):
         folder = tmp_path / "out"
-        assert checkpoints("export", "--output", str(folder), "--shard-size", "-1")[0] == 2
-        assert checkpoints("export", "--output", str(folder), "--shard-size", "4e-6")[0] == 0
+        assert checkpoints("export", "--out", str(folder), "--shard-size", "-1")[0] == 2
+        assert checkpoints("export", "--out", str(folder), "--shard-size", "4e-6")[0] == 0
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
         assert len(files) > 1
@@ -318,27 +318,27 @@ class TestExport:
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights.last.values())
 
     def test_a_small_model_is_one_file_in_the_folder(self, checkpoints, weights, tmp_path):
-        checkpoints("export", "--output", str(tmp_path / "out"))
+        checkpoints("export", "--out", str(tmp_path / "out"))
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"], "and no index of files"
         assert self.same(load_file(tmp_path / "out/model.safetensors"), weights)
 
     def test_the_newest_intact_one_is_taken(self, checkpoints, run, tmp_path):
         flip(run, 4)
         with pytest.warns(UserWarning, match="step-4"):
-            checkpoints("export", "--output", str(tmp_path / "m.safetensors"))
+            checkpoints("export", "--out", str(tmp_path / "m.safetensors"))
         with safe_open(tmp_path / "m.safetensors", "pt") as file:
             assert file.metadata()["step"] == "2"
 
     def test_a_damaged_one_is_refused(self, checkpoints, run, tmp_path):
         file = flip(run, 4)
-        code, _, err = checkpoints("export", "--output", str(tmp_path / "m.safetensors"), "--step", "4")
+        code, _, err = checkpoints("export", "--out", str(tmp_path / "m.safetensors"), "--step", "4")
         assert code == ExitCode.FAILED
         assert f"{file} is damaged" in err
         assert not (tmp_path / "m.safetensors").exists()
 
     def test_nothing_is_overwritten(self, checkpoints, tmp_path):
         (tmp_path / "m.safetensors").write_text("mine")
-        code, _, err = checkpoints("export", "--output", str(tmp_path / "m.safetensors"))
+        code, _, err = checkpoints("export", "--out", str(tmp_path / "m.safetensors"))
         assert code == ExitCode.BAD_JOB
         assert "exists already" in err
         assert (tmp_path / "m.safetensors").read_text() == "mine"

@@ -49,7 +49,7 @@ def test_the_checkpoint_is_listed_and_exported_like_any_other(tmp_path, build, m
     assert main(["checkpoints", str(tmp_path / "imported")]) == 0
     assert "intact" in capsys.readouterr().out
     output = tmp_path / "exported.safetensors"
-    assert main(["checkpoints", str(tmp_path / "imported"), "export", "--output", str(output)]) == 0
+    assert main(["checkpoints", str(tmp_path / "imported"), "export", "--out", str(output)]) == 0
     exported = load_file(output)
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)

@@ -51,7 +51,7 @@ def closed_form(weights, decays):
 
 def exported(folder, tmp_path, name="out"):
     path = tmp_path / f"{name}.safetensors"
-    assert main(["checkpoints", str(folder), "export", "--output", str(path)]) == 0
+    assert main(["checkpoints", str(folder), "export", "--out", str(path)]) == 0
     return load_file(path)
 
 

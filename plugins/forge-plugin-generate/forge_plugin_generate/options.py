@@ -92,7 +92,7 @@ def check_path(path: Path, device: str) -> None:
         raise JobError(f"{path}: no such run folder or checkpoint")
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
         run = f"runs/{path.absolute().name}"
-        command = f"forge-run weights import {path} --output {run}"
+        command = f"forge-run weights import {path} --out {run}"
         raise JobError(f"{path} is a published model, not a run; make a run of it by `{command}`, and name {run}")
     if not (path / MANIFEST).is_file() and not path.name.startswith("step-") and not storage_of(path).steps():
         raise JobError(f"{path} is neither a checkpoint nor a run folder with checkpoints")

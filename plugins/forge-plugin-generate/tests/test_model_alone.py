@@ -67,7 +67,7 @@ def test_a_folder_that_is_no_run_is_refused_with_what_to_do(run, capsys):
     (run / "published/config.json").write_text("{}")
     shutil.rmtree(run / "runs/run/checkpoints")
     for folder, message in {
-        "published": "make a run of it by `forge-run weights import published --output runs/published`",
+        "published": "make a run of it by `forge-run weights import published --out runs/published`",
         "nowhere": "nowhere: no such run folder",
         "runs/run": "runs/run is neither a checkpoint nor a run folder with checkpoints",
     }.items():

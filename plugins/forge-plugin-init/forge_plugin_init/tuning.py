@@ -28,9 +28,7 @@ def start_file(run: str) -> str:
     """
     path = Path(run) / START
     if not path.is_file():
-        message = (
-            f"--from {run}: there is no {START} in it; make it with `forge-run weights import MODEL --output {run}`"
-        )
+        message = f"--from {run}: there is no {START} in it; make it with `forge-run weights import MODEL --out {run}`"
         raise JobError(f"{message}, or start from a run of your own with [checkpoint.load] path = {str(run)!r}")
     return str(path)
 

@@ -168,7 +168,7 @@ def test_prepared_tokens_bring_their_tokenizer(books: Path, chosen) -> None:
     pytest.importorskip("forge_plugin_memmap")
     from forge_core.cli import main
 
-    assert main(["data", "prepare", "books", "--output=prepared", "--tokenizer=bytes", "--workers=1"]) == 0
+    assert main(["data", "prepare", "books", "--out=prepared", "--tokenizer=bytes", "--workers=1"]) == 0
     found = chosen("--tokens", "prepared", "--time=60s")
     manifest = json.loads(Path("prepared/manifest.json").read_text())
     assert (found["data"]["tokens"], found["vocab_size"]) == (manifest["splits"]["train"]["tokens"], 257)

@@ -275,7 +275,7 @@ def test_the_vocabulary_must_be_that_of_the_jobs_tokenizer(open_documents: Calla
 def prepared(prepare: Callable[..., str], here: Path) -> None:
     """The folder `data`, of four documents, two of them held out."""
     Path("a.jsonl").write_text("".join(f'{{"text": "{word}"}}\n' for word in ("aa", "bbb", "cc", "ddd")))
-    prepare("a.jsonl", "--output=data", "--held-out-every=2")
+    prepare("a.jsonl", "--out=data", "--held-out-every=2")
 
 
 def test_a_folder_stands_for_both_splits(prepared: None, open_documents: Callable[..., Any]) -> None:
@@ -393,7 +393,7 @@ def test_folders_of_different_tokenizers_are_refused(
 ) -> None:
     source = Path("letters.py").read_text()
     Path("others.py").write_text(source.replace('b"letters"', 'b"others"'))
-    prepare("a.jsonl", "--output=more", "--tokenizer=./others.py:Letters")
+    prepare("a.jsonl", "--out=more", "--tokenizer=./others.py:Letters")
     check_problems(problems(path=("data", "more")), at("path", "data, more", "tokenizers"))
 
 

@@ -84,7 +84,7 @@ def prepared(prepare: Callable[..., str]) -> None:
     rng = np.random.default_rng(0)
     words = ["".join(chr(letter) for letter in rng.integers(97, 123, 20)) for _ in range(40)]
     Path("a.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
-    prepare("a.jsonl", "--output=data", "--held-out-every=10")
+    prepare("a.jsonl", "--out=data", "--held-out-every=10")
 
 
 def test_what_was_prepared_is_trained_on_and_its_held_out_documents_are_evaluated(train: Train, prepared: None) -> None:

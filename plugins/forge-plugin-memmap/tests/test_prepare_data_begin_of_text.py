@@ -46,14 +46,14 @@ def test_every_document_begins_once(prepare, monkeypatch, whole: bool, workers: 
     for number, text in enumerate(TEXTS):
         Path(f"{number}.txt").write_text(text)
     Path("lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    prepare(*(f"{number}.txt" for number in range(len(TEXTS))), "lines.jsonl", "--output=out", f"--workers={workers}")
+    prepare(*(f"{number}.txt" for number in range(len(TEXTS))), "lines.jsonl", "--out=out", f"--workers={workers}")
     tokenizer = load_kept(Path("out", "tokenizer"))
     assert ids_in("out") == [[*BEGIN, *tokenizer.encode(text), 0] for text in TEXTS * 2]
 
 
 def test_the_tokenizer_of_the_folder_knows_what_its_own_knows(prepare) -> None:
     Path("a.txt").write_text("one")
-    prepare("a.txt", "--output=out")
+    prepare("a.txt", "--out=out")
     kept = load_kept(Path("out", "tokenizer"))
     assert begin_of_text(kept) == BEGIN
     assert kept.stop_ids() == [0, 7]
@@ -62,7 +62,7 @@ def test_the_tokenizer_of_the_folder_knows_what_its_own_knows(prepare) -> None:
 def test_a_folder_from_before_a_tokenizer_had_a_key_is_finished_still(prepare, forge_run) -> None:
     """With the key's default; another value is another tokenizer."""
     Path("a.txt").write_text("one")
-    arguments = ["a.txt", "--output=out"]
+    arguments = ["a.txt", "--out=out"]
     prepare(*arguments)
     manifest = json.loads(Path("out", "manifest.json").read_text())
     del manifest["arguments"]["tokenizer"]["seconds"]

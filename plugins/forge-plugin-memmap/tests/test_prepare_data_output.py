@@ -90,7 +90,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_a_line_of_json_lines_is_a_document(prepare: Prepare, small_chunks: None, suffix: str) -> None:
     write_lines(f"a{suffix}", WORDS, id=3)
-    prepare(f"a{suffix}", "--output=data")
+    prepare(f"a{suffix}", "--out=data")
     assert texts_in("data") == WORDS
 
 
@@ -98,7 +98,7 @@ def test_a_line_of_json_lines_is_a_document(prepare: Prepare, small_chunks: None
 def test_a_text_file_is_a_document(prepare: Prepare, small_chunks: None, suffix: str) -> None:
     text = "first line\r\nsecond line äß€😀\n" * 3
     write(f"a{suffix}", text.encode())
-    prepare(f"a{suffix}", "--output=data")
+    prepare(f"a{suffix}", "--out=data")
     assert texts_in("data") == [as_letters(text)]
     assert manifest("data")["splits"]["train"]["bytes"] == len(text.encode())
 
@@ -106,7 +106,7 @@ def test_a_text_file_is_a_document(prepare: Prepare, small_chunks: None, suffix:
 @pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
 def test_a_row_of_parquet_is_a_document(prepare: Prepare, small_chunks: None, type_: Any) -> None:
     write_parquet("a.parquet", WORDS, type_, row_group_size=4)
-    prepare("a.parquet", "--output=data")
+    prepare("a.parquet", "--out=data")
     assert texts_in("data") == WORDS
 
 
@@ -117,21 +117,21 @@ def test_the_order_is_that_of_the_inputs_and_in_a_folder_that_of_names(prepare: 
     Path("folder/.hidden.txt").write_text("hidden")
     Path("folder/notes.rst").write_text("of no known format")
     write_lines("lines.jsonl", ["x", "y"])
-    prepare("z.txt", "folder", "*.jsonl", "folder/a.md", "--output=data")
+    prepare("z.txt", "folder", "*.jsonl", "folder/a.md", "--out=data")
     assert texts_in("data") == ["z", "a", "b", "c", "x", "y"]
 
 
 def test_another_field_can_hold_the_text(prepare: Prepare) -> None:
     Path("a.jsonl").write_text('{"body": "one", "text": "not"}\n')
     parquet.write_table(pa.table({"body": ["two"]}), "b.parquet")
-    prepare("a.jsonl", "b.parquet", "--output=data", "--field=body")
+    prepare("a.jsonl", "b.parquet", "--out=data", "--field=body")
     assert texts_in("data") == ["one", "two"]
 
 
 def test_a_byte_order_mark_is_passed_over(prepare: Prepare) -> None:
     Path("a.txt").write_text("text", "utf-8-sig")
     Path("b.jsonl").write_text('{"text": "line"}', "utf-8-sig")
-    prepare("a.txt", "b.jsonl", "--output=data")
+    prepare("a.txt", "b.jsonl", "--out=data")
     assert texts_in("data") == ["text", "line"]
 
 
@@ -143,7 +143,7 @@ def test_every_text_survives_every_format(tmp_path_factory: Any, small_chunks: N
     write_parquet(str(folder / "b.parquet"), found, row_group_size=3)
     for number, text in enumerate(found):
         (folder / f"c{number}.txt").write_bytes(text.encode())
-    main(["data", "prepare", str(folder), "--output", str(folder / "data"), TOKENIZER, "--workers=1"])
+    main(["data", "prepare", str(folder), "--out", str(folder / "data"), TOKENIZER, "--workers=1"])
     files = filter(None, (text.removeprefix("\ufeff") for text in found))
     assert texts_in(str(folder / "data")) == [as_letters(text) for text in [*found, *found, *files]]
 
@@ -157,7 +157,7 @@ def test_the_tokens_are_those_of_the_dataset_text(prepare: Prepare) -> None:
     Path("corpus").mkdir()
     write_lines("corpus/a.jsonl", WORDS)
     Path("corpus/b.txt").write_text("text äöü\n" * 20)
-    prepare("corpus", "--output=data", "--tokenizer=bpe", "--tokenizer.vocab_size=300", "--held-out-every=3")
+    prepare("corpus", "--out=data", "--tokenizer=bpe", "--tokenizer.vocab_size=300", "--held-out-every=3")
     catalog = Catalog.installed()
     tokenizer = catalog.load("tokenizer", "prepared")(path="data").build(None, None)
     text: type[DatasetComponent] = catalog.load("dataset", "text")
@@ -180,7 +180,7 @@ def test_the_folder_is_the_same_to_the_byte_whatever_the_number_of_workers(
     write_parquet("c.parquet", WORDS, row_group_size=3)
     common = ("a.jsonl", "b.txt", "c.parquet", "--held-out-every=7", "--shard-tokens=300", "--errors=skip")
     for workers in (1, 2, 3):
-        prepare(*common, f"--output=data{workers}", f"--workers={workers}")
+        prepare(*common, f"--out=data{workers}", f"--workers={workers}")
     assert len(list(Path("data1").glob("train-*.bin"))) > 5
     assert content("data1") == content("data2") == content("data3")
 
@@ -191,7 +191,7 @@ def test_the_folder_is_the_same_to_the_byte_whatever_the_number_of_workers(
 @pytest.mark.parametrize("size", [1, 4, 5, 9, 1000])
 def test_a_shard_ends_with_the_document_that_fills_it(prepare: Prepare, small_chunks: None, size: int) -> None:
     write_lines("a.jsonl", WORDS)
-    prepare("a.jsonl", "--output=data", f"--shard-tokens={size}")
+    prepare("a.jsonl", "--out=data", f"--shard-tokens={size}")
     assert texts_in("data") == WORDS
     files = [TokenFile(path.with_suffix("")) for path in sorted(Path("data").glob("*.bin"))]
     for file in files[:-1]:
@@ -202,7 +202,7 @@ def test_a_shard_ends_with_the_document_that_fills_it(prepare: Prepare, small_ch
 def test_a_document_longer_than_a_shard_is_not_divided(prepare: Prepare, small_chunks: None) -> None:
     Path("a.txt").write_text("abc\n" * 50)
     Path("b.txt").write_text("abc")
-    prepare("a.txt", "b.txt", "--output=data", "--shard-tokens=10")
+    prepare("a.txt", "b.txt", "--out=data", "--shard-tokens=10")
     assert [len(text) for text in texts_in("data")] == [200, 3]
     assert len(list(Path("data").glob("*.bin"))) == 2
 
@@ -210,10 +210,10 @@ def test_a_document_longer_than_a_shard_is_not_divided(prepare: Prepare, small_c
 def test_the_output_may_lie_among_the_inputs(prepare: Prepare) -> None:
     Path("corpus").mkdir()
     write_lines("corpus/a.jsonl", WORDS)
-    prepare("corpus", "--output=corpus/data")
+    prepare("corpus", "--out=corpus/data")
     Path("corpus/data/notes.txt").write_text("no input")
     manifest = Path("corpus/data/manifest.json").read_bytes()
-    prepare("corpus", "--output=corpus/data")
+    prepare("corpus", "--out=corpus/data")
     assert Path("corpus/data/manifest.json").read_bytes() == manifest
 
 
@@ -222,7 +222,7 @@ def test_every_nth_document_is_held_out_starting_with_the_first(
     prepare: Prepare, small_chunks: None, every: int
 ) -> None:
     write_lines("a.jsonl", ["", *WORDS])
-    prepare("a.jsonl", "--output=data", f"--held-out-every={every}", "--shard-tokens=20")
+    prepare("a.jsonl", "--out=data", f"--held-out-every={every}", "--shard-tokens=20")
     assert texts_in("data", "held_out") == WORDS[::every]
     assert texts_in("data") == [word for number, word in enumerate(WORDS) if number % every]
 
@@ -230,7 +230,7 @@ def test_every_nth_document_is_held_out_starting_with_the_first(
 def test_a_held_out_document_in_pieces_is_held_out_as_a_whole(prepare: Prepare, small_chunks: None) -> None:
     for name in "abc":
         Path(f"{name}.txt").write_text(f"{name} long text\n" * 10)
-    prepare("*.txt", "--output=data", "--held-out-every=2")
+    prepare("*.txt", "--out=data", "--held-out-every=2")
     assert [text[0] for text in texts_in("data", "held_out")] == ["a", "c"]
     assert [text[0] for text in texts_in("data")] == ["b"]
 
@@ -240,7 +240,7 @@ def test_a_held_out_document_in_pieces_is_held_out_as_a_whole(prepare: Prepare, 
 
 def test_the_manifest_has_sizes_digests_counts_and_arguments(prepare: Prepare) -> None:
     write_lines("a.jsonl", WORDS)
-    prepare("a.jsonl", "--output=data", "--held-out-every=5", "--shard-tokens=1k")
+    prepare("a.jsonl", "--out=data", "--held-out-every=5", "--shard-tokens=1k")
     found = manifest("data")
     assert found["splits"] == {
         "train": {"documents": 8, "tokens": 41, "bytes": 33, "files": ["train-00000.bin"]},
@@ -265,7 +265,7 @@ def test_the_manifest_has_sizes_digests_counts_and_arguments(prepare: Prepare) -
 
 def test_the_summary_tells_what_was_written_and_how_to_use_it(prepare: Prepare) -> None:
     write_lines("a.jsonl", WORDS)
-    out = prepare("a.jsonl", "--output=data", "--held-out-every=5")
+    out = prepare("a.jsonl", "--out=data", "--held-out-every=5")
     assert "\nsplit     documents  tokens  bytes of text  shards\n" in out
     assert "\ntrain     8          41      33             1\nheld_out  2          8       6              1\n" in out
     assert "tokens/s" in out
@@ -285,7 +285,7 @@ def test_a_terminal_has_a_bar(here: Path) -> None:
         "data",
         "prepare",
         "a.jsonl",
-        "--output=data",
+        "--out=data",
         TOKENIZER,
         "--workers=1",
     ]
@@ -304,7 +304,7 @@ def test_a_terminal_has_a_bar(here: Path) -> None:
 def test_the_tokenizer_of_a_job_can_be_taken(forge_run: Callable[..., Any]) -> None:
     write_lines("a.jsonl", WORDS * 10)
     Path("job.toml").write_text('[data.tokenizer]\ntype = "bpe"\nvocab_size = 270\n[model]\ntype = "no matter"\n')
-    code, _, err = forge_run("data", "prepare", "a.jsonl", "--output=data", "--job=job.toml", "--workers=2")
+    code, _, err = forge_run("data", "prepare", "a.jsonl", "--out=data", "--job=job.toml", "--workers=2")
     assert code == 0, err
     assert manifest("data")["arguments"]["tokenizer"]["vocab_size"] == 270
     assert manifest("data")["tokenizer"]["vocab_size"] == 270
@@ -312,9 +312,9 @@ def test_the_tokenizer_of_a_job_can_be_taken(forge_run: Callable[..., Any]) -> N
 
 def test_a_tokenizer_json_and_the_folder_of_other_data_can_be_taken(prepare: Prepare) -> None:
     write_lines("a.jsonl", WORDS * 10)
-    prepare("a.jsonl", "--output=one", "--tokenizer=bpe", "--tokenizer.vocab_size=270")
-    prepare("a.jsonl", "--output=two", "--tokenizer=one/tokenizer/files/tokenizer.json")
-    prepare("a.jsonl", "--output=three", "--tokenizer=prepared", "--tokenizer.path=one")
+    prepare("a.jsonl", "--out=one", "--tokenizer=bpe", "--tokenizer.vocab_size=270")
+    prepare("a.jsonl", "--out=two", "--tokenizer=one/tokenizer/files/tokenizer.json")
+    prepare("a.jsonl", "--out=three", "--tokenizer=prepared", "--tokenizer.path=one")
     prints = {manifest(folder)["tokenizer"]["fingerprint"] for folder in ("one", "two", "three")}
     assert len(prints) == 1
     assert content("three")["tokenizer/component.json"] == content("one")["tokenizer/component.json"]
@@ -322,7 +322,7 @@ def test_a_tokenizer_json_and_the_folder_of_other_data_can_be_taken(prepare: Pre
 
 def test_a_trained_tokenizer_does_not_see_what_is_held_out(prepare: Prepare) -> None:
     write_lines("a.jsonl", ["zzzzzzzz" * 20, "abababab" * 20] * 3)
-    prepare("a.jsonl", "--output=data", "--held-out-every=2", "--tokenizer=bpe", "--tokenizer.vocab_size=300")
+    prepare("a.jsonl", "--out=data", "--held-out-every=2", "--tokenizer=bpe", "--tokenizer.vocab_size=300")
     vocabulary = json.loads(Path("data/tokenizer/files/tokenizer.json").read_text())["model"]["vocab"]
     assert "abab" in vocabulary
     assert "zz" not in vocabulary
@@ -366,7 +366,7 @@ def test_a_wrong_argument_is_told_and_nothing_is_written(
     Path("bad.parquet").write_text("not Parquet at all")
     Path("job.toml").write_text("[train]\nsteps = 3\n")
     write_parquet("a.parquet", WORDS)
-    code, _, err = forge_run("data", "prepare", *arguments, "--output=data")
+    code, _, err = forge_run("data", "prepare", *arguments, "--out=data")
     assert code == 2
     assert not lacks(err, *facts)
     assert not Path("data").exists()
@@ -374,7 +374,7 @@ def test_a_wrong_argument_is_told_and_nothing_is_written(
 
 def test_an_output_folder_that_cannot_be_made_is_refused(here: Path) -> None:
     """As one below a file, or of a file system that can only be read."""
-    with refuses("", "--output letters.py/data", "Not a directory"), owned(Path("letters.py/data")):
+    with refuses("", "--out letters.py/data", "Not a directory"), owned(Path("letters.py/data")):
         pass
 
 
@@ -392,7 +392,7 @@ def test_a_tokenizer_that_cannot_prepare_data_is_refused(
 ) -> None:
     (here / "wrong.py").write_text((here / "letters.py").read_text().replace(line, wrong))
     argument = "--tokenizer=./wrong.py:Letters"
-    code, _, err = forge_run("data", "prepare", "letters.py", "--output=data", argument, "--workers=1")
+    code, _, err = forge_run("data", "prepare", "letters.py", "--out=data", argument, "--workers=1")
     assert code == 1
     assert not lacks(err, *facts)
 
@@ -402,6 +402,6 @@ def test_what_python_itself_requests_of_a_missing_run_does_not_fail() -> None:
 
 
 def test_a_core_is_a_worker_by_default(here: Path) -> None:
-    settings = read_settings(["letters.py", "--output=data", TOKENIZER])
+    settings = read_settings(["letters.py", "--out=data", TOKENIZER])
     assert settings.workers == len(os.sched_getaffinity(0))
     assert settings.shard_tokens == 10**8

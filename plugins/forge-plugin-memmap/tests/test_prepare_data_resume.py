@@ -25,7 +25,7 @@ from forge_testing.refusals import lacks
 
 Prepare = Callable[..., str]
 INPUTS = ("a.jsonl", "b.txt", "c.jsonl.gz", "d.parquet")
-ARGUMENTS = (*INPUTS, "--output=data", "--held-out-every=4", "--shard-tokens=150", "--errors=skip")
+ARGUMENTS = (*INPUTS, "--out=data", "--held-out-every=4", "--shard-tokens=150", "--errors=skip")
 TOKENIZER = "--tokenizer=./letters.py:Letters"
 
 
@@ -246,7 +246,7 @@ def test_with_other_arguments_it_refuses_and_says_which(
     if state == "finished":
         prepare(*ARGUMENTS)
     first, *rows = refused(forge_run, *ARGUMENTS, "--held-out-every=5", "--shard-tokens=2k").splitlines()
-    assert not lacks(first, "data", "--output")
+    assert not lacks(first, "data", "--out")
     assert len(rows) == 2
     assert not lacks(rows[0], "shard_tokens", 150, 2000)
     assert not lacks(rows[1], "held_out_every", 4, 5)
@@ -287,23 +287,23 @@ def test_a_folder_without_a_single_token_yet_may_begin_otherwise(prepare: Prepar
         kill_at(patched, run, "_encode", 0, before=True)
         with pytest.raises(Killed):
             prepare(*ARGUMENTS)
-    prepare("b.txt", "--output=data")
+    prepare("b.txt", "--out=data")
     assert json.loads(Path("data/manifest.json").read_text())["splits"]["train"]["documents"] == 1
 
 
 def test_a_folder_of_something_else_is_left_alone(forge_run: Callable[..., Any]) -> None:
     Path("data").mkdir()
     Path("data/thesis.txt").write_text("years of work")
-    assert not lacks(refused(forge_run, *ARGUMENTS), "--output data")
+    assert not lacks(refused(forge_run, *ARGUMENTS), "--out data")
     Path("data/inputs.json").write_text("{}")  # as data prepare begins a folder
-    assert not lacks(refused(forge_run, *ARGUMENTS), "'thesis.txt'", "--output")
+    assert not lacks(refused(forge_run, *ARGUMENTS), "'thesis.txt'", "--out")
     assert Path("data/thesis.txt").read_text() == "years of work"
 
 
 def test_what_was_finished_strictly_is_what_skip_would_have_made(prepare: Prepare) -> None:
-    prepare("b.txt", "--output=data")
+    prepare("b.txt", "--out=data")
     written = content()
-    prepare("b.txt", "--output=data", "--errors=skip")
+    prepare("b.txt", "--out=data", "--errors=skip")
     assert content() == written
 
 
@@ -323,7 +323,7 @@ def test_two_commands_do_not_write_to_one_folder(forge_run: Callable[..., Any], 
     process.kill()
     process.communicate()
     assert code == 1
-    assert not lacks(err, "data", "--output", "another data prepare")
+    assert not lacks(err, "data", "--out", "another data prepare")
 
 
 # --- the disk ----------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def test_an_input_that_changes_while_it_is_read_is_told(forge_run: Callable[...,
         patched.setattr(run, "_encode", lambda *given: (original(*given), Path("b.txt").write_text("changed")))
         code, _, err = forge_run("data", "prepare", *ARGUMENTS, TOKENIZER, "--workers=1")
     assert code == 2
-    assert not lacks(err, "b.txt", "--output")
+    assert not lacks(err, "b.txt", "--out")
     assert not Path("data/manifest.json").exists()
 
 

@@ -85,7 +85,7 @@ class Falling(SchedulerComponent):
 def average_of(summary):
     """The exported weights of a run."""
     path = summary.folder / "average.safetensors"
-    assert main(["checkpoints", str(summary.folder), "export", "--output", str(path)]) == 0
+    assert main(["checkpoints", str(summary.folder), "export", "--out", str(path)]) == 0
     return {name: weight.tolist() for name, weight in load_file(path).items()}
 
 

@@ -39,8 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(PROGRAM, description=command.__doc__)
     with_examples(
         parser,
-        "forge-run weights import Qwen3-0.6B --output runs/qwen3",
-        "forge-run weights export runs/qwen3 --output exported --dtype bfloat16",
+        "forge-run weights import Qwen3-0.6B --out runs/qwen3",
+        "forge-run weights export runs/qwen3 --out exported --dtype bfloat16",
         "forge-run weights verify Qwen3-0.6B exported",
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True, help="what to do")
@@ -49,12 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     inspecting.add_argument("folder", type=Path, metavar="FOLDER", help="a published model")
     importing = add("import", import_model)
     importing.add_argument("folder", type=Path, metavar="FOLDER", help="a published model")
-    importing.add_argument("--output", type=Path, required=True, metavar="RUN", help="the run folder to make")
+    importing.add_argument("--out", type=Path, required=True, metavar="RUN", help="the run folder to make")
     importing.add_argument("--copy", action="store_true", help="copy the files, where they are linked otherwise")
     importing.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
     exporting = add("export", export)
     exporting.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a checkpoint")
-    exporting.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the folder to make")
+    exporting.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to make")
     exporting.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
     exporting.add_argument("--shard-size", type=gigabytes, default="5", metavar="GB", help="of each file (5)")
     exporting.add_argument("--verify", action="store_true", help="also compare what checkpoint and export compute")
@@ -119,7 +119,7 @@ def import_model(options: argparse.Namespace) -> int:
     catalog = Catalog.installed()
     run = import_folder(
         options.folder,
-        options.output,
+        options.out,
         copy=options.copy,
         tokenizer=not options.no_tokenizer,
         architecture=options.architecture,
@@ -207,7 +207,7 @@ def export(options: argparse.Namespace) -> int:
 
     folder = export_run(
         options.run,
-        options.output,
+        options.out,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         shard_bytes=options.shard_size,
         architecture=options.architecture,

@@ -162,13 +162,13 @@ def export_run(
     Raises:
         JobError: the model has no published form, or something cannot be read. Nothing is left then.
     """
-    output = free_path(output, "--output")
+    output = free_path(output, "--out")
     catalog = catalog or Catalog.installed()
     weights = _open_weights(path, dtype, catalog)
     target = find_target(weights.job, weights.shapes, catalog, architecture, weights.origin.get("model_type", ""))
     if computed and not (target.architecture.has_text and target.match.parts.keys() == weights.shapes.keys()):
         raise JobError(f"--verify computes language models; {target.architecture.name} is a part of one, or none")
-    with unfinished(output, "--output") as folder:
+    with unfinished(output, "--out") as folder:
         folder.mkdir()
         _write_tensors(folder, weights, target, shard_bytes)
         write_extras(folder, target, weights.job, weights.dtypes, weights.run)

@@ -205,7 +205,7 @@ def import_folder(
     Raises:
         JobError: something is missing, damaged or not supported. Nothing is left then.
     """
-    output = free_path(output, "--output")
+    output = free_path(output, "--out")
     demand_folder(folder)
     _check_name(output)
     catalog = catalog or Catalog.installed()
@@ -221,7 +221,7 @@ def import_folder(
         check_tensors(source.architecture, match, source.shapes, folder)
         check_dtypes(source.places, match.used, folder)
         check_copies(source, match)
-        with unfinished(output, "--output") as aside:
+        with unfinished(output, "--out") as aside:
             aside.mkdir()
             run = ImportedRun(
                 folder=aside, final=output, source=source, job=job, match=match, catalog=catalog, finite=finite
@@ -236,7 +236,7 @@ def _check_name(output: Path) -> None:
         JobSection(name=output.name)
     except ValueError as error:
         message = "the folder's name becomes the run's: letters, digits, ., _ and -, and none of the last three first"
-        raise JobError(f"--output {str(output)!r}: {message}") from error
+        raise JobError(f"--out {str(output)!r}: {message}") from error
 
 
 def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog) -> Job:

@@ -105,7 +105,7 @@ def test_the_language_model_comes_in_and_goes_out_without_its_vision_tower(tmp_p
 
 
 def test_images_are_left_out_where_one_says_so_only(tmp_path, gemma3, capsys):
-    arguments = ["weights", "import", str(tmp_path / "published"), "--output", str(tmp_path / "run"), "--no-tokenizer"]
+    arguments = ["weights", "import", str(tmp_path / "published"), "--out", str(tmp_path / "run"), "--no-tokenizer"]
     assert main(arguments) == 2
     assert NAME in capsys.readouterr().err
     assert main([*arguments, "--architecture", NAME]) == 0

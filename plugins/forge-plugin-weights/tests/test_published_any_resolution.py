@@ -296,7 +296,7 @@ def test_a_job_goes_on_from_a_published_model_and_is_exported(published, tmp_pat
     assert main([str(tmp_path / "job.toml")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "tuned/metrics.jsonl").read_text().splitlines()]
     assert [line["vision/patches_per_sequence"] > SIDE**2 for line in lines if "loss" in line] == [True] * 2
-    assert main(["weights", "export", str(tmp_path / "tuned"), "--output", str(tmp_path / "out")]) == 0
+    assert main(["weights", "export", str(tmp_path / "tuned"), "--out", str(tmp_path / "out")]) == 0
     again = loaded(tmp_path / "out", theirs)
     assert read_json(tmp_path / "out/config.json")["model_type"] == name
     assert (again.model.image_newline - theirs.model.image_newline).abs().max() > 1e-3

@@ -160,7 +160,7 @@ def test_a_rate_of_dropout_is_read_and_the_user_told(tmp_path, capsys):
     note = "attention_dropout = 0.1: Forge trains without dropout, and an export has 0"
     assert main(["weights", "inspect", str(tmp_path / "published")]) == 0
     assert note in capsys.readouterr().out
-    arguments = ["weights", "import", str(tmp_path / "published"), "--output", str(tmp_path / "run"), "--no-tokenizer"]
+    arguments = ["weights", "import", str(tmp_path / "published"), "--out", str(tmp_path / "run"), "--no-tokenizer"]
     assert main(arguments) == 0
     assert f"note: {note}" in capsys.readouterr().out
 
@@ -191,8 +191,8 @@ def test_kimi_is_exported_as_the_deepseek_that_it_is(tmp_path, capsys):
     theirs.save_pretrained(tmp_path / "published")
     (tmp_path / "published/config.json").write_text(json.dumps(config))
     run = str(tmp_path / "run")
-    assert main(["weights", "import", str(tmp_path / "published"), "--output", run, "--no-tokenizer"]) == 0
-    export = ["weights", "export", run, "--output", str(tmp_path / "out")]
+    assert main(["weights", "import", str(tmp_path / "published"), "--out", run, "--no-tokenizer"]) == 0
+    export = ["weights", "export", run, "--out", str(tmp_path / "out")]
     assert main([*export, "--architecture", "kimi_k2"]) == 2
     assert not lacks(capsys.readouterr().err, "kimi_k2", "deepseek_v3")
     assert main(export) == 0

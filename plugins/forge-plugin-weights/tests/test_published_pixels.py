@@ -134,7 +134,7 @@ def test_what_forge_does_not_do_to_pixels_is_named(tmp_path, capsys, key):
     processor_of("CLIP", CROP).save_pretrained(tmp_path / "published")
     path = tmp_path / "published/preprocessor_config.json"
     path.write_text(json.dumps({**read_json(path), key: 0.5}))
-    arguments = ["weights", "import", str(tmp_path / "published"), "--output", str(tmp_path / "run"), "--no-tokenizer"]
+    arguments = ["weights", "import", str(tmp_path / "published"), "--out", str(tmp_path / "run"), "--no-tokenizer"]
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert key in error

@@ -58,7 +58,7 @@ def test_they_are_there_again_after_training(tmp_path, published):
     assert main([str(job)]) == 0
     for name in ("run", "tuned"):
         out = tmp_path / f"out-{name}"
-        assert main(["weights", "export", str(tmp_path / name), "--output", str(out)]) == 0
+        assert main(["weights", "export", str(tmp_path / name), "--out", str(out)]) == 0
         for file in FILES:
             assert read_json(out / file) == read_json(published / file)
         config = read_json(out / "config.json")
@@ -82,5 +82,5 @@ def test_an_export_without_a_token_for_images_says_so(tmp_path, published, caplo
     origin = read_json(run / "origin.json")
     config = {key: value for key, value in origin["config"].items() if key != "image_token_index"}
     (run / "origin.json").write_text(json.dumps({**origin, "config": config}))
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert main(["weights", "export", str(run), "--out", str(tmp_path / "out")]) == 0
     assert not lacks(caplog.text, "image_token_index", "<image>")

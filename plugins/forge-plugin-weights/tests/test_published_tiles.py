@@ -167,7 +167,7 @@ def test_models_and_towers_of_tiles_are_compared_with_images(tmp_path, capsys):
 
 def test_the_tower_of_a_model_is_exported_alone(tmp_path):
     theirs, run = imported(tmp_path, "mllama")
-    arguments = ["weights", "export", str(run), "--output", str(tmp_path / "tower")]
+    arguments = ["weights", "export", str(run), "--out", str(tmp_path / "tower")]
     assert main([*arguments, "--architecture", "mllama_vision_model"]) == 0
     tower, loading = transformers.MllamaVisionModel.from_pretrained(tmp_path / "tower", output_loading_info=True)
     assert not any(loading.values())

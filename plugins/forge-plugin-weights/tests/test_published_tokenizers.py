@@ -130,7 +130,7 @@ def run(published) -> Path:
     """The imported run folder."""
     _, folder = published
     run = folder.with_name("run")
-    assert main(["weights", "import", str(folder), "--output", str(run)]) == 0
+    assert main(["weights", "import", str(folder), "--out", str(run)]) == 0
     return run
 
 
@@ -202,7 +202,7 @@ path = "{tmp_path}/*.txt"
     assert document[0] == 0
     assert row in [(document * 4)[start : start + 24] for start in range(len(document))]
 
-    assert main(["weights", "export", str(tmp_path / "more"), "--output", str(tmp_path / "out")]) == 0
+    assert main(["weights", "export", str(tmp_path / "more"), "--out", str(tmp_path / "out")]) == 0
     stops = [kind.id(stop) for stop in kind.stops]
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == stops
     after = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

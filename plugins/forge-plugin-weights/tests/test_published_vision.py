@@ -228,7 +228,7 @@ def test_models_and_towers_are_compared_with_images(tmp_path, capsys):
 
 def test_the_tower_of_a_trained_model_is_exported_alone(tmp_path, capsys):
     theirs, run = imported(tmp_path, MODELS["llava"])
-    arguments = ["weights", "export", str(run), "--output"]
+    arguments = ["weights", "export", str(run), "--out"]
     assert main([*arguments, str(tmp_path / "tower"), "--architecture", "clip_vision_model"]) == 0
     tower, loading = transformers.CLIPVisionModel.from_pretrained(tmp_path / "tower", output_loading_info=True)
     assert not any(loading.values())
@@ -430,7 +430,7 @@ def test_sizes_of_images_that_are_none_are_refused(name, pixels):
 
 def test_a_model_of_another_kind_is_not_exported_as_one_of_these(tmp_path, capsys):
     _, run = imported(tmp_path, MODELS["idefics3"])
-    arguments = ["weights", "export", str(run), "--output", str(tmp_path / "out"), "--architecture", "llava"]
+    arguments = ["weights", "export", str(run), "--out", str(tmp_path / "out"), "--architecture", "llava"]
     assert main(arguments) == 2
     assert not lacks(capsys.readouterr().err, "vision.encoder.norm = True", False)
     assert not (tmp_path / "out").exists()

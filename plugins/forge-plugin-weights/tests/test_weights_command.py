@@ -39,7 +39,7 @@ def published(tmp_path_factory) -> Path:
 
 def test_a_published_model_is_trained_further_and_taken_out(published, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["weights", "import", str(published), "--output", "runs/theirs"]) == 0
+    assert main(["weights", "import", str(published), "--out", "runs/theirs"]) == 0
     assert "forge-run runs/theirs/start.toml JOB.toml" in capsys.readouterr().out
     job = ["runs/theirs/start.toml", str(ROOT / "configs/continue-smollm2.toml")]
     small = ["--train.steps=2", "--train.seq_len=64", "--train.global_batch_size=2", "--train.precision=fp32"]
@@ -47,7 +47,7 @@ def test_a_published_model_is_trained_further_and_taken_out(published, tmp_path,
     assert main(["run", *job, *small, *data, "--scheduler.warmup_steps=1"]) == 0, capsys.readouterr().err
     assert main(["generate", "runs/smollm2-python", "--prompt", "import", "--max-tokens=2"]) == 0
     capsys.readouterr()
-    export = ["weights", "export", "runs/smollm2-python", "--output", "out", "--dtype=bfloat16"]
+    export = ["weights", "export", "runs/smollm2-python", "--out", "out", "--dtype=bfloat16"]
     assert main(export) == 0
     assert "out/config.json\n" in capsys.readouterr().out
 
@@ -71,7 +71,7 @@ def test_a_published_model_is_trained_further_and_taken_out(published, tmp_path,
     [manifest] = Path("runs/smollm2-python/checkpoints").glob("*/manifest.json")
     text = manifest.read_text().replace("forge-plugin-adamw/adamw", "forge-plugin-nowhere/nobody")
     manifest.write_text(text.replace("forge-plugin-text/text", "forge-plugin-nowhere/pages"))
-    assert main(["weights", "export", "runs/smollm2-python", "--output", "again"]) == 0
+    assert main(["weights", "export", "runs/smollm2-python", "--out", "again"]) == 0
     card = Path("again/README.md").read_text()
     assert "`forge-plugin-nowhere/nobody`, learning rate" in card, "parts of the training need not be installed"
     assert "`forge-plugin-nowhere/pages`" in card
@@ -79,7 +79,7 @@ def test_a_published_model_is_trained_further_and_taken_out(published, tmp_path,
 
 def test_an_imported_model_has_the_logits_of_the_published_one_in_python(published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["weights", "import", str(published), "--output", "runs/theirs"]) == 0
+    assert main(["weights", "import", str(published), "--out", "runs/theirs"]) == 0
     model = load_model("runs/theirs", device="cpu")
     ids = torch.tensor([model.tokenizer.encode("import os"), model.tokenizer.encode("return it"[:9])])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32).eval()
@@ -90,8 +90,8 @@ def test_an_imported_model_has_the_logits_of_the_published_one_in_python(publish
 
 def test_an_import_comes_out_as_it_was(published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["weights", "import", str(published), "--output", "runs/theirs"]) == 0
-    assert main(["weights", "export", "runs/theirs", "--output", "out"]) == 0
+    assert main(["weights", "import", str(published), "--out", "runs/theirs"]) == 0
+    assert main(["weights", "export", "runs/theirs", "--out", "out"]) == 0
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (published, Path("out")))
     assert after["max_position_embeddings"] == before["max_position_embeddings"]
     assert (after["bos_token_id"], after["eos_token_id"]) == (before["bos_token_id"], before["eos_token_id"])
@@ -102,7 +102,7 @@ def test_an_import_comes_out_as_it_was(published, tmp_path, monkeypatch):
 
 def test_models_are_compared_on_texts(published, tmp_path, capsys):
     run, prompts = tmp_path / "run", tmp_path / "prompts.txt"
-    assert main(["weights", "import", str(published), "--output", str(run)]) == 0
+    assert main(["weights", "import", str(published), "--out", str(run)]) == 0
     prompts.write_text("def go():\n\nimport torch, a longer line\n")
     capsys.readouterr()
     for sides in ([published, run], [run, published]):
@@ -147,7 +147,7 @@ def test_an_architecture_of_a_stranger_comes_from_a_file(tmp_path, monkeypatch, 
     for key in ("attention_bias", "mlp_bias", "pretraining_tp"):
         config.pop(key, None)
     Path("published/config.json").write_text(json.dumps(config))
-    arguments = ["published", "--output", "runs/mine", "--no-tokenizer"]
+    arguments = ["published", "--out", "runs/mine", "--no-tokenizer"]
     assert main(["weights", "import", *arguments]) == 2
     assert not lacks(capsys.readouterr().err, "model_type", "'mine'")
     mine = ["--architecture", "./mine.py:Mine"]
@@ -156,7 +156,7 @@ def test_an_architecture_of_a_stranger_comes_from_a_file(tmp_path, monkeypatch, 
     config["tie_word_embeddings"] = True
     Path("published/config.json").write_text(json.dumps(config))
     assert main(["weights", "import", *arguments, *mine]) == 0
-    assert main(["weights", "export", "runs/mine", "--output", "out", *mine]) == 0
+    assert main(["weights", "export", "runs/mine", "--out", "out", *mine]) == 0
     written = json.loads(Path("out/config.json").read_text())
     assert written["architectures"] == ["MineForCausalLM"]
     assert written["norm_epsilon"] == 1e-6

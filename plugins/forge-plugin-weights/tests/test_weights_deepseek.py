@@ -78,7 +78,7 @@ def test_copies_in_the_layer_of_multi_token_prediction_must_be_copies(published,
     tensors |= extra_layer(tensors)
     tensors[f"{LAST}.embed_tokens.weight"][3, 4] += 1
     put(published, tensors, num_nextn_predict_layers=1)
-    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert main(["weights", "import", str(published), "--out", str(tmp_path / "run"), "--no-tokenizer"]) == 2
     assert not lacks(capsys.readouterr().err, f"{LAST}.embed_tokens.weight", "model.embed_tokens.weight")
 
 
@@ -166,7 +166,7 @@ def narrow_names(tensors: dict[str, torch.Tensor]) -> list[str]:
 )
 def test_other_quantisations_are_refused_by_name(published, tmp_path, capsys, settings, facts):
     put(published, quantised(tensors_of(published)), quantization_config=settings)
-    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert main(["weights", "import", str(published), "--out", str(tmp_path / "run"), "--no-tokenizer"]) == 2
     assert not lacks(capsys.readouterr().err, *facts)
     assert not (tmp_path / "run").exists()
 
@@ -176,5 +176,5 @@ def test_scales_that_are_missing_are_named(published, tmp_path, capsys):
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
     del tensors[name]
     put(published, tensors, quantization_config=FP8)
-    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert main(["weights", "import", str(published), "--out", str(tmp_path / "run"), "--no-tokenizer"]) == 2
     assert not lacks(capsys.readouterr().err, name)

@@ -85,7 +85,7 @@ def flip(path: Path) -> None:
 
 
 def bring_in(folder: Path, run: Path) -> int:
-    return main(["weights", "import", str(folder), "--output", str(run), "--no-tokenizer"])
+    return main(["weights", "import", str(folder), "--out", str(run), "--no-tokenizer"])
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
@@ -104,7 +104,7 @@ def test_a_bit_that_flipped_before_the_import_is_named(model, tmp_path, capsys, 
 @pytest.mark.parametrize("copy", [False, True])
 def test_an_intact_download_says_what_vouches_for_it(model, tmp_path, capsys, source, copy):
     folder = source(model, tmp_path)
-    arguments = ["weights", "import", str(folder), "--output", str(tmp_path / "run"), "--no-tokenizer"]
+    arguments = ["weights", "import", str(folder), "--out", str(tmp_path / "run"), "--no-tokenizer"]
     assert main([*arguments, *(["--copy"] if copy else [])]) == 0
     line = f"checksums: each file with weights has the digest that came with it ({SOURCES[source]})"
     assert line in capsys.readouterr().out

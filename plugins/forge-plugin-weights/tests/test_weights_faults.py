@@ -154,7 +154,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_named_and_nothing_is_left(published, tmp_path, capsys, fault):
     fault(published)
-    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert main(["weights", "import", str(published), "--out", str(tmp_path / "run"), "--no-tokenizer"]) == 2
     assert not lacks(capsys.readouterr().err, *FAULTS[fault])
     assert {path.name for path in tmp_path.iterdir()} == {"published"}
 
@@ -276,7 +276,7 @@ def test_tensors_that_no_rule_has_are_listed_up_to_five():
         assert ("more" in str(caught.value)) == (count > 5)
 
 
-@pytest.mark.parametrize("action", [["export", "--output", "out"], ["verify", "."]])
+@pytest.mark.parametrize("action", [["export", "--out", "out"], ["verify", "."]])
 def test_a_folder_without_checkpoints_is_named(tmp_path, monkeypatch, capsys, action):
     monkeypatch.chdir(tmp_path)
     assert main(["weights", *action, str(tmp_path / "nothing")]) == 2
@@ -301,7 +301,7 @@ def test_a_full_disk_is_named():
 @pytest.mark.parametrize("size", ["0", "-1", "1e-10", "nan", "inf", "x"])
 def test_a_size_of_files_is_above_zero_and_finite(capsys, size):
     with pytest.raises(SystemExit, match="2"):
-        main(["weights", "export", "run", "--output", "out", f"--shard-size={size}"])
+        main(["weights", "export", "run", "--out", "out", f"--shard-size={size}"])
     assert not lacks(capsys.readouterr().err, "--shard-size", size)
 
 
@@ -311,7 +311,7 @@ def test_a_run_that_is_damaged_or_changes_during_the_export_is_named(published, 
     settings = run / "tokenizer/generation_config.json"
     settings.parent.mkdir()
     settings.write_text("{")
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert main(["weights", "export", str(run), "--out", str(tmp_path / "out")]) == 2
     assert not lacks(capsys.readouterr().err, settings, "JSON")
     settings.unlink()
 
@@ -325,7 +325,7 @@ def test_a_run_that_is_damaged_or_changes_during_the_export_is_named(published, 
 
     with monkeypatch.context() as patch:
         patch.setitem(SpreadStorage.opened, path.parent.absolute(), (Away(), 3))
-        assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 2
+        assert main(["weights", "export", str(run), "--out", str(tmp_path / "out")]) == 2
         assert not lacks(capsys.readouterr().err, "step 3: no bucket")
 
     def shrink(*arguments):
@@ -333,20 +333,20 @@ def test_a_run_that_is_damaged_or_changes_during_the_export_is_named(published, 
         return plan_files(*arguments)
 
     monkeypatch.setattr(exporting, "plan_files", shrink)
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert main(["weights", "export", str(run), "--out", str(tmp_path / "out")]) == 2
     assert not lacks(capsys.readouterr().err, path, "truncated")
     assert {path.name for path in tmp_path.iterdir()} == {"published", "run"}
 
 
 def test_nan_is_found_while_files_are_copied_too(published, tmp_path, capsys):
     not_a_number(published)
-    words = ["import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer", "--copy"]
+    words = ["import", str(published), "--out", str(tmp_path / "run"), "--no-tokenizer", "--copy"]
     assert main(["weights", *words]) == 2
     assert not lacks(capsys.readouterr().err, NORM, "NaN")
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("command", [("inspect",), ("import", "--output", "run")], ids=lambda words: words[0])
+@pytest.mark.parametrize("command", [("inspect",), ("import", "--out", "run")], ids=lambda words: words[0])
 @pytest.mark.parametrize(
     ("source", "facts"),
     [
@@ -370,9 +370,9 @@ def test_what_is_no_folder_of_a_model_is_answered_by_what_to_give(
 
 
 def test_a_name_that_no_run_may_have_is_of_the_option(published, tmp_path, capsys):
-    words = ["weights", "import", str(published), "--no-tokenizer", "--output", str(tmp_path / "my model")]
+    words = ["weights", "import", str(published), "--no-tokenizer", "--out", str(tmp_path / "my model")]
     assert main(words) == 2
-    assert capsys.readouterr().err.startswith("--output ")
+    assert capsys.readouterr().err.startswith("--out ")
 
 
 def test_a_vocabulary_of_words_is_imported_and_refused_for_training(published, tmp_path, capsys):
@@ -394,7 +394,7 @@ def test_a_vocabulary_of_words_is_imported_and_refused_for_training(published, t
 
 
 def test_a_folder_without_a_tokenizer_is_named(published, tmp_path, capsys):
-    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run")]) == 2
+    assert main(["weights", "import", str(published), "--out", str(tmp_path / "run")]) == 2
     assert not lacks(capsys.readouterr().err, "tokenizer_config.json")
     assert not (tmp_path / "run").exists()
 
@@ -407,26 +407,26 @@ def test_a_bit_that_flips_after_the_import_is_found(published, tmp_path, capsys)
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=naming(path, "SHA-256")):
         locate(run, "full")
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert main(["weights", "export", str(run), "--out", str(tmp_path / "out")]) == 2
     assert not lacks(capsys.readouterr().err, path, "SHA-256")
     assert {path.name for path in tmp_path.iterdir()} == {"published", "run"}
 
 
 def test_a_folder_that_exists_is_not_overwritten(published, tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert main(["weights", "import", str(published), "--out", str(tmp_path / "run"), "--no-tokenizer"]) == 2
     assert "exists already" in capsys.readouterr().err
     run = import_folder(published, tmp_path / "other", tokenizer=False)
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "run")]) == 2
+    assert main(["weights", "export", str(run), "--out", str(tmp_path / "run")]) == 2
     assert "exists already" in capsys.readouterr().err
 
 
 def test_an_output_that_cannot_be_written_is_one_sentence(published, tmp_path, capsys):
     run = import_folder(published, tmp_path / "run", tokenizer=False)
     for line in (["import", str(published), "--no-tokenizer"], ["export", str(run)]):
-        assert main(["weights", *line, "--output", "/proc/out"]) == 2  # no user may make a folder there
+        assert main(["weights", *line, "--out", "/proc/out"]) == 2  # no user may make a folder there
         error = capsys.readouterr().err
-        assert not lacks(error, "--output /proc/out")
+        assert not lacks(error, "--out /proc/out")
         assert error.count("\n") == 1
 
 
@@ -438,7 +438,7 @@ def test_another_file_system_needs_a_copy(published, tmp_path, monkeypatch, caps
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert main(["weights", "import", str(published), "--out", str(tmp_path / "run"), "--no-tokenizer"]) == 2
     assert not lacks(capsys.readouterr().err, "--copy")
     assert not (tmp_path / "run").exists()
 
@@ -475,7 +475,7 @@ def test_a_model_without_a_published_form_is_refused_by_its_keys(tmp_path, monke
     (tmp_path / "job.toml").write_text(JOB.format(keys=keys))
     assert main(["run", "job.toml"]) == 0, capsys.readouterr().err
     capsys.readouterr()
-    assert main(["weights", "export", "runs/run", "--output", "out"]) == 2
+    assert main(["weights", "export", "runs/run", "--out", "out"]) == 2
     error = capsys.readouterr().err
     assert not lacks(error, "deepseek_v3", "llama", *facts)
     assert not (tmp_path / "out").exists()

@@ -176,14 +176,14 @@ def test_damaged_blocks_are_named(published, tmp_path, capsys, damage, facts):
     tensors = tensors_of(published)
     damage(tensors)
     put(published, tensors)
-    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert main(["weights", "import", str(published), "--out", str(tmp_path / "run"), "--no-tokenizer"]) == 2
     assert not lacks(capsys.readouterr().err, *facts)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_further_key_of_the_quantisation_is_refused_by_name(published, tmp_path, capsys):
     put(published, tensors_of(published), quantization_config={**MXFP4, "bits": 3})
-    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert main(["weights", "import", str(published), "--out", str(tmp_path / "run"), "--no-tokenizer"]) == 2
     assert not lacks(capsys.readouterr().err, "bits = 3", "mxfp4")
 
 

@@ -27,7 +27,7 @@ def parity(folder: Path) -> dict:
 
 
 def test_an_export_is_read_back(run, tmp_path):
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert main(["weights", "export", str(run), "--out", str(tmp_path / "out")]) == 0
     record = parity(tmp_path / "out")
     assert record["tensors"]["equal"] > 10
     assert record["tensors"]["rounded"] == {}
@@ -38,7 +38,7 @@ def test_an_export_is_read_back(run, tmp_path):
 
 def test_rounding_and_what_is_computed_are_told(run, tmp_path):
     out = tmp_path / "out"
-    assert main(["weights", "export", str(run), "--output", str(out), "--dtype=bfloat16", "--verify"]) == 0
+    assert main(["weights", "export", str(run), "--out", str(out), "--dtype=bfloat16", "--verify"]) == 0
     record = parity(out)
     assert all(0 < error < 0.01 for error in record["tensors"]["rounded"].values())
     assert len(record["tensors"]["rounded"]) > 10
@@ -58,13 +58,13 @@ def test_a_file_that_does_not_hold_what_was_written_is_no_export(tmp_path, capsy
         return written(file, content if place > 10_000 else data, place)
 
     monkeypatch.setattr(os, "pwrite", lose_a_bit)
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 1
+    assert main(["weights", "export", str(run), "--out", str(tmp_path / "out")]) == 1
     assert not lacks(capsys.readouterr().err, "read back")
     assert {path.name for path in tmp_path.iterdir()} == {"published", "run"}
 
 
 def test_a_card_says_what_the_export_was_made_of(run, tmp_path):
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert main(["weights", "export", str(run), "--out", str(tmp_path / "out")]) == 0
     card = (tmp_path / "out/README.md").read_text()
     origin = json.loads((run / "origin.json").read_text())
     assert f"| base model | published (`{origin['model_type']}`) |" in card
@@ -77,5 +77,5 @@ def test_a_card_that_the_tokenizer_brought_is_kept(tmp_path):
     run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
     (run / "tokenizer").mkdir()
     (run / "tokenizer/README.md").write_text("mine")
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert main(["weights", "export", str(run), "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out/README.md").read_text() == "mine"

@@ -46,7 +46,7 @@ def test_the_optimizer_need_not_be_installed(folders, tmp_path, capsys):
         assert "forge-plugin-adamw/adamw" in text
         path.write_text(text.replace("forge-plugin-adamw/adamw", "forge-plugin-nowhere/nobody"))
     assert main(["weights", "verify", str(published), str(run)]) == 0
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert main(["weights", "export", str(run), "--out", str(tmp_path / "out")]) == 0
     assert "forge-plugin-nowhere/nobody" in (tmp_path / "out/forge/job.toml").read_text()
     assert main(["weights", "verify", str(published), str(tmp_path / "out")]) == 0
 

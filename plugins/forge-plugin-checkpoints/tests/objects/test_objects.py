@@ -241,7 +241,7 @@ class TestCommands:
         assert capsys.readouterr().out.count("intact") == 2
         assert not [line for line in proxy.lines if "GET" in line and ".distcp" in line], "sizes need no file"
         assert main(["checkpoints", "runs/run", "verify"]) == 0
-        assert main(["checkpoints", "runs/run", "export", "--step", "2", "--output", "out"]) == 0
+        assert main(["checkpoints", "runs/run", "export", "--step", "2", "--out", "out"]) == 0
 
     @pytest.mark.parametrize("path", ["runs/run", "runs/run/checkpoints/step-2"])
     def test_resume_and_load(self, make, path):

@@ -28,8 +28,8 @@ HEADING = "use"
 def command(argv: list[str]) -> int:
     """Evaluate a trained model on tasks of lm-evaluation-harness."""
     options = separated(_parser(), argv)
-    if options.output is not None:
-        options.output = output_file(options.output, "--output")
+    if options.out is not None:
+        options.out = output_file(options.out, "--out")
     check_path(Path(options.path), options.device)
     if options.harness == "lmms-eval":
         from forge_plugin_evaluate.harness.image_command import evaluate_images
@@ -66,9 +66,9 @@ def _evaluate(options: argparse.Namespace) -> int:
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
-    if options.output:
+    if options.out:
         text = json.dumps({"generator": MARK, **results}, indent=1, default=str, ensure_ascii=False)
-        write_output(options.output, "--output", text + "\n")
+        write_output(options.out, "--out", text + "\n")
     return ExitCode.FINISHED
 
 
@@ -153,8 +153,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="seed of tasks that sample (0)")
     parser.add_argument("--bootstrap", type=count, default=1000, metavar="N", help="draws for standard errors (1000)")
     parser.add_argument("--unsafe-code", action="store_true", help="allow tasks that run the code that a model writes")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all results there, as JSON")
-    parser.add_argument("--items", action="store_true", help="with --output: every question and answer too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write all results there, as JSON")
+    parser.add_argument("--items", action="store_true", help="with --out: every question and answer too")
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
     )
@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     with_examples(
         parser,
         "forge-run evaluate runs/quickstart --tasks hellaswag,arc_easy --limit 100",
-        "forge-run evaluate runs/chat --tasks gsm8k --chat --few-shot 5 --output results.json",
+        "forge-run evaluate runs/chat --tasks gsm8k --chat --few-shot 5 --out results.json",
         "forge-run evaluate runs/large --tasks hellaswag --nproc 2 --parallel.tp.degree=2",
     )
     return parser

@@ -61,10 +61,10 @@ def evaluate_images(options: argparse.Namespace) -> int:
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
-    if options.output:
+    if options.out:
         results["checkpoint"], results["step"] = str(trained.loaded.checkpoint), trained.loaded.step
         text = json.dumps({"generator": MARK, **results}, indent=1, default=str, ensure_ascii=False)
-        write_output(options.output, "--output", text + "\n")
+        write_output(options.out, "--out", text + "\n")
     return ExitCode.FINISHED
 
 

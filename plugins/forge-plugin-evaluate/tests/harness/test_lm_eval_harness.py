@@ -233,7 +233,7 @@ def test_scores_equal_those_of_the_harness(both, runs, options):
 def test_scores_equal_those_of_the_exported_folder(name, runs, monkeypatch, tmp_path):
     monkeypatch.chdir(runs)
     folder = str(tmp_path / "exported")
-    assert main(["weights", "export", f"runs/{name}", "--output", folder]) == 0
+    assert main(["weights", "export", f"runs/{name}", "--out", folder]) == 0
     trained = load_trained(f"runs/{name}", "cpu")
     lm = ForgeLM(trained.model, trained.tokenizer, max_length=LENGTH, batch_size=4)
     ours = answers(scores(lm, runs))
@@ -361,7 +361,7 @@ def evaluate(*options):
 
 
 def test_the_command_prints_a_table_and_writes_a_file(lm, runs, capsys):
-    options = ["--limit", "3", "--batch-size", "2", "--output", "out/results.json", "--items"]
+    options = ["--limit", "3", "--batch-size", "2", "--out", "out/results.json", "--items"]
     assert evaluate("--tasks", "choice,roll*", *options) == 0
     shown = capsys.readouterr().out
     assert "|choice " in shown
@@ -428,7 +428,7 @@ def test_mistakes_are_one_message_and_a_bad_job(lm, runs, capsys):
         ("runs/plain", "--tasks", "written", "--gen-kwargs", "num_beams=4"): "generation_kwargs has num_beams",
         ("runs/plain", "--tasks", "written", "--max-length", "4"): "leave no room for a prompt in 4 positions",
         ("runs/plain", "--tasks", "choice", "--chat"): "this tokenizer has no chat template",
-        ("published", "--tasks", "choice"): "forge-run weights import published --output runs/published",
+        ("published", "--tasks", "choice"): "forge-run weights import published --out runs/published",
         ("runs/gone", "--tasks", "choice"): "runs/gone: no such run folder or checkpoint",
         ("tasks", "--tasks", "choice"): "tasks is neither a checkpoint nor a run folder with checkpoints",
     }
@@ -461,7 +461,7 @@ def test_settings_of_generation_come_from_the_command_too(lm, runs):
     lengths = []
     for count in (1, 3):
         path = f"written-{count}.json"
-        options = ["--gen-kwargs", f"max_gen_toks={count}", "--output", path, "--items"]
+        options = ["--gen-kwargs", f"max_gen_toks={count}", "--out", path, "--items"]
         assert evaluate("--tasks", "written", *options) == 0
         samples = json.loads((runs / path).read_text())["samples"]["written"]
         lengths.append(sum(len(sample["resps"][0][0]) for sample in samples))

@@ -128,7 +128,7 @@ def test_tasks_with_images_are_asked_and_scored_by_the_model(trained, capsys):
     from forge_plugin_images.prompts import prompts_with_images
 
     _, questions = trained
-    assert ask("--output", "scores.json", "--items", "--batch-size", "4") == 0
+    assert ask("--out", "scores.json", "--items", "--batch-size", "4") == 0
     assert "colour_choice" in capsys.readouterr().out
     results = json.loads(Path("scores.json").read_text())
     loaded = load_model("runs/vlm")

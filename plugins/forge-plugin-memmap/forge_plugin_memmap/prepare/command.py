@@ -57,7 +57,7 @@ def read_settings(argv: list[str]) -> Settings:
     options = parser.parse_args([argument for argument in argv if not argument.startswith(KEYS)])
     if keys and options.job:
         parser.error(f"--{keys[0]} goes with --tokenizer; with --job, the key stands in the job file")
-    output = free_folder(Path(options.output), "--output", [INPUTS, MANIFEST, UNFINISHED])
+    output = free_folder(Path(options.out), "--out", [INPUTS, MANIFEST, UNFINISHED])
     from forge_plugin_memmap.prepare.inputs import find_inputs
     from forge_plugin_memmap.prepare.run import Settings
     from forge_plugin_memmap.prepare.tokenizer import choose_tokenizer
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="files, folders and globs, in order: .txt, .md and .py are one "
         "document a file, .jsonl is one a line (each also .gz or .zst), .parquet is one a row")  # fmt: skip
-    add("--output", required=True, metavar="DIR", help="a new folder, or an unfinished one to continue")
+    add("--out", required=True, metavar="DIR", help="a new folder, or an unfinished one to continue")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", metavar="TYPE", help="type of the tokenizer, or a tokenizer.json; its keys are "
         "given as --tokenizer.KEY=VALUE, the value as in TOML")  # fmt: skip
@@ -95,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=count, default=0, metavar="N", help="processes that encode; 0: one a core (0)")
     with_examples(
         parser,
-        "forge-run data prepare texts/ --tokenizer bpe --tokenizer.vocab_size=32000 --output data",
-        "forge-run data prepare 'web/*.jsonl.zst' --job job.toml --output data --held-out-every 1000",
+        "forge-run data prepare texts/ --tokenizer bpe --tokenizer.vocab_size=32000 --out data",
+        "forge-run data prepare 'web/*.jsonl.zst' --job job.toml --out data --held-out-every 1000",
     )
     return parser
 

@@ -98,7 +98,7 @@ def owned(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise JobError(f"--output {folder}: {error.strerror}; give a folder that can be written") from error
+        raise JobError(f"--out {folder}: {error.strerror}; give a folder that can be written") from error
     try:
         _lock(descriptor, folder)
         yield
@@ -110,7 +110,7 @@ def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        fix = "wait for it, or give another --output"
+        fix = "wait for it, or give another --out"
         raise ForgeError(f"another data prepare is at work in {folder}; {fix}") from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -162,7 +162,7 @@ def _demand_empty(folder: Path) -> None:
     others = sorted(path.name for path in folder.iterdir() if path.name != INPUTS)
     if others:
         message = f"{folder} holds {others[0]!r}, which is not of an unfinished data prepare"
-        raise JobError(f"{message}; give an empty or new folder as --output")
+        raise JobError(f"{message}; give an empty or new folder as --out")
 
 
 def _comparable(before: Arguments, now: Arguments) -> Arguments:
@@ -220,7 +220,7 @@ def _demand_same(folder: Path, before: Arguments, now: Arguments, inputs: Inputs
     if before["inputs"] != now["inputs"]:
         differences += _input_differences(json.loads((folder / INPUTS).read_bytes()), inputs)
     listed = "\n".join(f"  {difference}" for difference in [*differences[:10], *(["…"] if differences[10:] else [])])
-    fix = "give the same arguments to continue, or another --output"
+    fix = "give the same arguments to continue, or another --out"
     raise JobError(f"{folder} was begun with other arguments; {fix}:\n{listed}")
 
 

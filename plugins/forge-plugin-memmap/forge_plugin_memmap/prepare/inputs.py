@@ -69,7 +69,7 @@ class Input:
     def demand_unchanged(self) -> None:
         """Raises `JobError` if the file has changed since this was made of it."""
         if not os.path.exists(self.name) or Input.of(self.name, self.read) != self:
-            raise JobError(f"{self.name} changed while it was read; start again with another --output")
+            raise JobError(f"{self.name} changed while it was read; start again with another --out")
 
 
 def read_chunks(inputs: Sequence[Input], field: str, place: InputPosition) -> Iterator[Chunk]:

@@ -34,7 +34,7 @@ def command(argv: list[str]) -> int:
     from forge_plugin_plan.doctor.ranks import Ranks
 
     started = time.perf_counter()
-    ranks = Ranks(options.ranks, options.time_limit)
+    ranks = Ranks(options.nproc, options.time_limit)
     try:
         examined = _examine(_surroundings(options, overrides, ranks), show=not options.json)
     finally:
@@ -121,19 +121,19 @@ def _parser() -> argparse.ArgumentParser:
     output = "folder of run folders, whose file system is checked (job.output of the job, else runs)"
     parser.add_argument("--output", metavar="FOLDER", help=output)
     ranks = "processes on this machine that try collectives with each other (2)"
-    parser.add_argument("--ranks", type=rank_count, default=2, metavar="N", help=ranks)
+    parser.add_argument("--nproc", type=rank_count, default=2, metavar="N", help=ranks)
     limit = "seconds in which they must be done (60)"
     parser.add_argument("--time-limit", type=positive, default=60, metavar="S", help=limit)
     world = "ranks that the job is to run on (1)"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=world)
     parser.add_argument("--json", action="store_true", help="print JSON, with all versions")
     each_node = "srun --ntasks-per-node=1 forge-run doctor --output /scratch/runs"
-    with_examples(parser, "forge-run doctor", "forge-run doctor job.toml --ranks 4", each_node)
+    with_examples(parser, "forge-run doctor", "forge-run doctor job.toml --nproc 4", each_node)
     return parser
 
 
 def rank_count(text: str) -> int:
-    """Type of the option `--ranks`."""
+    """Type of the option `--nproc`."""
     value = int(text)
     if value < 2:
         raise argparse.ArgumentTypeError("must be at least 2: one has nobody to talk to")

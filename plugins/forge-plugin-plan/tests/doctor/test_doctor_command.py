@@ -107,14 +107,14 @@ def test_help_is_instant_and_ends_with_an_example() -> None:
     code += "print(sorted({'torch', 'rich', 'forge_plugin_plan.doctor.ranks'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert "forge-run doctor job.toml --ranks 4" in done.stdout
+    assert "forge-run doctor job.toml --nproc 4" in done.stdout
 
 
 def test_a_rank_alone_is_refused(capsys) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["doctor", "--ranks=1"])
+        main(["doctor", "--nproc=1"])
     assert end.value.code == 2
-    assert not lacks(capsys.readouterr().err.splitlines()[-1], "--ranks", 2)
+    assert not lacks(capsys.readouterr().err.splitlines()[-1], "--nproc", 2)
 
 
 def test_what_is_no_option_and_no_key_of_a_job_is_refused(here: Path, capsys) -> None:
@@ -123,7 +123,7 @@ def test_what_is_no_option_and_no_key_of_a_job_is_refused(here: Path, capsys) ->
         ("--nonsense",): "--nonsense: unknown option; keys of the job are written --section.key=value",
         ("--outptu=runs",): "--outptu=runs: unknown option; did you mean '--output'?",
         ("--train.steps=3",): "--train.steps=3: is a key of a job, and there is none to check; name its file too",
-        ("job.toml", "--rnaks", "4"): "--rnaks: unknown option; did you mean '--ranks'?",
+        ("job.toml", "--nporc", "4"): "--nporc: unknown option; did you mean '--nproc'?",
     }.items():
         assert main(["doctor", *argv]) == 2
         assert message in capsys.readouterr().err

@@ -43,7 +43,7 @@ def command(argv: list[str]) -> int:
     from forge_plugin_resilience.drill.screen import Screen
     from forge_plugin_resilience.drill.subject import prepare
 
-    output = Path(options.output) if options.output else None
+    output = Path(options.out) if options.out else None
     subject = prepare(files, overrides, options.nproc, options.steps, output)
     cases, refused = cases_of(subject, only)
     if not cases:
@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         help="faults to inject, by name (killed, or killed-1 for rank 1 alone); default: all that apply",
     )
     folder = "folder of the drill (job.output/job.name.drill)"
-    add("--output", metavar="FOLDER", help=folder)
+    add("--out", metavar="FOLDER", help=folder)
     patience = "seconds beyond its limits after which a run counts as hanging (60)"
     add("--patience", type=positive, default=60, metavar="S", help=patience)
     add("--keep", action="store_true", help="keep the runs and their logs, as is done when something did not hold")

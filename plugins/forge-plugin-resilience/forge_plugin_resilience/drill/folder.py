@@ -43,18 +43,18 @@ class DrillFolder:
         Raises:
             ForgeError: the folder is in use, is something else, or has files that no drill made.
         """
-        free_folder(self.path, "--output", [MARKER])
+        free_folder(self.path, "--out", [MARKER])
         marker = self.path / MARKER
         if marker.exists():
             earlier = json.loads(marker.read_text())
             process = earlier["process"]
             if process != os.getpid() and Path(f"/proc/{process}").exists():
-                raise ForgeError(f"{self.path} is in use by the drill of process {process}; give another by --output")
+                raise ForgeError(f"{self.path} is in use by the drill of process {process}; give another by --out")
             files = self._files()
             made = set(earlier.get("files") or self._made(files))
             if others := [name for name in files if name not in made]:
                 message = f"{self.path} has files that no drill made: {listed(others, 5)}"
-                raise ForgeError(f"{message}; move them, or name another folder by --output")
+                raise ForgeError(f"{message}; move them, or name another folder by --out")
             self._remove(made)
         self.path.mkdir(parents=True, exist_ok=True)
         mark_output(self.path)

@@ -152,7 +152,7 @@ def prepare(files: Sequence[str], overrides: Sequence[str], ranks: int, steps: i
         JobError: the job is wrong, or too short for a drill.
     """
     catalog = Catalog.installed()
-    output = output and free_folder(output, "--output", [MARKER])
+    output = output and free_folder(output, "--out", [MARKER])
     job = load_job(*files, overrides=overrides, catalog=catalog, world_size=ranks)
     if job.train.steps < FEWEST_STEPS:
         raise JobError([Problem("train.steps", f"{job.train.steps}: a drill takes at least {FEWEST_STEPS} steps")])
@@ -170,7 +170,7 @@ def prepare(files: Sequence[str], overrides: Sequence[str], ranks: int, steps: i
         catalog=catalog,
         ranks=ranks,
         steps=steps,
-        folder=output or free_folder(Path(job.job.output) / f"{job.job.name}.drill", "--output", [MARKER]),
+        folder=output or free_folder(Path(job.job.output) / f"{job.job.name}.drill", "--out", [MARKER]),
         tables=tables,
         storage=storage,
         stamp="" if storage == LOCAL_STORAGE else time.strftime("-%m%d%H%M%S"),

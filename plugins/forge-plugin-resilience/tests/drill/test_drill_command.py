@@ -174,7 +174,7 @@ def fill(folder):
 def test_a_folder_that_is_no_drill_is_left_alone(folder):
     folder.path.mkdir(parents=True)
     (folder.path / "thesis.tex").touch()
-    with pytest.raises(ForgeError, match=naming(f"--output {folder.path}")):
+    with pytest.raises(ForgeError, match=naming(f"--out {folder.path}")):
         folder.open()
     assert (folder.path / "thesis.tex").exists()
 
@@ -202,7 +202,7 @@ def test_files_of_a_user_outlive_the_drill_whose_folder_they_are_in(folder):
         path.touch()
     assert folder.close(keep=False) == ["baseline/notes.txt", "notes.txt"]
     assert [path for path in folder.path.rglob("*") if path.is_file()] == notes
-    with pytest.raises(ForgeError, match=naming(f"--output {folder.path}")):
+    with pytest.raises(ForgeError, match=naming(f"--out {folder.path}")):
         folder.open()
 
 

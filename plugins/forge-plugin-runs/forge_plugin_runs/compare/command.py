@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forge_plugin_runs.compare.comparison import Comparison
     from forge_plugin_runs.compare.results import Outcome
 
-OUT = "--output"
+OUT = "--out"
 TABLE = "comparison.md"
 PICTURE = "comparison.png"
 
@@ -67,9 +67,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     parser = argparse.ArgumentParser("forge-run compare", description=command.__doc__)
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="KEY=A,B", help="values to try for a key; may come several times")
-    add(
-        "--output", "--out", dest="out", metavar="DIR", help="folder for runs, logs, table and picture; needed to train"
-    )
+    add("--out", metavar="DIR", help="folder for runs, logs, table and picture; needed to train")
     add("--nproc", type=positive, default=1, metavar="N", help="ranks of each run (1)")
     add("--parallel", type=positive, default=1, metavar="N", help="runs at the same time, which share the cores (1)")
     halving = "stop the worse half at 1/2, 1/4, 1/8, … of the steps (successive halving); needs eval.interval"
@@ -80,9 +78,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     add("--json", action="store_true", help="print JSON")
     with_examples(
         parser,
-        "forge-run compare base.toml --set optimizer.lr=1e-3,3e-3 --set job.seed=1,2 --output compared",
-        "forge-run compare base.toml --set optimizer.type=adamw,muon --output compared --parallel 2 --halving",
-        "forge-run compare base.toml --set 'optimizer.lr=log(1e-4,1e-2)' --search optuna --trials 20 --output searched",
+        "forge-run compare base.toml --set optimizer.lr=1e-3,3e-3 --set job.seed=1,2 --out compared",
+        "forge-run compare base.toml --set optimizer.type=adamw,muon --out compared --parallel 2 --halving",
+        "forge-run compare base.toml --set 'optimizer.lr=log(1e-4,1e-2)' --search optuna --trials 20 --out searched",
         "forge-run compare runs/first runs/second",
     )
     return parse_job_arguments(parser, argv, "jobs to compare, one per file, or run folders")
