@@ -46,7 +46,7 @@ COMMANDS = (
     "show runs/tiny",
     "checkpoints runs/tiny",
     "plugins",
-    "schema",
+    "explain schema",
     "plan job.toml --world-size 8 --gpu h100",
     "job.toml",
 )

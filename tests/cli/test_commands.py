@@ -1,4 +1,4 @@
-"""`check`, `plugins`, `explain`, and `schema` over the same components."""
+"""`check`, `plugins`, `explain`, and `explain schema` over the same components."""
 
 from __future__ import annotations
 

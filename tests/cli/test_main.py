@@ -235,7 +235,7 @@ class TestLightness:
             ("from forge_core.cli import main; main(['--version'])", LIGHT),
             ("from forge_core.cli import main; main(['plugins'])", LIGHT - {"packaging"}),
             ("from forge_core.cli import main; main(['explain', 'train'])", HEAVY),
-            ("from forge_core.cli import main; main(['schema'])", HEAVY),
+            ("from forge_core.cli import main; main(['explain', 'schema'])", HEAVY),
             ("from forge_core import load_job, dump_job, Job, hookimpl, Catalog, __version__", HEAVY),
         ],
     )

@@ -67,9 +67,7 @@ TRAINS = re.compile(r"forge-run( \S+\.toml)+$")
 SCRIPT = re.compile(r"python (\w+\.py)$")
 """Such commands are run in this process: a new one would spend most of its time on importing torch."""
 
-LOOKS = re.compile(
-    r"forge-run (check|explain|plan|new-plugin|plugins|schema|submit(?=.* --dry-run)|--help|--version)\b"
-)
+LOOKS = re.compile(r"forge-run (check|explain|plan|new-plugin|plugins|submit(?=.* --dry-run)|--help|--version)\b")
 """Commands that take a moment, or half a minute, and change nothing but that they write new files."""
 
 SHELL = "|&;<>*$`(){}#~"

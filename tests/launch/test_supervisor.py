@@ -240,4 +240,4 @@ def test_without_a_launcher_nproc_names_what_installs_one(monkeypatch, capsys):
     others = [offer for offer in Catalog.installed().offers() if offer.distribution.name != "forge-kit"]
     monkeypatch.setattr(Catalog, "installed", lambda: Catalog(others))
     assert main(["run", "job.toml", "--nproc=2"]) == ExitCode.BAD_JOB
-    assert not lacks(capsys.readouterr().err, "'local'", "pip install forge-kit")
+    assert not lacks(capsys.readouterr().err, "'launch local'", "pip install forge-kit")

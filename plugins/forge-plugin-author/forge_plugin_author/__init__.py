@@ -1,1 +1,1 @@
-"""For authors of Forge plugins: `forge-run new-plugin`, `explain schema`, and `plugins` with its checks."""
+"""For authors of Forge plugins: `forge-run new-plugin`, `explain`, `explain schema`, and `plugins` with its checks."""

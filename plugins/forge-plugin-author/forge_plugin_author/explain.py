@@ -23,7 +23,10 @@ HEADING = "extend"
 
 
 def command(argv: list[str]) -> int:
-    """Explain a section, component or key; see also `explain schema`."""
+    """Explain a section, component or key; see also `explain schema`.
+
+    The command lists keys with their types, defaults and allowed values.
+    """
     parser = argparse.ArgumentParser("forge-run explain", description=command.__doc__)
     parser.add_argument(
         "path", nargs="?", default="", metavar="PATH", help="`train`, `optimizer`, `optimizer.adamw`, `train.steps` …"

@@ -44,7 +44,10 @@ HEADING = "extend"
 
 
 def command(argv: list[str]) -> int:
-    """List the installed components."""
+    """List the installed components.
+
+    NAME restricts the list to one distribution or type.
+    """
     parser = list_parser("forge-run plugins", str(command.__doc__))
     check = "load each one in a separate process and check it; exit code 1 if anything is wrong"
     parser.add_argument("--check", action="store_true", help=check)

@@ -35,7 +35,10 @@ HEADING = "extend"
 
 
 def command(argv: list[str]) -> int:
-    """Print a JSON Schema of the job file, for editors."""
+    """Print a JSON Schema of the job file, for editors.
+
+    Editors use it for completion and checks.
+    """
     parser = argparse.ArgumentParser("forge-run explain schema", description=command.__doc__)
     with_examples(parser, "forge-run explain schema > forge.schema.json")
     parser.parse_args(argv)

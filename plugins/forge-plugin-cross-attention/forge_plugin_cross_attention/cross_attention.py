@@ -74,10 +74,11 @@ class CrossAttention(FusionComponent):
     """Standard deviation of initial matrices."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields heads that do not divide, and keys that exclude each other or list a layer twice."""
         kv_heads = self.kv_heads or self.heads
         if self.heads % kv_heads:
             yield Problem("kv_heads", f"{kv_heads} does not divide heads, which is {self.heads}")
-        elif kv_heads % layout.tp:
+        elif kv_heads % layout.tp:  # each rank has whole heads
             yield Problem("kv_heads", f"{kv_heads} does not divide by the tensor-parallel degree {layout.tp}")
         if self.gate == "none" and self.gate_start:
             yield Problem("gate_start", 'there are no gates; leave it out, or set gate = "tanh"')
@@ -87,14 +88,21 @@ class CrossAttention(FusionComponent):
             yield Problem("layers", f"{list(self.layers)}: numbers from 0, each once")
 
     def positions(self, grid: Grid, adapter: AdapterComponent) -> int:
+        """Returns 1: an image takes one position of any size, which marks where it stands."""
         return 1
 
     def tile_problem(self) -> str:
+        """Returns why tiles need another `sees` than "last"; empty if it is another."""
         if self.sees != "last":
             return ""
         return 'with model.fusion.sees = "last" a position sees the last of them only; set it to "together" or "all"'
 
     def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
+        """Adds a block to each chosen layer of the language model.
+
+        Raises:
+            JobError: `heads` does not divide the model's width, or the model lacks a chosen layer.
+        """
         from forge_kit.generation import Generates
         from forge_plugin_cross_attention.modules.model import CrossAttentionModel, GeneratingModel, add_blocks
         from forge_plugin_vision.modules.grafting import TokensOnly, derived, embedding_width, graft
@@ -102,7 +110,9 @@ class CrossAttention(FusionComponent):
         dim = embedding_width(model)
         self._check_width(dim)
         blocks = {number: self._build_block(context, int(number), dim) for number in self._chosen(list(model.layers))}
+        # `Generates` is detected by its methods: a model that cannot generate must not have them.
         grafted: Any = graft(model, GeneratingModel if isinstance(model, Generates) else CrossAttentionModel, vision)
+        # Ids of images are negative; `markers` has their embeddings.
         embedding: Any = type(grafted.embedding)
         grafted.embedding.__class__ = derived(TokensOnly, embedding)
         add_blocks(grafted, blocks, self, context)
@@ -122,12 +132,14 @@ class CrossAttention(FusionComponent):
         if not self.layers and every > count:
             message = f"{every} leaves no layer that sees images: the language model has {count}"
             raise JobError([Problem("model.fusion.every", f"{message}; take {count} or less")])
+        # From the end of the first `every` layers: with 4, the fourth layer is the first that has a block.
         return [layers[number] for number in self.layers or range(every - 1, count, every)]
 
     def _build_block(self, context: BuildContext, number: int, dim: int) -> nn.Module:
         from forge_plugin_cross_attention.modules.block import Attention, CrossAttentionBlock
 
         here = context.at(f"layers.{number}.cross_attention", layer=number)
+        # Without gates, zeros in the last matrices make the block add nothing at first.
         init = InitStd(self.init_std, self.init_std if self.gate == "tanh" else 0.0)
         attention = Attention(
             dim,

@@ -1,1 +1,1 @@
-"""The commands `forge-run data` and `look`: what a Forge job trains on, as text with counts, and as a picture."""
+"""Commands `forge-run data` and `data picture`: what a Forge job trains on, as text with counts, and as a picture."""

@@ -24,8 +24,9 @@ HEADING = "start"
 def command(argv: list[str]) -> int:
     """Show samples of a job; see also `data picture`, `data prepare`.
 
-    The command uses the same tokenizer, sources, packing and order as training. It builds no model and creates no run
-    folder. The first call tokenises the data and fills the same cache that training uses.
+    The samples are shown as training reads them, with counts per source. The command uses the same tokenizer, sources,
+    packing and order as training. It builds no model and creates no run folder. The first call tokenises the data and
+    fills the same cache that training uses.
     """
     options, files, overrides = parse_job_arguments(_parser(), argv)
     from forge_core.config.load import load_job

@@ -22,8 +22,8 @@ HEADING = "start"
 def command(argv: list[str]) -> int:
     """Draw a sample as the model gets it: images in patches, and text.
 
-    Images are put together from the patches of the row, cut where the encoder and the adapter cut them. Learned tokens
-    are green. No weights are made, and no run folder.
+    Images and clips are put together from the patches of the row, cut where the encoder and the adapter cut them.
+    Learned tokens are green. No weights are made, and no run folder.
     """
     options, files, overrides = parse_job_arguments(_parser(), argv)
     path = output_file(options.out, "--out", SUFFIXES)

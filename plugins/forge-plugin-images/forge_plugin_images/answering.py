@@ -46,6 +46,7 @@ class Answer:
 
     @property
     def is_right(self) -> bool:
+        """Whether the answer equals the expected text in every character, spaces included."""
         return self.said == self.expected
 
     def is_right_with(self, order: str) -> bool:
@@ -113,11 +114,13 @@ def _texts(rows: Sequence[Row], settings: Answers, context: EvaluationContext) -
     assert tokenizer is not None
     end, stop = tokenizer.end_of_text, stop_ids(tokenizer)
     firsts = [int(np.argmax(row["labels"] != IGNORED_LABEL)) for row in rows]
+    # A label is the token after its position, so the prompt includes position `first`.
     prompts = [row["input_ids"][: first + 1].tolist() for row, first in zip(rows, firsts, strict=True)]
     right = [list(_learned(row["labels"][first:], stop)) for row, first in zip(rows, firsts, strict=True)]
     seen = image_input(context.job)
     images = [images_of(row, 0, _images_before(row, first, seen)) for row, first in zip(rows, firsts, strict=True)]
     entries = {name: tensor.to(context.build.device) for name, tensor in collate(images).items()}
+    # Greedy, so that the same weights give the same metrics at each evaluation
     greedy = Sampling(temperature=0)
     said = generate(context.model, prompts, settings.max_tokens, end, greedy, stop=stop, entries=entries)
     return [(tokenizer.decode(one), tokenizer.decode(other)) for one, other in zip(right, said, strict=True)]
@@ -138,6 +141,7 @@ def _learned(labels: np.ndarray, stop: Sequence[int]) -> Iterator[int]:
 
 def _bits(rows: Sequence[Row], others: Sequence[Row], context: EvaluationContext) -> list[float]:
     """Returns for each row how many bits more its text takes with another row's images."""
+    # Only patches are exchanged: grids stay, so that both passes have the same positions.
     wrong = [{**row, PATCHES: other[PATCHES]} for row, other in zip(rows, others, strict=True)]
     return ((_losses(wrong, context) - _losses(rows, context)) / math.log(2)).tolist()
 
@@ -154,6 +158,7 @@ def _losses(rows: Sequence[Row], context: EvaluationContext) -> torch.Tensor:
 def edit_distance(one: str, other: str) -> int:
     """Returns how many letters must be added, removed or exchanged to make one text the other (Levenshtein)."""
     row = list(range(len(other) + 1))
+    # One row of the table of distances at a time; `before` is the entry diagonally above
     for i, letter in enumerate(one, 1):
         before, row[0] = row[0], i
         for j, opposite in enumerate(other, 1):

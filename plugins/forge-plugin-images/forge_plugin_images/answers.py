@@ -45,12 +45,19 @@ class Answers(EvaluationComponent):
     """Prefix of the names of the metrics."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the model takes images, and that a tokenizer can decode its answers."""
         if not isinstance(job.model, HasImageInput):
             yield Problem("", f"{type(job.model).__name__} sees no images; leave this evaluation out")
         if job.data.tokenizer is None:
             yield Problem("", NO_TOKENIZER)
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+        """Returns the metrics that the class docstring describes; none if no held-out row has an image.
+
+        Raises:
+            ForgeError: ranks split the model, and no stage lets them generate together.
+        """
+        # Imported here: they need torch, and a component is read without it
         from forge_core.parallel.mesh import global_rank
         from forge_kit.generation import generates_jointly
         from forge_plugin_images.answering import ORDERS, answered
@@ -73,6 +80,7 @@ class Answers(EvaluationComponent):
             "letters": sum(answer.letters for answer in answers) / len(answers),
         }
         if clips := [answer for answer in answers if answer.without_motion]:
+            # Over rows with clips only: images have no motion to take away
             for order in ORDERS:
                 metrics[f"{order}_exact"] = sum(answer.is_right_with(order) for answer in clips) / len(clips)
         return {f"{self.prefix}/{name}": value for name, value in metrics.items()}

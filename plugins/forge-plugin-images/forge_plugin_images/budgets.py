@@ -38,6 +38,7 @@ def image_budgets(keys: ImageDataset, context: BuildContext) -> Budgets:
     documents = evolve(documents, room=None)
     entries = entries_of(stored_index(documents, keys.skips_unreadable).path)
     room = row_format(context, documents).room._asdict()
+    # A document counts once, whichever of the three kinds of room it exceeds.
     over = np.any([entries[name] > most for name, most in room.items()], axis=0)
     budgets = [
         Budget(

@@ -61,6 +61,7 @@ class MeasuredDocuments:
         """Measure documents, or read their measurements from the cache; raises as `image_rows`."""
         index, rows = stored_index(documents, keys.skips_unreadable), row_format(context, documents)
         entries = entries_of(index.path)
+        # Broken documents have entries of 0, so the check of room does not see them.
         _check_broken(keys, entries)
         if keys.too_long == "stop":
             _check_room(documents, entries, rows.room)
@@ -123,6 +124,7 @@ def _remedy(entries: np.ndarray, room: Needs) -> str:
 
 def _held_out(keys: ImageDataset, documents: ImageDocuments) -> np.ndarray:
     """Returns (documents,) bool."""
+    # By number alone where that is enough: each record costs a read of its file.
     split, count = keys.split_of_documents(), len(documents)
     if not split.names:
         return np.array([split.holds_out(number) for number in range(count)], bool)

@@ -84,6 +84,7 @@ class Listed:
 
 def _listed(record: Record, key: str) -> _List:
     value = record.values.get(key)
+    # A record with one image may hold it without a list. None is an absent one, as in Arrow tables.
     values = value if isinstance(value, list) else [value]
     return _List(key, [one for one in values if one is not None])
 
@@ -122,6 +123,7 @@ def _entry(record: Record, entry: Mapping[str, Any], listed: Listed) -> Iterator
     if type_ == "text" and isinstance(entry.get("text"), str):
         yield entry["text"]
     elif type_ == "image":
+        # An entry without the image itself, as in messages for chat templates, takes the next one listed.
         own = [entry[key] for key in OWN_KEYS["image"] if entry.get(key) is not None]
         yield Shown(own[0]) if own else listed.take("image")
     elif type_ == "image_url" and entry.get("image_url"):
@@ -137,4 +139,5 @@ def _entry(record: Record, entry: Mapping[str, Any], listed: Listed) -> Iterator
 def _part(value: Any, entry: Mapping[str, Any]) -> Any:
     """Returns the value of a video, with the times that its entry names."""
     times = {key: entry[key] for key in ("start", "end") if entry.get(key) is not None}
+    # The form from which `VisualSource.video` reads times
     return {"video": value, **times} if times else value

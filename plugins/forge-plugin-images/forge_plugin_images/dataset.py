@@ -38,6 +38,7 @@ class Tolerance:
         """Note a document that cannot be read; raises `DataError` if it must not be left out."""
         if not self.skips:
             raise DataError(f'{place}: {error}; repair or remove it, or set unreadable = "skip"') from error
+        # Every epoch meets the same documents: each is named and counted once.
         if number not in self._met:
             logger.warning("%s is left out: %s", place, error)
         self._met.add(number)
@@ -86,6 +87,7 @@ class ImageRows:
         self._documents, self._index, self._selection, self._rows = documents, index, selection, rows
         self._tolerance = tolerance
         self.held_out: ImageRows | None = held_out
+        # Of the plan's inputs and not of the plan, which is only made when a row is read
         numbers = digest_of(selection.numbers.tolist())
         self._identity = digest_of(index.identity("rows"), rows.keeps_apart, list(rows.room), numbers)
         self.bytes_per_token: float | None = self._bytes_per_token() if held_out is None else held_out.bytes_per_token
@@ -93,6 +95,7 @@ class ImageRows:
     @cached_property
     def _plan(self) -> Plan:
         if not self._rows.keeps_apart:
+            # Without `document_ids`, documents of one row would attend to each other.
             return alone(self._selection.numbers)
         return stored_plan(self._index.identity("rows"), self._selection.numbers, self._entries, self._rows.room)
 
@@ -113,6 +116,7 @@ class ImageRows:
             except BrokenImage as error:
                 self._tolerance.leave_out(number, self._place(number), error)
                 continue
+            # Before the document enters the row, which has only the planned room for it
             self._check_unchanged(number, document)
             documents.append(document)
             patches.extend(own)
@@ -137,6 +141,7 @@ class ImageRows:
         chosen = self._entries[self._selection.numbers]
         filled = (
             f"{chosen[name].sum(dtype=np.int64) / max(1, room * len(self)):.1%} of {name}"
+            # The third kind of room, images, is not part of the line.
             for name, room in zip(("positions", "patches"), self._rows.room, strict=False)
         )
         own = (
@@ -161,6 +166,7 @@ class ImageRows:
 
     def _bytes_per_token(self) -> float | None:
         chosen = self._entries[self._selection.numbers]
+        # Not those with cut text, whose labels stand for an unknown number of bytes
         known = chosen[chosen["text_bytes"] > 0]
         labels = int(known["labels"].sum(dtype=np.int64))
         return int(known["text_bytes"].sum(dtype=np.int64)) / labels if labels else None

@@ -49,6 +49,7 @@ class FileImage:
     name: str
 
     def open(self) -> BinaryIO:
+        """Opens the file; raises `OSError` for a pipe or a device, which may never end."""
         return open_regular(self.name)
 
 
@@ -60,6 +61,7 @@ class UrlImage:
     _data: bytes | None = field(default=None, init=False)
 
     def open(self) -> BinaryIO:
+        """Returns the content in memory: measuring and decoding each open the image, and it is fetched once."""
         if self._data is None:
             import fsspec  # comes with `datasets`, whose streams have such URLs
 
@@ -76,6 +78,7 @@ class BytesImage:
     data: bytes
 
     def open(self) -> BinaryIO:
+        """Returns a new stream at the beginning of the bytes."""
         return io.BytesIO(self.data)
 
 
@@ -89,6 +92,7 @@ class SectionImage:
     size: int
 
     def open(self) -> BinaryIO:
+        """Returns a buffered stream of the section alone; positions count from its start."""
         return io.BufferedReader(_Section(self))
 
 
@@ -238,6 +242,7 @@ def _has_late_exif(stream: BinaryIO) -> bool:
             start = stream.read(min(size, 32)) if is_behind and kind in (b"tEXt", b"zTXt", b"iTXt") else b""
             if is_behind and (kind == b"eXIf" or start.startswith((XMP.encode(), RAW_EXIF.encode()))):
                 return True
+            # 4: the CRC that ends each chunk
             stream.seek(size + 4 - len(start), io.SEEK_CUR)
         return False
     finally:
@@ -262,6 +267,7 @@ def _check_colours_of_16_bits(image: Image.Image) -> None:
     """Raise for what the upper 8 bits, which are all that Pillow keeps, do not show."""
     if image.mode == "RGB" and "transparency" in image.info:
         raise ValueError("it has a transparent colour of 16 bits, which Pillow cannot tell; convert it to 8 bits")
+    # Of the upper 8 bits: with 12 bits in 16, none exceeds 15
     brightest = int(np.max(image.convert("RGB").getextrema()))
     if 0 < brightest < DARK >> 8:
         message = f"its colours have 16 bits, and it uses the lower {brightest.bit_length() + 8}"
@@ -281,4 +287,5 @@ def _on_white(image: Image.Image, step: int, mode: Mode) -> Image.Image:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    # ValueErrors are raised here with a complete message; other errors mean little without their type.
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

@@ -91,6 +91,7 @@ class ImageDocuments:
     def measure(self, number: int) -> Measured:
         """Returns a document by the headers of its visuals; raises as `measure_record`."""
         record = self.record(number)
+        # Held-out frames are not drawn, so that each evaluation has the same ones.
         is_drawn = self.clips is not None and not self.clips.held_out.holds_out(number, record)
         return self.measure_record(record, str(number) if is_drawn else None)
 
@@ -115,6 +116,7 @@ class ImageDocuments:
         sized = [part if isinstance(part, Tokens) else part.measure() for part in parts]
         kept = sized if self.room is None else list(_cut(sized, self.room))
         visuals = [part for part in parts if not isinstance(part, Tokens)]
+        # Visuals are cut off from the end only, so the first ones are those that are kept.
         visuals = visuals[: sum(isinstance(part, Footprint) for part in kept)]
         document = Document.of(kept)
         is_cut = len(document.ids) < sum(map(_entries, sized))
@@ -131,6 +133,7 @@ class ImageDocuments:
         messages: list[str] = []
         try:
             record = self.record(number)
+            # No frames are drawn: `check` decodes every frame that a draw might choose.
             parts = self._parts(record, None)
         except (JobError, BrokenImage) as error:
             return [str(error)]
@@ -168,6 +171,7 @@ class ImageDocuments:
         if list(start) != begin:  # a chat's template writes it itself
             parts = [Tokens(begin, False), *parts]
         runs = [part for part in parts if isinstance(part, Tokens)]
+        # End-of-text is a label only behind learned text, such as an answer.
         return [*parts, Tokens([self.tokenizer.end_of_text], bool(runs) and runs[-1].learned)]
 
 
@@ -184,6 +188,7 @@ def _cut(parts: Iterable[Tokens | Footprint], room: Needs) -> Iterator[Tokens | 
             yield part._replace(ids=part.ids[:entries])
         else:
             patches, images = patches - part.patches, images - len(part.grids)
+            # Everything behind it is cut off, too: texts there may refer to the visual.
             if length >= entries or patches < 0 or images < 0:
                 return
             yield part

@@ -58,6 +58,7 @@ class Pen:
     def _coloured(self, image: Image.Image, generator: np.random.Generator) -> np.ndarray:
         grey: np.ndarray = np.asarray(image, np.float32)
         if self.keys.noise:
+            # Before the channels are repeated, so that images stay grey
             grey = grey + generator.normal(0, self.keys.noise, grey.shape)
         return np.repeat(grey.round().clip(0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
 
@@ -105,6 +106,7 @@ class WordImages:
 
     def pixels(self, index: int) -> np.ndarray:
         """Returns the image: (height, width, 3) uint8."""
+        # A generator for each row, so that rows may be read in any order and by any worker
         return self._pen.draw(self.word(index), np.random.default_rng([self._pen.keys.seed, index]))
 
     def document(self, word: str) -> Document:
@@ -152,8 +154,10 @@ def word_images(
         keeps_apart=context.job.data.packing.isolates,
     )
     training = WordImages(pens[0], words[0], rows, seen, tokenizer, keys.drawings)
+    # Held-out words, too: an evaluation late in the run must not fail on a long one.
     _check_length(training, [*words[0], *words[1]], rows.length)
     if words[1]:
+        # One drawing each: more would measure the same words again
         training.held_out = WordImages(pens[1], words[1], rows, seen, tokenizer, 1)
         training.bytes_per_token = _bytes_per_token(words[1], tokenizer)
     return training

@@ -67,6 +67,7 @@ def _cell(answer: Answer, form: ImageFormat) -> Image.Image:
 
 
 def _still(frame: np.ndarray) -> Image.Image:
+    # Nearest pixels, so that the picture shows what the model saw and not a smooth version of it
     picture = _picture(frame)
     return picture.resize((WIDTH, max(1, round(picture.height * WIDTH / picture.width))), Image.Resampling.NEAREST)
 
@@ -103,6 +104,7 @@ def frames_of(patches: np.ndarray, grid: np.ndarray, form: ImageFormat) -> np.nd
     cut = patches[: entries * rows * columns].reshape(
         entries, rows, columns, form.channels, form.frames, form.patch, form.patch
     )
+    # Undoes the order in which `patches_of` puts the values of a patch
     ordered = cut.transpose(0, 4, 1, 5, 2, 6, 3)  # entry, frame, row, y, column, x, channel
     shape = entries * form.frames, rows * form.patch, columns * form.patch, form.channels
     return np.ascontiguousarray(ordered.reshape(shape))

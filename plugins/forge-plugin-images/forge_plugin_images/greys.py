@@ -62,6 +62,7 @@ def levels(image: Image.Image, grey_range: GreyRange | None) -> np.ndarray:
     rows = max(1, AT_ONCE // max(1, values.shape[1]))
     for start in range(0, len(values), rows):
         scaled[start : start + rows] = _scaled(values[start : start + rows], grey_range)
+    # PhotometricInterpretation 0 of TIFF is WhiteIsZero.
     return 255 - scaled if white_is_zero else scaled
 
 
@@ -69,6 +70,7 @@ def _scaled(values: np.ndarray, grey_range: GreyRange | None) -> np.ndarray:
     if grey_range is None:
         return (values >> 8).clip(0, 255)
     black, white = grey_range
+    # float64: float32 has too few digits for integers of 32 bits
     shares = (values.astype(np.float64) - black) / (white - black)
     if not np.isfinite(shares).all():
         raise ValueError("its greys are not all finite; replace NaN and infinities")

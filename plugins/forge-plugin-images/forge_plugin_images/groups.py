@@ -56,6 +56,7 @@ class GroupedFiles:
 
         def groups() -> Iterator[Group]:
             if found.ending:
+                # Lazy: nothing is listed or opened if the cache has the groups
                 return (group for file in found.files for group in _of_archive(file))
             return _of_files(files_of(patterns)[1])
 
@@ -108,6 +109,7 @@ def _values(place: str, members: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             yield from json_object(_bytes(member), f"{place}.{ending}").items()
     for key, endings in (("image", IMAGES), ("video", VIDEOS), ("sound", SOUNDS)):
         own = [ending for ending in members if f".{ending}".endswith(endings)]
+        # The value of a member is its ending, which `image` looks up among the members.
         yield from ((ending, ending) for ending in own)
         if own:
             yield key, own[0]
@@ -133,6 +135,7 @@ def _write_groups(folder: Path, groups: Iterable[Group]) -> Mapping[str, Any]:
         for number, group in enumerate(groups, 1):
             data = json.dumps(group).encode() + b"\n"
             stream.write(data)
+            # File 0: all groups are in one file, and each names the file of its members.
             lines.append((0, start, len(data), number))
             start += len(data)
     np.save(folder / "lines.npy", np.array(lines, LINE))
@@ -143,9 +146,11 @@ def _of_archive(path: str) -> Iterator[Group]:
     """Yields the groups of a tar file, in the order of their first members."""
     groups: dict[str, dict[str, Member]] = defaultdict(dict)
     try:
+        # `r:` refuses compression: members are read later by their offsets in the file.
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 folder, _, name = member.name.rpartition("/")
+                # At the first dot, as webdataset does: `a.seg.png` is `seg.png` of the group `a`
                 base, dot, ending = name.partition(".")
                 if member.isfile() and dot and base:
                     groups[f"{folder}/{base}" if folder else base][ending.lower()] = (
@@ -163,6 +168,7 @@ def _of_files(files: Sequence[str]) -> Iterator[Group]:
     """Yields images, videos and sounds with the files of the same name, but for the ending."""
     groups: dict[str, dict[str, Member]] = defaultdict(dict)
     for path in files:
+        # At the last dot: names of loose files may have others
         base, ending = os.path.splitext(path)
         groups[base][ending[1:].lower()] = (path, 0, -1)
     shown = {ending[1:] for ending in (*IMAGES, *VIDEOS, *SOUNDS)}

@@ -57,6 +57,7 @@ class ImageChat(ImageDataset):
     """`[data.sources.video]`: which frames of a video are shown, and how; for conversations with videos."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the tokenizer has a chat template, and that the tokens of images and videos differ."""
         yield from super().problems(job, layout)
         if job.data.tokenizer is not None and not getattr(job.data.tokenizer, "chats", False):
             yield Problem("messages", NO_TEMPLATE)
@@ -66,15 +67,23 @@ class ImageChat(ImageDataset):
             yield Problem("video_token", f"{self.video_token!r} is image_token, too; a template writes one for each")
 
     def video_component(self) -> VideoComponent | None:
+        """Returns the table `video`; None: videos in a conversation are an error, and `<video>` is text."""
         return self.video
 
     def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterator[Part]:
+        """Yields what the chat template writes, with each visual where its mark stands; assistant turns are learned.
+
+        Raises:
+            JobError: the tokenizer has no template, or the template does not write a mark for each visual, in order.
+            BrokenImage: a text contains a mark itself.
+        """
         from forge_plugin_huggingface.chat import PartedChatTokenizer
 
         if not isinstance(tokenizer, PartedChatTokenizer):
             raise JobError([Problem("messages", NO_TEMPLATE)])
         messages, shown = self._conversation(record)
         try:
+            # One call for the conversation: a template may write a turn differently by its neighbours.
             pieces = tokenizer.chat_pieces(messages, sorted(set(self._marks.values())))
         except JobError as error:
             raise JobError(f"{record.place}: {error}") from error
@@ -94,6 +103,7 @@ class ImageChat(ImageDataset):
         own = self._marks
         for kind in own:
             expected, written = sum(one.kind == kind for one in shown), sum(mark == own[kind] for mark in marks)
+            # One mark for both: only their total can be compared
             if own["image"] == own["video"]:
                 expected = len(shown)
             if expected != written:
@@ -106,10 +116,12 @@ class ImageChat(ImageDataset):
             raise JobError(f"{record.place}: {message}; put all images of a message before its videos, or take another")
 
     def columns(self) -> Mapping[str, str]:
+        """Returns `videos` only with a table `video`: a stream otherwise does not read that column."""
         own = {"messages": self.messages, "images": self.images}
         return own if self.video is None else {**own, "videos": self.videos}
 
     def layout_key(self) -> list[object]:
+        """Without videos their keys are left out, as they then change no document."""
         own: list[object] = ["image_chat", self.messages, self.images, self.image_token]
         return own if self.video is None else [*own, self.videos, self.video_token]
 
@@ -166,6 +178,7 @@ def runs(ids: Any, learned: Any) -> Iterator[Tokens]:
 
     from forge_plugin_images.rows import Tokens
 
+    # Where `learned` changes
     bounds = [0, *(np.flatnonzero(np.diff(learned)) + 1), len(ids)]
     for start, end in pairwise(bounds):
         if end > start:

@@ -20,6 +20,7 @@ class ImagePrompts(PromptEntriesComponent):
     """Prompts with images and videos at `<image>` and `<video>`, resized as in training."""
 
     def build(self) -> PromptMaker:
+        """Returns a function that makes the prompts; Pillow is imported only when it is called."""
         return _prompts
 
 

@@ -37,6 +37,7 @@ class ImageText(ImageDataset):
         return (record.text(self.text, "text") for record in self.training_records())
 
     def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterator[Part]:
+        """Yields the images of the record, the prompt if any, and the caption, which alone is learned."""
         from forge_plugin_images.rows import Tokens
 
         value, text = record.value(self.image, "image"), record.text(self.text, "text")
@@ -51,7 +52,9 @@ class ImageText(ImageDataset):
             yield caption
 
     def columns(self) -> Mapping[str, str]:
+        """Returns `prompt` only if it is set: empty, it names no column."""
         return {"image": self.image, "text": self.text} | ({"prompt": self.prompt} if self.prompt else {})
 
     def layout_key(self) -> list[object]:
+        """Includes the order of image and caption; how images are resized is in the processor's key."""
         return ["image_text", self.image, self.text, self.prompt, self.caption]

@@ -50,6 +50,7 @@ def stored_index(documents: ImageDocuments, allows_broken: bool) -> CachedFolder
         np.save(folder / "entries.npy", entries)
         return {"documents": len(entries), "broken": len(broken)}
 
+    # With `allows_broken` in the key: an index that has broken documents must not serve a run that refuses them.
     return cached_folder("image-index", digest_of(FORMAT, documents.key(), allows_broken), make)
 
 

@@ -44,6 +44,7 @@ class Interleaved(ImageDataset):
             yield from (piece for piece in self._pieces(record) if isinstance(piece, str))
 
     def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterator[Part]:
+        """Yields the texts of the content, all learned, and its visuals, in their order."""
         from forge_plugin_images.rows import Tokens
 
         for piece in self._pieces(record):
@@ -53,13 +54,16 @@ class Interleaved(ImageDataset):
                 yield piece.visual(record, visuals)
 
     def video_component(self) -> VideoComponent | None:
+        """Returns the table `video`; None: a video in a document is an error, and `<video>` is text."""
         return self.video
 
     def columns(self) -> Mapping[str, str]:
+        """Returns `videos` only with a table `video`: a stream otherwise does not read that column."""
         own = {"content": self.content, "images": self.images}
         return own if self.video is None else {**own, "videos": self.videos}
 
     def layout_key(self) -> list[object]:
+        """Without videos their key is left out, as it then changes no document."""
         return ["interleaved", self.content, self.images, *([] if self.video is None else [self.videos])]
 
     def _pieces(self, record: Record) -> Iterator[str | Shown]:
@@ -67,4 +71,5 @@ class Interleaved(ImageDataset):
 
         listed = Listed(record, self.images, self.videos, has_videos=self.video is not None)
         yield from pieces_of(record, record.value(self.content, "content"), listed)
+        # Only now: the content must have been read to its end
         listed.check_all_taken()

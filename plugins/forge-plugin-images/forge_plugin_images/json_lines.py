@@ -70,6 +70,7 @@ _opened: dict[Path, np.ndarray] = {}
 def lines_of(index: Path) -> np.ndarray:
     """Returns the (lines,) entries `LINE` in a folder of the cache, mapped."""
     if index not in _opened:
+        # Mapped, so that worker processes share its pages
         _opened[index] = np.load(index / "lines.npy", mmap_mode="r")
     return _opened[index]
 

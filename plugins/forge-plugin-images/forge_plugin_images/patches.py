@@ -35,5 +35,6 @@ def patches_of(pixels: np.ndarray, form: ImageFormat) -> np.ndarray:
         .reshape(rows, side, columns, side, form.channels)
         .transpose(0, 2, 4, 1, 3)
     )  # row, column, channel, y, x
+    # A still image fills all frames of a patch: the encoder takes no fewer.
     frames = np.repeat(cut[:, :, :, None], form.frames, axis=3)
     return frames.reshape(rows * columns, form.values)

@@ -78,6 +78,7 @@ def packed(numbers: np.ndarray, entries: np.ndarray, room: Needs) -> Plan:
     positions left that suffice, if its patches and images fit there too.
     """
     needs = np.stack([entries[name][numbers] for name in ("positions", "patches", "images")], axis=1)
+    # Stable: equal documents keep their order, whichever sort numpy chooses for the CPU. A room of 0 is not divided by.
     order = np.argsort(-(needs / np.maximum(room, 1)).max(axis=1), kind="stable")
     rows = OpenRows(room)
     for place in order.tolist():
@@ -107,6 +108,7 @@ class OpenRows:
             self.documents.append([])
             self._rooms.append(self.room)
         else:
+            # Out of the lists before its room changes, by which they are sorted
             self._close(row)
         self.documents[row].append(number)
         self._rooms[row] = Needs(*(left - need for left, need in zip(self._rooms[row], needs, strict=True)))
@@ -117,6 +119,7 @@ class OpenRows:
         candidates = (
             row for size in self._sizes[bisect_left(self._sizes, needs.positions) :] for row in self._by_positions[size]
         )
+        # Positions suffice in all of them; patches and images may not
         for row in islice(candidates, TRIED):
             if all(left >= need for left, need in zip(self._rooms[row], needs, strict=True)):
                 yield row

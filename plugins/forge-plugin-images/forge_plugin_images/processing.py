@@ -111,6 +111,7 @@ class ImageProcessor:
             return self._resized(image)
         resampling = RESAMPLING[self.form.resample]
         if self.policy == "split":
+            # The argument is not read: with these policies tiles have one size.
             tiles, whole = split_image(image, self._target((0, 0)), self.longest_side, resampling)
         elif self.policy == "aspect":
             tiles, whole = stretched_tiles(image, (rows, columns), self._target((0, 0)), resampling), image
@@ -132,6 +133,7 @@ class ImageProcessor:
         if self.policy == "canvas":
             image = self._on_canvas(image, (height, width))
         elif self.policy == "pad":
+            # The mean truncated to whole levels, as `expand2square` of LLaVA has it
             image = _padded(image, height / width, tuple(int(255 * mean) for mean in self.form.mean))
         elif self.policy == "crop":
             image = _covering(image, (height, width), RESAMPLING[self.form.resample])
@@ -150,6 +152,7 @@ class ImageProcessor:
         """Returns everything that patches depend on, other than the image."""
         form = self.form
         shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
+        # Only what the policy reads, so that other keys do not invalidate measurements in the cache
         tiling: list[object] = [self.max_tiles, self.overview] if self.policy in ("tiles", "aspect", "split") else []
         tiling += [self.longest_side] if self.policy == "split" else []
         tiling += [self.max_tiled_images] if self.policy == "any_resolution" else []
@@ -207,6 +210,7 @@ def native_size(size: Size, step: int, min_pixels: int, max_pixels: int) -> Size
         ratio = math.sqrt(height * width / max_pixels)
         rows, columns = max(1, math.floor(height / ratio / step)), max(1, math.floor(width / ratio / step))
         most = max_pixels // step**2
+        # Rounding up to one row or column may exceed the bound again, for very long images.
         rows, columns = min(rows, most // columns or 1), min(columns, most)
     elif rows * columns * step**2 < min_pixels:
         ratio = math.sqrt(min_pixels / (height * width))
@@ -224,6 +228,7 @@ def filling_size(size: Size, step: int, max_pixels: int, precision: float = 1e-5
         height, width = (max(step, math.ceil(side * scale / step) * step) for side in size)
         return height, width
 
+    # The bounds of the reference, on which the last step of the bisection depends
     low, high = precision / 10, 100.0
     while high - low >= precision:
         middle = (low + high) / 2
@@ -247,6 +252,7 @@ def _covering(image: Image.Image, target: Size, resampling: Image.Resampling) ->
     """Returns the middle of the image, resized until it just covers the target."""
     height, width = target
     if height * image.width >= width * image.height:  # the height decides
+        # Truncated, as `get_resize_output_image_size` of transformers
         size = int(height * image.width / image.height), height
     else:
         size = width, int(width * image.height / image.width)

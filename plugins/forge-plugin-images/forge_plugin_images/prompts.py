@@ -76,6 +76,7 @@ def prompts_with_images(
         own = [visual.among(images) if isinstance(visual, ImageVisual) else visual for visual in own]
         rows.append(_row(parts, own, seen, encode, end))
     begin = begin_of_text(tokenizer) if bos else []
+    # Generation needs one token at least: end-of-text stands for an empty prompt.
     prompts = [[*begin, *ids] or [end] for ids, _ in rows]
     return Prompts(prompts, collate([entries for _, entries in rows]))
 
@@ -103,6 +104,7 @@ def _visuals(
     processor, texts_of_tiles = _processing(job, seen, tokenizer) if found["image"] else (None, None)
     images = [ImageVisual(file, processor, seen, texts_of_tiles) for file in found["image"] if processor is not None]
     source = _videos(job, seen, tokenizer) if found["video"] else None
+    # Without a seed, so that the same prompt shows the same frames
     clips = [source.visual(file, Span(), None) for file in found["video"] if source is not None]
     return {"image": iter(images), "video": iter(clips)}
 
@@ -128,6 +130,7 @@ def _processing(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> tuple[Image
             return source.processor(seen), source.tile_texts(tokenizer)
         if isinstance(source, Unavailable):  # its keys may set how images are resized
             raise JobError(problem.below(f"data.sources.{number}") for problem in source.error.problems)
+    # As the default of `max_patches` in a source
     most = seen.patches_per_sequence // seen.images_per_sequence
     return ImageProcessor(seen.format, default_policy(seen.format), most), None
 
@@ -144,6 +147,7 @@ def _row(
     `texts` stand before, between and behind the visuals.
     """
     try:
+        # Measured before anything is decoded: too many patches are an error of the user.
         footprints = [visual.measure() for visual in visuals]
         _check_room(footprints, seen)
         patches = [visual.read() for visual in visuals]

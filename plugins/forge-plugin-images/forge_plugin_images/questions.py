@@ -78,6 +78,7 @@ def questions_of(row: Row, seen: ImageInput) -> Iterator[Question]:
     for number, (start, end) in enumerate(_documents(row)):
         before = int(places[start - 1]) if start else 0
         for first, stop in _runs(labels[start:end] != IGNORED_LABEL, start):
+            # At least one position of an image of the same document stands before the answer.
             if places[first] > before:
                 images = ends[before], ends[int(places[first])]
                 yield Question(number, ids[start : first + 1], labels[first:stop], images)
@@ -93,6 +94,7 @@ def _documents(row: Row) -> list[tuple[int, int]]:
 
 def _runs(flags: np.ndarray, offset: int) -> list[tuple[int, int]]:
     """Returns where the runs of True begin and end."""
+    # Zeros at both sides, so that runs at the ends have edges, too
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]]))) + offset
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 

@@ -98,4 +98,5 @@ def stamps(files: Sequence[str]) -> list[list[int | str]]:
     """Returns name, size and time of change of each file."""
     stats = [os.stat(file) for file in files]
     pairs = zip(files, stats, strict=True)
+    # Without folders: data that are moved as a whole keep their identity
     return [[os.path.basename(file), stat.st_size, stat.st_mtime_ns] for file, stat in pairs]

@@ -107,6 +107,7 @@ class RenderedText(DatasetComponent):
         return rows * seen.format.patch, columns * seen.format.patch
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the tokenizer, the size of images, all fonts at their largest size, and the file of words."""
         if job.data.tokenizer is None:
             yield Problem("", NO_TOKENIZER)
         try:

@@ -61,6 +61,7 @@ class Footprint:
 
     @property
     def patches(self) -> int:
+        """Patches of all its grids, which `read` of the visual returns."""
         return sum(grid.patches for grid in self.grids)
 
 
@@ -101,6 +102,7 @@ class Document:
 
     @property
     def needs(self) -> Needs:
+        """Room in a row; positions are one fewer than entries, as the last entry is only a label."""
         return Needs(max(0, len(self.ids) - 1), sum(grid.patches for grid in self.grids), len(self.grids))
 
     @property
@@ -128,6 +130,7 @@ class RowFormat:
 
     @property
     def room(self) -> Needs:
+        """What a row has room for, in the form of a document's `Needs`."""
         return Needs(self.length, self.patches, self.images)
 
     def row(
@@ -146,16 +149,19 @@ class RowFormat:
         end = 0
         for document in documents:
             start, end = end, end + document.needs.positions
+            # Each document has its last entry as a label only, so none predicts the next document.
             inputs[start:end], labels[start:end] = document.ids[:-1], document.labels
             starts[start] = True
         starts[end : end + 1] = True  # positions that are left over
         row = {"input_ids": inputs, "labels": labels, **self.visuals(documents, patches)}
+        # An entry of every row, also where it is 0: all rows of a batch have the same entries.
         row[BROKEN] = np.array(broken, np.int64)
         return row | _places(starts) if self.keeps_apart else row
 
     def visuals(self, documents: Sequence[Document], patches: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the entries of a row that have its visuals: `patches`, `grids` and `grid_seconds`; see `row`."""
         all_grids = [grid for document in documents for grid in document.grids]
+        # Of one size whatever the row has, so that batches stack; uint8 is a quarter of float32 in every copy.
         filled = np.zeros((self.patches, self.values), np.uint8)
         grids, seconds = np.zeros((self.images, 3), np.int64), np.zeros(self.images, np.float32)
         if all_grids:

@@ -11,11 +11,13 @@ HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 def reason_unidentified(stream: BinaryIO) -> str:
     """Returns why a file is no image that can be read, and what helps, by its first bytes."""
     stream.seek(0)
+    # Enough for the declarations and comments that may precede `<svg`
     start = stream.read(1024)
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if not start:
         return "the file is empty"
     if start[4:8] == b"ftyp":
+        # The major brand, by which HEIC, AVIF and MP4 differ (ISO/IEC 14496-12, 4.3)
         return _of_boxes(start[8:12])
     if start.startswith((b"\xff\x0a", b"\0\0\0\x0cJXL ")):
         return "it is JPEG XL, which Pillow does not read; convert it to PNG"

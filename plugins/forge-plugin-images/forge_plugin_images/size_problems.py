@@ -64,6 +64,7 @@ def _patch_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
         if (form.grid or form.arrangements) and (value := getattr(keys, key)):
             sizes = "one size" if form.grid else "the sizes of its tiles"
             yield Problem(key, f"{value}, but all images of this encoder have {sizes}; leave it out")
+    # The same default as in `ImageDataset.processor`
     most = keys.max_patches or seen.patches_per_sequence // seen.images_per_sequence
     if not form.grid and most < form.multiple**2:
         message = f"{most} patches of an image at most, and the smallest has {form.multiple**2} with this adapter"

@@ -67,6 +67,7 @@ class SoundText(ImageDataset):
         return (record.text(self.text, "text") for record in self.training_records())
 
     def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterator[Part]:
+        """Yields the sound as spectrogram images, the prompt if any, and the text, which alone is learned."""
         from forge_plugin_images.rows import Tokens
         from forge_plugin_images.sound_visuals import SoundVisual
 
@@ -87,6 +88,7 @@ class SoundText(ImageDataset):
         if self.bands:
             return self.bands
         step = seen.format.patch * seen.format.multiple
+        # 64 bands, rounded up to a multiple of what the adapter merges
         return seen.format.grid[0] * seen.format.patch if seen.format.grid else -(-64 // step) * step
 
     def spectra(self, seen: ImageInput) -> int:
@@ -99,13 +101,16 @@ class SoundText(ImageDataset):
         return columns // form.multiple * form.multiple * form.patch
 
     def columns(self) -> Mapping[str, str]:
+        """Returns `prompt` only if it is set: empty, it names no column."""
         return {"sound": self.sound, "text": self.text} | ({"prompt": self.prompt} if self.prompt else {})
 
     def layout_key(self) -> list[object]:
+        """Includes how spectrograms are made: the processor of images, which has another key, does not see sounds."""
         shown = [self.bands, self.hop, self.window, self.frequencies, self.decibels]
         return ["sound_text", self.sound, self.text, self.prompt, *shown]
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that keys of images are left out, and that spectrograms fit the encoder and the fusion."""
         yield from super().problems(job, layout)
         for key in OF_IMAGES:
             if (value := getattr(self, key)) != getattr(attrs.fields(type(self)), key).default:
@@ -115,6 +120,7 @@ class SoundText(ImageDataset):
         except JobError:
             return  # said already
         yield from self._size_problems(seen)
+        # Any grid shows it: a fusion that marks images has fewer positions than features.
         grid = Grid(1, 2 * seen.format.multiple, 2 * seen.format.multiple)
         if seen.positions(grid) != seen.features(grid):
             message = "the fusion marks where an image stands, and has no mark for sounds"

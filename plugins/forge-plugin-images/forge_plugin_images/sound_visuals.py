@@ -31,10 +31,12 @@ class SoundVisual:
     """Of a piece at most, a multiple of a patch."""
 
     def measure(self) -> Footprint:
+        """Computes the grids from the length in the header of the WAV file."""
         grids = self._grids()
         return Footprint([Places(self.seen.positions(grid), SOUND) for grid in grids], grids)
 
     def read(self) -> np.ndarray:
+        """Computes the spectrograms, repeated for each channel of the encoder."""
         form = self.seen.format
         patches = []
         for grid, levels in zip(self._grids(), self.spectrogram.pieces(self.file, self.spectra), strict=True):
@@ -43,6 +45,7 @@ class SoundVisual:
         return np.concatenate(patches)
 
     def check(self) -> None:
+        """Computes every piece, and so reads the sound to its end."""
         for _ in self.spectrogram.pieces(self.file, self.spectra):
             pass
 
@@ -53,5 +56,6 @@ class SoundVisual:
         if not rest:
             return grids
         step = form.patch * form.multiple
+        # Padded to the width of all images, or only to whole patches where the encoder takes any size
         width = self.spectra if form.grid else -(-rest // step) * step
         return [*grids, grid_of(self.spectrogram.bands, width, form)]

@@ -180,6 +180,7 @@ class ImageDataset(DatasetComponent):
             from forge_plugin_images.streaming import image_stream
 
             return image_stream(self, context)
+        # Collective: all ranks must reach it
         found = from_rank0(context, lambda: find_source(self._patterns, self.folder, self.split))
         records = open_records(found, self._patterns, self.folder, self.split)
         return image_rows(self, context, self.documents_of(context, records))
@@ -231,8 +232,10 @@ class ImageDataset(DatasetComponent):
         room = Needs(context.job.train.seq_len, seen.patches_per_sequence, seen.images_per_sequence)
         clips, component = None, self.video_component()
         if component is not None:
+            # `data.seed` lets runs with different initial weights see the same frames.
             seed = context.job.job.seed if context.job.data.seed is None else context.job.data.seed
             videos = component.build(seen, tokenizer)
+            # Every first document: all of them
             held_out = Split(1, frozenset()) if all_held_out else self.split_of_documents()
             clips = Clips(component, videos, seed, held_out)
         return ImageDocuments(
@@ -241,6 +244,7 @@ class ImageDataset(DatasetComponent):
             tokenizer=tokenizer,
             processor=self.processor(seen),
             seen=seen,
+            # Otherwise documents are measured whole, to be refused or left out by their needs.
             room=room if self.too_long == "cut" else None,
             clips=clips,
             texts=self.tile_texts(tokenizer),
@@ -302,9 +306,11 @@ class ImageDataset(DatasetComponent):
         if self.resize not in ("tiles", "aspect") or seen.format.grid is None:
             return self.max_tiles
         room = min(seen.images_per_sequence, seen.patches_per_sequence // math.prod(seen.format.grid))
+        # The overview takes a place of its image's tiles
         return self.max_tiles or room - (self.overview != "none")
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the tokenizer, resizing for the model's encoder, keys of streams, and that the files are there."""
         if job.data.tokenizer is None:
             yield Problem("", NO_TOKENIZER)
         try:
@@ -312,6 +318,7 @@ class ImageDataset(DatasetComponent):
         except JobError as error:
             yield Problem("", error.problems[0].message)
         yield from stream_problems(self, job)
+        # Rank 0 lists the files: many ranks would load a shared file system.
         if not self.streaming and not is_checked_elsewhere():
             yield from self._path_problems()
         if self.held_out_list and self.held_out_every:

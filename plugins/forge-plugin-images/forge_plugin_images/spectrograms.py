@@ -87,11 +87,15 @@ class Spectrogram:
 
     def _of_windows(self, windows: np.ndarray, rate: int) -> np.ndarray:
         """Returns the levels of windows (count, n): (M, count) uint8."""
+        # numpy's window has a zero at each end, which would waste two samples.
         hann = np.hanning(windows.shape[1] + 2)[1:-1]
+        # A power of two, as the transform is fastest there
         size = 1 << (windows.shape[1] - 1).bit_length()
+        # Divided by the peak of a sine of full scale, which so has 0 decibels
         power = np.abs(np.fft.rfft(windows * hann, size)) ** 2 / (hann.sum() / 2) ** 2
         bands = power @ _filters(self.bands, size, rate, self.frequencies)
         black, white = self.decibels
+        # 1e-20 is -200 dB: silence is a number
         shares = (10 * np.log10(bands + 1e-20) - black) / (white - black)
         return (shares.clip(0, 1) * 255).round().astype(np.uint8).T[::-1]
 
@@ -137,6 +141,7 @@ def _filters(bands: int, size: int, rate: int, frequencies: tuple[float, float])
 
     Frequencies above half of the rate have no power.
     """
+    # The mel scale of O'Shaughnessy (1987), which HTK uses; librosa's default is another
     low, high = (2595 * np.log10(1 + each / 700) for each in frequencies)
     edges = 700 * (10 ** (np.linspace(low, high, bands + 2) / 2595) - 1)
     bins = np.fft.rfftfreq(size, 1 / rate)
@@ -144,6 +149,7 @@ def _filters(bands: int, size: int, rate: int, frequencies: tuple[float, float])
     falling = (edges[2:] - bins[:, None]) / (edges[2:] - edges[1:-1])
     filters = np.minimum(rising, falling).clip(0)
     centres = edges[1:-1]
+    # Low bands may be narrower than a bin; without power they would be black whatever the sound is.
     empty = np.flatnonzero((filters.sum(0) == 0) & (centres <= rate / 2))
     filters[np.abs(bins[:, None] - centres[empty]).argmin(0), empty] = 1
     return filters

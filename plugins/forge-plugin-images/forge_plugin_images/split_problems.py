@@ -20,6 +20,7 @@ LONGEST = 4
 def tile_size(form: ImageFormat) -> tuple[int, int]:
     """Returns height and width of the images of an encoder with one size."""
     assert form.grid is not None
+    # `pixels` first: an encoder may leave out the last pixels, as its patches do not divide the image
     return form.pixels or (form.grid[0] * form.patch, form.grid[1] * form.patch)
 
 
@@ -42,6 +43,7 @@ def split_problems(source: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
         yield Problem("max_tiles", f"{message}; take 1 for images that are not cut, or leave it out")
         return
     tile, longest = tile_size(seen.format), longest_side(source, seen)
+    # Nothing is cut, so no image needs more room than one tile.
     if source.max_tiles == 1:
         return
     if message := seen.fusion.tile_problem():

@@ -26,6 +26,7 @@ def with_longest_side(size: Size, longest: int) -> Size:
     height, width = size
     ratio = width / height
     if width >= height:
+        # Truncated before it becomes even: the order of the reference
         shorter = int(longest / ratio)
         return max(shorter + shorter % 2, 1), longest
     shorter = int(longest * ratio)
@@ -66,6 +67,7 @@ def split_image(
     """
     rows, columns = split_grid((image.height, image.width), tile, longest)
     whole = resized_to_longest(image, longest, resampling).resize((columns * tile[1], rows * tile[0]), resampling)
+    # Of the stretched image and not of the original, as in Idefics3: pixels differ.
     overview = whole.resize((tile[1], tile[0]), resampling)
     return list(_cut(whole, tile)), overview
 
@@ -79,6 +81,7 @@ def nearest_shape(size: Size, tile: Size, most: int) -> tuple[int, int]:
     height, width = size
     pairs = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most + 1) if rows * columns <= most]
     best, difference = (1, 1), math.inf
+    # Fewest tiles first; the sort is stable, so equals keep the order of the reference.
     for rows, columns in sorted(pairs, key=math.prod):
         own = abs(width / height - columns / rows)
         has_enough = width * height > 0.5 * tile[0] * tile[1] * columns * rows

@@ -40,6 +40,7 @@ def stream_problems(dataset: ImageDataset, job: Job) -> Iterator[Problem]:
     rows, packing = job.train.global_batch_size, job.data.packing
     if dataset.lanes and rows % dataset.lanes:
         yield Problem("lanes", f"{dataset.lanes} does not divide train.global_batch_size = {rows}")
+    # A window over documents in order is all that a stream can pack.
     if packing.isolates and not isinstance(packing, WindowPacking):
         message = "[data.packing] needs all documents at once, which a stream has not"
         hint = 'take "isolate", with which a row has the documents that follow each other while they fit'

@@ -64,6 +64,7 @@ class StreamedRecords:
             if key not in there and setting not in keys.optional_columns:
                 listed = ", ".join(map(repr, there)) or "none"
                 raise JobError([Problem(setting, f"{name} has no column {key!r}, but {listed}; name one of those")])
+        # Not decoded by `datasets`: images stay bytes, and their headers are all that is read at first.
         rows = stream_rows(dataset, list(dict.fromkeys(columns.values())), name, lanes, decode=False)
         return cls(rows, home_of(keys))
 
@@ -142,6 +143,7 @@ class RecordReader:
 
     def _document(self, record: Record) -> Read | Broken | None:
         try:
+            # Frames are drawn by the place, which is the same in every process and after a continued run.
             measured = self.documents.measure_record(record, record.place)
         except BrokenImage as error:
             return Broken(record.place, error)
@@ -156,6 +158,7 @@ class RecordReader:
             hint = 'make room in the model and train.seq_len, or set too_long to "cut" or "skip"'
             raise JobError(f"{record.place} has {listed}; {hint}")
         if not self._has_warned:
+            # Once in a process: too long documents may be a large share of the data
             logger.warning("%s is left out: it has %s; others like it are not named", record.place, listed)
         self._has_warned = True
         return None
@@ -224,6 +227,7 @@ def image_stream(keys: ImageDataset, context: BuildContext) -> ImageStream:
     """
     job, part = context.job, held_out_part(keys)
     splits = {keys.split, *(() if part is None else (part.split,))}
+    # Collective: rank 0 alone contacts the hub, and all ranks must reach this call
     data = from_rank0(context, lambda: DescribedSource.of(origin_of(keys), splits, [keys.split]))
     lanes = keys.lanes or job.train.global_batch_size
     records = StreamedRecords.open(keys, data.source, keys.split, lanes)
@@ -242,6 +246,7 @@ def image_stream(keys: ImageDataset, context: BuildContext) -> ImageStream:
     held_out = None
     if part is not None:
         table = held_out_records(keys, data, part)
+        # From the cache and not from the stream: evaluations read the same rows again.
         held_out = all_rows(keys, context, keys.documents_of(context, table, all_held_out=True))
     return ImageStream(reader, documents, rows, tolerance, held_out)
 

@@ -84,6 +84,7 @@ class ImageVisual:
     """None: there are none."""
 
     def measure(self) -> Footprint:
+        """Reads the size from the image's header, and computes its grids by the policy."""
         size = self.processor.decoder.size(self.file)
         grids = self.processor.grids(size)
         if self.texts is None:
@@ -92,9 +93,11 @@ class ImageVisual:
         return self.texts.footprint(grids, tiles, self.processor.overview, self.seen)
 
     def read(self) -> np.ndarray:
+        """Decodes the image, and resizes it to the grids of `measure`."""
         return self.processor.read(self.file)
 
     def check(self) -> None:
+        """Reads the header as well as the pixels, since either may be refused."""
         self.measure()
         self.read()
 
@@ -124,12 +127,15 @@ class Visuals:
     _clips: int = field(default=0, init=False)
 
     def file(self, record: Record, value: Any) -> ImageFile:
+        """Returns the encoded file, which is not opened here."""
         return self.files.image(record, value)
 
     def image(self, record: Record, value: Any) -> Visual:
+        """Opens nothing: a broken image is found when the visual is measured."""
         return ImageVisual(self.files.image(record, value), self.processor, self.seen, self.texts)
 
     def video(self, record: Record, value: Any, span: Span | None = None) -> Visual:
+        """Counts the clips of the document, so that each has other random numbers."""
         if self.videos is None:
             raise JobError(f"{record.place}: {NO_TABLE}")
         if isinstance(value, Mapping):

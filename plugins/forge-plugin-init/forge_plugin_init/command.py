@@ -32,8 +32,8 @@ HEADING = "start"
 def command(argv: list[str]) -> int:
     """Write a first job for your data, with sizes for this machine.
 
-    Without options on a terminal, it prompts for them. The job is checked before it is written, and nothing is
-    overwritten.
+    The sizes also suit the time that you give, and every key has a comment. Without options on a terminal, the command
+    prompts for them. The job is checked before it is written, and nothing is overwritten.
     """
     options = _parse(argv)
     from forge_core.contracts.errors import ExitCode

@@ -25,7 +25,7 @@ HEADING = "train"
 
 
 def command(argv: list[str]) -> int:
-    """Start the ranks, and restart them when one fails.
+    """Start ranks on this machine, and restart them when one fails.
 
     A rank that is killed, raises, is frozen or hangs ends the others; then all are started again, and the run continues
     from its newest checkpoint. The same error at the same step twice is the job's or the data's, and ends the run, as

@@ -73,8 +73,8 @@ def elastic(tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "trouble.py").write_text(TROUBLE)
 
-    def run(*arguments, command="elastic"):
-        line = [sys.executable, "-m", "forge_core", command, "job.toml", "-q", *arguments]
+    def run(*arguments, command="launch elastic"):
+        line = [sys.executable, "-m", "forge_core", *command.split(), "job.toml", "-q", *arguments]
         done = subprocess.run(
             line, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )

@@ -73,13 +73,14 @@ class MoMa(BalancedRouter):
     sequence and the experts of their groups. Logged as `moma/auxiliary`. None: 1."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields groups that do not fit the model, keys without effect, and isolated documents if experts choose."""
         yield from self._group_problems()
         if PATCHES in job.model.batch_fields(job) and not {"image", "video", "sound"} & {*self.experts}:
             message = f"has none for images, and the model sees images (its batches have `{PATCHES}`)"
             yield Problem("experts", f"{message}; add image = 4")
         others = OF_EXPERTS if self.choose == "tokens" else OF_TOKENS
         for name in others:
-            if getattr(self, name):
+            if getattr(self, name):  # set, as defaults are None, 0 or False
                 other = "experts" if self.choose == "tokens" else "tokens"
                 yield Problem(name, f'is for choose = "{other}", and choose is "{self.choose}"; leave it out')
         if self.choose == "tokens" and self.normalise and self.top_k in (None, 1):
@@ -98,6 +99,7 @@ class MoMa(BalancedRouter):
             yield Problem("experts", "has none for text, which every job has; add text = 4")
 
     def expert_problems(self, experts: int) -> Iterable[Problem]:
+        """Yields that the groups are not `experts` together, or that a token would need more than the smallest has."""
         total = sum(self.experts.values())
         if total != experts:
             groups = " + ".join(f"{name} {size}" for name, size in self.experts.items())
@@ -117,4 +119,5 @@ class MoMa(BalancedRouter):
     def sigmoid_topk(self) -> SigmoidTopK:
         """Returns the router that chooses within a group as tokens do here."""
         same = ("z_loss", "init_std", "normalise", "bias_rate", *BALANCE)
+        # `top_k` is None by default, so that `problems` can detect a key that has no effect.
         return SigmoidTopK(top_k=self.top_k or 1, **{name: getattr(self, name) for name in same})

@@ -50,6 +50,7 @@ class MixtureOfTransformers(FusionComponent):
     Weights of a modality that `[checkpoint.load]` has are kept."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields names listed twice and, for a `transformer`, parts that cannot have weights for each modality."""
         for key, listed in (("untie", self.untie), ("modalities", self.modalities)):
             if len({*listed}) < len(listed):
                 yield Problem(key, f"{list(listed)} names one twice; leave it out")
@@ -57,13 +58,20 @@ class MixtureOfTransformers(FusionComponent):
             yield from component_problems(job.model.language, self.untie, norm_after=self.norm == "after")
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Returns the hook that copies the text's weights, if `warm_start`."""
         return [WarmStart()] if self.warm_start else []
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """Reports in the summary of the run that weights start as copies."""
         if self.warm_start:
             yield "weights of modalities", "copies of the text's", "model.fusion.warm_start, in a new run"
 
     def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
+        """Adds the parts of one further language model for each modality to a model with fusion `joint`.
+
+        Raises:
+            JobError: a layer of the language model has no parts that can be untied.
+        """
         from forge_plugin_mot.modules.model import untie
         from forge_plugin_vision.modules.vision import feature_count
 
@@ -73,8 +81,9 @@ class MixtureOfTransformers(FusionComponent):
         placed = context.build(Joint(), model=model, vision=vision)
         untied = untie(placed, twins, self.untie, norm_after=self.norm == "after")
         untied.codes = {name: CODES[name] for name in self.modalities}
+        # Each modality has room for all features of a row, whichever modality its images are.
         untied.slots = feature_count(vision)
-        if context.layout.tp > 1 and context.mesh is not None:
+        if context.layout.tp > 1 and context.mesh is not None:  # no mesh: the job is only checked
             untied.share = (context.mesh["tp"].get_local_rank(), context.layout.tp)
         return untied
 

@@ -26,9 +26,11 @@ class WarmStart(TrainingHook):
     continues = False
 
     def on_checkpoint_load(self, context: CheckpointContext) -> None:
+        """Records that the run continues, so that restored weights are not replaced."""
         self.continues = True
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Copies the text's weights in a new run, except to weights that `[checkpoint.load]` has loaded."""
         if not self.continues:
             copy_text(context.model, loaded_names(context.job))
 
@@ -40,6 +42,7 @@ def copy_text(model: Any, but: Collection[str] = ()) -> None:
     """
     import torch
 
+    # They share the model's memory; copying a DTensor copies its local part.
     tensors = model.state_dict()
     with torch.no_grad():
         for name, source in model.text_names(tensors).items():

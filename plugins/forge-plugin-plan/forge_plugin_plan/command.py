@@ -11,7 +11,10 @@ HEADING = "start"
 
 
 def command(argv: list[str]) -> int:
-    """Estimate memory, time and traffic on N ranks; needs no GPU."""
+    """Estimate memory, time and traffic on N ranks; needs no GPU.
+
+    The report also has the FLOPs of a step. The time is estimated with `--gpu` only.
+    """
     parser = argparse.ArgumentParser("forge-run plan", description=command.__doc__)
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help="ranks of the run (1)")
     parser.add_argument("--gpu", metavar="NAME", help="GPU by which to bound the time: h100, h200, b200, a100 …")

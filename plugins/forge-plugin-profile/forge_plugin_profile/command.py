@@ -15,7 +15,11 @@ HEADING = "watch"
 
 
 def command(argv: list[str]) -> int:
-    """Show where step time went; see also `profile goodput`."""
+    """Show where step time went; see also `profile goodput`.
+
+    The steps are those of a profile, which the hook `profile` writes. Of two profiles, the command shows which parts
+    became slower.
+    """
     parser = argparse.ArgumentParser("forge-run profile", description=command.__doc__)
     what = "a run folder (its newest profile), a folder profile/step-N, or a trace; two are compared"
     parser.add_argument("profiles", nargs="+", type=Path, metavar="RUN", help=what)

@@ -1,1 +1,1 @@
-"""Long runs: goodput, a fire drill, silent data corruption, loss spikes, and the health of machines."""
+"""Long runs: goodput, fault injection, silent data corruption, loss spikes, and health checks of machines."""

@@ -32,7 +32,7 @@ HEADING = "watch"
 def command(argv: list[str]) -> int:
     """Show one run: job, versions, metrics, checkpoints, files.
 
-    The last line is the command that continues it.
+    The row `next` has the command that continues it.
     """
     parser = argparse.ArgumentParser("forge-run show", description=command.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")

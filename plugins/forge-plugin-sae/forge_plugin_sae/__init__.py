@@ -1,4 +1,4 @@
-"""Sparse autoencoders on a run's activations: sink, edit, evaluation and command `sae`; kind `sparsity`."""
+"""Sparse autoencoders on activations: sink, edit and evaluation `sae`, command `inside sae`, kind `sparsity`."""
 
 from forge_plugin_sae.activations import L1, BatchTopK, JumpReLU, SparsityComponent, TopK
 from forge_plugin_sae.edits import SAEEdit

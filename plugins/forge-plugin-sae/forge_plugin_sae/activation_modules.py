@@ -21,9 +21,11 @@ class Activation(nn.Module):
     """Architecture in SAELens that encodes as `infer` does; empty: it has none, and will refuse the file."""
 
     def forward(self, pre_NF: Tensor) -> Tensor:
+        """Returns the latents in training, where a row's latents may depend on the other rows."""
         raise NotImplementedError
 
     def infer(self, pre_NF: Tensor) -> Tensor:
+        """Returns the latents of rows by themselves; by default as in training."""
         return self(pre_NF)
 
     def penalty(self, pre_NF: Tensor, latents_NF: Tensor) -> Tensor | float:
@@ -49,10 +51,12 @@ class TopKActivation(Activation):
         self.k = k
 
     def forward(self, pre_NF: Tensor) -> Tensor:
+        """Takes the relu first: where fewer than k are positive, the others of the k are zeros."""
         values, indices = pre_NF.relu().topk(self.k, dim=-1, sorted=False)
         return torch.zeros_like(pre_NF).scatter(-1, indices, values)
 
     def settings(self) -> dict[str, Any]:
+        """Returns k; W_dec has unit norm, so that nothing is to be rescaled by the decoder."""
         return {"k": self.k, "rescale_acts_by_decoder_norm": False}
 
 
@@ -66,11 +70,14 @@ class BatchTopKActivation(Activation):
     def __init__(self, k: int, decay: float) -> None:
         super().__init__()
         self.k, self.decay = k, decay
+        # Buffers, so that they are saved with the weights and continue with the run
         self.register_buffer("average", torch.zeros(()))
         self.register_buffer("weight", torch.zeros(()))
 
     def forward(self, pre_NF: Tensor) -> Tensor:
+        """Compares all rows with each other; in training mode, the threshold for `infer` follows."""
         positive = pre_NF.relu()
+        # One topk over all rows: k is then a mean, and a row may have more or fewer
         values, indices = positive.flatten().topk(self.k * len(pre_NF), sorted=False)
         latents_NF = torch.zeros_like(positive).flatten().scatter(0, indices, values).view_as(positive)
         if self.training:
@@ -83,6 +90,7 @@ class BatchTopKActivation(Activation):
         smallest = values.masked_fill(values <= 0, torch.inf).min()
         share = smallest.isfinite().to(self.average.dtype) * (1 - self.decay)
         self.average.lerp_(smallest.nan_to_num(posinf=0.0), share)
+        # The same average of ones: dividing by it removes the bias to 0, as in Adam
         self.weight.lerp_(torch.ones_like(self.weight), share)
 
     @property
@@ -91,9 +99,11 @@ class BatchTopKActivation(Activation):
         return torch.where(self.weight > 0, self.average / self.weight, 0.0)
 
     def infer(self, pre_NF: Tensor) -> Tensor:
+        """Compares each row by itself with the average threshold."""
         return pre_NF.relu() * (pre_NF > self.threshold)
 
     def threshold_of(self, latents: int) -> Tensor:
+        """Returns the one threshold for each of the latents (F): JumpReLU in SAELens has one each."""
         return self.threshold.expand(latents).clone()
 
 
@@ -108,19 +118,24 @@ class JumpReLUActivation(Activation):
         self.threshold = nn.Parameter(torch.full((latents,), settings.threshold))
 
     def forward(self, pre_NF: Tensor) -> Tensor:
+        """Clamps the thresholds at 0, in place, before it applies `Jump`."""
         with torch.no_grad():  # a negative threshold would let negative pre-activations through
             self.threshold.clamp_(min=0)
         return Jump.apply(pre_NF, self.threshold, self.bandwidth)  # type: ignore[no-any-return]
 
     def infer(self, pre_NF: Tensor) -> Tensor:
+        """Computes the same as `forward` for thresholds of at least 0, without the straight-through estimator."""
         return pre_NF.relu() * (pre_NF > self.threshold)
 
     def penalty(self, pre_NF: Tensor, latents_NF: Tensor) -> Tensor:
+        """Returns the penalty of `JumpReLU.target_l0`, whose gradient reaches thresholds only."""
+        # Not from `latents_NF`, whose count of non-zeros has no gradient
         l0: Any = Step.apply(pre_NF, self.threshold, self.bandwidth)
         l0 = l0.sum(-1).mean()
         return self.coefficient * ((l0 / self.target - 1) ** 2 if self.target else l0)
 
     def threshold_of(self, latents: int) -> Tensor:
+        """Returns a copy of the learned thresholds (F)."""
         return self.threshold.detach().clone()
 
 
@@ -134,9 +149,11 @@ class L1Activation(Activation):
         self.coefficient = coefficient
 
     def forward(self, pre_NF: Tensor) -> Tensor:
+        """Returns the positive part; few latents are active only by the penalty."""
         return pre_NF.relu()
 
     def penalty(self, pre_NF: Tensor, latents_NF: Tensor) -> Tensor:
+        """Returns the mean L1 norm of a row, times the coefficient."""
         return self.coefficient * latents_NF.sum(-1).mean()
 
 
@@ -150,12 +167,14 @@ class Jump(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pre_NF: Tensor, threshold_F: Tensor, bandwidth: float) -> Tensor:
+        """(N, F) pre-activations, (F) thresholds -> (N, F); the bandwidth is of the backward pass alone."""
         ctx.save_for_backward(pre_NF, threshold_F)
         ctx.bandwidth = bandwidth
         return pre_NF * (pre_NF > threshold_F)
 
     @staticmethod
     def backward(ctx: Any, grad_NF: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        """Returns gradients of z, of θ summed over rows, and none of the bandwidth."""
         pre_NF, threshold_F = ctx.saved_tensors
         moved_NF = _near(pre_NF, threshold_F, ctx.bandwidth) * grad_NF
         return (pre_NF > threshold_F) * grad_NF, -(threshold_F / ctx.bandwidth) * moved_NF.sum(0), None
@@ -166,11 +185,13 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pre_NF: Tensor, threshold_F: Tensor, bandwidth: float) -> Tensor:
+        """(N, F) pre-activations, (F) thresholds -> (N, F) of ones and zeros."""
         ctx.save_for_backward(pre_NF, threshold_F)
         ctx.bandwidth = bandwidth
         return (pre_NF > threshold_F).to(pre_NF.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_NF: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+        """Returns the gradient of θ, summed over rows."""
         pre_NF, threshold_F = ctx.saved_tensors
         return None, -(_near(pre_NF, threshold_F, ctx.bandwidth) * grad_NF).sum(0) / ctx.bandwidth, None

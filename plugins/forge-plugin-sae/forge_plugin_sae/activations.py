@@ -48,12 +48,15 @@ class TopK(SparsityComponent):
 
     @property
     def revival(self) -> float:
+        """Returns `auxiliary`: without it, latents that never are among the k largest get no gradient."""
         return self.auxiliary
 
     def size_problem(self, latents: int) -> str:
+        """Checks that k is at most the number of latents, as topk requires."""
         return f"k = {self.k} exceeds the {latents} latents; lower k, or add latents" if self.k > latents else ""
 
     def activation(self, latents: int) -> Activation:
+        """Returns a module without parameters or buffers."""
         from forge_plugin_sae.activation_modules import TopKActivation
 
         return TopKActivation(self.k)
@@ -71,6 +74,7 @@ class BatchTopK(TopK):
     """Decay of the average of thresholds over batches, which counts only batches seen: it is not biased to 0."""
 
     def activation(self, latents: int) -> Activation:
+        """Returns a module with two buffers, the average threshold and its weight."""
         from forge_plugin_sae.activation_modules import BatchTopKActivation
 
         return BatchTopKActivation(self.k, self.threshold_decay)
@@ -96,11 +100,13 @@ class JumpReLU(SparsityComponent):
     """Initial threshold of all latents."""
 
     def size_problem(self, latents: int) -> str:
+        """Checks that the target is within reach: L0 is at most the number of latents."""
         if self.target_l0 > latents:
             return f"target_l0 = {self.target_l0:g} exceeds the {latents} latents; lower it, or add latents"
         return ""
 
     def activation(self, latents: int) -> Activation:
+        """Returns a module with a trainable threshold for each latent."""
         from forge_plugin_sae.activation_modules import JumpReLUActivation
 
         return JumpReLUActivation(latents, self)
@@ -115,6 +121,7 @@ class L1(SparsityComponent):
     no cost."""
 
     def activation(self, latents: int) -> Activation:
+        """Returns a module without parameters or buffers."""
         from forge_plugin_sae.activation_modules import L1Activation
 
         return L1Activation(self.coefficient)

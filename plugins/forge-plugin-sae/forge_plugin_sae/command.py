@@ -29,7 +29,7 @@ HEADING = "use"
 def command(argv: list[str]) -> int:
     """Train sparse autoencoders on stored activations.
 
-    Transcoders too; their quality is measured on held-out sequences.
+    The command trains transcoders as well. The quality of both is measured on held-out sequences.
     """
     parser = argparse.ArgumentParser("forge-run inside sae", description=command.__doc__)
     parser.add_argument("run", metavar="RUN", help="a run, or a store, with samples of activations")
@@ -47,6 +47,7 @@ def command(argv: list[str]) -> int:
     )
     options, files, overrides = parse_job_arguments(parser, argv, keys=KEYS)
     settings = _settings(files, overrides)
+    # Before torch is imported and training begins: a folder that is taken is found at once
     out = options.out and free_folder(options.out, "--out")
     from forge_plugin_sae.stored import Samples, train  # imports torch
 

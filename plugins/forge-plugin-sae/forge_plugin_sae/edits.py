@@ -26,13 +26,14 @@ class SAEEdit(EditComponent):
     """Puts an autoencoder's reconstruction in place of activations, with some latents set to values."""
 
     folder: FilePath = field(validator=min_len(1))
-    """Folder with one autoencoder for each point, as the sink and the command `sae` write them, or SAELens."""
+    """Folder with one autoencoder for each point, as the sink and the command `inside sae` write them, or SAELens."""
     latents: Mapping[str, float] = field(factory=dict)
     """Values of latents by number (`latents = {"17" = 4.0}`), at every position; the others are as encoded."""
     keep_error: bool = True
     """Whether what the autoencoder does not explain is added again, so that only what `latents` change changes."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the numbers of latents, that the edit changes anything, and that the folder is there."""
         if wrong := [number for number in self.latents if not number.isdecimal()]:
             yield Problem("latents", f"{wrong[0]!r} is no number of a latent; they count from 0")
         if self.keep_error and not self.latents:
@@ -43,6 +44,7 @@ class SAEEdit(EditComponent):
             yield Problem("folder", f"{self.folder} does not exist; the sink sae writes RUN/sae when a run ends")
 
     def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
+        """Checks that no rank has only a part of a point's features, of which latents are computed."""
         divided = [
             name for name, point in points.items() if shares_tokens(layout) and point.axes in ("heads", "hidden")
         ]
@@ -50,6 +52,7 @@ class SAEEdit(EditComponent):
             yield Problem("point", f"ranks divide {divided[0]}; choose points between blocks")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        """Reads no file: the autoencoder of a point is loaded when the point is first reached."""
         from forge_plugin_sae.reconstruction import Steer
 
         return Steer(self, context.device)

@@ -35,12 +35,14 @@ class LossRecovered(EvaluationComponent):
     """How many held-out sequences, always the same; 0: all."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the job has a sink of type `sae` with the name `sink`."""
         sinks = {n: s for stage in job.parallel.values() for n, s in getattr(stage, "sinks", {}).items()}
         if not isinstance(sinks.get(self.sink), SAE):
             there = ", ".join(name for name, sink in sinks.items() if isinstance(sink, SAE)) or "none"
             yield Problem("sink", f"there is no sink {self.sink!r} of type sae; the job has {there}")
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+        """Returns the metrics that the class docstring lists; none without held-out data. Collective."""
         from forge_plugin_sae.recovered import recovered
 
         return {} if context.held_out is None else recovered(self, context)

@@ -25,6 +25,7 @@ class MixingBuffer:
 
     @property
     def is_full(self) -> bool:
+        """Whether each further row makes one leave; training starts then."""
         return self.size == len(self.rows)
 
     def put(self, new: Tensor) -> Iterator[Tensor]:
@@ -32,6 +33,7 @@ class MixingBuffer:
         first = min(len(new), len(self.rows) - self.size)
         self.rows[self.size : self.size + first] = new[:first].to(self.rows)
         self.size += first
+        # In parts of at most the capacity: the places of a part are distinct, so that no row of it is lost
         for part in new[first:].split(len(self.rows)):
             places = self._permutation()[: len(part)]
             leaving = self.rows[places]
@@ -41,12 +43,14 @@ class MixingBuffer:
     def drain(self) -> Tensor:
         """Returns the rows that are left, in a drawn order; the buffer is empty then."""
         order = self._permutation()
+        # A permutation of all places, full or not, as `put` draws it
         rows = self.rows[order[order < self.size]]
         self.size = 0
         return rows
 
     def _permutation(self) -> Tensor:
         self.draws += 1
+        # On the CPU, where the same seed gives the same order whatever the device
         order = torch.randperm(len(self.rows), generator=generator(self.seed, self.draws))
         return order.to(self.rows.device)
 

@@ -63,6 +63,7 @@ class SparseCoder(nn.Module):
         Args:
             generator: on the CPU, so that every device draws the same.
         """
+        # float64 for both precisions, so that float32 weights are the rounded float64 ones
         size: Any = {"generator": generator, "dtype": torch.float64}
         decoder = nn.functional.normalize(torch.randn(self.W_dec.shape, **size), dim=-1)
         encoder = decoder.T
@@ -116,6 +117,7 @@ def save(coder: SparseCoder, folder: Path, metadata: Mapping[str, Any]) -> None:
     weights = coder.folded()
     name, own = coder.activation.architecture or type(coder.activation).__name__, coder.activation.settings()
     width, latents = coder.W_enc.shape
+    # As SAELens reads it; the scales are folded into the weights, so that no normalisation is to be applied
     config: dict[str, Any] = {
         "architecture": TRANSCODER.get(name, name) if coder.transcodes else name,
         "d_in": width,
@@ -147,6 +149,7 @@ def load(folder: Path, device: torch.device | str = "cpu") -> SparseCoder:
         config, weights = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS, device=str(device))
     except (OSError, ValueError) as error:
         raise ForgeError(f"{folder} holds no sparse autoencoder ({CONFIG} and {WEIGHTS}): {error}") from error
+    # Architectures of autoencoders and of transcoders, by the activation that both have
     known = {**{kind: kind for kind in TRANSCODER}, **{transcoder: kind for kind, transcoder in TRANSCODER.items()}}
     name = config.get("architecture")
     if name not in known:
@@ -156,6 +159,7 @@ def load(folder: Path, device: torch.device | str = "cpu") -> SparseCoder:
     activation = _activation(known[name], config, weights.get("threshold"))
     coder = SparseCoder(activation, config["d_in"], config["d_sae"], config["d_out"] if transcodes else None)
     state = {"activation.threshold" if name == "threshold" else name: value for name, value in weights.items()}
+    # Before the weights are copied in, which would otherwise be rounded to float32
     coder.to(device, weights["W_enc"].dtype)
     # The scales are in the weights, and have no place in the file
     problem = coder.load_state_dict(state, strict=False)
@@ -168,6 +172,7 @@ def _activation(kind: str, config: Mapping[str, Any], threshold: Tensor | None) 
     if kind == "topk":
         return TopKActivation(config["k"])
     if threshold is None:
+        # The coefficient is of training, which a loaded autoencoder does not continue.
         return L1Activation(0.0)
     settings: Any = SimpleNamespace(bandwidth=0.0, target_l0=0.0, coefficient=0.0, threshold=0.0)  # for training only
     return JumpReLUActivation(len(threshold), settings)

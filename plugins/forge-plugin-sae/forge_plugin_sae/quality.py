@@ -11,6 +11,7 @@ class Quality:
 
     def __init__(self, width: int, device: torch.device | str) -> None:
         self.width, self.rows = width, 0
+        # float64: the variance below is a difference of sums, which may cancel
         self.sums = torch.zeros(width + 4, dtype=torch.float64, device=device)
         """Of the target (E), its squares, the squared error, active latents, and the loss."""
 

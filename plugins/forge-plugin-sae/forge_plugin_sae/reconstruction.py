@@ -31,8 +31,10 @@ class Steer(Edit):
         self.coders: dict[str, SparseCoder] = {}
 
     def apply(self, x: Tensor, where: Where) -> Tensor:
+        """Encodes x (B, s, …), sets the latents, and decodes; with `keep_error`, adds only what this changes."""
         refuse_parts(where)
         if where.point not in self.coders:
+            # By the first use, as one edit may match many points of which a rank has few
             self.coders[where.point] = self._load(where.point)
         coder, flat = self.coders[where.point], x.flatten(2)
         latents = coder.encode(flat)
@@ -41,6 +43,7 @@ class Steer(Edit):
             changed[..., int(number)] = value
         out = coder.decode(changed)
         if self.settings.keep_error:
+            # In the coder's dtype: a small change would be lost in the rounding of bfloat16.
             out = flat.to(out.dtype) + out - coder.decode(latents)
         return out.to(x.dtype).view_as(x)
 
@@ -63,6 +66,7 @@ class Remember(Edit):
         self.x: Tensor | None = None
 
     def apply(self, x: Tensor, where: Where) -> Tensor:
+        """Returns x unchanged, and keeps it for the transcoder's output point."""
         self.x = x
         return x
 
@@ -76,6 +80,7 @@ class Reconstruct(Edit):
         self.quality = Quality(width, coder.W_dec.device)
 
     def apply(self, x: Tensor, where: Where) -> Tensor:
+        """Returns the reconstruction of x (B, s, …), and adds it to `quality`."""
         refuse_parts(where)
         source = x if self.source is None else self.source.x
         if source is None:
@@ -93,6 +98,7 @@ class Zero(Edit):
     """Zeros: what a point is worth without anything in its place."""
 
     def apply(self, x: Tensor, where: Where) -> Tensor:
+        """Returns zeros of the shape of x."""
         return torch.zeros_like(x)
 
 

@@ -39,6 +39,7 @@ def recovered(settings: LossRecovered, context: EvaluationContext) -> dict[str, 
     for name, coder in coders.items():
         figures = _of_point(recorder, context, settings.sequences, coder, name, sink.targets[name])
         loss, zero = figures.pop("loss"), figures.pop("zero")
+        # What the point is worth to the model: nothing if zeros leave the loss as it is
         worth = zero - clean
         figures |= {"loss": loss, "loss_recovered": (zero - loss) / worth if worth else 0.0}
         metrics |= {f"eval/sae/{sink.settings.folder}/{name}/{key}": value for key, value in figures.items()}
@@ -49,6 +50,7 @@ def _of_point(
     recorder: Recorder, context: EvaluationContext, sequences: int, coder: SparseCoder, name: str, target: str
 ) -> dict[str, float]:
     source = Remember() if coder.transcodes else None
+    # Three edits are put at once, and switched on by name: none at first, then two, then the third.
     edit = Reconstruct(coder, source)
     if source is not None:
         recorder.put_edit("sae input", source, name)

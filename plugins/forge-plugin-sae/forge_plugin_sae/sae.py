@@ -40,6 +40,7 @@ class SAE(Training, SinkComponent):
     """Folder below the run's, and name in the metrics; sinks of this type need different ones."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the settings of training, and that no other sink writes to the same folder."""
         yield from self.setting_problems()
         stages = job.parallel.values()
         others = [sink for stage in stages for sink in getattr(stage, "sinks", {}).values() if isinstance(sink, SAE)]
@@ -47,6 +48,7 @@ class SAE(Training, SinkComponent):
             yield Problem("folder", f"{self.folder!r} is also used by another sink; give each sae sink its own")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
+        """Returns a sink without autoencoders, which it makes when the first sample shows the widths of its points."""
         from forge_plugin_sae.sink import SAESink
 
         return SAESink(self, context, taps)

@@ -1,4 +1,4 @@
-"""Settings of training, shared by the sink and the command `sae`."""
+"""Settings of training, shared by the sink `sae` and the command `inside sae`."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ class SAESink(Sink):
         self.updated = False
 
     def consume(self, sample: Sample) -> None:
+        """Sends the samples to the owners of the points, and trains there. Collective."""
         before = self._batches()
         inputs = {name: [name] if target == name else [name, target] for name, target in self.targets.items()}
         for name, (x_ND, *target_NE) in self.owners.gather(sample, inputs).items():
@@ -57,10 +58,13 @@ class SAESink(Sink):
     def _new_trainer(self, name: str, width: int, target_width: int | None = None) -> Trainer:
         if problem := self.settings.activation.size_problem(self.settings.latents_of(width)):
             raise ForgeError(f"taps: sink {self.settings.folder}: {name} has {width} features: {problem}")
+        # By the point and not by the rank, so that any layout trains the same autoencoder
         seed = f"{self.context.job.job.seed}:{self.settings.folder}:{name}"
         return Trainer(self.settings, width, target_width, seed, self.context.device)
 
     def metrics(self) -> Mapping[str, float | Tensor]:
+        """Returns the metrics of a step with updates, on every rank; collective for such a step."""
+        # The same on every rank, so that either all or none take part in the collective below
         if not self.updated:
             return {}
         shared = self.owners.share({name: trainer.metrics() for name, trainer in self.trainers.items()}, METRICS)
@@ -75,6 +79,7 @@ class SAESink(Sink):
             return {}
         trainers = {name: trainer.finished() if final else trainer for name, trainer in self.trainers.items()}
         own = {name: (trainer.width, *trainer.coder.W_dec.shape) for name, trainer in trainers.items()}
+        # Ranks that do not own a point have not seen its width.
         known = {name: sizes for part in gather_objects(own) for name, sizes in part.items()}
         coders = {}
         for name, target in self.targets.items():
@@ -85,17 +90,24 @@ class SAESink(Sink):
                 activation = self.settings.activation.activation(latents)
                 coder = SparseCoder(activation, width, latents, None if target == name else outputs)
                 coders[name] = coder.to(self.context.device, self.settings.dtype).eval()
+            # Every tensor, buffers too, in the order of the state, which is the same on all ranks
             if world_size() > 1:
                 for tensor in coders[name].state_dict().values():
                     torch.distributed.broadcast(tensor, self.owners.rank_of[name])
         return coders
 
     def state_dict(self) -> Mapping[str, Any]:
+        """Returns the trainers of this rank, and the number of rows, which is the same on every rank."""
         trained = self.trainers.items()
         own = {f"{name}/{key}": tensor for name, trainer in trained for key, tensor in trainer.state().items()}
         return {**own, "rows": self.rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the trainers of this rank's points again, with the widths in the state; the number of ranks may differ.
+
+        Raises:
+            ForgeError: the checkpoint has other points, or an autoencoder of another size or kind.
+        """
         self.rows = state["rows"]
         saved = {name.partition("/")[0] for name, value in state.items() if isinstance(value, Tensor)}
         if saved and (changed := sorted(saved ^ set(self.targets))):
@@ -110,6 +122,7 @@ class SAESink(Sink):
             self.trainers[name].load(own)
 
     def close(self, final: bool) -> None:
+        """Trains on the rows left in the buffers and writes the files, if `final`; else does nothing. Collective."""
         if not final:
             return
         for name, trainer in self.trainers.items():

@@ -61,6 +61,7 @@ class Samples:
         for name, having in steps_with(self.steps).items():
             entry = manifest_of(having[0])["files"][f"{name}.safetensors"]
             points[name] = PointInfo(entry["axes"], entry["layer"])
+        # Only the points are read by `targets_of`
         return TapsInfo(points=points, interval=1, rows=0, positions=0, length=0)
 
     def having(self, *points: str) -> list[Path]:
@@ -74,6 +75,7 @@ class Samples:
     def held_out(self, step: Path, share: float) -> Tensor:
         """(N) whether each sample is of a sequence that is only measured, drawn by step and sequence."""
         rows = read_tokens(step)["row"]
+        # By sequence and not by token: tokens of one sequence are too alike to measure on some of them.
         drawn = torch.rand(int(rows.max()) + 1, generator=generator(f"{self.seed}:held out", int(step.name[5:])))
         return drawn[rows] < share
 
@@ -137,6 +139,7 @@ def _rows(
 def _measure(trainer: Trainer, rows: Iterator[tuple[Tensor, Tensor | None]]) -> dict[str, float]:
     coder, quality = trainer.coder.eval(), Quality(trainer.coder.W_dec.shape[1], trainer.idle_F.device)
     for x_ND, target_NE in rows:
+        # In units of the model, which the saved weights are for; both figures are the same in any unit.
         x = x_ND.to(trainer.idle_F.device, trainer.dtype)
         target = x if target_NE is None else target_NE.to(x)
         quality.add(target, target - coder(x), coder.encode(x))

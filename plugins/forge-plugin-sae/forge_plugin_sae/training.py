@@ -98,6 +98,7 @@ class Trainer:
         self.update(x_ND * self.coder.scale_in, target_NE * self.coder.scale_out)
 
     def _divide(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        # The same columns twice for an autoencoder: its rows are input and target in one
         return rows[:, : self.width], rows[:, -self.coder.W_dec.shape[1] :]
 
     def _begin(self, x_ND: Tensor, target_NE: Tensor) -> None:
@@ -122,6 +123,7 @@ class Trainer:
         latents_NF = coder.activation(pre_NF)
         error_NE = target_NE - coder.decode(latents_NF)
         self._count(latents_NF)
+        # Summed over features: penalties and revival are relative to the squared norm of a row
         loss = error_NE.square().sum(-1).mean() + coder.activation.penalty(pre_NF, latents_NF)
         if settings.activation.revival and self.rows >= settings.dead_after:  # none can be dead before that
             loss = loss + settings.activation.revival * self._revival_loss(pre_NF, error_NE.detach())
@@ -156,6 +158,7 @@ class Trainer:
         """Adam within decoder rows of unit norm: what a gradient has along its row would only change the norm."""
         decoder = self.coder.W_dec
         assert decoder.grad is not None
+        # Before clipping, so that the norm is of what moves the weights
         decoder.grad -= (decoder.grad * decoder).sum(-1, keepdim=True) * decoder
         if self.settings.grad_clip_norm:
             clip_grad_norm_(self.parameters.values(), self.settings.grad_clip_norm)

@@ -35,6 +35,7 @@ class Ablate(EvaluationComponent):
     """Prefix of the names of the metrics."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the job has edits, and those that `edits` names."""
         there = [name for taps in _stages(job) for name in taps.edits]
         if not there:
             yield Problem("", "there is nothing to ablate; add [parallel.taps.edits.NAME], or leave the evaluation out")
@@ -45,6 +46,7 @@ class Ablate(EvaluationComponent):
                 yield Problem(f"edits.{number}", f"[parallel.taps.edits] has no {name!r}{hint}")
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+        """Returns the losses with each edit on by itself; none without held-out data. Collective."""
         from forge_plugin_taps.recorder import recorder_of
 
         if context.held_out is None:
@@ -62,9 +64,11 @@ class Ablate(EvaluationComponent):
     def _loss(self, context: EvaluationContext) -> float:
         import torch
 
+        # float64: the change by an edit may be far smaller than the sum of losses
         total = torch.zeros(2, dtype=torch.float64, device=context.build.device)
         batches = iter(context.batches(context.held_out, self.sequences))  # type: ignore[arg-type]
         at_a_time, _ = micro_batches(context.job, context.build.layout)
+        # As many as a step has: a pipeline has that many micro-batches in flight
         while group := list(islice(batches, at_a_time)):
             sums, counts = context.executor.evaluate(group).per_sequence
             total += torch.stack([sums.double().sum(), counts.double().sum()])

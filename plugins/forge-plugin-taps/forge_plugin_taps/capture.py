@@ -84,6 +84,7 @@ class Capture:
         self._kept = {at_rest: self._find(at_rest) for at_rest in (False, True)}
         numbers = self._numbers()
         self._indices = gather_objects({at_rest: numbers[kept] for at_rest, kept in self._kept.items()})
+        # The largest of all ranks, as a rank may have recorded no micro-batch
         counts = {len(part.positions[0]) for part in drawn if len(part.positions)}
         self.samples = rows * max(gather_objects(max(counts, default=0)))
         self._tokens: dict[str, Tensor] | None = None
@@ -124,6 +125,7 @@ class Capture:
         values, kept = self._values[name].flatten(0, 1), self._kept[at_rest]
         if len(kept) == len(values):
             return values
+        # Copied without a wait: which samples are here is computed on the host
         return values.index_select(0, kept.to(values.device, non_blocking=True))
 
     @property
@@ -133,6 +135,7 @@ class Capture:
         if self._tokens is None:
             for part in self._drawn:
                 if part.copied is not None:
+                    # Only for this copy, which was made in the forward pass; later work on the device goes ahead
                     part.copied.synchronize()
             self._tokens = self._merged(gather_objects(self._own_columns()))
         return self._tokens

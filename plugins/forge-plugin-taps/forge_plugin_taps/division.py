@@ -68,6 +68,7 @@ def group_along(dimension: str, mesh: DeviceMesh | None) -> ProcessGroup | None:
 
 def shares_tokens(layout: Layout) -> bool:
     """Returns whether several ranks compute the same tokens, so that they may have parts of features or of sums."""
+    # Not by the name `tp`: a plugin may bring dimensions that divide features, too
     return any(size > 1 and not dimension.divides_tokens and not dimension.layers for dimension, size in layout.sizes)
 
 
@@ -95,6 +96,7 @@ def division_problems(job: Job, layout: Layout) -> Iterator[Problem]:
 
 
 def _order_problems(job: Job, layout: Layout) -> Iterator[Problem]:
+    # The order of stages for these is known: see `Taps.after`
     usual = {dimension.name for dimension in DIMENSIONS}
     for name, stage in job.parallel.items():
         own = [

@@ -35,6 +35,7 @@ class Selected(Edit):
         }
 
     def apply(self, x: Tensor, where: Where) -> Tensor:
+        """Returns the replacement where `mask` has it, in the dtype of x (B, s, …), and x elsewhere."""
         new = self.replacement(x, where).to(x.dtype)
         mask = self.mask(x, where)
         return new.expand_as(x) if mask is None else torch.where(mask, new, x)
@@ -49,10 +50,12 @@ class Selected(Edit):
         if "positions" in self._numbers:
             masks.append(_spread(torch.isin(where.places(x), self._numbers["positions"]), x.ndim))
         if "experts" in self._numbers:
+            # The second output of a router: the experts that it has chosen for each token, (B, s, K)
             masks.append(torch.isin(where.outputs[1], self._numbers["experts"]))
         for name in ("heads", "features"):
             if name in self._numbers:
                 own = self._own_numbers(name, x, where)
+                # Aligned to the last dimensions of x: (H, 1) of heads (H, E), or (E,) of features
                 masks.append(own.unsqueeze(-1) if name == "heads" else own)
         if not masks:
             return None
@@ -82,10 +85,12 @@ class Vector(Selected):
                 raise ForgeError(f"{component.file} has {len(tensors)} tensors; a vector to add is a single one")
             vector = tensors[0]
         else:
+            # On the CPU by name: a default device may be set while the model is built
             vector = torch.tensor(component.values, dtype=torch.float64, device="cpu")
         self._vector = (vector.double() * component.factor).to(device)
 
     def replacement(self, x: Tensor, where: Where) -> Tensor:
+        """Adds this rank's part of the vector, in the dtype of x."""
         return x + _own_part(self._vector, x, where, "the vector of an edit").to(x.dtype)
 
 
@@ -98,6 +103,7 @@ class StoredMean(Selected):
         self._means = {name: _mean(steps[name], name).to(device) for name in matching([component.point], list(steps))}
 
     def replacement(self, x: Tensor, where: Where) -> Tensor:
+        """Returns this rank's part of the stored mean, without batch and positions."""
         return _own_part(_stored(self._means, where), x, where, "the mean of the store")
 
 
@@ -125,6 +131,8 @@ class StoredSequence(Selected):
         return self._slots[where.places(x).clamp(max=len(self._slots) - 1)]
 
     def replacement(self, x: Tensor, where: Where) -> Tensor:
+        """Returns the stored values at the positions of x; those at positions without any are masked out."""
+        # Any value at positions without one, -1, as `mask` leaves these out
         values = _stored(self._values, where)[self._index(x, where).clamp(min=0)]
         if where.split is not None:
             values = values.narrow(2, where.split.offset, where.split.length)
@@ -133,6 +141,7 @@ class StoredSequence(Selected):
         return values
 
     def mask(self, x: Tensor, where: Where) -> Tensor | None:
+        """Returns the mask of the component, without positions that are not stored."""
         there, mask = _spread(self._index(x, where) >= 0, x.ndim), super().mask(x, where)
         return there if mask is None else there & mask
 
@@ -161,6 +170,7 @@ def _stored(values: dict[str, Tensor], where: Where) -> Tensor:
 
 
 def _mean(steps: Sequence[Path], name: str) -> Tensor:
+    # Step by step: a store may be larger than the memory
     total, count = torch.zeros((), dtype=torch.float64, device="cpu"), 0
     for step in steps:
         values = read_point(step, name)

@@ -40,11 +40,13 @@ class SelectingEdit(EditComponent):
     """Positions in the sequence, from 0 and below `train.seq_len`."""
 
     def problems(self, job: Job, layout: object) -> Iterator[Problem]:
+        """Checks `positions` against the length of sequences."""
         if self.positions and max(self.positions) >= job.train.seq_len:
             message = f"a sequence has the positions 0 to {job.train.seq_len - 1}, and {max(self.positions)} is named"
             yield Problem("positions", message)
 
     def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
+        """Checks that each point has the heads, features, experts and positions that are named."""
         for name, point in points.items():
             if self.heads and point.axes != "heads":
                 yield Problem("heads", f"{name} has no heads; q, k, v and z have")
@@ -55,6 +57,7 @@ class SelectingEdit(EditComponent):
             for key in ("heads", "features", "experts"):
                 if point.size is not None and (highest := max(getattr(self, key), default=0)) >= point.size:
                     yield Problem(key, f"{name} has the numbers 0 to {point.size - 1}, and {highest} is named")
+            # A vector would be added by each rank; zeros of all ranks sum to zero.
             if point.axes == "partial" and shares_tokens(layout) and not isinstance(self, Zero):
                 yield Problem("point", f"each rank of tensor parallel has a part of the sum {name}; take mlp_out")
             if self.positions and name == "embed":
@@ -68,6 +71,7 @@ class Zero(SelectingEdit):
     """Sets activations to zero: an ablation. The weights of other experts stay as they are where one is zero."""
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        """Returns an edit whose replacement is zero."""
         from forge_plugin_taps.editing import Selected
 
         return Selected(self, context.device)
@@ -85,6 +89,7 @@ class Add(SelectingEdit):
     """Multiplies the vector."""
 
     def problems(self, job: Job, layout: object) -> Iterator[Problem]:
+        """Checks that exactly one of `values` and `file` is given, and that the file is there."""
         yield from super().problems(job, layout)
         if bool(self.values) == bool(self.file):
             yield Problem("values", 'the vector is either values = [...] or file = "..."; give one of them')
@@ -92,6 +97,7 @@ class Add(SelectingEdit):
             yield Problem("file", f"{self.file!r} is no file")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        """Reads the vector now, so that no step waits for a file."""
         from forge_plugin_taps.editing import Vector
 
         return Vector(self, context.device)
@@ -105,16 +111,19 @@ class Mean(SelectingEdit):
     """Folder of a store, with steps in it, or of one step."""
 
     def problems(self, job: Job, layout: object) -> Iterator[Problem]:
+        """Checks that the folder has steps of a store."""
         yield from super().problems(job, layout)
         yield from _store_problems(self.store)
 
     def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
+        """Checks that each point is in at least one step of the store."""
         from forge_plugin_taps.reading import steps_of
 
         yield from super().point_problems(points, layout)
         yield from _unstored_problems(self.store, steps_of(Path(self.store)), points)
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        """Computes the means now, from all steps of the store."""
         from forge_plugin_taps.editing import StoredMean
 
         return StoredMean(self, context.device)
@@ -133,16 +142,19 @@ class Replace(SelectingEdit):
     """Number of the sequence in the store."""
 
     def problems(self, job: Job, layout: object) -> Iterator[Problem]:
+        """Checks that the folder has steps of a store."""
         yield from super().problems(job, layout)
         yield from _store_problems(self.store)
 
     def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
+        """Checks that each point is in the last step of the store, which alone is read."""
         from forge_plugin_taps.reading import steps_of
 
         yield from super().point_problems(points, layout)
         yield from _unstored_problems(self.store, steps_of(Path(self.store))[-1:], points)
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        """Reads the sequence now, so that no step waits for a file."""
         from forge_plugin_taps.editing import StoredSequence
 
         return StoredSequence(self, context.device)

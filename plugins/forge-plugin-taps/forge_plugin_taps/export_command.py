@@ -65,6 +65,7 @@ def _show(steps: list[Path]) -> int:
 def _export(options: argparse.Namespace, steps: list[Path]) -> int:
     from forge_plugin_taps.exporting import EXPORTS
 
+    # `.` and `..` have no name from which the folder beside them could be named.
     store = options.store if options.store.name not in ("", "..") else options.store.resolve()
     out = options.out or store.with_name(f"{store.name}-{options.to}")
     for line in EXPORTS[options.to](steps, new_folder(out, "--out")):

@@ -45,6 +45,7 @@ def export_arrow(steps: Sequence[Path], out: Path) -> Iterator[str]:
                 row: dict[str, Any] = {name: array[number].reshape(-1) for name, array in values.items()}
                 yield lacking | row | {name: int(column[number]) for name, column in tokens.items()}
 
+    # Types from the first step that has a point: from rows, a column of None would have none
     first = {name: read_point(having[0], name) for name, having in points.items()}
     features = {name: _sequence(datasets, tensor[0].numel(), tensor) for name, tensor in first.items()}
     features |= {name: datasets.Value("int64") for name in read_tokens(steps[0])}
@@ -104,6 +105,7 @@ def _length(steps: Sequence[Path]) -> int:
         tokens = read_tokens(step)
         rows, positions = tokens["row"], tokens["position"]
         length = int(positions.max()) + 1
+        # Samples are in the order of row and position, so whole sequences are equal to this.
         complete = torch.arange(length).repeat(int(rows.max()) + 1)
         if len(positions) != len(complete) or not torch.equal(positions, complete):
             raise ForgeError(f"{step} has some positions of each sequence; SAELens reads whole ones: --positions all")

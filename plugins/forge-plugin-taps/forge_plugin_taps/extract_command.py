@@ -28,9 +28,9 @@ HEADING = "use"
 def command(argv: list[str]) -> int:
     """Write activations over held-out sequences to a store.
 
-    The model is not updated. One process has the whole model; several ranks share it by the layout of the run, or by
-    the stages that the command line names. The store is the same under every layout. Edits that the command line names
-    are on.
+    They are the activations of a trained model, which is not updated. One process has the whole model; several ranks
+    share it by the layout of the run, or by the stages that the command line names. The store is the same under every
+    layout. Edits that the command line names are on.
     """
     parser = argparse.ArgumentParser(prog="forge-run inside extract", description=command.__doc__)
     parser.add_argument("files", nargs=1, metavar="RUN", help="a run folder (its newest checkpoint) or a checkpoint")
@@ -82,9 +82,11 @@ def _extract(options: argparse.Namespace, path: Path, overrides: Sequence[str]) 
     from forge_plugin_taps.extracting import extract
 
     points = options.points or ["layers.*.resid_post"]
+    # In place of the keys of the run's own stage; the command makes its sink itself
     keys = {"points": points, "gradients": [], "positions": options.positions, "sinks": {}}
     taps = [f"--parallel.taps.{key}={json.dumps(value)}" for key, value in keys.items()]
     named = any(word.startswith("--parallel.") for word in overrides)
+    # Several ranks without stages on the command line: by the layout of the run
     own_layout = ranks_asked_for(options.nproc) > 1 and not named
     trained = load_model(path, device=options.device, parallel=own_layout, overrides=[*overrides, *taps])
     edits = {word.partition(EDITS)[2].partition(".")[0].partition("=")[0] for word in overrides if EDITS in word}

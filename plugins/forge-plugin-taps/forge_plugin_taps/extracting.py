@@ -54,10 +54,13 @@ def extract(trained: TrainedModel, out: Path, *, sequences: int, group: int, edi
     if global_rank() == 0:
         (new_folder(out, "--out") / JOB).write_text(dump_job(trained.job))
     gather_objects(None)  # the folder is there
+    # The store belongs to `out` and not to the run
     context = attrs.evolve(trained.context, folder=out)
+    # A store is all that the command makes, so an error ends it.
     sink, executor = StoreWriter(Store(on_error="fail"), context, info), executor_of(trained)
     sink.start(0)
     count = min(sequences or len(dataset), len(dataset))
+    # Evenly spread, as neighbouring sequences may be of one document
     drawn = [number * len(dataset) // count for number in range(count)]
     for number, start in enumerate(range(0, count, group), 1):
         chosen = drawn[start : start + group]
@@ -66,6 +69,7 @@ def extract(trained: TrainedModel, out: Path, *, sequences: int, group: int, edi
         with recorder.editing(edits):
             executor.evaluate([batch for _, batch in batches], _nothing)
         sink.consume(recorder.end())
+        # At once and not a step later, as in training: the next group takes the memory
         sink.settle()
     sink.close(final=True)
     return count

@@ -42,6 +42,7 @@ class PatternSite(Site):
     def observe(self, q: Tensor, k: Tensor, batch: Mapping[str, Tensor], sinks: Tensor | None = None) -> None:
         """Keep the attention of the sampled positions among the queries (B, s, H, E) to the keys (B, s, K, E)."""
         marks = self.current.marks
+        # The pass that is recomputed was kept the first time.
         if marks is None or self.current.auxiliary.recomputing:
             return
         with torch.no_grad():
@@ -58,8 +59,10 @@ class PatternSite(Site):
         if self.group is None:
             return x
         ranks = self.group.size()
+        # Gathered along the batch: the collective concatenates the first dimension only
         parts = x.new_empty(ranks * len(x), *x.shape[1:])
         _all_gather(parts, x.contiguous(), group=self.group)
         together = parts.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
         marks: Any = self.current.marks
+        # The order is the same in all rows
         return together.index_select(1, marks.order[0])

@@ -56,6 +56,7 @@ class Probe(SinkComponent):
     """Folder below the run's, and name in the metrics; sinks of this type need different ones."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the target, that the number of its classes is known, and that no other probe has the folder."""
         own = ":" in self.target
         if not own and self.target not in TARGETS:
             yield Problem("target", f"{self.target!r} is none of {', '.join(TARGETS)}, nor a function ./file.py:name")
@@ -70,6 +71,7 @@ class Probe(SinkComponent):
             yield Problem("folder", f"{self.folder!r} is also used by another sink; give each probe sink its own")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
+        """Returns a sink without probes, which it makes when the first sample shows the widths of its points."""
         from forge_plugin_taps.probe_sink import ProbeSink
 
         return ProbeSink(self, context, taps)

@@ -43,6 +43,7 @@ class ProbeSink(Sink):
         self.measured: dict[str, Tensor] = {}
 
     def consume(self, sample: Sample) -> None:
+        """Measures each probe on held-out samples of the step, then trains it on the others. Collective."""
         target_N = self._target(sample)
         known_N = (target_N >= 0) & (target_N < self.classes)
         held_N = self._held_out(sample) & known_N
@@ -72,6 +73,7 @@ class ProbeSink(Sink):
 
     def _held_out(self, sample: Sample) -> Tensor:
         """(N) whether each sample is of a held-out sequence: a function of seed, step and row. At least one is."""
+        # Row -1 seeds the choice of sequences, apart from the choice of positions in each of them
         count = max(1, round(self.settings.held_out * self.rows))
         seed = self.context.job.job.seed
         rows = chosen_positions(seed, sample.step, [-1], self.rows, min(count, self.rows - 1) or 1)
@@ -79,12 +81,19 @@ class ProbeSink(Sink):
         return torch.isin(sample.tokens["row"] - first, torch.from_numpy(rows[0]))
 
     def metrics(self) -> Mapping[str, float | Tensor]:
+        """Returns the metrics of the last sampled step; none if it had no held-out sample with a class."""
         return {f"probe/{self.settings.folder}/{name}": value for name, value in self.measured.items()}
 
     def state_dict(self) -> Mapping[str, Any]:
+        """Returns the probes of this rank, by point."""
         return {f"{name}/{key}": tensor for name, probe in self.probes.items() for key, tensor in probe.state().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the probes of this rank's points; the number of ranks may differ from the saved one.
+
+        Raises:
+            ForgeError: a probe in the checkpoint has another number of classes.
+        """
         self.probes = {}
         for name, own in self.owners.of_rank(state).items():
             classes, width = own["weight"].shape
@@ -95,11 +104,13 @@ class ProbeSink(Sink):
             self.probes[name].load(own)
 
     def close(self, final: bool) -> None:
+        """Writes the probes at the end of the run; nothing if it is to continue. Collective."""
         if not final or self.context.folder is None:
             return
         folder = self.context.folder / self.settings.folder
         folder.mkdir(parents=True, exist_ok=True)
         for name, probe in self.probes.items():
+            # Renamed when it is whole, so that no reader finds a part of a file
             part = folder / f".{name}.part"
             save_file(probe.folded(), part)
             part.replace(folder / f"{name}.safetensors")
@@ -111,6 +122,7 @@ class LinearProbe:
 
     def __init__(self, width: int, classes: int, settings: Probe, device: torch.device) -> None:
         self.settings = settings
+        # Zeros: the loss is convex, and needs no random start
         self.weight = torch.zeros(classes, width, device=device, requires_grad=True)
         self.bias = torch.zeros(classes, device=device, requires_grad=True)
         self.optimizer = torch.optim.Adam([self.weight, self.bias], settings.lr, weight_decay=settings.weight_decay)
@@ -123,6 +135,7 @@ class LinearProbe:
     @torch.no_grad()
     def measure(self, x_ND: Tensor, target_N: Tensor) -> dict[str, Tensor]:
         """Accuracy, loss and the majority's accuracy on samples, as scalars on the device."""
+        # Before the probe learns from this step
         logits = self._logits(x_ND)
         right = (logits.argmax(1) == target_N).double().mean()
         return {
@@ -136,6 +149,7 @@ class LinearProbe:
         self._standardise(x_ND.double())
         self.seen.scatter_add_(0, target_N, torch.ones_like(target_N))
         for _ in range(self.settings.updates):
+            # All samples at once, so that an update does not depend on an order
             cross_entropy(self._logits(x_ND), target_N).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -151,6 +165,7 @@ class LinearProbe:
 
     @property
     def deviation(self) -> Tensor:
+        """Standard deviation of each feature (D,) over all samples so far, at least `LEAST_DEVIATION`; float64."""
         return (self.squares / self.count.clamp(min=1)).sqrt().clamp(min=LEAST_DEVIATION)
 
     def _logits(self, x_ND: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ def steps_of(folder: Path) -> list[Path]:
     if (folder / MANIFEST).is_file():
         return [folder]
     inside = [path.parent for path in (*folder.glob(f"step-*/{MANIFEST}"), *folder.glob(f"taps/step-*/{MANIFEST}"))]
+    # By number: step-100 is after step-20
     return sorted(inside, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
@@ -87,5 +88,6 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         if math.prod(entry["shape"]) == 0:
             tensors[name] = torch.empty(entry["shape"], dtype=dtype, device="cpu")
         else:
+            # A copy: a slice would keep the whole file in memory, and its address might not be aligned for the dtype.
             tensors[name] = torch.from_numpy(content[begin:end].copy()).view(dtype).view(entry["shape"])
     return tensors

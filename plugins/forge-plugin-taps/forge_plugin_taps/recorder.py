@@ -143,6 +143,7 @@ class Recorder:
         """Remove edits of these names from a point, if this rank has it."""
         if point in self.sites:
             edits = self.sites[point].edits
+            # In place, as hooks hold this list
             edits[:] = [edit for edit in edits if edit[0] not in names]
 
     @contextmanager
@@ -158,6 +159,7 @@ class Recorder:
             self.current.edits = before
 
     def _where(self, site: Site, x: Tensor, batch: Batch) -> Where:
+        # A tensor that has all positions was not divided by sequence parallel.
         rest = site.axes == "rest" and x.shape[1] < batch["input_ids"].shape[1]
         first = self._sharer[0] * x.shape[1] if rest else 0
         return Where(
@@ -193,8 +195,10 @@ class Recorder:
         for name in self._own_points():
             kept = self.sites[name.removesuffix(GRADIENT)].kept[name.endswith(GRADIENT)]
             if kept:
+                # In the order of rows, whatever order a pipeline ran its micro-batches in
                 values[name] = torch.cat([kept[first] for first in sorted(kept)])
                 if self._is_partial(name):
+                    # All ranks of the group hold the point, in the same order of names, so none waits alone.
                     dist.all_reduce(values[name], group=self._sharers)
         drawn = [self._drawn[first] for first in sorted(self._drawn)]
         parts = self._exchanged({name: self._part(name, value) for name, value in values.items()})
@@ -326,5 +330,6 @@ class Recorder:
         if self.context.device.type != "cuda":
             return copies, None
         copied = torch.cuda.Event()
+        # On the stream of the copies, so that only they are waited for
         copied.record()
         return copies, copied

@@ -30,6 +30,7 @@ class Activations(ReportSection):
     place: ClassVar[float] = 55.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        """Returns the maps of all runs first, then their tables; runs without the file have none."""
         for run in runs:
             lines = [line for line in run.lines(FILE) if line.get("points")]
             if lines:

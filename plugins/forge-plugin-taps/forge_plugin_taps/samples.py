@@ -91,6 +91,7 @@ class Sample:
         whole = None
         if to is None or global_rank() == target:
             whole = torch.empty(self.shape(name), dtype=self.dtype(name), device=self._capture.device)
+        # One rank after the other: point-to-point messages are matched by their order
         for part in parts:
             self._bring(name, part, target, whole)
         if to is None and whole is not None and dist.is_initialized() and dist.get_world_size() > 1:

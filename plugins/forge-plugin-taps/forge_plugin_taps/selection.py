@@ -59,6 +59,7 @@ def editable(points: Mapping[str, TapPoint]) -> list[str]:
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Sorts names, layers by number."""
+    # Numbers by length and digits, which is their order; 99 puts words behind numbers.
     return sorted(
         set(names), key=lambda name: [(len(part), part) if part.isdigit() else (99, part) for part in name.split(".")]
     )

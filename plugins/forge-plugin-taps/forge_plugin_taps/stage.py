@@ -59,6 +59,7 @@ class TapsStage(ParallelStage):
                 carried[id(module)][point.side] = site
             else:
                 _hang(module, point, site)
+        # After all sites are there, at whose points edits are put
         recorder.add_edits()
         names = {module: f"{name}." for name, module in model.named_modules()}
         for block in blocks:
@@ -73,6 +74,7 @@ class TapsStage(ParallelStage):
         return model
 
     def describe(self) -> str:
+        """Counts the points of this rank: ranks of a pipeline have other layers."""
         return f"{len(self._recorder.sites)} points on this rank"
 
     def split(self, batch: Batch) -> Batch:
@@ -94,6 +96,7 @@ class InBlock:
     """Whether it is a block, which may be called with a cache."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The micro-batch is the argument that is a mapping: blocks take it second, `embed` first.
         for value in (*args, *kwargs.values()):
             if isinstance(value, dict):
                 self.current.enter(value)

@@ -52,6 +52,7 @@ class Statistics(SinkComponent):
     """Where the lines go, relative to the run folder; sinks of this type need different ones."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that edges ascend, and that no other sink writes to the same file."""
         if not self.edges or any(a >= b for a, b in zip(self.edges, self.edges[1:], strict=False)):
             yield Problem("edges", f"must be at least one number, ascending, got {list(self.edges)}")
         stages = job.parallel.values()
@@ -60,6 +61,7 @@ class Statistics(SinkComponent):
             yield Problem("file", f"{self.file!r} is also used by another sink; give each statistics sink its own")
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
+        """Imports torch only here: a job is checked without it."""
         from forge_plugin_taps.statistics_sink import StatisticsSink
 
         return StatisticsSink(self, context, taps)

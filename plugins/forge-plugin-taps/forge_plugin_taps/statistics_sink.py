@@ -52,6 +52,7 @@ class StatisticsSink(Sink):
         """Step, points and their figures (P, scalars + K), which are being copied to the host."""
 
     def start(self, step: int) -> None:
+        """Opens the file on rank 0, without lines of steps after `step`."""
         folder = self.context.folder
         self._pending = None
         self.close(final=False)  # in a roll-back, the file is open
@@ -61,6 +62,7 @@ class StatisticsSink(Sink):
             self._lines.start(step)
 
     def consume(self, sample: Sample) -> None:
+        """Computes the figures of a step on the device; their copy to the host is not waited for. Collective."""
         self.logged = {}
         names = sample.points  # of the step: nothing may have passed one, such as a tower without an image
         if not names:
@@ -70,6 +72,7 @@ class StatisticsSink(Sink):
         sums = self._all_reduce({name: self._sums(own.get(name), len(sample)) for name in names})
         largest = self._all_reduce({name: self._largest(own.get(name), self.units[name]) for name in names}, "MAX")
         means = {name: sums[name][1] / self._count(name, sample) for name in names}
+        # A second pass over the values, as central moments need the mean of all ranks first
         powers = self._all_reduce({name: _central(own.get(name), means[name]) for name in names})
         counts = {name: self._count(name, sample) for name in names}
         points = {name: self._figures(sums[name], largest[name], powers[name], counts[name]) for name in names}
@@ -80,6 +83,7 @@ class StatisticsSink(Sink):
             self._pending = sample.step, names, figures.to("cpu", non_blocking=True)
 
     def settle(self) -> None:
+        """Writes the line of the last sampled step, whose copy has arrived by now. Rank 0 only."""
         pending, self._pending = self._pending, None
         if pending is not None:
             if self.context.device.type == "cuda":
@@ -87,9 +91,11 @@ class StatisticsSink(Sink):
             self._write(*pending)
 
     def metrics(self) -> Mapping[str, float | Tensor]:
+        """Returns the scalars that `log` names, on the device; they were reduced, so every rank has the same."""
         return self.logged
 
     def close(self, final: bool) -> None:
+        """Closes the file; `settle` has written the last line before."""
         if self._lines is not None:
             self._lines.close()
             self._lines = None
@@ -111,6 +117,7 @@ class StatisticsSink(Sink):
 
     def _largest(self, own: Own | None, units: int) -> Tensor:
         """(U): the largest absolute value of each unit; -1 where this rank has none."""
+        # Below every absolute value, so that the maximum over ranks ignores it
         largest = self._zeros(units) - 1
         if own is not None and len(own.values):
             largest[own.first : own.first + own.values.shape[1]] = own.values.abs().amax(0)

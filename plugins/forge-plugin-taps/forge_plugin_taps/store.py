@@ -29,6 +29,7 @@ class Store(SinkComponent):
     and the training continues. fail: the training ends."""
 
     def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
+        """Imports torch only here: a job is checked without it."""
         from forge_plugin_taps.store_writer import StoreWriter
 
         return StoreWriter(self, context, taps)

@@ -74,6 +74,7 @@ class StoreWriter(Sink):
         self._unsynced: list[Path] = []
 
     def start(self, step: int) -> None:
+        """Removes folders of steps after `step`, and incomplete ones, on rank 0. Collective."""
         self._pending = None
         if global_rank() == 0:
             for path in self._folder.glob("*step-*"):
@@ -82,6 +83,7 @@ class StoreWriter(Sink):
         gather_objects(None)  # no rank writes a step that another is about to remove
 
     def consume(self, sample: Sample) -> None:
+        """Starts to copy this rank's share of each point to the host; nothing is written yet."""
         self._pending = pending = _Pending(sample)
         for name in sample.points:
             part = sample.local(name)
@@ -89,6 +91,7 @@ class StoreWriter(Sink):
                 rows, values = self._own_rows(part)
                 pending.rows[name] = rows, values.to("cpu", non_blocking=True)
         if self._cuda:
+            # After the copies of all points, which are on one stream: one event is enough
             pending.copied = torch.cuda.Event()
             pending.copied.record()
 
@@ -130,14 +133,17 @@ class StoreWriter(Sink):
         whole, partial = self._folder / f"step-{step}", self._folder / f".step-{step}"
         files = self._files(pending.sample, partial)
         self._agreed(step, lambda: partial.mkdir(parents=True) if global_rank() == 0 else None)
+        # Collective the first time, so outside of the work that may fail on one rank
         tokens = pending.sample.tokens
         self._agreed(step, lambda: self._write(pending, files, tokens))
         own = self._own_share(files)
+        # Read again, as rows came from several ranks; files are divided among ranks
         digests = self._agreed(step, lambda: {name: _digest(files[name].path) for name in own})
         self._unsynced += [whole / files[name].path.name for name in own]
         merged = {name: digest for part in digests for name, digest in part.items()}
         if global_rank() == 0:
             manifest = self._manifest(step, files, merged)
+            # The other ranks take part below, with nothing to do.
             self._agreed(step, lambda: self._commit(partial, whole, manifest))
             self._unsynced += [whole / MANIFEST, whole, self._folder]
         else:
@@ -153,6 +159,7 @@ class StoreWriter(Sink):
         self._agreed(0, lambda: list(map(_sync, filter(Path.exists, paths))))
 
     def close(self, final: bool) -> None:
+        """Syncs the files of steps since the last checkpoint; `settle` has written them before. Collective."""
         self.state_dict()
 
     @staticmethod

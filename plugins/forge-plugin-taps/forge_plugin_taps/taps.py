@@ -61,6 +61,7 @@ class Taps(ParallelComponent):
     """`[parallel.taps.edits.NAME]`: what changes activations; NAME is the default for `type`."""
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Checks every glob against the points of the model, and each edit at the points that it matches."""
         from forge_plugin_taps.selection import (
             editable,
             matching,
@@ -88,6 +89,7 @@ class Taps(ParallelComponent):
             yield from selection_problems(f"sinks.{name}.points", sink.points, captured)
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that it is known how ranks divide activations, and that each sink receives a step of the job."""
         yield from division_problems(job, layout)
         if sum(isinstance(stage, Taps) for stage in job.parallel.values()) > 1:
             yield Problem("", "a job has one stage taps at most; give one of them all points, sinks and edits")
@@ -107,11 +109,13 @@ class Taps(ParallelComponent):
                 yield Problem(f"edits.{name}.in_training", f"{message}; leave it out, or [parallel.compile]")
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Yields the hook that records steps; without sinks it records none."""
         from forge_plugin_taps.hook import TapsHook
 
         yield TapsHook(component=self)
 
     def build(self, context: BuildContext) -> ParallelStage:
+        """Imports torch only here: a job is checked without it."""
         from forge_plugin_taps.stage import TapsStage
 
         return TapsStage(self, context)

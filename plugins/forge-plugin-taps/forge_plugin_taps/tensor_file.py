@@ -48,6 +48,7 @@ class TensorFile:
         return len(text).to_bytes(8, "little") + text
 
     def write_header(self) -> None:
+        """Write the header at the start of the file, by one process; rows may have been written before it."""
         self._write([(0, self.header)])
 
     def write_rows(self, name: str, rows: Tensor, values: Tensor) -> None:
@@ -60,8 +61,10 @@ class TensorFile:
         """
         if not len(rows):
             return
+        # Every process computes the header, and so the same offsets, from the shapes alone.
         begin, data = len(self.header) + self._offset(name), values.contiguous()
         size = data[0].nbytes
+        # By bytes: numpy has no bfloat16
         octets: memoryview = data.view(-1).view(torch.uint8).numpy().data
         # Neighbours in one call: without context parallel a rank has all rows of its sequences.
         starts = np.flatnonzero(np.diff(rows.numpy(), prepend=-2) != 1)
@@ -78,6 +81,7 @@ class TensorFile:
         raise KeyError(name)
 
     def _write(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
+        # Without O_TRUNC: other processes may have written their rows
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             for offset, data in parts:

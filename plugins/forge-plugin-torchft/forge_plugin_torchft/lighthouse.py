@@ -22,7 +22,10 @@ HEADING = "train"
 
 
 def command(argv: list[str]) -> int:
-    """Run the quorum service of [parallel.torchft]."""
+    """Run the quorum service of [parallel.torchft].
+
+    It is the lighthouse of torchft, through which the groups of a job find each other.
+    """
     parser = argparse.ArgumentParser("forge-run launch lighthouse", description=command.__doc__)
     add = parser.add_argument
     add("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen at (loopback; [::] for all networks)")

@@ -28,6 +28,7 @@ class LinearAdapter(AdapterComponent):
     """Whether it has a bias."""
 
     def positions(self, grid: Grid) -> int:
+        """Returns one position for each patch of each frame."""
         return grid.patches
 
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
@@ -48,6 +49,7 @@ class MLPAdapter(AdapterComponent):
     """Whether the matrices have biases."""
 
     def positions(self, grid: Grid) -> int:
+        """Returns one position for each patch of each frame, as `linear` does."""
         return grid.patches
 
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
@@ -67,9 +69,11 @@ class PixelShuffle(AdapterComponent):
 
     @property
     def multiple(self) -> int:
+        """The factor, so that no window is cut by an image's edge."""
         return self.factor
 
     def positions(self, grid: Grid) -> int:
+        """Returns one position for each `factor` x `factor` patches of a frame."""
         return _windows(grid, self.factor, ragged=False)
 
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
@@ -98,12 +102,16 @@ class AveragePool(AdapterComponent):
 
     @property
     def multiple(self) -> int:
+        """The least common multiple of both windows; 1 if windows at edges may be smaller."""
+        # Of both, as an image and a clip have one multiple: `ImageFormat.multiple`.
         return 1 if self.ragged else lcm(self.window, self.video_window or self.window)
 
     def positions(self, grid: Grid) -> int:
+        """Returns one position for each window of a frame; with `ragged`, also for windows cut by an edge."""
         return _windows(grid, self.window, self.video_window, ragged=self.ragged)
 
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        """Build it; both layers come after averaging, so they compute windows and not patches."""
         from forge_plugin_vision.modules.adapters import TwoLayers
         from forge_plugin_vision.modules.pooling import AveragedWindows, Windows
 
@@ -131,12 +139,19 @@ class AttentionPool(AdapterComponent):
 
     @property
     def multiple(self) -> int:
+        """The least common multiple of both windows; 1 if windows at edges may be smaller."""
         return 1 if self.ragged else lcm(self.window, self.video_window or self.window)
 
     def positions(self, grid: Grid) -> int:
+        """Returns one position for each window of a frame; with `ragged`, also for windows cut by an edge."""
         return _windows(grid, self.window, self.video_window, ragged=self.ragged)
 
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        """Build it, with attention in the encoder's width.
+
+        Raises:
+            JobError: `heads` does not divide that width, which only the built encoder states.
+        """
         from forge_plugin_vision.modules.pooling import AttendedWindows, Windows
 
         if width % self.heads:
@@ -171,9 +186,11 @@ class Perceiver(AdapterComponent):
     """Width between the matrices of the feed-forward part; 0: 4 times the encoder's width."""
 
     def positions(self, grid: Grid) -> int:
+        """Returns the number of latents, whatever the size; 0 for an empty grid, which is no image."""
         return (grid.patches > 0) * self.latents
 
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        """Build it; blocks have the encoder's width W, and a last matrix maps to D."""
         from forge_plugin_vision.modules.perceiver import Resampler
 
         return Resampler(
@@ -193,9 +210,10 @@ def _windows(grid: Grid, window: int, video_window: int = 0, *, ragged: bool) ->
     if video_window in (0, window):
         return images
     videos, are_videos = _windows_of_side(grid, video_window, ragged=ragged), (grid.frames > 1) * 1  # or a tensor
+    # A sum of products in place of a condition, which tensors of many grids do not allow.
     return are_videos * videos + (1 - are_videos) * images
 
 
 def _windows_of_side(grid: Grid, side: int, *, ragged: bool) -> int:
-    more = side - 1 if ragged else 0
+    more = side - 1 if ragged else 0  # rounds up, so that windows at edges count
     return grid.frames * ((grid.rows + more) // side) * ((grid.columns + more) // side)

@@ -48,6 +48,7 @@ class AnyResolution(AdapterComponent):
     """Whether the matrices have biases."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields sides of `arrangements` that the frames of a `Grid` cannot encode, and pairs that occur twice."""
         if not self.arrangements or any(not 0 < side < TILE_ROW for tiles in self.arrangements for side in tiles):
             message = f"it is a list of pairs, rows and columns of tiles, from 1 to {TILE_ROW - 1}"
             yield Problem("arrangements", f"{message}; take mlp for images without tiles")
@@ -55,6 +56,12 @@ class AnyResolution(AdapterComponent):
             yield Problem("arrangements", "a pair occurs twice; leave one of them out")
 
     def positions(self, grid: Grid) -> int:
+        """Returns the positions of an image, by its kind.
+
+        In joined tiles: the overview's features, then the plane with a vector after each row. In one tile: its features
+        and one vector. A video: the pooled features of its frames and one vector.
+        """
+        # Factors of 0 and 1 in place of conditions, which tensors of many grids do not allow.
         joined, several = (grid.frames < 0) * 1, (grid.frames > 1) * 1
         frames, rows, columns = grid.plain
         there = (grid.frames != 0) * 1
@@ -75,12 +82,14 @@ class AnyResolution(AdapterComponent):
         # In floating point, with its roundings, since published models were trained so.
         side: Any = grid.plain.rows
         most = self.max_feature_tiles * side**2
+        # 1 is added where `most` is 0, which has no image: the division must be defined there, too.
         ratio = _root(_wide(grid.rows) * grid.columns / (most + (most == 0) * 1))
         shrinks = (ratio > SHRUNK_FROM) * 1
-        ratio = ratio + (1 - shrinks) * (1 - ratio)
+        ratio = ratio + (1 - shrinks) * (1 - ratio)  # 1 where nothing is shrunk
         return _whole(_wide(grid.rows) // ratio), _whole(_wide(grid.columns) // ratio)
 
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        """Build it; the module reads these keys for the sizes of planes and pooled frames."""
         from forge_plugin_vision.modules.adapters import TwoLayers
         from forge_plugin_vision.modules.any_resolution import JoinedTiles
 

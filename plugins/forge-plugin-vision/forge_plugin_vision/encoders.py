@@ -79,6 +79,7 @@ class ViT(VisionEncoderComponent):
     """Standard deviation of initial matrices."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields sides and widths that do not divide, and values that leave no block or divide by 0."""
         if self.dim % self.heads:
             yield Problem("heads", f"{self.heads} does not divide dim, which is {self.dim}")
         if any(side % self.patch or side <= 0 for side in self.size):
@@ -95,6 +96,7 @@ class ViT(VisionEncoderComponent):
             yield Problem(
                 "pixels", 'it is for images of one size; leave it out, or set position_interpolation = "none"'
             )
+        # The grid has whole patches of `pixels`: one more patch would not be in the table.
         if any(not size <= side < size + self.patch for side, size in zip(pixels, self.size, strict=True)):
             message = f"{list(pixels)} has room for other patches than size, which is {list(self.size)}"
             yield Problem("pixels", f"{message}; it is less than one patch larger")
@@ -109,6 +111,7 @@ class ViT(VisionEncoderComponent):
         return self.size[0] // self.patch, self.size[1] // self.patch
 
     def image_format(self) -> ImageFormat:
+        """Returns a format with a fixed grid, the position table's, unless the table is interpolated."""
         return ImageFormat(
             patch=self.patch,
             mean=self.mean,
@@ -119,15 +122,20 @@ class ViT(VisionEncoderComponent):
         )
 
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
+        """Build the blocks up to `select_layer`.
+
+        Raises:
+            JobError: the fusion uses the output of a block that is not built.
+        """
         from forge_plugin_vision.modules.vit import BlockForm, VisionTransformer
 
-        if taps and taps[-1] >= self.blocks:
+        if taps and taps[-1] >= self.blocks:  # ascending: the last is the largest
             message = f"the fusion uses the output of block {taps[-1]}, and there are {self.blocks}"
             raise JobError([Problem(context.path, f"{message} from 0; name others there, or have more layers")])
         return VisionTransformer(
             values=self.image_format().values,
             width=self.dim,
-            layers=self.blocks,
+            layers=self.blocks,  # parameters of later ones would have no gradient
             heads=self.heads,
             hidden=self.hidden or 4 * self.dim,
             grid=self._table,

@@ -27,6 +27,7 @@ def shuffled(seed: int) -> Order:
 
     def order(clip: int, frames: int) -> np.ndarray:
         drawn = np.random.default_rng([seed, clip]).permutation(frames)
+        # A clip that keeps its order would count as shuffled, and hide what order is worth.
         return np.roll(drawn, 1) if (drawn == np.arange(frames)).all() else drawn
 
     return order
@@ -45,7 +46,7 @@ def reordered(row: Row, form: ImageFormat, order: Order) -> Row:
     patches, start = row[PATCHES].copy(), 0
     for clip, (entries, rows, columns) in enumerate(row[GRIDS].tolist()):
         stop = start + entries * rows * columns
-        if entries > 1:
+        if entries > 1:  # neither an image nor tiles that are joined, whose number is negative
             # A patch has the values of its frames channel by channel.
             apart = patches[start:stop].reshape(entries, rows * columns, form.channels, form.frames, form.patch**2)
             frames = apart.transpose(0, 3, 1, 2, 4).reshape(-1, rows * columns, form.channels, form.patch**2)

@@ -75,7 +75,7 @@ class Grid(NamedTuple):
     @property
     def tiles(self) -> tuple[int, int]:
         """Rows and columns of tiles that are joined; zeros for any other image."""
-        code = -self.frames * (self.frames < 0)
+        code = -self.frames * (self.frames < 0)  # 0 for other images
         return code // TILE_ROW, code % TILE_ROW
 
     @property
@@ -147,6 +147,7 @@ class ImageFormat:
         """The grid with the most patches that an image may have; None: there is no such bound."""
         if not self.arrangements:
             return Grid(1, *self.grid) if self.grid else None
+        # All tiles have equally many patches.
         rows, columns = max(self.arrangements, key=lambda tiles: tiles[0] * tiles[1])
         if self.grid:
             return Grid.of_tiles(rows, columns, (rows * self.grid[0], columns * self.grid[1]))
@@ -288,7 +289,9 @@ class ImageInput:
 class HasImageInput(Protocol):
     """A model component whose model sees images."""
 
-    def image_input(self) -> ImageInput: ...
+    def image_input(self) -> ImageInput:
+        """Returns the format and the room of a sequence, by which datasets make samples."""
+        ...
 
 
 def image_input(job: Job) -> ImageInput:
@@ -309,11 +312,13 @@ def format_for(encoder: VisionEncoderComponent, adapter: AdapterComponent) -> Im
 
     own = encoder.image_format()
     tiles = adapter.arrangements or own.arrangements
+    # Sides must divide by both: whole tiles of the encoder, and whole windows of the adapter.
     return evolve(own, multiple=lcm(own.multiple, adapter.multiple), arrangements=tiles)
 
 
 def grid_problems(form: ImageFormat, encoder: VisionEncoderComponent, adapter: AdapterComponent) -> Iterable[Problem]:
     """Yields why every image's grid, if it is fixed, does not suit the adapter; paths are relative to `vision`."""
+    # Tested on the smallest image: an encoder whose features are its patches returns the grid unchanged.
     seen = encoder.feature_grid(smallest := Grid(1, form.multiple, form.multiple))
     if seen != smallest and (seen.rows % adapter.multiple or seen.columns % adapter.multiple):
         message = f"it joins {adapter.multiple} x {adapter.multiple} features of a grid, which this encoder's are not"

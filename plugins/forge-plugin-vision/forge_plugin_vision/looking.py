@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SeenImages = Literal["own", "other", "grey"]
 SeenFrames = Literal["clip", "shuffled", "still"]
-GREY = 128
+GREY = 128  # the middle of a byte, close to 0 once normalised
 
 
 @frozen(kw_only=True)
@@ -53,19 +53,23 @@ class Looking(EvaluationComponent):
     """Prefix of the names of the metrics."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields that the job's model sees no images."""
         if not isinstance(job.model, HasImageInput):
             yield Problem("", f"{type(job.model).__name__} sees no images; leave this evaluation out")
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+        """Returns losses in nats per token and differences in bits; nothing without held-out rows. Collective."""
         if context.held_out is None:
             return {}
         kinds: tuple[SeenImages, ...] = ("own", "other", "grey")
+        # Each of the three passes adds to both counts, of which only the ratio and the sign are used.
         counts = RowCounts()
         losses = {seen: self._loss(context, ImageRows(context.held_out, seen, counts)) for seen in kinds}
         metrics = {f"{seen}_loss": loss for seen, loss in losses.items()}
         metrics["bits"] = (losses["other"] - losses["own"]) / math.log(2)
         with_images, with_clips = counts.of_all_ranks(context)
         if with_clips:
+            # Where every row with images has clips, `own` is the loss of the same rows: one pass fewer.
             metrics |= self._time(context, losses["own"] if with_clips == with_images else None)
         return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
 
@@ -177,4 +181,5 @@ def _has_images(row: Mapping[str, np.ndarray]) -> bool:
 def _unlearned(row: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     import numpy as np
 
+    # The row stays, without labels, so that a number means the same row in every pass.
     return {**row, "labels": np.full_like(row["labels"], IGNORED_LABEL)}

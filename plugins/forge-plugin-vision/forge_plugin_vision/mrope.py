@@ -45,8 +45,9 @@ class MultimodalRope(PlainRope):
     `tokens_per_second` of Hugging Face configurations."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields sections that cannot take turns, keys without effect, and timestamps that have no position."""
         frames, *sides = self.sections
-        if self.interleaved and max(sides) > frames:
+        if self.interleaved and max(sides) > frames:  # each takes every third pair, until it has all
             message = f"{list(self.sections)} has more pairs for rows or columns than for frames"
             yield Problem("sections", f"{message}, so that they cannot take turns; change it, or interleaved = false")
         if self.positions_per_second != 2.0 and self.time != "seconds":
@@ -66,6 +67,11 @@ class MultimodalRope(PlainRope):
                 yield Problem("time", f'{message}, which "{self.time}" places without a gap; {hint}')
 
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:
+        """Build the tables for heads of this width.
+
+        Raises:
+            JobError: `sections` do not add up to half the rotated width.
+        """
         from forge_plugin_vision.modules.mrope import MultimodalRotary, axes
 
         rotated = self.rotated(head_dim)
@@ -77,7 +83,7 @@ class MultimodalRope(PlainRope):
             self.frequencies(rotated),
             axes(self.sections, self.interleaved),
             time=self.time,
-            interval=self.positions_per_second if self.time == "seconds" else 1.0,
+            interval=self.positions_per_second if self.time == "seconds" else 1.0,  # else by entries
             amplitude=self.amplitude(),
             length=context.job.train.seq_len,
             dtype=context.dtype,

@@ -76,6 +76,7 @@ class QwenViT(VisionEncoderComponent):
     """Standard deviation of initial matrices; those that write into the residual stream have it / sqrt(2 layers)."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields widths and sides that do not divide, and numbers of blocks that have no meaning."""
         if self.dim % self.heads:
             yield Problem("heads", f"{self.heads} does not divide dim, which is {self.dim}")
         elif self.dim // self.heads % 4:
@@ -91,15 +92,17 @@ class QwenViT(VisionEncoderComponent):
             yield Problem("full_attention", message)
 
     def image_format(self) -> ImageFormat:
+        """Returns a format for images and videos of any size."""
         return ImageFormat(patch=self.patch, frames=self.frames, mean=self.mean, std=self.std)
 
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
+        """Build the tower; `window` is converted to patches, and a position table is made only if `table` is set."""
         from forge_kit.modules import Linear
         from forge_plugin_vision.modules.positions import PositionTable
         from forge_plugin_vision.modules.qwen_vit import AxialRotary, QwenVisionTransformer
 
         grid, width = (self.table, self.table), self.dim
-        table = PositionTable(grid, width, interpolation="aligned", class_token=False, std=self.init_std)
+        table = PositionTable(grid, width, interpolation="aligned", class_token=False, std=self.init_std)  # as Qwen3-VL
         return QwenVisionTransformer(
             [self._block() for _ in range(self.layers)],
             patch=Linear(self.image_format().values, self.dim, bias=self.patch_bias, std=self.init_std),
@@ -116,6 +119,7 @@ class QwenViT(VisionEncoderComponent):
         from forge_plugin_transformer.modules.feed_forward import GatedFeedForward, PlainFeedForward
         from forge_plugin_vision.modules.qwen_vit import QwenBlock
 
+        # Each block writes to the residual stream twice, and its variance should not grow with the depth.
         init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers))
         ffn: nn.Module
         if self.ffn == "swiglu":
@@ -125,7 +129,7 @@ class QwenViT(VisionEncoderComponent):
         return QwenBlock(
             self.dim,
             self.heads,
-            norm=lambda: _norm(self.norm, self.dim, self.eps),
+            norm=lambda: _norm(self.norm, self.dim, self.eps),  # a block has two
             ffn=ffn,
             residual=init.residual,
             std=init.inner,
@@ -151,12 +155,15 @@ class Merger(AdapterComponent):
 
     @property
     def multiple(self) -> int:
+        """The side of a block, so that no block is cut by an image's edge."""
         return self.merge
 
     def positions(self, grid: Grid) -> int:
+        """Returns one position for each block, at each entry of the time axis."""
         return grid.frames * (grid.rows // self.merge) * (grid.columns // self.merge)
 
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        """Build it; the norm has the width of a patch or of a block, by `norm_over`."""
         from forge_plugin_vision.modules.merger import Merger
 
         block = self.merge**2 * width

@@ -50,6 +50,7 @@ class VisionModelSuite(ModelSuite):
     their products, as experts do: how many there are of other rows then changes the last digit."""
 
     def parity_changes(self, folder: Path) -> Mapping[str, Any]:
+        """Returns the settings of `ModelSuite`, with rows of `images`, in sequences of S positions."""
         # Text rows lack the entries of images, like the rows of a source of text.
         images = evolve(self.images, has_entries=False)
         return {**super().parity_changes(folder), "data": {"sources": (images,)}, "seq_len": S}
@@ -128,12 +129,13 @@ class VisionModelSuite(ModelSuite):
         """Four rows of one text: each image has its own loss, wherever it is in the batch."""
         model, rows = self._model(tmp_path), self._labelled_rows(tmp_path)
         one = {name: tensor[1:2].expand(B, *tensor.shape[1:]) for name, tensor in rows.items()}
+        # Row 1, as row 0 has no image.
         used = int(plain_grids(rows[GRIDS][1]).prod(-1).sum())
         generator = torch.Generator().manual_seed(3)
         patches = one[PATCHES].clone()
         patches[:, :used] = torch.randint(256, patches[:, :used].shape, generator=generator, dtype=torch.uint8)
         losses = self._losses(model, {**one, PATCHES: patches})
-        gaps = (losses.unsqueeze(0) - losses.unsqueeze(1)).abs() + torch.eye(B)
+        gaps = (losses.unsqueeze(0) - losses.unsqueeze(1)).abs() + torch.eye(B)  # a loss is equal to itself
         assert gaps.min() > self.tolerance, "two images have the same loss: the loss does not depend on images"
         order = torch.tensor([2, 0, 3, 1])
         permuted = self._losses(model, {**one, PATCHES: patches[order]})
@@ -199,7 +201,7 @@ class VisionModelSuite(ModelSuite):
         for image, own in ((0, ~second), (1, second)):
             start = int(sizes[:image].sum())
             other = {**batch, PATCHES: batch[PATCHES].clone()}
-            other[PATCHES][0, start : start + int(sizes[image])] ^= 255
+            other[PATCHES][0, start : start + int(sizes[image])] ^= 255  # inverts every byte
             changed = (model(other) - hidden).abs().amax(-1)[0] > self.rounding
             assert bool(changed[own].any()), f"image {image} changes nothing in its own document"
             assert not bool(changed[~own].any()), f"image {image} changes hidden states of the other document"
@@ -250,6 +252,7 @@ class VisionModelSuite(ModelSuite):
     # --- surroundings --------------------------------------------------------------------------------------------
 
     def point_batch(self, model: Model, folder: Path) -> Batch:
+        """Returns a batch with images, without which no point of the tower is passed."""
         return self._image_batch(folder)
 
     def _image_batch(self, folder: Path) -> Batch:

@@ -65,6 +65,7 @@ class RandomImages(DatasetComponent):
         return not self.text_only or number % self.text_only != 0
 
     def build(self, context: BuildContext) -> Dataset:
+        """Build rows that are functions of their numbers alone; the held-out rows follow the training rows."""
         job = context.job
         held = _Rows(self, image_input(job), job.train.seq_len, self.sequences, self.held_out, None)
         return _Rows(self, image_input(job), job.train.seq_len, 0, self.sequences, held)
@@ -93,7 +94,7 @@ class _Rows:
             return {"input_ids": tokens[:-1], "labels": tokens[1:]}
         grids = [] if text_only else list(self._grids(generator))
         patches = np.zeros((self._input.patches_per_sequence, self._input.format.values), np.uint8)
-        used, position = 0, 1
+        used, position = 0, 1  # a token comes first, so that there is something before an image
         for grid in grids:
             patches[used : used + grid.patches] = generator.integers(0, 256, (grid.patches, patches.shape[1]))
             used += grid.patches
@@ -101,7 +102,7 @@ class _Rows:
             position += self._input.positions(grid) + 1  # a token between two images
         entry = np.zeros((self._input.images_per_sequence, 3), np.int64)
         entry[: len(grids)] = np.array(grids).reshape(-1, 3)
-        labels = np.where(tokens[1:] < 0, -100, tokens[1:])
+        labels = np.where(tokens[1:] < 0, -100, tokens[1:])  # no position learns an image
         seconds = np.where(entry[:, 0] > 1, 0.5, 0).astype(np.float32)
         ids = {"input_ids": tokens[:-1], "labels": labels}
         return {**ids, PATCHES: patches, GRIDS: entry, SECONDS: seconds}
@@ -113,7 +114,7 @@ class _Rows:
         for number in range(1, self._input.images_per_sequence + 1):
             grid = self._grid(generator, form)
             if every and number % every == 0:
-                grid = Grid(2, *grid.plain[1:])
+                grid = Grid(2, *grid.plain[1:])  # a clip's frames have the encoder's size
             patches -= grid.patches
             positions -= self._input.positions(grid) + 1
             if patches < 0 or positions < 0:

@@ -68,12 +68,14 @@ class TiledViT(VisionEncoderComponent):
     """Standard deviation of initial matrices and tables."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields sizes that do not divide, arrangements that occur twice, and blocks that do not exist."""
         if self.dim % self.heads:
             yield Problem("heads", f"{self.heads} does not divide dim, which is {self.dim}")
         if self.tile % self.patch:
             yield Problem("tile", f"{self.tile} is not divisible by patch, which is {self.patch}")
         if not self.arrangements or min(min(tiles) for tiles in self.arrangements) < 1:
             yield Problem("arrangements", "it is a list of pairs, rows and columns of tiles, of 1 or more each")
+        # The encoder looks an arrangement up by its rows and columns, which must be one entry.
         elif len({*self.arrangements}) < len(self.arrangements):
             yield Problem("arrangements", "a pair occurs twice, and an image could have either's encoding")
         if any(not 0 <= number < self.layers for number in self.intermediate):
@@ -92,6 +94,7 @@ class TiledViT(VisionEncoderComponent):
         return max(rows * columns for rows, columns in self.arrangements)
 
     def image_format(self) -> ImageFormat:
+        """Returns a format in which an image fills one of `arrangements` of whole tiles."""
         return ImageFormat(
             patch=self.patch,
             mean=self.mean,
@@ -102,14 +105,21 @@ class TiledViT(VisionEncoderComponent):
         )
 
     def feature_grid(self, grid: Grid) -> Grid:
+        """Returns tiles as frames of one row, which has the tile's class token and its patches."""
         # A tile is a row here: its class token, and then its patches.
         tiles = grid.patches // self.side**2
         return Grid(tiles, (tiles > 0) * 1, (tiles > 0) * (self.side**2 + 1))
 
     def feature_room(self, patches: int) -> int:
+        """Returns one feature more than patches for each whole tile."""
         return patches // self.side**2 * (self.side**2 + 1)
 
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
+        """Build it, with `intermediate` outputs in place of taps.
+
+        Raises:
+            JobError: the fusion uses taps.
+        """
         from forge_plugin_vision.modules.tiled_vit import TiledVisionTransformer
 
         if taps:

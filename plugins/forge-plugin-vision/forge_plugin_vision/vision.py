@@ -65,6 +65,7 @@ class VisionLanguage(ModelComponent):
     """`[model.fusion]`: how the language model sees images."""
 
     def image_input(self) -> ImageInput:
+        """Returns the format that suits encoder and adapter, and the room of a sequence."""
         return ImageInput(
             format=self._format,
             patches_per_sequence=self._patches,
@@ -75,6 +76,7 @@ class VisionLanguage(ModelComponent):
         )
 
     def batch_fields(self, job: Job) -> Mapping[str, BatchField]:
+        """Returns the entries of images, whose shapes follow from the keys and not from the data."""
         return {
             PATCHES: BatchField((self._patches, self._format.values), "uint8"),
             GRIDS: BatchField((self.vision.images_per_sequence, 3), "int64"),
@@ -83,6 +85,7 @@ class VisionLanguage(ModelComponent):
         }
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields grids that do not suit the adapter, and that the room for patches cannot be derived."""
         for problem in grid_problems(self._format, self.vision.encoder, self.vision.adapter):
             yield problem.below("vision")
         if not self._patches:
@@ -100,6 +103,7 @@ class VisionLanguage(ModelComponent):
         return self.vision.images_per_sequence * largest.patches
 
     def build(self, context: BuildContext) -> Model:
+        """Build the language model, whose width the adapter needs, then the vision part, and join them."""
         from forge_plugin_vision.modules.grafting import count_costs, embedding_width
         from forge_plugin_vision.modules.vision import Vision
 
@@ -108,7 +112,7 @@ class VisionLanguage(ModelComponent):
         encoder = here.at("encoder").build(self.vision.encoder, taps=self.fusion.taps)
         adapter = here.at("adapter").build(self.vision.adapter, width=encoder.width, dim=embedding_width(model))
         vision = Vision(encoder, adapter, self.image_input(), context)
-        return count_costs(context.build(self.fusion, model=model, vision=vision), context)
+        return count_costs(context.build(self.fusion, model=model, vision=vision), context)  # last: with all parts
 
 
 @frozen(kw_only=True)
@@ -131,6 +135,7 @@ class VisionTower(ModelComponent):
     """`[model.vision]`: the tower."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields, for every job, that a tower alone cannot be trained."""
         message = "a vision tower alone predicts nothing that could be learned"
         hint = (
             'take type = "vision_language", and the weights by [[checkpoint.load]] with include = ["vision.encoder.*"]'
@@ -138,6 +143,7 @@ class VisionTower(ModelComponent):
         yield Problem("", f"{message}; {hint}")
 
     def build(self, context: BuildContext) -> Model:
+        """Build the encoder without taps."""
         from forge_plugin_vision.modules.tower import TowerModel
 
         encoder = context.at("vision").at("encoder").build(self.vision.encoder, taps=())
@@ -165,9 +171,11 @@ class Joint(FusionComponent):
 
     @property
     def taps(self) -> Sequence[int]:
+        """The blocks of `deepstack`."""
         return self.deepstack
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields keys that exclude each other or context parallel, and DeepStack blocks or adapters that do not fit."""
         for key in ("bidirectional", "prefix"):
             if getattr(self, key) and layout.cp > 1:
                 message = f"cp of degree {layout.cp} divides sequences, and its attention is causal over the ranks"
@@ -183,6 +191,7 @@ class Joint(FusionComponent):
         if not self.deepstack:
             yield Problem("deepstack_adapter", "it has no use without deepstack; set that, or leave the table out")
         adapter, side = image_input(job).adapter, image_input(job).format.multiple
+        # A clip with different rows, columns and frames, so that adapters which treat one of them otherwise differ.
         grid = image_input(job).encoder.feature_grid(Grid(2, 2 * side, 3 * side))
         counts = [each.positions(grid) for each in (adapter, self.deepstack_adapter)]
         if counts[0] != counts[1] or side % self.deepstack_adapter.multiple:
@@ -190,6 +199,11 @@ class Joint(FusionComponent):
             yield Problem("deepstack_adapter", f"{message}; they must be as many, as they take the same places")
 
     def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
+        """Build it; coordinates are added if the language model has an `mrope`.
+
+        Raises:
+            JobError: the language model, the encoder or the adapter lacks what a key requires.
+        """
         from forge_plugin_vision.modules.deepstack import DeepStackModel, StackedVision, add_deepstack
         from forge_plugin_vision.modules.grafting import TokensOnly, derived, embedding_width, graft
         from forge_plugin_vision.modules.image_spans import add_image_spans
@@ -199,15 +213,17 @@ class Joint(FusionComponent):
 
         grafted: Any = graft(model, DeepStackModel if self.deepstack else JointModel, vision)
         embedding: Any = type(grafted.embedding)
+        # Before features are added: ids of images are negative, and their embeddings must be zeros.
         grafted.embedding.__class__ = derived(TokensOnly, embedding)
         vision.__class__ = StackedVision if self.deepstack else PlacedVision
-        if context.layout.tp > 1 and context.mesh is not None:
+        if context.layout.tp > 1 and context.mesh is not None:  # no mesh: the job is only checked
             grafted.vision.share = (context.mesh["tp"].get_local_rank(), context.layout.tp)
         adapter = vision.image_input.adapter
         if self.deepstack:
             component, here = self.deepstack_adapter or adapter, context.at("vision.deepstack")
             sizes = {"width": vision.encoder.width, "dim": embedding_width(model)}
             add_deepstack(grafted, [here.at(str(n)).build(component, **sizes) for n in range(len(self.deepstack))])
+        # Each puts a mixin before the class so far, whose `prepare_sequences` runs first.
         add_spatial_positions(grafted, vision.image_input)
         if self.bidirectional:
             add_image_spans(grafted)

@@ -81,6 +81,7 @@ def _training_rows(job: Job, catalog: Catalog, step: int, tokens: int | None) ->
     yield "steps", f"{step:,} of {train.steps:,}, {train.global_batch_size} sequences of {train.seq_len} each"
     if tokens is not None:
         yield "tokens", f"{tokens:,}"
+    # Not every optimizer has this key.
     rate = f", learning rate {optimizer['lr']:g}" if isinstance(optimizer.get("lr"), float) else ""
     yield "optimizer", f"`{optimizer['type']}`{rate}"
     for source in job.data.sources:

@@ -85,6 +85,7 @@ def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int])
 
 def inspect(options: argparse.Namespace) -> int:
     """Show what a configuration means to Forge, key by key."""
+    # Imported by the actions, so that --help needs no torch
     from forge_core.plugins.catalog import Catalog
     from forge_plugin_weights.importing import read_folder
     from forge_plugin_weights.inspecting import describe, describe_images
@@ -153,7 +154,7 @@ def verify(options: argparse.Namespace) -> int:
     )
 
     if options.report is not None:
-        options.report = output_file(options.report, "--report")
+        options.report = output_file(options.report, "--report")  # refused before a long comparison
     catalog = Catalog.installed()
     one, other = (open_side(path, catalog, options.architecture) for path in (options.first, options.second))
     # First: an error of the user's files is found at once, while comparing all tensors may take long.

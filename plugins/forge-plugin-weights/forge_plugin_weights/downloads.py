@@ -45,6 +45,7 @@ def known_digests(path: Path, sums: Mapping[str, str]) -> Sequence[KnownDigest]:
         known.append(KnownDigest(blob.name, "the hub's cache"))
     metadata = path.parent / METADATA / f"{path.name}.metadata"
     if metadata.is_file():
+        # Commit, ETag and time of the download, a line each; filled up, as the file may be cut off
         _, etag, saved, *_ = [*metadata.read_text().split("\n"), "", "", ""]
         if _is_digest(etag):
             edited = path.stat().st_mtime - 1 > _number(saved)  # a second, as `huggingface_hub` allows
@@ -81,6 +82,7 @@ def read_sums(folder: Path) -> Mapping[str, str]:
             raise JobError(
                 f"{path}, line {number}: {line!r} is no SHA-256 with the name of a file, as sha256sum writes"
             )
+        # `sha256sum` marks files that it read in binary mode by `*`.
         sums[name.strip().removeprefix("*").removeprefix("./")] = digest.lower()
     return sums
 
@@ -112,6 +114,7 @@ def check_weights(folder: Path, digests: Mapping[Path, str]) -> dict[str, str | 
         JobError: some are damaged; names each.
     """
     sums = read_sums(folder)
+    # Also files that were changed after their download: few people change weights by hand.
     known = {path: known_digests(path, sums) for path in digests}
     _raise_faults(_fault(path, digest, digests[path]) for path, found in known.items() for digest in found)
     return {path.name: " and ".join(digest.source for digest in found) or None for path, found in known.items()}
@@ -131,6 +134,7 @@ def _fault(path: Path, known: KnownDigest, sha256: str) -> str:
 
 def _git_sha1(path: Path) -> str:
     """The digest by which Git identifies a file's content."""
+    # Python in FIPS mode refuses SHA-1 that may be for security.
     digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -48,6 +48,7 @@ class Export(TrainingHook):
     exported_step = -1  # of this process, and not state
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields why the model has no published form, so that a run is refused before it trains."""
         from forge_core.plugins.catalog import Catalog
         from forge_plugin_weights.exporting import find_form
 
@@ -57,23 +58,27 @@ class Export(TrainingHook):
             yield from error.problems
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Resets the last exported step, which is a step of one run."""
         self.exported_step = -1
 
     def on_step_end(self, context: StepContext) -> None:
+        """Exports every `every` steps; on all ranks, since an export is collective."""
         if self.every and context.step % self.every == 0:
             self._export(context)
 
     def on_train_end(self, context: TrainContext) -> None:
+        """Exports the final weights, unless the last step has been exported."""
         if self.exported_step != context.step:
             self._export(context)
 
     def _export(self, context: TrainContext) -> None:
+        # Here and not above: a job with this hook is checked without torch.
         import torch
 
         from forge_core.parallel.mesh import global_rank
         from forge_plugin_weights.parallel_export import export_training
 
-        if context.folder is None:
+        if context.folder is None:  # such a run writes nothing
             return
         self.exported_step = context.step
         folder = context.folder / FOLDER / f"step-{context.step}"

@@ -100,6 +100,7 @@ def find_target(
     name, form = find_form(_with_vocabulary(job, shapes), catalog, architecture, origin)
     chosen = form.architecture
     if architecture:
+        # An architecture that was named may be a part of the model, such as its tower.
         shapes = {own: shape for own, shape in shapes.items() if chosen.has_tensor(own)}
     match = match_names(chosen, form.flat, shapes)
     return Target(model_type=name, architecture=chosen, config=form.config, match=match)
@@ -124,6 +125,7 @@ def _with_vocabulary(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Any:
 def _of_vocabulary(model: Any, size: int) -> Any:
     import attrs
 
+    # 0 stands for the tokenizer's size. The embedding has as many rows, and the tokenizer need not be there.
     if getattr(model, "vocab_size", None) == 0:
         return attrs.evolve(model, vocab_size=size)
     if hasattr(model, "language"):
@@ -166,6 +168,7 @@ def export_run(
     catalog = catalog or Catalog.installed()
     weights = _open_weights(path, dtype, catalog)
     target = find_target(weights.job, weights.shapes, catalog, architecture, weights.origin.get("model_type", ""))
+    # Refused before the weights are written, which may take long
     if computed and not (target.architecture.has_text and target.match.parts.keys() == weights.shapes.keys()):
         raise JobError(f"--verify computes language models; {target.architecture.name} is a part of one, or none")
     with unfinished(output, "--out") as folder:
@@ -206,7 +209,7 @@ class Weights:
 def _open_weights(path: Path, dtype: torch.dtype | None, catalog: Catalog) -> Weights:
     """The weights of a checkpoint or of a run's newest one; raises a `JobError` where there is none."""
     try:
-        checkpoint, manifest = locate(path, "sizes")
+        checkpoint, manifest = locate(path, "sizes")  # contents are hashed when they are read
         stored = stored_tensors(checkpoint)
     except CheckpointError as error:
         raise JobError(str(error)) from error
@@ -225,7 +228,7 @@ def _open_weights(path: Path, dtype: torch.dtype | None, catalog: Catalog) -> We
 def _write_tensors(folder: Path, weights: Weights, target: Target, shard_bytes: int) -> None:
     """Write the safetensors files and their index, with the checkpoint's files read once and hashed on the way."""
     files = plan_files(folder, tensor_plan(target.match, weights.dtypes), shard_bytes)
-    create(folder, files)
+    create(folder, files)  # at their final size, as threads write anywhere in them
     writer = writer_of(files)
     for filler in target.match.fillers:
         writer.fill(filler)
@@ -265,11 +268,12 @@ def _prove(
     published, trained = PublishedSide(folder, catalog, architecture), TrainedSide(weights.checkpoint, catalog)
     whole = set(published.shapes) == set(trained.shapes)
     back, names = ReadBack(published.places), weights.names_of(target)
+    # The match of the files as they are read, so that a mistake of the one that wrote them shows
     match = published.match if whole else target.match
     read_checkpoint(weights.checkpoint, weights.manifest, names, match, back.compare, hashed=False)
     difference = None
     if computed:
-        tokens = min(TOKENS, trained.job.train.seq_len)
+        tokens = min(TOKENS, trained.job.train.seq_len)  # learned positions end there
         difference = compare_logits(trained, published, random_batch(trained, tokens), catalog)
     changes = model_changes(trained, published, catalog) if whole else [f"a part: {target.architecture.name}"]
     write_parity(record, back.close(), names, changes=changes, computed=difference)
@@ -310,6 +314,7 @@ def read_checkpoint(
                 use(part, values, box.offsets)
 
     entries = manifest["files"]
+    # So that the longest read does not begin last
     largest_first = sorted(entries, key=lambda name: -entries[name]["size"])
     try:
         fetch(checkpoint, largest_first)  # where the run's storage keeps them elsewhere
@@ -323,7 +328,7 @@ def read_checkpoint(
             damaged = [name for name in entries if digests[name].result().sha256 != entries[name]["sha256"]]
         except CheckpointError as error:
             raise JobError(str(error)) from error
-    if damaged and hashed:
+    if damaged and hashed:  # else no digest was computed, and all differ
         faults = (f"{checkpoint / name} is damaged: its SHA-256 is not the manifest's" for name in damaged)
         raise JobError("; ".join(faults))
 
@@ -356,11 +361,12 @@ def _rows(
     name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype, start: int, limit: int
 ) -> Iterator[Piece]:
     """Yields a chunk's pieces of at most `limit` bytes, or a row."""
-    if not sizes:
+    if not sizes:  # a scalar, which has no rows
         yield Piece(start, dtype.itemsize, Box(name, offsets, sizes, dtype))
         return
     row = math.prod(sizes[1:]) * dtype.itemsize
     count = max(1, limit // max(1, row))
+    # A tensor without numbers has no bytes to read.
     for first in range(0, sizes[0] if row else 0, count):
         rows = min(count, sizes[0] - first)
         box = Box(name, (offsets[0] + first, *offsets[1:]), (rows, *sizes[1:]), dtype)
@@ -374,6 +380,7 @@ def origin_of(run: Path | None) -> Mapping[str, Any]:
 
 def tensor_plan(match: Match, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns shape and dtype of each tensor of the export, by its name there: layer by layer, in one order always."""
+    # In the dtype of ours: where parts of several tensors make one of theirs, of the last
     tensors = {part.theirs: (part.shape, dtypes[part.ours]) for part in match.all_parts() if part.written}
     tensors |= {filler.theirs: (filler.shape, common_dtype(dtypes)) for filler in match.fillers}
     return {name: tensors[name] for name in sorted(tensors, key=_by_number)}
@@ -387,8 +394,9 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, torch.dtype], run: Path | None) -> None:
     """Write `config.json`, `generation_config.json`, the tokenizer and the files of the image processor."""
     described = dict(target.config)
-    pixels = described.pop(PIXELS, None)
+    pixels = described.pop(PIXELS, None)  # a file beside `config.json`
     (folder / CONFIG).write_text(json.dumps(_config(target, described, job, dtypes, run), indent=2) + "\n")
+    # First: the files below complete what was imported with the model.
     if run is not None and (run / TOKENIZER).is_dir():
         shutil.copytree(run / TOKENIZER, folder, dirs_exist_ok=True)
     if pixels is not None:
@@ -429,6 +437,7 @@ def _config(
     if missing := {key: token for key, token in architecture.marks.items() if key not in config}:
         ids = added_tokens(run / TOKENIZER) if run is not None else {}
         config |= {key: ids[token] for key, token in missing.items() if token in ids}
+    # Several tokens that end a text stand in generation_config.json alone.
     ids = {name: value for name, value in _special_ids(run).items() if not isinstance(value, list)}
     table = {} if architecture.table else described[TEXT]
     known = origin if architecture.table else {**origin, **origin.get(TEXT, {})}
@@ -446,7 +455,7 @@ def _config(
 def common_dtype(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
     """Returns the dtype of most tensors."""
     values = list(dtypes.values())
-    return max(dict.fromkeys(values), key=values.count)
+    return max(dict.fromkeys(values), key=values.count)  # of equals the first, on every rank
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -468,7 +477,7 @@ def _special_ids(run: Path | None) -> dict[str, Any]:
     found = {}
     for name in ("bos", "eos", "pad"):
         token = settings.get(f"{name}_token")
-        content = token.get("content") if isinstance(token, dict) else token
+        content = token.get("content") if isinstance(token, dict) else token  # in older files with settings
         if content in ids:
             found[f"{name}_token_id"] = ids[content]
     return found

@@ -24,6 +24,7 @@ def value_of(config: Config, key: str, default: Any) -> Any:
     Raises:
         Unsupported: the key is missing, and has no default.
     """
+    # Null counts as missing: saved configurations have it for values that nobody set.
     if config.get(key) is not None:
         return config[key]
     if default is REQUIRED:
@@ -54,24 +55,30 @@ class Key(Field):
 
     @property
     def keys(self) -> Collection[str]:
+        """With the names of other versions, so that a configuration with one of them has no unknown key."""
         return (self.theirs, *self.other_names)
 
     @property
     def paths(self) -> Sequence[str]:
+        """All keys of `[model]` that have the value; one at least."""
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
     def read(self, config: Config) -> Flat:
+        """Reads the first of `other_names` that is there, or else `theirs`; every path gets the same value."""
         name = next((name for name in self.other_names if name in config), self.theirs)
         return dict.fromkeys(self.paths, value_of(config, name, self.default))
 
     def write(self, model: Flat) -> Config:
+        """Writes under `theirs` only; raises `Unsupported` if the paths have different values."""
         values = {path: model[path] for path in self.paths if path in model}
         if len(set(values.values())) > 1:
             settings = ", ".join(f"{path} = {value!r}" for path, value in values.items())
             raise Unsupported(f"{settings} must be equal: {self.theirs} stands for all of them")
+        # A key without a value is left out and not null, so that `Form.unsaid` counts it.
         return dict.fromkeys([self.theirs] if values else [], next(iter(values.values()), None))
 
     def resolve(self, model: Flat) -> Flat:
+        """Returns the derived value for each path whose value is 0, None or false."""
         if self.derived is None:
             return {}
         return {path: self.derived(model) for path in self.paths if path in model and not model[path]}
@@ -91,9 +98,11 @@ class OrNone(Field):
         return (self.theirs,)
 
     def read(self, config: Config) -> Flat:
+        """Reads a null as 0, and a missing key as `default`."""
         return {self.ours: config.get(self.theirs, self.default) or 0}
 
     def write(self, model: Flat) -> Config:
+        """Writes 0 as null, since `transformers` takes 0 for a bound, a width or a rank of 0."""
         return {self.theirs: setting(model, self.ours) or None}
 
 
@@ -114,11 +123,14 @@ class Converted(Field):
         return (self.theirs,)
 
     def read(self, config: Config) -> Flat:
+        """Converts the value or the default, which is in their terms too."""
         return {self.ours: self.to_ours(value_of(config, self.theirs, self.default))}
 
     def write(self, model: Flat) -> Config:
+        """Inverts the conversion, and writes a whole or short number where that converts back to ours exactly."""
         ours = setting(model, self.ours)
         if isinstance(ours, PerLayer):
+            # Not converted: `tables` refuses a key that differs between layers, and shows its values as a job has them.
             return {self.theirs: ours}
         exact = self.to_theirs(ours)
         # Without the error of rounding, where that is the number which was meant: 256 for 1 / 0.0625**2.
@@ -126,6 +138,7 @@ class Converted(Field):
         return {self.theirs: next((value for value in candidates if value and self.to_ours(value) == ours), exact)}
 
     def resolve(self, model: Flat) -> Flat:
+        """Returns the derived value where ours is 0; a model without the key gets none."""
         return {self.ours: self.derived(model)} if self.derived is not None and not model.get(self.ours, 1) else {}
 
 
@@ -138,9 +151,11 @@ class Follows(Field):
     of_ours: Callable[[Flat], Any]
 
     def read(self, config: Config) -> Flat:
+        """Computes the value from other keys of the configuration."""
         return {self.ours: self.of_theirs(config)}
 
     def write(self, model: Flat) -> Config:
+        """Writes nothing; raises `Unsupported` for any other value, which a configuration cannot express."""
         if (value := setting(model, self.ours)) != (needed := self.of_ours(model)):
             raise Unsupported(f"{self.ours} = {value!r}, where it has {needed!r} always")
         return {}
@@ -155,6 +170,7 @@ class Synonym(Field):
     means: Any
 
     def resolve(self, model: Flat) -> Flat:
+        """Replaces `value` by `means`, so that models that compute the same have equal keys."""
         return {self.path: self.means} if model.get(self.path) == self.value else {}
 
 
@@ -173,6 +189,7 @@ class Choice(Field):
         return (self.theirs,)
 
     def read(self, config: Config) -> Flat:
+        """Returns the settings of the value; an unknown value is an error that lists all options."""
         value = value_of(config, self.theirs, self.default)
         if value not in self.options:
             known = ", ".join(map(repr, self.options))
@@ -180,6 +197,7 @@ class Choice(Field):
         return self.options[value]
 
     def write(self, model: Flat) -> Config:
+        """Writes the first option whose settings the model has: the preferred spelling comes first in `options`."""
         for value, settings in self.options.items():
             if all(model.get(path) == setting for path, setting in settings.items()):
                 return {self.theirs: value}
@@ -196,6 +214,7 @@ class Derived(Field):
     value: Callable[[Flat], Any]
 
     def resolve(self, model: Flat) -> Flat:
+        """Returns the derived value where ours is 0 or None; a model without the key gets none."""
         return {self.path: self.value(model)} if self.path in model and not model[self.path] else {}
 
 
@@ -210,10 +229,12 @@ class Dropout(Field):
         return (self.theirs,)
 
     def remark(self, config: Config) -> str:
+        """Reports a rate above 0, which a model that is trained further in Forge no longer has."""
         rate = config.get(self.theirs)
         return f"{self.theirs} = {rate!r}: Forge trains without dropout, and an export has 0" if rate else ""
 
     def write(self, model: Flat) -> Config:
+        """Writes 0: without the key, `transformers` takes its default, which is 0.1 for GPT-2."""
         return {self.theirs: 0.0}
 
 
@@ -226,6 +247,7 @@ class Irrelevant(Field):
     when: Flat
 
     def resolve(self, model: Flat) -> Flat:
+        """Returns the default under the condition, so that models that differ in an unused key are equal."""
         meaningless = self.path in model and all(model.get(path) == value for path, value in self.when.items())
         return {self.path: self.default} if meaningless else {}
 
@@ -240,6 +262,7 @@ class Fixed(Field):
         return self.settings
 
     def write(self, model: Flat) -> Config:
+        """Writes nothing; raises `Unsupported` for another setting, which the configuration would lose."""
         for path, setting in self.settings.items():
             if model.get(path) != setting:
                 raise Unsupported(f"{path} = {model.get(path)!r}, where it has {setting!r} always")
@@ -266,9 +289,11 @@ class Only(Field):
 
     @property
     def written(self) -> Collection[str]:
+        """Empty if no export has the key, so that `Form.unsaid` does not count it as missing."""
         return self.keys if self.write_it else ()
 
     def read(self, config: Config) -> Flat:
+        """Returns no key of `[model]`: raises `Unsupported` unless the value is `value` or one of `also`."""
         missing = self.value if self.default is None else self.default
         value = config.get(self.theirs, missing)
         if value != self.value and value not in self.also:
@@ -287,6 +312,7 @@ class ExportedAs(Field):
     why: str
 
     def write(self, model: Flat) -> Config:
+        """Raises `Unsupported` always, so that no model is exported under this `model_type`."""
         raise Unsupported(f"{self.why}; export it as {self.model_type}")
 
 
@@ -354,9 +380,15 @@ class Rope(Field):
 
     @property
     def keys(self) -> Collection[str]:
+        """The keys of both forms; the share's only where the architecture may rotate a part of a head."""
         return self.theta_key, "rope_scaling", "rope_parameters", *([] if self.share is None else [self.share_key])
 
     def read(self, config: Config) -> Flat:
+        """Reads both forms.
+
+        Raises:
+            Unsupported: they disagree, the type is not known, or it lacks a key or has one that it does not take.
+        """
         forms = [form for form in (self._first_form(config), self._second_form(config)) if form is not None]
         if len(forms) == 2 and "rope_scaling" not in config:  # the base stands in both places; the form, in one
             forms[0] = {**forms[1], "rope_theta": forms[0]["rope_theta"]}
@@ -371,10 +403,12 @@ class Rope(Field):
         share = {} if self.share is None else {f"{self.path}.{SHARE}": form.pop(SHARE)}
         if type_ == "dynamic":  # as in transformers, regardless of the table
             form[ORIGINAL] = config.get(LONGEST)
+        # As `standardize_rope_params` of transformers does
         elif ORIGINAL in known.keys:
             form.setdefault(ORIGINAL, config.get(LONGEST))
         if unknown := [name for name in form if name not in known.keys]:
             raise Unsupported(f"rope_type {type_!r} with {', '.join(unknown)}, which Forge does not know")
+        # The configuration last, as it overrides both kinds of defaults
         values = {**known.defaults, **known.unsaid, **form}
         if missing := [name for name in known.keys if values.get(name) is None]:
             raise Unsupported(f"rope_type {type_!r} without {', '.join(missing)}")
@@ -391,7 +425,8 @@ class Rope(Field):
         if self.theta_key not in config and not scaling:
             return None
         form = {name: value for name, value in scaling.items() if name != "type" and value is not None}
-        form.setdefault("rope_type", scaling.get("type", "default"))
+        form.setdefault("rope_type", scaling.get("type", "default"))  # `type` in older files
+        # The table has precedence over keys beside it.
         return {**self._beside(config), **form}
 
     def _second_form(self, config: Config) -> dict[str, Any] | None:
@@ -399,16 +434,19 @@ class Rope(Field):
             return None
         form = {name: value for name, value in config["rope_parameters"].items() if value is not None}
         form.setdefault("rope_type", form.pop("type", "default"))
+        # The base may stand beside this table, too.
         return {**self._beside(config), **form}
 
     def write(self, model: Flat) -> Config:
+        """Writes both forms with the same values; keys at the values of `RopeType.unsaid` are left out."""
         component, theta = model.get(f"{self.path}.type"), model.get(f"{self.path}.theta")
         for type_, known in self.types.items():
             if known.component != component:
                 continue
             values = {name: model[f"{self.path}.{name}"] for name in known.keys}
             values = {name: value for name, value in values.items() if known.unsaid.get(name) != value}
-            longest = {LONGEST: values.pop(ORIGINAL)} if type_ == "dynamic" else {}
+            longest = {LONGEST: values.pop(ORIGINAL)} if type_ == "dynamic" else {}  # where `read` takes it from
+            # Null in version 4 for a plain encoding, where version 5 has a table always
             scaling = {"rope_type": type_, **values} if type_ != "default" else None
             config, parameters = {self.theta_key: theta, **longest}, {"rope_type": type_, "rope_theta": theta, **values}
             if self.share is not None:

@@ -86,7 +86,7 @@ class Place:
         """Yields its numbers, flat, at most `count` at a time."""
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.start)
-            for start in range(0, max(1, math.prod(self.shape)), count):
+            for start in range(0, max(1, math.prod(self.shape)), count):  # an empty tensor is one block
                 block = torch.empty(min(count, math.prod(self.shape) - start), dtype=self.dtype)
                 if not read_into(file, bytes_of(block)):
                     raise JobError(f"{self.file} ends before a tensor does; it is truncated")
@@ -127,6 +127,7 @@ def _files(folder: Path) -> Sequence[Path]:
         named = [folder / name for name in dict.fromkeys(_weight_map(folder).values())]
     elif (folder / "model.safetensors").is_file():
         named = [folder / "model.safetensors"]
+    # By the index where there is one: a folder may hold the weights a second time, as `consolidated.safetensors`.
     files = named or sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
         others = sorted(path.name for path in folder.glob("*.bin"))
@@ -146,6 +147,7 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
     except (ValueError, LookupError, TypeError) as error:
         raise JobError(f"{path} is no index of tensors: {type(error).__name__}: {error}") from error
     for name in names.values():
+        # An index from elsewhere must not make an import read files outside of the folder.
         if not isinstance(name, str) or name.startswith(".") or "/" in name:
             raise JobError(f"{path} names a file outside of its folder: {name!r}")
     return names
@@ -173,6 +175,7 @@ def _header(path: Path) -> Iterator[tuple[str, Place]]:
         raise JobError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise JobError(f"{path} is no safetensors file: {type(error).__name__}: {error}") from error
+    # The format allows no gaps, so that a file that was cut off is noticed by its header alone.
     end = 8 + length
     for name, place in sorted(found, key=lambda item: item[1].start):
         if place.start != end:
@@ -227,13 +230,14 @@ def plan_files(folder: Path, shapes: Mapping[str, tuple[Shape, torch.dtype]], li
 
 
 def _plan(path: Path, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> FilePlan:
+    # Older versions of transformers refuse files without this key.
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in tensors.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)  # spaces, which JSON ignores
     header = len(text).to_bytes(8, "little") + text
     starts = {name: len(header) + entries[name]["data_offsets"][0] for name in tensors}
     places = {name: Place(path, starts[name], dtype, shape) for name, (shape, dtype) in tensors.items()}
@@ -245,7 +249,7 @@ def create(folder: Path, files: Sequence[FilePlan]) -> None:
     for plan in files:
         with (folder / plan.name).open("wb") as file:
             file.write(plan.header)
-            file.truncate(plan.size)
+            file.truncate(plan.size)  # no bytes yet: ranks and threads write them
 
 
 class Room:
@@ -328,6 +332,7 @@ class Boxes:
         """Return once all that was written is on the disk."""
         for memory in self._maps.values() if self._writable else ():
             memory.flush()
+        # At the same time, as each file waits for the disk
         with ThreadPoolExecutor(max(1, len(self._files))) as pool:
             list(pool.map(_sync_and_close, self._files.values()))
         self._files.clear()
@@ -355,7 +360,7 @@ class Boxes:
     def _write_range(self, path: Path, start: int, data: memoryview) -> None:
         file, end = self._file(path), start + len(data)
         try:
-            while data:
+            while data:  # one call writes 2 GB at most
                 data = data[os.pwrite(file, data, end - len(data)) :]
         except OSError as error:
             raise ForgeError(f"{path} cannot be written: {error.strerror}") from error
@@ -386,6 +391,7 @@ class Boxes:
     def _file(self, path: Path) -> int:
         with self._lock:
             if path not in self._files:
+                # One descriptor for all threads: `pwrite` and mappings have no shared position.
                 self._files[path] = os.open(path, os.O_RDWR if self._writable else os.O_RDONLY)
             return self._files[path]
 
@@ -404,6 +410,7 @@ def _split(lies: Tensor, values: Tensor, limit: int) -> Iterator[tuple[Tensor, T
     if rows:
         yield from zip(lies.split(rows), values.split(rows), strict=True)
         return
+    # A row by itself exceeds the limit, so that it is split along its next dimension.
     for of_file, own in zip(lies, values, strict=True):
         yield from _split(of_file, own, limit)
 
@@ -416,6 +423,7 @@ def extent(tensor: Tensor) -> int:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same bits, NaN included."""
+    # By value first, which makes no copies; NaN does not equal itself, and needs the bits.
     if torch.equal(one, other):
         return True
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]

@@ -99,6 +99,7 @@ class Source:
         else:
             name, chosen = architecture_of(config, catalog)
         is_part = chosen.has_text and isinstance(config.get(chosen.table), Mapping)
+        # In this order: the architecture's patterns are for the names that the part has alone.
         renames = {**(OF_LANGUAGE_MODELS if is_part else {}), **chosen.renames}
         stored = places_in(folder)
         files = {place.file for place in stored.values()}
@@ -154,6 +155,7 @@ def demand_folder(path: Path) -> None:
         hint = f"name its folder, {path.parent}" if path.suffix == SUFFIX else "name the folder of a model"
         raise JobError(f"{path} is a file; {hint}, with {CONFIG} and all {SUFFIX} files")
     hint = ""
+    # A name on the hub has the form of a relative path.
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
         hint = f"; for a name on the Hugging Face hub, first: hf download {path} --local-dir {path.name}"
     raise JobError(f"there is no folder {path}{hint}")
@@ -207,7 +209,7 @@ def import_folder(
     """
     output = free_path(output, "--out")
     demand_folder(folder)
-    _check_name(output)
+    _check_name(output)  # before files of many gigabytes are read
     catalog = catalog or Catalog.installed()
     check_small_files(folder)  # before they are read: what a flipped bit makes of them may be anything
     source = Source.open(folder, catalog, architecture)
@@ -328,6 +330,7 @@ def check_copies(source: Source, match: Match) -> None:
         for part in parts:
             if not part.copy or part.theirs not in source.places:
                 continue
+            # Files may hold a copy, which would be lost here if it were another tensor.
             if not source.places[part.theirs].equals(source.places[original.theirs]):
                 message = f"{part.theirs} and {original.theirs} are one tensor by config.json, and differ in the files"
                 raise JobError(f"{source.folder}: {message} ({name}); is tie_word_embeddings wrong?")
@@ -359,14 +362,16 @@ class ImportedRun:
         tokenizer = _tokenizer(self.job, self.catalog, self.folder)
         storage = LocalStorage(self.folder / Local().folder)
         checkpoint = storage.begin(0)
-        index, computed = checkpoint_index(self.source, self.match)
+        index, computed = checkpoint_index(self.source, self.match)  # from headers: no tensor is read yet
         used = _files_of(index)
+        # A file of which every tensor is computed is no part of the checkpoint.
         linked = [path for path in self.source.files if path.name in used]
         for path in linked:
             if path in digests:
                 _link(path, checkpoint / path.name)
             else:
                 digests[path] = _copy(path, checkpoint / path.name, reader, self.finite)
+        # These are only read: for their SHA-256 in `origin.json`, and to find NaN.
         for path in self.source.files:
             if path not in digests:
                 digests[path] = reader.submit(path, self.finite.pieces(path), self.finite.look)
@@ -382,6 +387,7 @@ class ImportedRun:
         self.finite.finish(self.match.used, self.source.folder)
         text, provenance = dump_job(self.job, self.catalog), collect_provenance(self.job, self.catalog, tokenizer)
         write_manifest(checkpoint, _manifest(files, text, provenance))
+        # After its files and the manifest, so that a committed checkpoint is complete
         storage.commit(0)
         write_record(self.folder, text, provenance, f"imported from {self.source.folder}")
         sha256 = {path: digests[path].result().sha256 for path in sorted(self.source.files)}
@@ -435,6 +441,7 @@ def start_toml(source: Source, job: Job, folder: Path, catalog: Catalog) -> str:
     tables = dict(source.architecture.start_tables(model, {"path": str(folder.resolve())}))
     if job.data.tokenizer is not None:
         tokenizer = to_toml(job.data.tokenizer, catalog) | {"path": str((folder / TOKENIZER).resolve())}
+        # Without what only the import was allowed: training has the key's default.
         tables["data"] = {"tokenizer": {key: value for key, value in tokenizer.items() if key != SPELLED}}
     comments = ["A job's other tables go into another file: forge-run start.toml job.toml"]
     if not source.architecture.has_text:
@@ -464,7 +471,7 @@ class Computed:
         """Of the part in our tensor."""
         if self.part.offsets is not None:
             return self.part.sizes
-        return self.part.of_theirs(torch.empty(self.part.shape, device="meta")).shape
+        return self.part.of_theirs(torch.empty(self.part.shape, device="meta")).shape  # without numbers
 
     def blocks(self) -> Iterator[memoryview]:
         """Yields its bytes, of which some rows are in memory at a time, beside the published tensor."""
@@ -480,10 +487,12 @@ def checkpoint_index(source: Source, match: Match) -> tuple[dict[str, Any], Sequ
     index, computed, end = {}, [], 0
     for name, parts in match.parts.items():
         own = [part for part in parts if not part.copy]
+        # Parts may be stored in several dtypes, and a tensor of a checkpoint has one.
         dtype = reduce(torch.promote_types, {source.places[part.theirs].dtype for part in own})
         chunks = []
         for part in own:
             place = source.places[part.theirs]
+            # Whole rows in this dtype are bytes that the checkpoint can use where they lie.
             if part.in_rows and place.as_stored and place.dtype == dtype:
                 start = place.start + part.row * math.prod(part.shape[1:]) * dtype.itemsize
                 chunks.append(_chunk(part, part.sizes, place.file.name, start))
@@ -531,6 +540,7 @@ def _copy(path: Path, target: Path, reader: Reader, finite: FiniteCheck) -> Futu
 
     def append(piece: Piece, memory: memoryview) -> None:
         finite.look(piece, memory)
+        # Pieces come in order and without gaps, since the file is hashed.
         with target.open("ab") as file:
             file.write(memory)
 

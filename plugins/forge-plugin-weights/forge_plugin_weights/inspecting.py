@@ -23,7 +23,7 @@ def describe_images(architecture: ArchitectureComponent, config: Config) -> Sequ
     try:
         model = flattened(read_config(architecture, config))
     except JobError:
-        return ()
+        return ()  # `describe` shows what is wrong
     images = image_table(architecture.part_of(config), model)
     return images.lines() if images else ()
 

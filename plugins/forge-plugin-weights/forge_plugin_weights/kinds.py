@@ -157,6 +157,7 @@ class Part:
         Returns:
             Slices of both; None if they have nothing in common.
         """
+        # A part in another order is all of our tensor, so that its share of a box is the box.
         firsts = self.offsets if self.offsets is not None else (0,) * len(sizes)
         lengths = self.sizes if self.offsets is not None else [a + size for a, size in zip(offsets, sizes, strict=True)]
         starts = [max(a, b) for a, b in zip(offsets, firsts, strict=True)]
@@ -247,7 +248,7 @@ class ArchitectureComponent(Component[None]):
         """Returns this model's configuration from its own, or from the configuration of a larger one it is part of."""
         inner = config.get(self.table)
         if not isinstance(inner, Mapping):
-            return config
+            return config  # not a part of a larger model
         shared = {key: config[key] for key in SHARED if key in config}
         # Version 4 of `transformers` goes by the inner table. Version 5 goes by the outer one, which it always writes,
         # and leaves a default of the inner one there that may contradict it.

@@ -33,6 +33,7 @@ class Window(Field):
 
     @property
     def keys(self) -> Collection[str]:
+        """With the switch only where the architecture has one; for others it is an unknown key."""
         return ("sliding_window", "use_sliding_window") if self.switched else ("sliding_window",)
 
     def width(self, config: Config) -> int:
@@ -42,12 +43,15 @@ class Window(Field):
         return config.get("sliding_window", self.default) or 0
 
     def read(self, config: Config) -> Flat:
+        """Reads one width for all layers, 0 for none."""
         return {WINDOW: self.width(config)}
 
     def write(self, model: Flat) -> Config:
+        """Writes one width; a model whose layers differ is refused by `tables`, as its width is a `PerLayer`."""
         return self._written(setting(model, WINDOW))
 
     def _written(self, width: Any) -> dict[str, Any]:
+        # Without the switch, transformers ignores the width.
         switch = {"use_sliding_window": bool(width)} if self.switched else {}
         return {"sliding_window": width or None, **switch}
 
@@ -63,26 +67,31 @@ class LayerWindows(Window):
 
     @property
     def keys(self) -> Collection[str]:
+        """With the keys of the rule, which nothing reads where `layer_types` is there."""
         return (*super().keys, "layer_types", *self.further)
 
     def layers(self, config: Config) -> Sequence[bool]:
         """Returns which layers have a window."""
         types = config.get("layer_types")
+        # The list has precedence over the rule, as in transformers.
         if types is None:
             return self.rule(config) if self.width(config) else [False] * depth(config)
         if unknown := [entry for entry in types if entry not in (FULL, SLIDING)]:
             raise Unsupported(f"layer_types has {unknown[0]!r}; Forge has {FULL!r}, {SLIDING!r}")
+        # Unlike a job's pattern, the list does not repeat.
         if len(types) != depth(config):
             raise Unsupported(f"layer_types has {len(types)} entries, where there are {depth(config)} layers")
         return [entry == SLIDING for entry in types]
 
     def read(self, config: Config) -> Flat:
+        """Reads the window of each layer; a list that names windows is refused without their width."""
         width, layers = self.width(config), self.layers(config)
         if any(layers) and not width:
             raise Unsupported(f"layer_types has {SLIDING!r}, and sliding_window is missing, null or switched off")
         return merged([{WINDOW: width if windowed else 0} for windowed in layers])
 
     def write(self, model: Flat) -> Config:
+        """Writes `layer_types` always, so that no rule applies; raises `Unsupported` for several widths."""
         windows = windows_of(model)
         widths = {window for window in windows if window}
         if len(widths) > 1:
@@ -107,7 +116,7 @@ def every_nth_is_full(n: int | str, default: int = 0) -> Callable[[Config], Sequ
 
     def windowed(config: Config) -> Sequence[bool]:
         period = int(value_of(config, n, default)) if isinstance(n, str) else n
-        return [(layer + 1) % period != 0 for layer in range(depth(config))]
+        return [(layer + 1) % period != 0 for layer in range(depth(config))]  # layers count from 1 here
 
     return windowed
 
@@ -134,12 +143,15 @@ class RopeOfSomeLayers(Rope):
         return [bool(entry) for entry in encoded]
 
     def read(self, config: Config) -> Flat:
+        """Reads one encoding for all layers, and replaces it by the type `none` in those without."""
         rope = super().read(config)
         return merged([rope if encoded else {f"{self.path}.type": NO_ROPE} for encoded in self.layers(config)])
 
     def write(self, model: Flat) -> Config:
+        """Writes the encoding of the layers that have one, and the list of all layers."""
         layers = of_layers(model)
         encoded = [layer.get(f"{self.path}.type") != NO_ROPE for layer in layers]
+        # Without the other layers, whose keys are absent, which would make each value a `PerLayer`
         own = super().write(merged(list(compress(layers, encoded)))) if any(encoded) else {}
         return {**own, "no_rope_layers": [*map(int, encoded)]}
 
@@ -166,9 +178,11 @@ class RopeByWindow(Field):
         return (*self.full.keys, self.near_theta)
 
     def read(self, config: Config) -> Flat:
+        """Reads both encodings, and gives each layer one of them by its window."""
         tables = config.get("rope_parameters") or {}
         if unknown := [name for name in tables if name not in (FULL, SLIDING)]:
             raise Unsupported(f"rope_parameters has {', '.join(unknown)}; Forge has {FULL!r}, {SLIDING!r}")
+        # Without `rope_scaling`, which in version 4 applies to layers without a window alone
         near: dict[str, Any] = {"rope_theta": config[self.near_theta]} if self.near_theta in config else {}
         ropes = {
             False: self.full.read({**config, "rope_parameters": tables.get(FULL)}),
@@ -177,6 +191,7 @@ class RopeByWindow(Field):
         return merged([ropes[windowed] for windowed in self.windows.layers(config)])
 
     def write(self, model: Flat) -> Config:
+        """Writes a table for each type of layer, and the keys of version 4 where they express the same."""
         windows, layers = windows_of(model), of_layers(model)
         tables: dict[str, Mapping[str, Any]] = {}
         for name, rope, windowed in ((FULL, self.full, False), (SLIDING, self.near, True)):
@@ -196,4 +211,5 @@ class RopeByWindow(Field):
         if near is None:
             return own
         theta = near["rope_theta"]
+        # One key may have both bases (OLMo 3), which have to be equal then.
         return {} if own.get(self.near_theta, theta) != theta else {**own, self.near_theta: theta}

@@ -65,9 +65,11 @@ def of_layers(model: Flat) -> Sequence[Flat]:
 
 def merged(layers: Sequence[Flat]) -> dict[str, Any]:
     """Returns the keys of all layers as one table, the opposite of `of_layers`."""
+    # One layer, or the form that stands for all of them: nothing can differ.
     if len(layers) == 1:
         return dict(layers[0])
     paths = dict.fromkeys(path for layer in layers for path in layer)
+    # Kinds of attention have different keys.
     by_path = {path: tuple(layer.get(path, ABSENT) for layer in layers) for path in paths}
     return {path: values[0] if all_equal(values) else PerLayer(values) for path, values in by_path.items()}
 
@@ -104,8 +106,9 @@ def with_pattern(model: Flat) -> Flat:
     layers = [{path: value for path, value in own.items() if path.startswith(ATTENTION)} for own in of_layers(model)]
     names = _names(layers)
     table = {path: value for path, value in model.items() if not path.startswith(ATTENTION)}
+    # The shortest list that repeats, as a job would give it
     table |= {"attention.type": PATTERN, "attention.layers": period(names)}
-    for name, own in dict(zip(names, layers, strict=True)).items():
+    for name, own in dict(zip(names, layers, strict=True)).items():  # each kind once
         table |= {f"attention.kinds.{name}.{path.removeprefix(ATTENTION)}": value for path, value in own.items()}
     return table
 

@@ -51,6 +51,7 @@ def match_names(architecture: ArchitectureComponent, model: Flat, shapes: Shapes
     """
     rules = architecture.rules(model)
     parts = {name: [part for rule in rules for part in rule.parts(name, shapes)] for name in shapes}
+    # A copy is not enough, as files may lack it.
     if lost := [name for name, own in parts.items() if not any(not part.copy for part in own)]:
         raise JobError(f"{architecture.name} has no tensor for {listed(lost)}")
     return Match(parts, shapes, architecture.fillers(model))
@@ -72,6 +73,7 @@ def check_tensors(architecture: ArchitectureComponent, match: Match, found: Shap
         for name, part in wanted.items()
         if name in found and tuple(found[name]) != tuple(part.shape)
     ]
+    # All three in one error, as together they show which model the files are of
     faults = [
         f"{title} {listed(names)}"
         for title, names in (("it lacks", missing), ("it also has", extra), ("other shapes have", reshaped))

@@ -38,7 +38,7 @@ class PackedStack(Place):
 
     def read(self) -> Tensor:
         """Returns the stack: each number times the power of two of its block, as `transformers` computes it."""
-        numbers = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)], dtype=self.dtype)
+        numbers = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)], dtype=self.dtype)  # by their four bits
         codes = torch.arange(256)
         pairs = torch.stack([numbers[codes & 0x0F], numbers[codes >> 4]], -1)  # the two numbers of each byte
         wide = torch.empty(self.shape, dtype=self.dtype)
@@ -46,7 +46,7 @@ class PackedStack(Place):
         for own, blocks, scales in zip(wide, self.blocks.read(), self.scales.read(), strict=True):
             values = functional.embedding(blocks.int(), pairs).flatten(-2)  # (R, G, 32)
             values = torch.ldexp(values, scales.int().unsqueeze(-1) - BIAS)
-            own.copy_(values.flatten(-2).mT)
+            own.copy_(values.flatten(-2).mT)  # (R, 32 G), transposed
         return wide
 
 
@@ -64,6 +64,7 @@ def unpacked_places(places: Mapping[str, Place], dtype: torch.dtype) -> dict[str
             experts, rows, groups, _ = place.shape
             shape = (experts, groups * 2 * BYTES, rows)
             unpacked[whole] = PackedStack(place.file, place.start, dtype, shape, blocks=place, scales=scales)
+        # Scales are read with their blocks; by themselves they would be unknown tensors.
         elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in places):
             unpacked[name] = place
     return unpacked

@@ -53,7 +53,7 @@ PLAIN_HEAD: Mapping[str, Any] = {"logit_soft_cap": 0, "logit_scale": 1.0}
 def languages() -> Mapping[str, ArchitectureComponent]:
     """Returns the installed architectures of language models, by `model_type`."""
     known = architectures(Catalog.installed())
-    return {name: each for name, each in known.items() if each.has_text and each.table}
+    return {name: each for name, each in known.items() if each.has_text and each.table}  # others are larger models
 
 
 @frozen
@@ -65,6 +65,7 @@ class Language:
 
     @property
     def architecture(self) -> ArchitectureComponent:
+        """The architecture whose fields and rules describe it."""
         return self.form.architecture
 
     @property
@@ -95,9 +96,11 @@ def language_of(model: Flat, only: Named | None = None) -> Language:
     inner = {path.removeprefix(LANGUAGE): value for path, value in model.items() if path.startswith(LANGUAGE)}
     if not inner:
         raise Unsupported("there is no model.language")
+    # As text, since a cache needs arguments that can be hashed
     return _language(tomli_w.dumps(nested(with_pattern(inner))), only)
 
 
+# Fields and rules ask for the form of one model several times, and every architecture is tried to find it.
 @cache
 def _language(text: str, only: Named | None) -> Language:
     catalog = Catalog.installed()
@@ -130,6 +133,7 @@ class LanguageTable(Field):
 
     @property
     def keys(self) -> Collection[str]:
+        """The table, and the key of a tied head, which may stand beside it."""
         return (TEXT, TIED)
 
     def architecture(self, config: Config) -> ArchitectureComponent:
@@ -141,28 +145,33 @@ class LanguageTable(Field):
         return known[name]
 
     def inner(self, config: Config) -> InnerTable:
+        """Returns the table, with its defaults and the keys that it shares, for the architecture that it names."""
         architecture = self.architecture(config)
         own = architecture.part_of(config)
         return InnerTable(TEXT, LANGUAGE, architecture, all_fields(architecture), own, self.harmless)
 
     def read(self, config: Config) -> Flat:
+        """Reads the table by its architecture; raises `Unsupported` for what only a head of its class does."""
         model = read_table(self.inner(config))
         check_head(model, self.head_keys)
         return model
 
     def write(self, model: Flat) -> Config:
+        """Writes the table of the preferred architecture that fits; raises `Unsupported` if none does."""
         own = language_of(model, self.named)
         check_head(model, self.head_keys)
         config = own.config
+        # In both places: version 4 of transformers reads it in the table, version 5 beside it.
         tied = {TIED: config[TIED]} if TIED in config else {}
         return {TEXT: {"architectures": [own.architecture.name], "model_type": own.model_type, **config}, **tied}
 
     def resolve(self, model: Flat) -> Flat:
+        """Replaces the language model's keys by the keys that its architecture resolves them to."""
         before = [path for path in model if path.startswith(LANGUAGE)]
         try:
             own = language_of(model, self.named).flat
         except Unsupported:
-            return {}
+            return {}  # `write` reports it
         return dict.fromkeys(before, ABSENT) | {LANGUAGE + path: value for path, value in own.items()}
 
 
@@ -195,9 +204,11 @@ class VisionTable(Field):
 
     @property
     def keys(self) -> Collection[str]:
+        """The table, and the processor's settings: the encoder normalises pixels here."""
         return (VISION, PIXELS)
 
     def inner(self, config: Config) -> InnerTable:
+        """Returns the table for the tower that its `model_type` names."""
         name = value_of(config, VISION, REQUIRED).get("model_type", next(iter(self.towers)))
         if name not in self.towers:
             raise Unsupported(f"{VISION}.model_type = {name!r}; Forge has {', '.join(self.towers)}")
@@ -208,22 +219,25 @@ class VisionTable(Field):
         return read_table(self.inner(config))
 
     def write(self, model: Flat) -> Config:
+        """Writes the first tower that fits; the processor's settings stand beside its table."""
         name, tower = self._chosen(model)
         config: dict[str, Any] = {"model_type": name}
         for each in tower.tower():
             config |= each.write(model)
-        return {PIXELS: config.pop(PIXELS), VISION: config}
+        return {PIXELS: config.pop(PIXELS), VISION: config}  # in this order: the table is without them
 
     def resolve(self, model: Flat) -> Flat:
+        """Resolves the encoder's keys by the first tower that fits; nothing if none does."""
         try:
             _, tower = self._chosen(model)
         except Unsupported:
-            return {}
+            return {}  # likewise
         return _resolved(tower, model)
 
     def _chosen(self, model: Flat) -> tuple[str, Tower]:
         """The first tower that a model's encoder is; raises `Unsupported` with what the last one lacks."""
         for name, tower in self.towers.items():
+            # By each tower alone, as the same key may have another default in the next
             own, problem = {**model, **_resolved(tower, model)}, ""
             try:
                 for each in tower.tower():
@@ -250,6 +264,7 @@ class Renamed:
     rename: Callable[[str], str]
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns the rule's parts under the names that they have in the larger model."""
         return [attrs.evolve(part, theirs=self.rename(part.theirs)) for part in self.rule.parts(name, shapes)]
 
 

@@ -34,6 +34,7 @@ class FiniteCheck:
     """Looks for NaN and infinite numbers in tensors while their files are read for another purpose."""
 
     def __init__(self, places: Mapping[str, Place]) -> None:
+        # Without tensors that are computed: their bytes in the file are other numbers.
         self._places = {name: place for name, place in places.items() if place.as_stored and place.dtype in WEIGHTS}
         self._not_finite: set[str] = set()
 

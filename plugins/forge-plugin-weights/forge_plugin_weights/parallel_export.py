@@ -70,6 +70,7 @@ class OwnTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> OwnTensor:
+        """Returns the tensor with the place of this rank's part; a plain tensor begins at 0."""
         return cls(tensor, part_offsets(tensor))
 
 
@@ -99,7 +100,7 @@ def export_training(
     def begin() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        create(unfinished, files)
+        create(unfinished, files)  # at their final size, before any rank writes
 
     def finish() -> None:
         (unfinished / INDEX).write_text(index_json(files))
@@ -120,15 +121,17 @@ def export_training(
             for filler in target.match.fillers:
                 writer.fill(filler)
         all_parts(writer.write)
+        # All ranks have synced their parts before rank 0 finishes, and before any rank reads.
         ranks.on_all(writer.close)
         ranks.on_rank0(finish)
         if verify:
+            # By the headers on the disk and not by the plan, so that these are verified, too
             back = ReadBack(places_in(unfinished))
             all_parts(back.compare)
             results = ranks.on_all(back.close)
             ranks.on_rank0(lambda: write_parity(unfinished / PROVENANCE, merged(results), target.match.parts))
         ranks.on_rank0(lambda: publish(unfinished, folder))
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         if global_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -201,6 +204,8 @@ def _hand_over(tensor: Tensor, target: Target, name: str, use: Use, first: bool)
     for piece in target.match.parts[name]:
         if not piece.written:
             continue
+        # This rank's rows are spread over theirs: whole slices are gathered, and the first rank of the mesh writes
+        # them.
         if not piece.in_rows and isinstance(tensor, DTensor):
             first = not any(tensor.device_mesh.get_coordinate() or ())
             for whole, offsets in _gathered(tensor):
@@ -219,7 +224,7 @@ def _gathered(tensor: DTensor) -> Iterator[tuple[Tensor, Sequence[int]]]:
     free = [dimension for dimension in range(tensor.ndim) if dimension not in shared]
     along = max(free, key=lambda dimension: tensor.shape[dimension], default=0)
     line = tensor.numel() // max(1, tensor.shape[along]) * tensor.itemsize
-    count = max(1, GATHERED // max(1, line)) if free else tensor.shape[along]
+    count = max(1, GATHERED // max(1, line)) if free else tensor.shape[along]  # else whole, as every dimension is split
     for start in range(0, tensor.shape[along], count):
         part: Any = tensor.narrow(along, start, min(count, tensor.shape[along] - start))
         yield part.full_tensor(), [start if dimension == along else 0 for dimension in range(tensor.ndim)]

@@ -41,7 +41,7 @@ class ReadBack:
     def compare(self, part: Part, values: Tensor, offsets: Sequence[int]) -> None:
         """Compare what a part has of a box of our tensor."""
         equal, error = self._boxes.compare(part, values, offsets)
-        with self._lock:
+        with self._lock:  # parts of one tensor may lie in several files
             before = self.tensors.get(part.ours, (True, 0.0))
             self.tensors[part.ours] = before[0] and equal, max(before[1], error)
 
@@ -81,6 +81,7 @@ def write_parity(
     Raises:
         ForgeError: the files do not have some tensor.
     """
+    # A tensor that was not compared counts as wrong: the export may have left it out.
     wrong = [name for name in names if not tensors.get(name, (False, 0.0))[0]]
     if wrong:
         raise ForgeError(f"the files of the export, read back, do not hold {listed(wrong)}; the disk may be failing")

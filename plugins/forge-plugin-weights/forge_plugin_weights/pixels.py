@@ -95,15 +95,18 @@ class Pixels(Field):
 
     @property
     def keys(self) -> Collection[str]:
+        """The settings of the folder's image processor, which are a separate file there."""
         return (PIXELS,)
 
     def read(self, config: Config) -> Flat:
+        """Reads mean, standard deviation and resampling; raises `Unsupported` for processing that Forge has not."""
         settings: Mapping[str, Any] = config.get(PIXELS) or {}
         if unknown := [key for key in settings if key not in {*KNOWN, *HARMLESS, *self.known}]:
             raise Unsupported(f"{PREPROCESSOR} has {', '.join(unknown)}, which Forge does not know")
         resample = settings.get("resample", self.resample)
         if resample not in RESAMPLING:
             raise Unsupported(f"resample = {resample!r} in {PREPROCESSOR}; Forge has {RESAMPLING}")
+        # Rounded, since files have 1 / 255 with more or fewer digits
         if settings.get("do_rescale", True) is not True or round(1 / settings.get("rescale_factor", 1 / 255)) != 255:
             raise Unsupported(f"do_rescale, rescale_factor in {PREPROCESSOR}; Forge divides pixels by 255 always")
         normalised = settings.get("do_normalize", True)
@@ -116,6 +119,7 @@ class Pixels(Field):
         }
 
     def write(self, model: Flat) -> Config:
+        """Writes the settings of a processor that does the same, for models that have no file of one."""
         numbers = {name: number for number, name in RESAMPLING.items()}
         return {
             PIXELS: {
@@ -143,6 +147,7 @@ class TiledPixels(Pixels):
     """The processing of pixels for a tower that sees images in tiles."""
 
     def further(self, model: Flat) -> Config:
+        """Returns the side of a tile and the most tiles of an image; the processor requires `do_pad`."""
         side = setting(model, f"{ENCODER}.tile")
         return {"do_pad": True, "size": {"height": side, "width": side}, "max_image_tiles": _most_tiles(model)}
 
@@ -156,6 +161,7 @@ class AreaPixels(Pixels):
     """Least and greatest number of pixels of an image that an export has, where no file specifies them."""
 
     def read(self, config: Config) -> Flat:
+        """Reads mean and standard deviation; raises `Unsupported` if sizes differ from those in `vision_config`."""
         settings: Mapping[str, Any] = config.get(PIXELS) or {}
         for key, theirs in SHARED_SIZES.items():
             if key in settings and settings[key] != config.get(theirs, settings[key]):
@@ -166,9 +172,11 @@ class AreaPixels(Pixels):
         return model
 
     def write(self, model: Flat) -> Config:
+        """Adds the resampling, which is bicubic always and no key of this encoder."""
         return super().write({**model, f"{ENCODER}.resample": "bicubic"})
 
     def further(self, model: Flat) -> Config:
+        """Returns the sizes of a patch, and the bounds of an image's area, which the processor calls edges."""
         least, most = self.bounds
         return {
             "patch_size": setting(model, f"{ENCODER}.patch"),
@@ -290,6 +298,7 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
         return None
     try:
         return _image_table(settings, model)
+    # The file may hold any type; to check each key's would repeat what the functions below do with it.
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         message = "the keys that give images their size cannot be read"
         raise JobError(f"{PREPROCESSOR}: {message} ({type(error).__name__}: {error})") from error
@@ -302,6 +311,7 @@ def _image_table(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         return _joined(settings, model)
     if "merge_size" in settings:
         return _by_area(settings, model)
+    # The encoders of the cases above have no size.
     height, width = model.get(f"{ENCODER}.pixels") or model[f"{ENCODER}.size"]
     if model.get("fusion.prefix"):
         return ImageTable({"resize": "stretch", "tile_text": BEGIN_BEHIND})
@@ -343,6 +353,7 @@ def _joined(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     pairs = [[rows * side, columns * side] for rows, columns in model[f"{ADAPTER}.arrangements"]]
     if settings.get(PINPOINTS, pairs) != pairs:
         differences.append(f"{PINPOINTS} are others there than in config.json, by which features are joined")
+    # LLaVA-OneVision: its processor cuts an image into tiles only if the prompt has no other.
     several = {"max_tiled_images": 1} if model[f"{ADAPTER}.max_feature_tiles"] else {}
     return ImageTable({"resize": "any_resolution", **several}, differences)
 
@@ -352,6 +363,7 @@ def _tiled(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     side, most, differences = model[f"{ENCODER}.tile"], settings.get("max_image_tiles", 4), []
     if _sides(settings.get("size")) not in ((side, side), None):
         differences.append(f"their tiles are {settings['size']} there, and {side} x {side} by config.json")
+    # In the order of `get_all_supported_aspect_ratios` of transformers: encodings go by the index in this list.
     pairs = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
     if [*map(tuple, model[f"{ENCODER}.arrangements"])] != pairs:
         differences.append(f"they have all arrangements of {most} tiles there, which config.json has not")
@@ -361,9 +373,11 @@ def _tiled(settings: Mapping[str, Any], model: Flat) -> ImageTable:
 def _by_area(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     """Of Qwen2.5-VL and Qwen3-VL."""
     area, size = model[f"{ENCODER}.patch"] ** 2, settings.get("size") or {}
+    # As `Qwen2VLImageProcessor`: the old names have precedence over `size`, and the numbers are its defaults.
     least = settings.get("min_pixels") or size.get("shortest_edge") or 56 * 56
     most = settings.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
     room = model["vision.patches_per_sequence"]
+    # Rounded inwards, so that both bounds hold
     keys = {"resize": "native", "min_patches": -(-least // area), "max_patches": min(most // area, room)}
     differences = []
     if most // area > room:
@@ -391,7 +405,7 @@ SPLIT_TEXT: Mapping[str, str] = {
 
 def _split(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
     """Of Idefics3 and SmolVLM."""
-    longest = (settings.get("size") or {}).get("longest_edge", 4 * 364)
+    longest = (settings.get("size") or {}).get("longest_edge", 4 * 364)  # of `Idefics3ImageProcessor`
     keys: dict[str, Any] = {"resize": "split", "longest_side": longest, "overview": "last"}
     tile, differences = settings["max_image_size"].get("longest_edge"), []
     if not settings.get("do_image_splitting", True):
@@ -399,7 +413,7 @@ def _split(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
     if (tile, tile) != size:
         differences.append(f"they are {settings['max_image_size']} there, and {size} by config.json")
     side = -(-(longest + longest % 2) // min(size))  # rounded up to an even number there
-    images = 1 if "max_tiles" in keys else side**2 + (side > 1)
+    images = 1 if "max_tiles" in keys else side**2 + (side > 1)  # and the overview, if it is not the only tile
     return ImageTable({**keys, "tile_text": SPLIT_TEXT}, differences, images, "<image>")
 
 
@@ -413,7 +427,7 @@ def _by_aspect(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable
     if most < 2:
         return ImageTable({"resize": "stretch", "tile_text": IMG_TEXT}, differences, image_token=IMG_TOKEN)
     keys = {"resize": "aspect", "max_tiles": most, "overview": "last", "tile_text": IMG_TEXT}
-    return ImageTable(keys, differences, most + 1, IMG_TOKEN)
+    return ImageTable(keys, differences, most + 1, IMG_TOKEN)  # and the overview
 
 
 def _sides(size: Any) -> tuple[int, int] | None:

@@ -41,11 +41,13 @@ class Quantisation(Field):
 
     @property
     def keys(self) -> Collection[str]:
+        """The key of any architecture whose files may hold quantised weights."""
         return (QUANTISATION,)
 
     def read(self, config: Config) -> Flat:
+        """Checks that the method is known. No key of `[model]` follows: the files show what has scales."""
         if not is_packed(config):
-            block_size(config)
+            block_size(config)  # raises for other methods
         return {}
 
 
@@ -126,6 +128,7 @@ def wide_places(places: Mapping[str, Place], config: Config) -> dict[str, Place]
     Raises:
         JobError: a tensor of 8-bit or 4-bit numbers has no scales, or scales of another shape.
     """
+    # The dtype that transformers would compute in; bfloat16 where the configuration names none.
     dtype = WIDE.get(str(config.get("dtype", config.get("torch_dtype"))), torch.bfloat16)
     try:
         if is_packed(config):
@@ -151,7 +154,7 @@ def _scales(name: str, place: Place, places: Mapping[str, Place], block: Sequenc
     if name + SCALE not in places:
         raise JobError(f"{name} has 8-bit numbers, and there is no {name + SCALE} with their scales")
     scales = places[name + SCALE]
-    shape = tuple(-(-length // size) for length, size in zip(place.shape, block, strict=False))
+    shape = tuple(-(-length // size) for length, size in zip(place.shape, block, strict=False))  # partial blocks too
     if len(place.shape) != 2 or scales.shape != shape:
         message = f"{name + SCALE} has the shape {list(scales.shape)}"
         raise JobError(f"{message}; blocks of {list(block)} of {name}, {list(place.shape)}, have {list(shape)}")

@@ -58,6 +58,8 @@ class Reader:
     """Reads files in its own threads. A context manager, which stops unfinished reads if it is left early."""
 
     def __init__(self) -> None:
+        # Two pools: the thread of a file waits for the hashing of its pieces. In one pool, all threads could be
+        # waiting.
         self._files, self._hashing = ThreadPoolExecutor(threads()), ThreadPoolExecutor(threads())
         self._ended = Event()
 
@@ -67,6 +69,7 @@ class Reader:
     def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
         if kind is not None:
             self._ended.set()
+        # In this order, as reads that still run hand pieces to the other pool
         self._files.shutdown(cancel_futures=kind is not None)
         self._hashing.shutdown()
 
@@ -88,12 +91,12 @@ class Reader:
 
     def _read(self, path: Path, pieces: Iterable[Piece], sink: Sink | None, hashed: bool) -> Digest:
         digest, done, room = hashlib.sha256(), 0, memoryview(bytearray(BLOCK))
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as file:  # `read_into` fills our own memory
             size = os.fstat(file.fileno()).st_size
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
             for piece in _with_gaps(pieces, size) if hashed else pieces:
-                if self._ended.is_set():
+                if self._ended.is_set():  # between pieces, as a file may take minutes
                     raise CancelledError
                 if piece.size > len(room):
                     room = memoryview(bytearray(piece.size))
@@ -101,7 +104,7 @@ class Reader:
                 file.seek(piece.start)
                 if not read_into(file, memory):
                     raise CheckpointError(f"{path} ends within a tensor; it is truncated")
-                report_progress("reading")
+                report_progress("reading")  # or a watchdog would take a large file for a hang
                 new = memory[max(0, done - piece.start) :]  # pieces may overlap
                 done = max(done, piece.start + piece.size)
                 if sink is None:
@@ -111,7 +114,7 @@ class Reader:
                 try:
                     sink(piece, memory)
                 finally:
-                    hashing.result()
+                    hashing.result()  # before the next piece is read into the same memory
         return Digest(size=size, sha256=digest.hexdigest() if hashed else "")
 
 

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 PLACEHOLDERS: Mapping[str, str] = {"layer": r"\d+", "expert": r"\d+", "tensor": "weight|bias"}
 
 
+# Each rule is tried on every tensor of a model.
 @cache
 def pattern(template: str) -> re.Pattern[str]:
     """Returns the pattern of the names that a template stands for."""
+    # Every second piece is the name of a placeholder, since the expression has one group.
     parts = re.split(r"\{(\w+)\}", template)
     named = (
         f"(?P<{part}>{PLACEHOLDERS[part]})" if number % 2 else re.escape(part) for number, part in enumerate(parts)
@@ -49,6 +51,7 @@ class Same:
     theirs: str
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns one part, the whole of both tensors."""
         groups = match(self.ours, name)
         if groups is None:
             return ()
@@ -85,10 +88,12 @@ class Convolution:
     """Frames of a patch, a dimension of theirs between channels and rows; 0: there is none."""
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns one part, or for a matrix by pixels a part for each channel."""
         if name != self.ours:
             return ()
         width, values = shapes[name]
         side, frames = self.side, (self.frames,) if self.frames else ()
+        # Ours has pixels channel by channel: theirs by pixels falls apart into as many strided parts.
         channels = values // (side**2 * (self.frames or 1))
         if not self.flat:
             return [
@@ -113,7 +118,7 @@ class Convolution:
             shape=shape,
             offsets=(0, first),
             sizes=(shape[0], area),
-            torn=True,
+            torn=True,  # a row of theirs has the channel's numbers apart
             of_ours=lambda tensor: tensor[:, first : first + area],
             of_theirs=lambda tensor: tensor.view(len(tensor), area, channels)[..., channel],
         )
@@ -133,6 +138,7 @@ class Repeated:
     written: bool = False
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns the whole of our tensor as a copy, which files may lack."""
         if name != self.ours:
             return ()
         return [same(name, self.theirs, shapes[name], copy=True, written=self.written)]
@@ -146,8 +152,10 @@ class Rows:
     theirs: str
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns a range of rows, behind the rows of the tensors that come before it in `ours`."""
         for number, template in enumerate(self.ours):
             if (groups := match(template, name)) is not None:
+                # Of each, as keys and values may have fewer rows than queries
                 lengths = [shapes[other.format(**groups)][0] for other in self.ours]
                 return [self._part(name, self.theirs.format(**groups), lengths, number, shapes[name])]
         return ()
@@ -179,6 +187,7 @@ class HeadRows:
     heads: int
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns a part for each head: its rows in theirs stand between rows of the other tensors."""
         for number, template in enumerate(self.ours):
             if (groups := match(template, name)) is not None:
                 theirs = self.theirs.format(**groups)
@@ -209,6 +218,7 @@ class Stack:
     theirs: str
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns a part for each slice, which is a whole tensor of theirs."""
         groups = match(self.ours, name)
         if groups is None:
             return ()
@@ -222,7 +232,7 @@ class Stack:
             shape=shape,
             offsets=(number, *(0 for _ in shape)),
             sizes=(1, *shape),
-            of_ours=lambda tensor: tensor[number],
+            of_ours=lambda tensor: tensor[number],  # without the dimension of experts, as theirs
             of_theirs=whole,
         )
 
@@ -235,6 +245,7 @@ class Transposed:
     theirs: str
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns one part without `offsets`: its numbers are in another order, so an import computes them."""
         groups = match(self.ours, name)
         if groups is None:
             return ()
@@ -245,7 +256,7 @@ class Transposed:
                 theirs=self.theirs.format(**groups),
                 shape=(*outer, columns, rows),
                 of_ours=whole,
-                of_theirs=lambda tensor: tensor.mT,
+                of_theirs=lambda tensor: tensor.mT,  # matrix by matrix in a stack
             )
         ]
 
@@ -261,9 +272,10 @@ class Columns:
     theirs: str
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns one part: columns of theirs, behind the columns of the tensors before it in `ours`, transposed."""
         for number, template in enumerate(self.ours):
             if (groups := match(template, name)) is not None:
-                lengths = [shapes[other.format(**groups)][-2] for other in self.ours]
+                lengths = [shapes[other.format(**groups)][-2] for other in self.ours]  # our rows are their columns
                 return [self._part(name, self.theirs.format(**groups), lengths, number, shapes[name])]
         return ()
 
@@ -291,6 +303,7 @@ class Interleaved:
     """Whether ours are matrices, or stacks of them, whose transposes theirs has in turns."""
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns one part: with n tensors, every n-th number of theirs, from the tensor's index in `ours` on."""
         for number, template in enumerate(self.ours):
             if (groups := match(template, name)) is not None:
                 return [self._part(name, self.theirs.format(**groups), number, shapes[name])]
@@ -301,6 +314,7 @@ class Interleaved:
         *outer, width = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
 
         def of_theirs(tensor: Tensor) -> Tensor:
+            # A view and not a copy: an export takes the places of numbers from its strides.
             own = tensor[..., number::count]
             return own.mT if turned else own
 

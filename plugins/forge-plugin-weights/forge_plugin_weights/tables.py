@@ -59,6 +59,7 @@ def read_fields(
         JobError: as `read_config`.
     """
     known = {key for field in fields for key in field.keys} | HARMLESS | {*architecture.harmless, *harmless}
+    # A key that no field reads is an error, as it may change what the model computes. All errors are listed at once.
     problems = [Problem(key, f"{config[key]!r} is not known to Forge") for key in config if key not in known]
     flat: dict[str, Any] = {}
     for field in fields:
@@ -114,6 +115,7 @@ class Form:
 
     @property
     def problems(self) -> Sequence[Problem]:
+        """The keys of other architectures, or else the keys that would be lost; none if the model is of this one."""
         return self.contradicted or self.lost
 
     def distance(self) -> tuple[int, int, int]:
@@ -134,6 +136,7 @@ def _form(architecture: ArchitectureComponent, model: ModelComponent, table: Fla
             contradicted.append(Problem("", str(error)))
             continue
         by_layer = [key for key, value in written.items() if isinstance(value, PerLayer)]
+        # Also within tables such as `rope_parameters`; the keys above, which a user has set, make a clearer message.
         by_layer = by_layer or [key for key, value in written.items() if differs(value)]
         contradicted += [Problem("", f"{key} is one for all layers, not {written[key]}") for key in by_layer]
         config |= written
@@ -149,6 +152,7 @@ def _lost(
     architecture: ArchitectureComponent, config: Config, flat: Flat, model: ModelComponent, catalog: Catalog
 ) -> Iterator[Problem]:
     """Yields keys of the model whose values would be others if the configuration was read again."""
+    # Read again as an import would: that shows what the configuration does not have, without a list of such keys.
     table = read_config(architecture, config)
     again = parse_component(table, "config.json", ModelComponent, catalog)
     other = resolved(architecture, flattened(to_toml(again, catalog)))
@@ -182,6 +186,7 @@ def _resolved_by(fields: Sequence[Field], flat: Flat) -> Flat:
 def _resolved(fields: Sequence[Field], flat: Flat) -> Flat:
     known = dict(flat)
     for field in fields:
+        # In order: a field sees what earlier ones resolved, such as a width that others derive from.
         known.update(field.resolve(known))
     return {path: value for path, value in known.items() if value is not ABSENT}
 
@@ -191,6 +196,7 @@ def flattened(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in table.items():
         here = f"{path}{key}"
+        # An empty table stays a value, or its key would disappear.
         flat |= flattened(value, f"{here}.") if isinstance(value, Mapping) and value else {here: value}
     return flat
 
@@ -209,6 +215,7 @@ def nested(flat: Flat) -> dict[str, Any]:
 
 def fits_any(name: str, patterns: Iterable[str]) -> bool:
     """Whether a name fits one of several patterns."""
+    # Not `fnmatch`, which ignores case on some systems
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -270,6 +277,7 @@ def fitting_forms(
     forms = {name: _form(architecture, model, table, catalog) for name, architecture in known.items()}
     if fitting := {name: form for name, form in forms.items() if not form.problems}:
         return fitting
+    # Of equals Llama, the one that most users know, or else the first by name: the message is always the same.
     nearest = min(forms, key=lambda name: (*forms[name].distance(), name != "llama", name))
     message = f"this model is none of {', '.join(sorted(known))}; the nearest is {nearest}, but"
     raise JobError([Problem("model", message), *forms[nearest].problems])

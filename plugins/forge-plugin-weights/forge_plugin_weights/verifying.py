@@ -72,6 +72,7 @@ class PublishedSide(Side):
         self.shapes = self.match.shapes
 
     def read(self, name: str) -> Tensor:
+        """Returns the tensor, put together from its parts; copies of it in the files are not read."""
         parts = [(part, self._source.places[part.theirs].read()) for part in self._parts[name]]
         tensor = torch.empty(self.shapes[name], dtype=parts[0][1].dtype)
         for part, theirs in parts:
@@ -79,6 +80,7 @@ class PublishedSide(Side):
         return tensor
 
     def tokenizer(self) -> Tokenizer | None:
+        """Returns the tokenizer of the folder as an import would build it."""
         if not (self._source.folder / "tokenizer_config.json").is_file():
             return None
         job = imported_job(self._source, Path("published"), True, self._catalog)
@@ -100,9 +102,11 @@ class TrainedSide(Side):
         self.shapes = {own: tuple(self._stored[name][0]) for own, name in self._names.items()}
 
     def read(self, name: str) -> Tensor:
+        """Returns the tensor that is evaluated: the average where the checkpoint has one."""
         return read_whole(self._checkpoint, [self._names[name]], self._stored)[self._names[name]]
 
     def tokenizer(self) -> Tokenizer | None:
+        """Returns the tokenizer in the run folder; None for a checkpoint that lies elsewhere."""
         if self._run is None or not (self._run / TOKENIZER).is_dir():
             return None
         return build_tokenizer(self.job, build_context(self.job, self._catalog, self._run))
@@ -158,9 +162,10 @@ def compare_tensors(one: Side, other: Side) -> Iterator[TensorDifference]:
         shown = "; ".join(f"{name} {first} / {second}" for name, first, second in shapes)
         raise JobError(f"the models do not have the same tensors: {shown}")
     for name in names:
+        # The two may be stored in different dtypes.
         first, second = (side.read(name).float() for side in (one, other))
         difference = (first - second).abs().max().item() if first.numel() else 0.0
-        scale = max(first.abs().max().item(), 1e-30) if first.numel() else 1.0
+        scale = max(first.abs().max().item(), 1e-30) if first.numel() else 1.0  # above 0 for tensors of zeros
         yield TensorDifference(name, torch.equal(first, second), difference / scale)
 
 
@@ -173,7 +178,7 @@ def model_changes(one: Side, other: Side, catalog: Catalog) -> Sequence[str]:
 
 def random_batch(side: Side, tokens: int) -> Mapping[str, Tensor]:
     """Returns a row of random tokens, after a random image if the model sees images."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # the same tokens in every comparison
     model: Any = side.job.model
     ids = torch.randint(side.shapes["embedding.weight"][0], (1, tokens), generator=generator)
     if not hasattr(model, "image_input"):
@@ -259,6 +264,7 @@ def compare_logits(
     real = torch.ones_like(batch["input_ids"], dtype=torch.bool) if real is None else real
     runs = [_LayerByLayer(side, batch, catalog) for side in (one, other)]
     layers: dict[str, float] = {}
+    # Both models advance together, so that only one layer of each is in memory.
     for (name, states), (_, others) in zip(*(run.hidden_states() for run in runs), strict=True):
         first, second = states[real], others[real]
         layers[name] = ((first - second).abs().max() / first.abs().max().clamp(min=1e-30)).item()
@@ -266,13 +272,14 @@ def compare_logits(
     probabilities, others = first.log_softmax(-1), second.log_softmax(-1)
     divergence = (probabilities.exp() * (probabilities - others)).sum(-1).mean().item()
     same = (first.argmax(-1) == second.argmax(-1)).double().mean().item()
-    return LogitDifference(layers, (first - second).abs().max().item(), max(divergence, 0.0), same)
+    return LogitDifference(layers, (first - second).abs().max().item(), max(divergence, 0.0), same)  # rounding may make it negative
 
 
 class _LayerByLayer:
     """A model of which the parts are loaded when they are needed, and dropped afterwards."""
 
     def __init__(self, side: Side, batch: Mapping[str, Tensor], catalog: Catalog) -> None:
+        # In float32 on the CPU, however it was trained: what differs is then due to the weights
         job = attrs.evolve(side.job, parallel={}, train=attrs.evolve(side.job.train, precision="fp32", device="cpu"))
         self._side, self._given = side, batch
         self._model: Any = build_bare_model(job, build_context(job, catalog, None))[0].eval()
@@ -315,6 +322,7 @@ class _LayerByLayer:
         for part in parts:
             module: nn.Module = self._model.get_submodule(part)
             module.to_empty(device=CPU)
+            # Buffers that are computed, such as frequencies, are in no file.
             for inner in module.modules():
                 if isinstance(inner, Initialises):
                     inner.init_buffers(CPU)
@@ -325,4 +333,4 @@ class _LayerByLayer:
 
     def _drop(self, parts: Sequence[str]) -> None:
         for part in parts:
-            self._model.get_submodule(part).to("meta")
+            self._model.get_submodule(part).to("meta")  # frees its memory

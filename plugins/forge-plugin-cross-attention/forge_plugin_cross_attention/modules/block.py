@@ -30,6 +30,7 @@ class FeatureAttention(nn.Module):
 
     # A module, so that taps find its input and output
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Attends where `mask` is true, neither causally nor by position; K divides H."""
         return torch_attention(q, k, v, mask)
 
 
@@ -55,6 +56,7 @@ class Attention(nn.Module):
         """`features`: None where there are none but those whose keys and values `cache` holds."""
         q = self.q_norm(self._heads(self.q(x)))
         new = None if features is None else self._keys_and_values(features)
+        # Keys and values are kept, not features: each image is projected once, in the call that brings it.
         k, v = cache.extend(new) if cache is not None else new  # type: ignore[misc]
         return self.o(self.core(q, k, v, batch[MASK]).flatten(2))
 
@@ -75,14 +77,18 @@ class Attention(nn.Module):
         of_text, of_features = (
             6.0 * sum(part.weight.numel() for part in pair) for pair in ((self.q, self.o), (self.k, self.v))
         )
+        # Tokens attend to features alone: no term grows with the length of the sequence.
         return LayerCost(of_text, 0.0, of_features, 12.0 * self.q.out_features)
 
     def float8_exempt(self) -> Sequence[str]:
+        """Exempts the projections of features."""
         # Products in float8 need a multiple of 16 rows, and nothing makes the number of features one.
         return ["k", "v"]
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
+        """Splits heads over ranks. Only x is gathered here: features are whole already, see `Whole`."""
         plan = {"": "whole_input", "q": "column", "k": "column", "v": "column", "o": "row"}
+        # An `nn.Identity` has no parameters to split.
         normed = isinstance(self.q_norm, RootMeanSquareNorm)
         return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
 
@@ -116,6 +122,8 @@ class CrossAttentionBlock(nn.Module):
     def forward(self, x: Tensor, features: Tensor | None, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         """(B, S, D), and features (B, M, D) if there are new ones, to (B, S, D)."""
         seen = batch[SEEN]
+        # `seen` is a factor of both parts: where it is 0, attention has averaged over all features of the row, and the
+        # feed-forward part would change text without images.
         x = x + self.attention_gate(seen * self.attention(self.attention_norm(x), features, batch, cache))
         return x + self.ffn_gate(seen * self.ffn(self.ffn_norm(x), batch))
 

@@ -47,9 +47,9 @@ class ImageCache:
 
     def add_images(self, grids: Tensor, numbers: Tensor) -> None:
         """Append images of these grids (B, N, 3); `numbers` (B, M) begin at 0."""
-        new = (grids[..., 0] != 0).sum(1, keepdim=True)
+        new = (grids[..., 0] != 0).sum(1, keepdim=True)  # frames are negative for tiles that are joined
         if self.numbers is None or self.images is None:
             self.numbers, self.images = numbers, new
             return
-        later = (numbers + self.images).where(numbers >= 0, -1)
+        later = (numbers + self.images).where(numbers >= 0, -1)  # numbered after the images of earlier calls
         self.numbers, self.images = torch.cat([self.numbers, later], 1), self.images + new

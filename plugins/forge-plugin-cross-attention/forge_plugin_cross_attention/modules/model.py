@@ -57,6 +57,7 @@ class Markers(nn.Module):
         self.summand = summand
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Maps ids (B, S): row 0 for an image, row 1 for all others below 0; zeros on ranks without the summand."""
         rows = self.table((-1 - ids).clamp(0, KINDS - 1))
         return rows * ((ids < 0).unsqueeze(-1) * float(self.summand)).to(rows.dtype)
 
@@ -65,8 +66,10 @@ class SummedVision(SharedVision):
     """Features (B, M, D) as a sum over ranks of tensor parallel, whose number M is rounded up to divide by."""
 
     def forward(self, batch: Batch) -> Tensor:
+        """Returns this rank's summand, in which the rows that other ranks encode are zeros."""
         self.count(batch)
         own, *_ = self.features(self.own_rows(batch, PATCHES, GRIDS))
+        # The sum over ranks leaves each with a part of dimension 1, which the number of ranks must divide.
         features = F.pad(own, (0, 0, 0, -own.shape[1] % self.share[1]))
         return self.among_all(features, len(batch[GRIDS]))
 
@@ -82,6 +85,7 @@ class PassesFeatures(Layer):
     """Mixin of a layer: hands on what comes behind its own carry."""
 
     def forward(self, carry: Carry, batch: Batch, *cache: Any) -> Carry:
+        """Runs the layer on the language model's carry, and puts the features behind its result."""
         own, features = divided(carry, batch)
         # A view: a pipeline would detach the very tensor that another layer of this rank has still to use.
         return (*super().forward(own, batch, *cache), *(tensor.view_as(tensor) for tensor in features))
@@ -98,16 +102,19 @@ class LooksBefore(PassesFeatures):
     cross_attention: CrossAttentionBlock
 
     def forward(self, carry: Carry, batch: Batch, *cache: Any) -> Carry:
+        """Applies the block, then the layer; a `LayerCache` has a cache for each."""
         return super().forward(self.look(carry, batch, *cache), batch, *(own.language for own in cache))
 
     def look(self, carry: Carry, batch: Batch, cache: LayerCache | None = None) -> Carry:
         """Applies the block, unless there has been no image."""
         if MASK not in batch:
             return carry
+        # While decoding, a batch may have masks and no features: its images came in an earlier call.
         (x, *rest), features = divided(carry, batch)
         return (self.cross_attention(x, features[0] if features else None, batch, cache), *rest, *features)
 
     def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns the layer's points, and the block's points under names that begin with `cross.`."""
         own: Mapping[str, TapPoint] = getattr(super(), "tap_points", dict)()
         return {**own, **tap_points(self.cross_attention, BLOCK, "cross")}
 
@@ -116,6 +123,7 @@ class LooksAfter(LooksBefore):
     """Mixin of a layer: a block of cross-attention comes last."""
 
     def forward(self, carry: Carry, batch: Batch, *cache: Any) -> Carry:
+        """Applies the layer, then the block, whose input is the layer's output."""
         own = PassesFeatures.forward(self, carry, batch, *(own.language for own in cache))
         return self.look(own, batch, *cache)
 
@@ -137,10 +145,12 @@ class CrossAttentionModel(VisionLanguageModel):
         return {**batch, VISIBLE: visible_images(batch["input_ids"], batch.get("document_ids"), self.sees)}
 
     def sequence_entries(self) -> Collection[str] | None:
+        """Returns the entries with `VISIBLE`, which has a value for each position; None: unknown."""
         entries = super().sequence_entries()
         return None if entries is None else [*entries, VISIBLE]
 
     def prepare(self, batch: Batch) -> Batch:
+        """Adds the masks that all blocks share, in a batch with images, then what the parts of blocks need."""
         batch = super().prepare(batch)
         if PATCHES in batch and MASK not in batch:
             batch = self.sight.add_masks(batch)
@@ -149,13 +159,16 @@ class CrossAttentionModel(VisionLanguageModel):
         return batch
 
     def embed(self, batch: Batch) -> Carry:
+        """Returns the carry with the markers added to x; in a batch with images, its last tensor is the features."""
         x, *rest = super().embed(batch)
         x = x + self.markers(batch["input_ids"])
         if PATCHES not in batch:
             return (x, *rest)
+        # `decode` has made them already, to count them for its cache.
         return (x, *rest, batch[FEATURES] if FEATURES in batch else self.whole(self.vision(batch)))
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
+        """Drops the features before the language model's norm."""
         own, _ = divided(carry, batch)
         return super().finish(own, batch)
 
@@ -169,10 +182,12 @@ class CrossAttentionModel(VisionLanguageModel):
                     yield f"layers.{number}.{BLOCK}.{name}", getattr(block, name)
 
     def flops(self, seq_len: int) -> float | None:
+        """Returns the FLOPs with all blocks, for rows of M features; None: the language model's are unknown."""
         own = super().flops(seq_len)
         return None if own is None else own + sum(self._block_flops(layer, seq_len) for layer in self.layers.values())
 
     def layer_flops(self, seq_len: int) -> Sequence[float] | None:
+        """Returns the FLOPs of each layer with its block, for rows of M features; None: unknown."""
         own = super().layer_flops(seq_len)
         if own is None:
             return None
@@ -181,6 +196,7 @@ class CrossAttentionModel(VisionLanguageModel):
         ]
 
     def layer_costs(self, seq_len: int) -> Sequence[LayerCost] | None:
+        """Returns the costs with each block's in its layer, or all in the one cost of a whole language model."""
         costs = super().layer_costs(seq_len)
         if costs is None:
             return None
@@ -189,6 +205,7 @@ class CrossAttentionModel(VisionLanguageModel):
             if (block := getattr(layer, BLOCK, None)) is not None:
                 place = number if len(every) > 1 else 0  # of a language model without `layer_flops` there is one
                 own = block.attention.cost()
+                # The feed-forward part is applied to all tokens, whether or not they see an image.
                 own = own._replace(weights=own.weights + parts.flops(block.ffn, seq_len))
                 every[place] = LayerCost(*(sum(pair) for pair in zip(every[place], own, strict=True)))
         return every
@@ -200,32 +217,38 @@ class CrossAttentionModel(VisionLanguageModel):
         return block.attention.flops(seq_len, self.sight.features) + parts.flops(block.ffn, seq_len)
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]] | None:
+        """Returns the ends with `markers` in the first, next to `vision`; None: unknown."""
         ends = super().ends()
         return None if ends is None else ([*ends[0], "markers"], ends[1])
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Returns the roles with the markers as an embedding, and the roles that parts of blocks declare."""
         roles = {**super().parameter_roles(), "markers.table.weight": "embedding"}
         for name, part in self.cross_attention_parts():
             roles |= parts.roles(name, part)
         return roles
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        """Returns sums over ranks for vision, markers and sight, and the plans of the parts of blocks."""
         language = super().tensor_parallel_plan()
         if not language:
             return language
         sums = dict.fromkeys(("vision", "markers", "sight"), "partial_output")
+        # One rank alone has the markers' values, so gradients of their table are parts of a sum, too.
         plan: dict[str, Any] = {**sums, "markers.table": "partial", "whole": "whole_input"}
         for name, part in self.cross_attention_parts():
             plan |= parts.tensor_parallel_plan(name, part)
-            if name.endswith(("norm", "gate")):
+            if name.endswith(("norm", "gate")):  # they see this rank's positions only
                 plan[name] = "sequence"
         return {**plan, **language}  # first, as globs of the language model may match these names
 
     def expert_stacks(self) -> Sequence[str]:
+        """Returns the stacks of the language model, then the stacks in feed-forward parts of blocks."""
         own = (parts.expert_stacks(name, part) for name, part in self.cross_attention_parts())
         return [*super().expert_stacks(), *chain.from_iterable(own)]
 
     def float8_exempt(self) -> Sequence[str]:
+        """Returns the exemptions of the language model, then the exemptions of parts of blocks."""
         own = (parts.float8_exempt(name, part) for name, part in self.cross_attention_parts())
         return [*super().float8_exempt(), *chain.from_iterable(own)]
 
@@ -234,6 +257,7 @@ class GeneratingModel(CrossAttentionModel):
     """The same for a language model that generates."""
 
     def new_cache(self, batch_size: int, length: int) -> ImageCache:
+        """Returns the language model's caches, joined by keys and values of images in layers that have a block."""
         layers = dict(super().new_cache(batch_size, length))  # type: ignore[misc]
         for number, layer in self.layers.items():
             if getattr(layer, BLOCK, None) is not None:
@@ -243,6 +267,7 @@ class GeneratingModel(CrossAttentionModel):
     def decode(self, batch: Batch, cache: ImageCache) -> Tensor:
         """Images of a call follow the images of earlier calls; a call without `patches` has no new images."""
         ids = cache.add_positions(batch["input_ids"])
+        # From all positions so far, since the last image may be of an earlier call; rows with a cache are one document.
         visible = visible_images(ids, None, self.sees)[:, -batch["input_ids"].shape[1] :]
         batch = {**batch, VISIBLE: visible}
         if PATCHES in batch:
@@ -266,13 +291,14 @@ def add_blocks(model: Any, blocks: Mapping[str, nn.Module], keys: CrossAttention
     vision, dim = model.vision, model.embedding.weight.shape[1]
     vision.__class__, vision.share, model.whole = SummedVision, (rank, ranks), Whole()
     features = feature_count(vision)
-    features += -features % ranks
+    features += -features % ranks  # as `SummedVision` pads them
     model.sees = keys.sees
     model.sight = Sight(vision.image_input, features, context.dtype, summand=rank == 0)
     model.markers = Markers(keys.markers, dim, context.dtype, summand=rank == 0)
     looks = LooksBefore if keys.place == "before" else LooksAfter
     for name, layer in model.layers.items():
         own: Any = type(layer)
+        # Every layer, as one without a block could not handle the features in its carry
         layer.__class__ = derived(looks if name in blocks else PassesFeatures, own)
         if name in blocks:
             setattr(layer, BLOCK, blocks[name])

@@ -32,6 +32,7 @@ def visible_images(ids: Tensor, document_ids: Tensor | None, sees: str) -> Tenso
     """Returns `VISIBLE` (B, S, 2) for ids (B, S), negative at images; for `sees` see `CrossAttention`."""
     image = ids < 0
     stop = image.cumsum(1)
+    # `ids` only give the shape: without `document_ids` a row is one document.
     begins = _begins(ids if document_ids is None else document_ids, document_ids is not None)
     # Images before the position's document: a number that never falls along the row, so the latest is the largest.
     before = _latest(stop - image.long(), begins)
@@ -40,6 +41,7 @@ def visible_images(ids: Tensor, document_ids: Tensor | None, sees: str) -> Tenso
         "together": _latest(stop - 1, image & (begins | ~F.pad(image, (1, 0))[:, :-1])),
         "all": before,
     }[sees]
+    # The latest image of the row may belong to an earlier document; then nothing is between both numbers.
     return torch.stack([torch.maximum(first, before), stop], -1)
 
 
@@ -74,6 +76,7 @@ class Sight(nn.Module):
         self.budget, self.features, self.dtype, self.summand = budget, features, dtype, summand
 
     def forward(self, sees: Tensor) -> Tensor:
+        """Maps (B, S, 1) bool to the compute dtype; zeros on ranks without the summand."""
         return sees.to(self.dtype) * float(self.summand)
 
     def add_masks(self, batch: Batch, numbers: Tensor | None = None) -> Batch:
@@ -100,7 +103,9 @@ class Sight(nn.Module):
 
     def numbers(self, grids: Tensor, features: int) -> Tensor:
         """Returns (B, M), the number in the row of each feature's image, -1 for none, for M = `features`."""
+        # 0 for images that are not there, whatever the adapter states for an empty grid.
         sizes = self.budget.features(Grid(*grids.unbind(-1))) * (grids[..., 0] != 0)  # type: ignore[arg-type]
+        # Contiguous, as `searchsorted` would otherwise warn and copy.
         index = torch.arange(features, device=grids.device).expand(len(grids), -1).contiguous()
         numbers = torch.searchsorted(sizes.cumsum(1), index, right=True)
         return numbers.where(numbers < grids.shape[1], -1)

@@ -63,6 +63,7 @@ def distinct(numbers: np.ndarray, frames: int) -> list[int]:
     those before where there are none after it.
     """
     order = np.arange(len(numbers))
+    # Each number at least one more than the last, and then, from the end, room for those behind it
     forward = np.maximum.accumulate(numbers - order) + order
     return np.minimum(forward, frames - len(numbers) + order).tolist()
 
@@ -72,6 +73,7 @@ def scene_starts(clip: Clip) -> np.ndarray:
     keys = np.flatnonzero(clip.keys)
     distances = np.diff(keys)
     longest = distances == distances.max(initial=0)
+    # The longest distance, if it occurs twice, is the encoder's maximum between key frames.
     is_refresh = longest if longest.sum() > 1 else np.zeros_like(longest)
     return np.union1d([0], keys[1:][~is_refresh])
 
@@ -82,5 +84,6 @@ def frames_of_scenes(lengths: np.ndarray, count: int) -> list[int]:
     shares = np.zeros(len(lengths), int)
     shares[longest] = 1
     for _ in range(count - len(longest)):
+        # Each scene has a frame by now, so that no share is 0.
         shares[np.argmax(lengths / shares)] += 1
     return shares.tolist()

@@ -64,10 +64,12 @@ class ClipSource:
     _probed: deque[tuple[ImageFile, Clip]] = field(factory=lambda: deque(maxlen=PROBED), eq=False, repr=False)
 
     def visual(self, file: ImageFile, span: Span, draw: str | None) -> ClipVisual:
+        """Opens nothing: the file is read when the visual is measured."""
         return ClipVisual(file, span, draw, self)
 
     def probe(self, file: ImageFile) -> Clip:
         """Returns the properties of a clip without decoding it; raises `BrokenVideo`."""
+        # By identity: names of bytes and of members of archives need not be unique
         known = next((clip for each, clip in self._probed if each is file), None)
         if known is None:
             self._probed.append((file, known := self.reader.probe(file)))
@@ -97,6 +99,7 @@ class ClipSource:
         """
         least, most = self.frame_patches
         share = self.max_patches / entries
+        # Frame by frame; `joined` puts the frames of a patch together.
         return ImageProcessor(evolve(self.seen.format, frames=1), self.policy, min(share, most or share), least)
 
     def footprint(self, choice: Choice) -> Footprint:
@@ -109,12 +112,14 @@ class ClipSource:
         first, *others = (Tokens(encode(text), False) for text in texts_between(self.timestamp_format, times.tolist()))
         runs: list[Tokens | Places] = [first]
         for text in others:
+            # `Frames` refuses models whose positions are not divisible by the frames.
             runs += [Places(positions // len(times), VIDEO), text]
         return Footprint([run for run in runs if isinstance(run, Places) or len(run.ids)], [choice.grid], [seconds])
 
     def patches(self, file: ImageFile, choice: Choice) -> np.ndarray:
         """Returns the patches of the chosen frames, (patches, V) uint8; raises `BrokenVideo`."""
         form, processor = self.seen.format, self.processor(choice.grid.frames)
+        # Filled in place: a concatenation at the end would need the memory twice
         patches = np.empty((choice.grid.patches, form.values), np.uint8)
         per_entry, end = choice.grid.rows * choice.grid.columns, 0
         entries: list[np.ndarray] = []
@@ -142,6 +147,7 @@ class ClipSource:
             with decoding(len(numbers[start : start + at_once])):
                 frames = self.reader.frames(file, clip, numbers[start : start + at_once])
             while frames:
+                # The list gives up each frame, so that it is freed once its patches are made.
                 yield frames.pop(0)
 
 
@@ -155,12 +161,15 @@ class ClipVisual:
     source: ClipSource
 
     def measure(self) -> Footprint:
+        """Reads the container's times and size, and chooses the frames by them."""
         return self.source.footprint(self.choice())
 
     def read(self) -> np.ndarray:
+        """Decodes the frames that `measure` chose: the choice depends on the clip and `draw` alone."""
         return self.source.patches(self.file, self.choice())
 
     def check(self) -> None:
+        """Decodes every frame of the part, since a sampling with jitter may choose any of them."""
         self.measure()
         self.source.check(self.file, self.span)
 

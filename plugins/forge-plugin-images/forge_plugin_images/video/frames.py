@@ -60,6 +60,7 @@ class Frames(VideoComponent):
     """With `native` and `fill`: patches of a frame at most; 0: as many as fit."""
 
     def build(self, seen: ImageInput, tokenizer: Tokenizer) -> Videos:
+        """Builds the reader, too, which raises `JobError` if PyAV is missing."""
         from forge_plugin_images.video.clips import ClipSource
 
         return ClipSource(
@@ -84,15 +85,18 @@ class Frames(VideoComponent):
         return self.max_patches or seen.patches_per_sequence // seen.images_per_sequence
 
     def key(self) -> list[object]:
+        """Includes the reader, whose `max_duration` decides which clips are refused."""
         sizes = [self.resize, self.max_patches, self.min_frame_patches, self.max_frame_patches]
         written = self.timestamp_format if self.timestamps == "text" else ""
         return ["frames", repr(self.sampling), repr(self.reader), written, *sizes]
 
     @property
     def draws(self) -> bool:
+        """Whether the sampling has `jitter`."""
         return self.sampling.jitter
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks sizes against the encoder, and that the model can see the order of frames and their times."""
         try:
             seen = image_input(job)
         except JobError as error:
@@ -137,6 +141,7 @@ class Frames(VideoComponent):
         """Yields that a model would see the frames of a clip in no order: one position stands for all of them."""
         form = seen.format
         rows, columns = form.grid or (form.multiple, form.multiple)
+        # Frames of one patch are ordered by its weights.
         if self.sampling.max_frames > form.frames and seen.positions(Grid(2, rows, columns)) == seen.positions(
             Grid(1, rows, columns)
         ):
@@ -149,6 +154,7 @@ class Frames(VideoComponent):
             yield Problem("timestamp_format", f"{self.timestamp_format!r} {message}")
         form = seen.format
         rows, columns = form.grid or (form.multiple, form.multiple)
+        # Three lengths: an adapter may merge two frames, or have a fixed number of positions for any clip.
         positions = [seen.positions(Grid(frames, rows, columns)) for frames in (2, 3, 4)]
         if positions != [frames * (positions[0] // 2) for frames in (2, 3, 4)]:
             takes = f"clips of 2, 3 and 4 frames take {positions[0]}, {positions[1]} and {positions[2]} positions"

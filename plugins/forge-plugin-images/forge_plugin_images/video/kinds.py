@@ -112,6 +112,7 @@ class FrameSamplingComponent(Component[None]):
     """Whether each frame is drawn at random from its part of the clip, where the dataset draws (in training)."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that `max_frames` is at least `min_frames` and `multiple`."""
         if self.max_frames < self.min_frames:
             yield Problem("max_frames", f"{self.max_frames} is less than min_frames {self.min_frames}; raise it")
         if self.max_frames < self.multiple:

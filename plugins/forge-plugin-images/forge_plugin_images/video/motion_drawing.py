@@ -74,8 +74,10 @@ def draw_motion(keys: MovingShapes, motion: Motion, drawing: int) -> np.ndarray:
 
 def _cover(outline: Outline, at: np.ndarray, radius: float, size: tuple[int, int]) -> np.ndarray:
     """Returns (H, W, 1): the share of each pixel that the shape covers; it wraps around at each side."""
+    # Signed distances from the middle by the shorter way around each side
     y, x = (
         (np.arange(side) - middle + side / 2) % side - side / 2 for side, middle in zip(size, at[::-1], strict=True)
     )
     distance = outline(x[None, :] / radius, y[:, None] / radius) * radius
+    # Antialiased: the edge is one pixel wide
     return (0.5 - distance).clip(0, 1)[..., None]

@@ -41,6 +41,7 @@ class Motion(NamedTuple):
 
     @property
     def caption(self) -> str:
+        """Returns the sentence that is learned, such as "a red disc moves up slowly"."""
         return f"a {self.colour} {self.shape} moves {self.direction} {self.speed}"
 
 

@@ -37,6 +37,7 @@ class StoredClips(VideoText):
     """Empty: none are."""
 
     def split_of_documents(self) -> Split:
+        """Returns a split by file: every clip of the second tar file is held out."""
         return Split(0, frozenset({self.held_out_file} - {""}))
 
 
@@ -55,6 +56,7 @@ def _drawn(keys: MovingShapes) -> dict[str, Any]:
 
 def _encode(keys: MovingShapes, folder: Path) -> Mapping[str, Any]:
     split = split_motions(keys)
+    # Held-out clips have drawings with other numbers: their backgrounds are new to the model, too.
     drawings = range(keys.drawings + keys.held_out_drawings)
     _write(keys, split.training, drawings[: keys.drawings], folder / TRAINING)
     if split.held_out:
@@ -80,6 +82,7 @@ def encoded(keys: MovingShapes, motion: Motion, drawing: int) -> bytes:
         rate = Fraction(keys.fps).limit_denominator(1000)
         stream: Any = output.add_stream("libx264", rate=rate, options=LOSSLESS)
         stream.height, stream.width = keys.size
+        # One thread: the output of x264 depends on their number
         stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", 1
         for frame in draw_motion(keys, motion, drawing):
             output.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))

@@ -115,6 +115,7 @@ class MovingShapes(DatasetComponent):
         return stored_clips(self).build(context)
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that PyAV is there, that the model sees the order of frames, and that motions can be told apart."""
         if reason := pyav_problem():  # it encodes the clips, too
             yield Problem("", reason)
         if job.data.tokenizer is None:

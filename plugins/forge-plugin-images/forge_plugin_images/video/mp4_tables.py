@@ -69,6 +69,7 @@ def _track(movie: Boxes, number: int) -> Track | None:
     for track in map(_boxes, movie.get(b"trak", ())):
         head = track[b"tkhd"][0]
         is_long = head[0] == 1  # times of 64 bits
+        # Offsets of track_ID and matrix in `tkhd` (8.3.2), and of the matrix from the end of `mvhd` (8.2.2)
         if int.from_bytes(head[20 if is_long else 12 :][:4]) == number:
             matrix = _matrix(head[52 if is_long else 40 :]) @ _matrix(movie[b"mvhd"][0][-64:])
             return Track(*_times(track), matrix)
@@ -113,6 +114,7 @@ def _walk(content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _matrix(content: memoryview) -> np.ndarray:
+    # Fixed point, 16.16. The third value of a row concerns perspective, and is left out.
     values = np.frombuffer(content[:20], ">i4").astype(np.float64) / 2**16
     return values[[0, 1, 3, 4]].reshape(2, 2)
 

@@ -51,11 +51,13 @@ def clip_of(frames: Frames, stream: VideoStream, turn: Turn, max_duration: float
     times, keys = seconds(frames.stamps[shown], stream), frames.keys[shown]
     if not len(times):
         raise Unreadable("its edit list leaves no frame")
+    # Decoding starts at the unseen key frame before it, or at itself.
     keys[0] = True
     if (np.diff(times) <= 0).any():
         raise Unreadable("two frames have the same time; rewrite its times")
     end = seconds(frames.ends[shown], stream)[-1]
     if end <= times[-1]:
+        # The median: gaps in a recording do not lengthen its last frame.
         end = times[-1] + (np.median(np.diff(times)) if len(times) > 1 else _usual_step(stream))
     duration = float(end - times[0])
     if duration > max_duration:

@@ -37,10 +37,12 @@ class _ReadsContainers(VideoReaderComponent):
     """A reader for which PyAV reads the container."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that PyAV is installed."""
         if reason := pyav_problem():
             yield Problem("", reason)
 
     def build(self) -> VideoReader:
+        """Builds the reader; raises `JobError` if PyAV is not installed."""
         if reason := pyav_problem():  # of a prompt, for which no job is checked
             raise JobError(reason)
         return self._reader()
@@ -59,6 +61,7 @@ class PyAV(_ReadsContainers):
         return PyAVReader(max_duration=self.max_duration)
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """Names the versions of PyAV and FFmpeg, by which decoded pixels may differ."""
         yield "video_reader", "pyav", _pyav()
 
 
@@ -67,6 +70,7 @@ class TorchCodec(_ReadsContainers):
     """Decodes with torchcodec, where it loads; PyAV reads the container."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks by importing it that torchcodec loads, which depends on shared libraries of the machine."""
         yield from super().problems(job, layout)
         if reason := torchcodec_problem():
             yield Problem("", f'torchcodec does not load ({reason}); {TORCHCODEC_NEEDS}; or take type = "pyav"')
@@ -77,6 +81,7 @@ class TorchCodec(_ReadsContainers):
         return TorchCodecReader(max_duration=self.max_duration)
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """Names the version of torchcodec, by which decoded pixels may differ."""
         yield "video_reader", "torchcodec", _torchcodec()
 
 
@@ -88,6 +93,7 @@ class Auto(_ReadsContainers):
     """Readers, best first: PyAV takes less time for the same frames (docs/benchmarks.md), and notices damage."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks torchcodec only where `prefer` has no other reader."""
         yield from super().problems(job, layout)
         if "pyav" not in self.prefer and (reason := torchcodec_problem()):
             yield Problem("prefer", f'torchcodec does not load ({reason}); add "pyav"')
@@ -96,6 +102,7 @@ class Auto(_ReadsContainers):
         return self._chosen().build()
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """Names the chosen reader, and why torchcodec was passed over if it was preferred."""
         chosen = self._chosen()
         is_second = isinstance(chosen, PyAV) and self.prefer[0] != "pyav"
         why = f"; torchcodec does not load ({torchcodec_problem()})" if is_second else ""

@@ -49,6 +49,7 @@ class TorchCodecReader:
                 batch = decoder.get_frames_at(list(numbers))
         except Exception as error:  # RuntimeError for all of FFmpeg's, ValueError and TypeError for its own
             raise BrokenVideo(file.name, f"torchcodec: {error}") from error
+        # It returns a neighbour for a frame that is missing, without an error.
         self._check(file, clip, numbers, batch.pts_seconds.numpy(), tuple(batch.data.shape[1:3]))
         return list(batch.data.numpy())
 

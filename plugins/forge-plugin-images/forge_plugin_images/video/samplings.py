@@ -26,6 +26,7 @@ class Uniform(FrameSamplingComponent):
     """Frames a second, between `min_frames` and `max_frames`."""
 
     def choose(self, clip: Clip, budget: int, random: Random | None) -> list[int]:
+        """With jitter, a frame is drawn from each of n equal parts, as `Fps` does, and not from equal distances."""
         from forge_plugin_images.video.choosing import evenly, frames_allowed, from_parts
 
         count = frames_allowed(self, clip, round(clip.duration * self.fps), budget)
@@ -47,6 +48,7 @@ class Fps(FrameSamplingComponent):
     """Frames a second, between `min_frames` and `max_frames`."""
 
     def choose(self, clip: Clip, budget: int, random: Random | None) -> list[int]:
+        """Rounds n down, so that a part lasts at least 1 / fps, within `TOLERANCE` for durations in floating point."""
         from forge_plugin_images.video.choosing import frames_allowed, from_parts
 
         count = frames_allowed(self, clip, int(clip.duration * self.fps + TOLERANCE), budget)
@@ -65,6 +67,7 @@ class Middle(FrameSamplingComponent):
     """Frames a second, between `min_frames` and `max_frames`."""
 
     def choose(self, clip: Clip, budget: int, random: Random | None) -> list[int]:
+        """With jitter, a frame is drawn from the whole of each part."""
         from forge_plugin_images.video.choosing import frames_allowed, from_parts
 
         count = frames_allowed(self, clip, round(clip.duration * self.fps), budget)
@@ -88,6 +91,7 @@ class Scene(FrameSamplingComponent):
     """Frames a second, between `min_frames` and `max_frames`."""
 
     def choose(self, clip: Clip, budget: int, random: Random | None) -> list[int]:
+        """With jitter, a frame is drawn from each part of a scene."""
         from forge_plugin_images.video.choosing import frames_allowed, from_scenes
 
         count = frames_allowed(self, clip, round(clip.duration * self.fps), budget)

@@ -34,6 +34,7 @@ def texts_between(form: str, seconds: Sequence[float]) -> list[str]:
     before, _, after = form.partition(FRAME)
     texts = [""]
     for each in seconds:
+        # Joined to the text before it, so that both are encoded as one
         texts[-1] += _written(before, each)
         texts.append(_written(after, each))
     return texts

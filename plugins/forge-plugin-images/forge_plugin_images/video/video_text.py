@@ -59,9 +59,11 @@ class VideoText(ImageDataset):
             yield from (text for _, text in self._segments(record)) if self.segments else self._captions(record)
 
     def video_component(self) -> VideoComponent:
+        """Returns the table `video`, which this dataset always has."""
         return self.video
 
     def parts(self, record: Record, visuals: VisualSource, tokenizer: Tokenizer) -> Iterator[Part]:
+        """Yields the clip, or each of its segments, followed by its prompt and text; texts alone are learned."""
         value = record.value(self.clip, "clip")
         prompt = record.text(self.prompt, "prompt") if self.prompt else ""
         if self.segments and not self.segment_format:
@@ -70,19 +72,23 @@ class VideoText(ImageDataset):
                 yield from _texts(tokenizer, prompt, [text])
             return
         span = span_of(record, record.values, self.start, self.end)
+        # None leaves the part to the value, which may have times itself.
         yield visuals.video(record, value, span if span != Span() else None)
         texts = [self._written(record)] if self.segments else self._captions(record)
         yield from _texts(tokenizer, prompt, texts)
 
     def columns(self) -> Mapping[str, str]:
+        """Returns `text` or `segments`, of which one is read, and `prompt` only if it is set."""
         names = ["clip", "start", "end", *(["segments"] if self.segments else ["text"])]
         return {name: getattr(self, name) for name in [*names, *(["prompt"] if self.prompt else [])]}
 
     def layout_key(self) -> list[object]:
+        """Without `video`: which frames are shown is in the key of the clips."""
         own = [self.clip, self.text, self.captions, self.prompt, self.start, self.end]
         return ["video_text", *own, self.segments, self.segment_format]
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks, beside the keys of all image datasets, that `segment_format` is a format that writes the text."""
         yield from super().problems(job, layout)
         if self.segment_format and not self.segments:
             yield Problem("segment_format", "it is for segments; name their key in segments, or leave it out")
@@ -132,6 +138,7 @@ def _texts(tokenizer: Tokenizer, prompt: str, texts: Sequence[str]) -> Iterator[
 
     for number, text in enumerate(texts):
         if number:
+            # Learned, so that the model ends each caption
             yield Tokens([tokenizer.end_of_text])
         if prompt:
             yield Tokens(tokenizer.encode(prompt), False)

@@ -54,7 +54,10 @@ HEADING = "train"
 
 
 def command(argv: list[str]) -> int:
-    """Queue a run in SLURM, and requeue it until it has finished."""
+    """Queue a run in SLURM, and requeue it until it has finished.
+
+    The job is checked before it is queued. The run saves a checkpoint before its time limit.
+    """
     parser = argparse.ArgumentParser("forge-run submit", description=command.__doc__)
     add = parser.add_argument
     add("files", nargs="*", metavar="JOB.toml", help="job files, layered from left to right")

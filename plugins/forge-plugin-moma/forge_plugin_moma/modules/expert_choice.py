@@ -32,6 +32,7 @@ class WideLinear(Linear):
     """A `Linear` whose products are in float32 or wider."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Maps (…, in) to (…, out), whatever the dtype of x."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype))  # rounded first, as under FSDP
 
@@ -64,7 +65,7 @@ class ModalityExpertChoice(LinearScores):
         self.groups, self.expert_sets = groups, groups.sizes
         self._factor = 1.0 if component.capacity_factor is None else component.capacity_factor
         self._weight = 1.0 if component.auxiliary_weight is None else component.auxiliary_weight
-        self.experts_per_token = self._factor
+        self.experts_per_token = self._factor  # a mean: a position may go through none, or all of its group
         self.noise = GumbelNoise(self.layer, self.groups.count) if component.gumbel_noise else None
         routers = {name: AuxiliaryRouter(dim, size, component.init_std) for name, size in self.expert_sets.items()}
         self.auxiliary_routers = nn.ModuleDict(routers)
@@ -73,6 +74,13 @@ class ModalityExpertChoice(LinearScores):
         context.auxiliary.summarise(DECISIONS, summarise_decisions)
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the weights and numbers of experts, (B, S, K) each, with 0 and -1 where there is none.
+
+        In training experts choose; in evaluation the auxiliary routers do, which see no other position.
+
+        Raises:
+            ForgeError: in training, the batch has `document_ids`.
+        """
         ids = batch["input_ids"]
         closed = self.groups.closed(ids)
         logits = self.logits(x)
@@ -92,6 +100,7 @@ class ModalityExpertChoice(LinearScores):
 
     def _choose(self, logits: Tensor, closed: Tensor, batch: Batch) -> Tensor:
         """Returns (B, S, E), bool: the positions that each expert takes among its modality's in a sequence."""
+        # In float64, as `ceil` would turn an error of rounding into one more position.
         members = self.sequences.add_up((~closed).sum(1)).double()
         shares = [(self._factor * part / part.shape[-1]).ceil() for part in self.groups.split(members)]
         # By logits, which order positions as their sigmoids do and, where these round to 1, still differ.
@@ -100,8 +109,9 @@ class ModalityExpertChoice(LinearScores):
     def _learn(self, weights: Tensor, predicted: Tensor, taken: Tensor, closed: Tensor) -> Tensor:
         """Returns the weights with the loss of the auxiliary routers attached."""
         right = ((predicted > 0) == taken) & ~closed
-        self._decisions.add(torch.stack([right.sum(), (~closed).sum()]))
+        self._decisions.add(torch.stack([right.sum(), (~closed).sum()]))  # experts of other modalities are no decisions
         losses = F.binary_cross_entropy_with_logits(predicted, taken.to(predicted), reduction="none")
+        # The mean within a group, of which a position has one: positions count alike, whatever the size of their group.
         means = [part.mean(-1) for part in self.groups.split(losses.masked_fill(closed, 0))]
         value = torch.stack(means).sum() / (taken.shape[1] * self.sequences.pieces)
         weight = self._weight * self.share

@@ -15,7 +15,7 @@ from forge_plugin_moma.moma import MODALITIES
 def is_of(modality: str, ids: Tensor) -> Tensor:
     """(B, S), bool: which positions are of a modality, by `input_ids`."""
     number = MODALITIES.index(modality)
-    return ids == -number if number else ids >= 0
+    return ids == -number if number else ids >= 0  # text is number 0: all ids of tokens
 
 
 @frozen

@@ -32,6 +32,7 @@ class GumbelNoise(nn.Module):
         self.register_buffer("salt", torch.empty((), dtype=torch.int64), persistent=False)
 
     def init_buffers(self, device: torch.device) -> None:
+        """Recomputes `salt` from the number of the layer."""
         self.salt.fill_((self._layer + 1) * SPREAD % 2**63)
 
     def init_parameter(self, name: str, fill: object) -> None:

@@ -32,7 +32,8 @@ class Skipped:
         """Add a micro-batch, given its `input_ids` (B, S) and whether no routed expert computes a position (B, S)."""
         of = [skipped & is_of(name, ids) for name in self._names]
         numbers = torch.stack([part.sum() for part in (*of, skipped)]).double()
-        numbers[-1] -= numbers[:-1].sum()
+        numbers[-1] -= numbers[:-1].sum()  # left: modalities without experts
+        # A share of the whole sequence, whose pieces other ranks count: sums over ranks are then means over sequences.
         self._counter.add(numbers / (ids.shape[1] * self._pieces))
 
 

@@ -32,10 +32,12 @@ class ModalityTokenChoice(SigmoidRouter):
         self.skipped = Skipped(context, groups)
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the weights and numbers of K experts of each position's group, (B, S, K) each."""
         closed = self.groups.closed(batch["input_ids"])
         logits = self.logits(x)
         if self.noise is not None and self.training:
             logits = logits + self.noise(batch, logits.dtype)
         logits = masked(logits, closed)
         self.skipped.count(batch["input_ids"], closed.all(-1))
+        # 0, so that experts of other modalities have no share in the balance losses.
         return self.route(logits, logits.sigmoid().masked_fill(closed, 0), closed)

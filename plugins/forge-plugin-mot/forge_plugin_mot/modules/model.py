@@ -50,9 +50,11 @@ class UntiedModel(Base):
     """See `with_routes`."""
 
     def prepare(self, batch: Batch) -> Batch:
+        """Adds the routes of all modalities, then the language model's entries."""
         return super().prepare(with_routes(batch, self.codes, self.slots, self.share))
 
     def decode(self, batch: Batch, cache: Any) -> Tensor:
+        """Adds routes where the new positions have images; a call of text alone runs the text's weights alone."""
         ids = batch["input_ids"]
         # Generated tokens are text. The host waits here, as it does for each token, and saves the other weights.
         if bool((ids < 0).any()):
@@ -62,6 +64,7 @@ class UntiedModel(Base):
         return super().decode(batch, cache)
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
+        """Applies the last norm, at positions of other modalities their own one if `norm` is untied."""
         normed: Tensor = self.normed(overlaid(self.norm, carry[0], super().finish(carry, batch), batch))
         return normed
 
@@ -79,23 +82,28 @@ class UntiedModel(Base):
         """
         untied = self.untied()
         copied = {copy: name for name in names for copy in _copies_of(name, untied)}
+        # A glob cannot be looked up; one that matches nothing is harmless.
         return {copy: name for copy, name in copied.items() if "*" in copy or _has(self, copy)}
 
     # --- queries of the engine and the stages --------------------------------------------------------------------
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Returns the roles of the text's parameters, and the same for their copies of each modality."""
         roles = super().parameter_roles()
         return {**roles, **{copy: roles[name] for copy, name in self.text_names(roles).items()}}
 
     def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns the points with `final_norm` after the norms of all modalities; none if there are no others."""
         own: Mapping[str, TapPoint] = getattr(super(), "tap_points", dict)()
         return {**own, "final_norm": TapPoint("normed")} if own else own
 
     def float8_exempt(self) -> Sequence[str]:
+        """Returns the exemptions of the text's modules, and the same for their copies."""
         exempt = super().float8_exempt()
         return [*exempt, *self.text_names(exempt)]
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        """Returns the plan with copies split as the text's modules are, and one sum for all modalities of a part."""
         plan = dict(super().tensor_parallel_plan())
         for part in self.untied() if plan else ():
             plan |= self._split_part(part, plan)
@@ -105,6 +113,8 @@ class UntiedModel(Base):
         """Returns the plan of an untied part: sums over ranks are made once, behind all modalities."""
         own = {name: way for name, way in plan.items() if name == part or name.startswith(f"{part}.")}
         whole = own.get(part) == "whole_input"
+        # A row-parallel matrix of each modality would sum on its own; their parts are merged first, and `merge` sums
+        # once.
         inner = {name: _without_sum(way) if whole else way for name, way in own.items() if name != part or not whole}
         inner |= {copy: inner[name] for copy, name in self.text_names(inner).items()}
         return {**inner, f"{part}.merge": "partial_output"} if whole else inner
@@ -122,6 +132,7 @@ def _copies_of(name: str, untied: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yields the names for other modalities of a module or parameter in an untied part of the text."""
     for part, modalities in untied.items():
         rest = name.removeprefix(part)
+        # Copies are below the part as well, and have no copies.
         if name.startswith(part) and rest[:1] in ("", ".") and not rest.startswith(f".{MODALITIES}."):
             yield from (f"{part}.{MODALITIES}.{modality}{rest}" for modality in modalities)
 
@@ -137,6 +148,7 @@ def untie(model: Any, twins: Mapping[str, Any], parts: Collection[str], *, norm_
     for name, layer in model.layers.items():
         _mix(layer, UntiedBlock)
         layer.norm_after = norm_after
+        # For shared parts, too, so that tap points have the same names whatever is untied
         layer.updates = nn.ModuleDict({part: nn.Identity() for part in MIXINS})
         for part in _part_names(layer, parts):
             _untie_part(layer, part, {modality: getattr(twin.layers[name], part) for modality, twin in twins.items()})
@@ -151,6 +163,7 @@ def _part_names(layer: nn.Module, parts: Iterable[str]) -> Iterator[str]:
         if part != "norm":
             yield part
             continue
+        # A norm that the layer does not have is an `nn.Identity`, which needs no copy.
         norms = (name for name in BLOCK if name.endswith("norm"))
         yield from (name for name in norms if next(getattr(layer, name).parameters(), None) is not None)
 

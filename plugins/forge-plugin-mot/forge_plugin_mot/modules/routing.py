@@ -40,6 +40,7 @@ class Route(NamedTuple):
         rows, length = members.shape
         order = torch.arange(length, device=members.device).expand(rows, -1)
         if slots < length:
+            # Members first; stable, so that they keep their order.
             order = members.logical_not().byte().argsort(dim=1, stable=True)[:, :slots]
         starts = torch.arange(0, rows * length, length, device=members.device)
         return cls(order + starts.unsqueeze(1), members.gather(1, order))
@@ -53,7 +54,7 @@ class Route(NamedTuple):
     def put(self, own: Tensor, other: Tensor) -> Tensor:
         """Returns `own` (B, S, …) with the rows of `other` (B, M, …) at the positions of the modality."""
         if self._is_whole(own):
-            return other.where(_like(self.filled, own), own)
+            return other.where(_like(self.filled, own), own)  # the same, without a gather
         return _Put.apply(own, other, *self)  # type: ignore[no-untyped-call]
 
     def _is_whole(self, x: Tensor) -> bool:
@@ -120,12 +121,14 @@ def with_routes(batch: Batch, codes: Mapping[str, int], slots: int, share: tuple
             holds its part of the positions, except inside a split part.
     """
     ids, (rank, ranks) = batch["input_ids"], share
+    # A split part sees all positions, and a norm between split parts this rank's chunk.
     parts = [ids] if ranks == 1 or ids.shape[1] % ranks else [ids, ids.chunk(ranks, 1)[rank]]
     entries: dict[str, Tensor] = {}
     for modality, code in codes.items():
         for part in parts:
             route = Route.of(part == code, min(slots, part.shape[1]))
             entries |= zip(_keys(modality, part.shape[1]), route, strict=True)
+        # Of all positions: feed-forward parts, which read these entries, run inside a split part.
         whole = Route(*(entries[key] for key in _keys(modality, ids.shape[1])))
         entries |= {_of(modality, name): whole.take(batch[name]) for name in TOKENS if name in batch}
     return {**batch, **entries}

@@ -29,6 +29,7 @@ def copies(part: nn.Module) -> Mapping[str, Any]:
 def routed(part: nn.Module, length: int, batch: Batch) -> Iterator[tuple[str, Any, Route]]:
     """Yields each other modality with its part and the route of its positions, among `length`."""
     for modality, copy in copies(part).items():
+        # With sequence parallel, `length` is a rank's chunk for norms, and all positions for other parts.
         route = route_in(batch, modality, length)
         if route is not None:
             yield modality, copy, route
@@ -49,6 +50,7 @@ class UntiedBlock(nn.Module):
     """Identities by part, through which the part's results for all modalities pass, for taps."""
 
     def update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
+        """Returns the part's result for x; with `norm_after`, the norm before the part follows it instead."""
         if self.norm_after:
             updated = self.normalise(f"{name}_norm", getattr(self, name)(x, batch, *cache), batch)
         else:
@@ -62,6 +64,7 @@ class UntiedBlock(nn.Module):
         return points | {"attn_out": TapPoint("updates.attention"), "mlp_out": TapPoint("updates.ffn")}
 
     def normalise(self, name: str, x: Tensor, batch: Batch) -> Tensor:
+        """Returns x (B, S, D), normalised at each position by the norm of its modality."""
         norm = getattr(self, name)
         return overlaid(norm, x, norm(x), batch)
 
@@ -73,6 +76,7 @@ class Merge(nn.Module):
     """
 
     def forward(self, own: Tensor, others: Sequence[tuple[Route, Tensor]]) -> Tensor:
+        """Puts each result (B, M, D) over `own` at the positions of its route; no two routes share one."""
         for route, other in others:
             own = route.put(own, other)
         return own
@@ -84,13 +88,16 @@ class UntiedAttention(nn.Module):
     merge: Merge
 
     def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """Returns queries, keys and values of all positions, projected by the weights of each one's modality."""
         own: tuple[Tensor, ...] = super().project(x, batch)  # type: ignore[misc]
         for _, copy, route in routed(self, x.shape[1], batch):
+            # Without token entries of the slots: projections depend on x alone.
             others = copy.project(route.take(x), batch)
             own = tuple(route.put(tensor, other) for tensor, other in zip(own, others, strict=True))
         return own
 
     def output(self, mixed: Tensor, batch: Batch) -> Tensor:
+        """Maps mixed values (B, S, H E) to (B, S, D) by the weights of each position's modality."""
         own = super().output(mixed, batch)  # type: ignore[misc]
         parts = routed(self, mixed.shape[1], batch)
         merged: Tensor = self.merge(own, [(route, copy.output(route.take(mixed), batch)) for _, copy, route in parts])
@@ -103,6 +110,7 @@ class UntiedFeedForward(nn.Module):
     merge: Merge
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """Maps (B, S, D) to (B, S, D); the part of a modality receives the token entries of its slots."""
         own = super().forward(x, batch)
         parts = routed(self, x.shape[1], batch)
         others = [(route, copy(route.take(x), tokens_of(batch, modality))) for modality, copy, route in parts]

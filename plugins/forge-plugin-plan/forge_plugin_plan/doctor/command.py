@@ -24,9 +24,9 @@ HEADING = "start"
 def command(argv: list[str]) -> int:
     """Check this machine; see also `doctor gpus`, `doctor drill`.
 
-    The command checks versions, devices, file systems, limits, network, ranks and scheduler. Each line shows what was
-    found and, for a problem, how to fix it. The exit code is 1 if a check failed. Nothing is left behind, and no
-    network is needed. On several machines, each machine checks itself.
+    The command checks versions, devices, file systems, limits, network, ranks and scheduler, and a job if one is given.
+    Each line shows what was found and, for a problem, how to fix it. The exit code is 1 if a check failed. Nothing is
+    left behind, and no network is needed. On several machines, each machine checks itself.
     """
     options, files, overrides = parse_job_arguments(_parser(), argv)
     if overrides and not files:

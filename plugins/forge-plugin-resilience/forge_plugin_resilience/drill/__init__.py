@@ -1,4 +1,4 @@
-"""The fire drill: command `doctor drill`, and the plugin by which it reaches into the ranks of a run."""
+"""Fault injection: command `doctor drill`, and the plugin by which it acts inside the ranks of a run."""
 
 from forge_plugin_resilience.drill.plugin import Drill
 

@@ -21,7 +21,7 @@ HEADING = "watch"
 def command(argv: list[str]) -> int:
     """Show where the time of a run went, over all its starts.
 
-    Also what its failures and saves cost.
+    The command also shows what failures and saves cost.
     """
     parser = argparse.ArgumentParser("forge-run profile goodput", description=command.__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, also of a run that is running")

@@ -27,10 +27,10 @@ HEADING = "start"
 
 
 def command(argv: list[str]) -> int:
-    """Check GPUs, speed and links of machines; 1 on a problem.
+    """Check GPUs, speed and links of machines before a run.
 
-    Every rank is looked at: its GPU, if it has one, a matrix product, and sums with the others. With a job, its device
-    and the settings of its hooks gpu, links and stragglers count.
+    Every rank is checked: its GPU, if it has one, a matrix product, and sums with the others. With a job, the command
+    uses its device and the settings of its hooks gpu, links and stragglers. The exit code is 1 if there is a problem.
     """
     parser = argparse.ArgumentParser("forge-run doctor gpus", description=command.__doc__)
     parser.add_argument("files", nargs="*", metavar="JOB.toml", help="job that is to run, layered from left to right")

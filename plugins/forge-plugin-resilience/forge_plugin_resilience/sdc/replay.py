@@ -37,7 +37,7 @@ HEADING = "keep"
 def command(argv: list[str]) -> int:
     """Compute a step of a run again, and compare it with the record.
 
-    Its worst sequences are shown as text.
+    The sequences of the step with the highest loss are shown as text.
     """
     parser = argparse.ArgumentParser("forge-run replay", description=command.__doc__)
     add = parser.add_argument

@@ -30,9 +30,10 @@ HEADING = "train"
 def command(argv: list[str]) -> int:
     """Train a job with several settings, or compare existing runs.
 
-    Writes `comparison.md` and `comparison.png` to the folder, best first: by held-out loss, or by training loss where a
-    run has no evaluation. Runs that differ in `job.seed` alone are repetitions: mean and standard deviation are shown.
-    The same command continues where it was interrupted, and further values add rows to the existing ones.
+    Without `--search`, every combination of the settings is trained. The command writes `comparison.md` and
+    `comparison.png` to the folder, best first: by held-out loss, or by training loss where a run has no evaluation.
+    Runs that differ in `job.seed` alone are repetitions: mean and standard deviation are shown. The same command
+    continues where it was interrupted, and further values add rows to the existing ones.
     """
     options, files, overrides = _parse(argv)
     jobs, runs = _told_apart(files)

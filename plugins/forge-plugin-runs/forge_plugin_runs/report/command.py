@@ -22,7 +22,10 @@ HEADING = "watch"
 
 
 def command(argv: list[str]) -> int:
-    """Write a report on runs: one HTML file, or Markdown."""
+    """Write a report on runs: one HTML file, or Markdown.
+
+    The HTML file needs no network.
+    """
     parser = argparse.ArgumentParser("forge-run report", description=command.__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, also of a run that is running")

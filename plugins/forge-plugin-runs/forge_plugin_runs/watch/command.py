@@ -30,7 +30,7 @@ HEADING = "watch"
 def command(argv: list[str]) -> int:
     """Follow runs in the terminal: curves, throughput, time left.
 
-    Runs may be on other hosts.
+    Runs may be on other hosts. The command also shows whether each run is alive.
     """
     parser = argparse.ArgumentParser("forge-run watch", description=command.__doc__)
     add = parser.add_argument

@@ -1,4 +1,4 @@
-"""Looks inside a trained model: commands `inside lens`, `attention` and `patch`, and their functions for Python."""
+"""Commands `inside lens`, `inside attention` and `inside patch`, and their functions for Python."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -32,8 +32,9 @@ HEADING = "use"
 def command(argv: list[str]) -> int:
     """Draw what the heads of a trained model attend to.
 
-    Weights are computed from queries and keys, separately from the kernel that runs. The table summarises each head.
-    The model is loaded whole on one process, whatever layout it was trained under.
+    The picture has a map of a prompt for each head; the table summarises each head. Weights are computed from queries
+    and keys, separately from the kernel that runs. The model is loaded whole on one process, whatever layout it was
+    trained under.
     """
     parser = argparse.ArgumentParser(prog="forge-run inside attention", description=command.__doc__)
     add_model(parser, "attention")
@@ -60,6 +61,7 @@ def _show(options: argparse.Namespace) -> int:
     rows = [["layer", "head", "entropy", "itself", "the one before", "the first"]]
     for layer, weights in zip(maps.layers, maps.weights.double(), strict=True):
         for head, own in zip(maps.heads, weights, strict=True):
+            # Clamped, since 0 log 0 is 0 and not NaN
             entropy = -(own * own.clamp(min=1e-30).log()).sum(-1).mean()
             means = (own.diagonal().mean(), own.diagonal(-1).sum() / max(1, len(own) - 1), own[:, 0].mean())
             rows.append([layer, str(head), f"{entropy.item():.3f}", *(f"{mean.item():.3f}" for mean in means)])

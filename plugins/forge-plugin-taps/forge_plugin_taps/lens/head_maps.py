@@ -66,6 +66,7 @@ def _patterns(model: Model, ids: Tensor, layers: Sequence[str]) -> list[Tensor]:
     def hook(name: str) -> RemovableHandle:
         def before(core: nn.Module, args: tuple[Any, ...]) -> None:
             q, k, _values, *others = args
+            # To the CPU layer by layer: S x S weights of all heads may not fit on the device together
             patterns[name] = attention_weights(core, q, k, *others)[0].cpu()
 
         return mixers[name].register_forward_pre_hook(before)

@@ -50,6 +50,7 @@ def logit_lens(model: Model, ids: Sequence[int] | Tensor, top: int = 5) -> Logit
     best = logs.topk(min(top, logs.shape[-1]), -1)
     names = ["embed", *(f"layers.{name}.resid_post" for name in model.layers)]
     entropy = -(logs.exp() * logs).sum(-1)
+    # From the last row to the others, which is 0 at the last row
     divergence = (logs[-1].exp() * (logs[-1] - logs)).sum(-1)
     return LogitLens(names, best.indices, best.values.exp(), entropy, divergence)
 
@@ -58,4 +59,5 @@ def _log_probabilities(model: Model, hidden: Tensor) -> Tensor:
     """(1, S, D) to (S, V)."""
     with model.head.whole(hidden.dtype):
         logits = model.head.logits(hidden)[0]
+    # At least float32: the divergence of late layers is small against the rounding of bfloat16
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -16,9 +16,9 @@ HEADING = "use"
 def command(argv: list[str]) -> int:
     """Show what each layer of a trained model would predict next.
 
-    The residual stream after each layer goes through the final norm and the head. The table is of the last position of
-    the prompt, the picture of the last positions. The model is loaded whole on one process, whatever layout it was
-    trained under.
+    This is the logit lens: the residual stream after each layer goes through the final norm and the head. The table is
+    of the last position of the prompt, the picture of the last positions. The model is loaded whole on one process,
+    whatever layout it was trained under.
     """
     parser = argparse.ArgumentParser(prog="forge-run inside lens", description=command.__doc__)
     add_model(parser, "lens")
@@ -79,4 +79,5 @@ def _show(options: argparse.Namespace) -> int:
 
 def _cells(tokenizer: Tokenizer, ids: list[int], probabilities: list[float]) -> list[str]:
     pairs = zip(token_texts(tokenizer, ids), probabilities, strict=True)
+    # Without the backslash that protects a dollar from matplotlib
     return [f"{text.replace(chr(92), '')} {probability:.3f}" for text, probability in pairs]

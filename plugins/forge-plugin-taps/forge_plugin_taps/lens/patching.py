@@ -72,6 +72,7 @@ def patching_effects(
     if first == last:
         raise ForgeError("both prompts have the same difference of logits, so there is no effect to explain")
     length = len(clean)
+    # S copies of the corrupted prompt, so that one pass tries all positions of a point
     batch = {"input_ids": rows[1:].expand(length, -1).contiguous()}
     effects = []
     for point in points:
@@ -89,6 +90,7 @@ def _diagonal(source: Tensor) -> Callable[[Tensor], Tensor]:
         if len(source) != 1 or x.shape[:2] != (source.shape[1], source.shape[1]):
             raise ForgeError(f"this point has {tuple(x.shape)}, which is not by position; choose others with --points")
         index = torch.arange(len(x), device=x.device)
+        # x may be read by others, such as the residual stream around a block.
         changed = x.clone()
         changed[index, index] = source[0]
         return changed

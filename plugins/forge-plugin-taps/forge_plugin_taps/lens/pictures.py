@@ -48,6 +48,7 @@ def draw_lens(lens: LogitLens, inputs: Sequence[str], tokens: Sequence[Sequence[
         path: of the PNG file.
         title: of the picture.
     """
+    # matplotlib's first row is at the top, and the first layer is to be at the bottom.
     shares = lens.probabilities[..., 0].float().cpu().numpy()[::-1]
     with quiet_style():
         facts = (
@@ -88,6 +89,7 @@ def draw_effects(effects: PatchingEffects, inputs: Sequence[str], path: Path, ti
             f"0: as in the corrupted one ({effects.corrupted:.2f})"
         )
         figure, axes = _single(values.shape, title, facts)
+        # Symmetric, so that white is 0; at least 1, so that small effects look small
         bound = max(1.0, float(np.abs(values).max()))
         image = _map(axes, values, -bound, bound, EFFECTS)
         if values.size <= FEW_CELLS:

@@ -69,6 +69,7 @@ def read_points(
     values: dict[str, Tensor] = {}
     changes = dict(changes or {})
     wanted, changed = points_of(model, patterns), points_of(model, list(changes))
+    # One hook for a point that is both changed and read: it changes first
     with _hooks(model, {**changed, **wanted}, wanted, values, changes):
         hidden = model(batch)
     return Reading({name: values[name] for name in wanted if name in values}, hidden)
@@ -89,6 +90,7 @@ def _hooks(
                 raise ForgeError(f"the change at {name} returns {tuple(new.shape)}, not {tuple(x.shape)}")
             x = new
         if name in wanted:
+            # A later module may change the tensor in place.
             values[name] = x.detach().clone()
         return x
 

@@ -23,6 +23,7 @@ def problems_of(encoder: nn.Module, job: Job) -> Iterator[Problem]:
     """Yields why features of `encoder` cannot be kept in `job`; paths are relative to the plugin's table."""
     yield from _unsteady(encoder)
     seen = image_input(job)
+    # Features are cut out of a row by the places of patches.
     if (room := seen.encoder.feature_room(patches := seen.patches_per_sequence)) != patches:
         message = f"a row of {patches} patches has {room} features, and one is kept for each patch of an image"
         yield Problem("", f"{message}; leave [plugins.features] out, or take an encoder such as vit")
@@ -35,6 +36,7 @@ def problems_of(encoder: nn.Module, job: Job) -> Iterator[Problem]:
             if trained := [name for name in names if trains(stage, name)]:
                 message = f"stage {number} of [plugins.{table}] trains {_some(trained)}, so that features change"
                 yield Problem("", f"{message}; add {FIX} to plugins.{table}.stages.{number}, or leave features out")
+    # Without that plugin, `requires_grad` shows whether something else has frozen the tower.
     if not freezing and (trained := training(encoder)):
         message = f"nothing freezes the vision tower: {_some(trained)} would train, so that features change"
         yield Problem("", f"{message}; add [plugins.freeze] with stages of {FIX}, or leave features out")

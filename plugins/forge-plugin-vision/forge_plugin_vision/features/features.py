@@ -45,6 +45,7 @@ class Features(Plugin):
         return cache_root() / "features" if self.path is None else Path(self.path).absolute()
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Yields that the model has no vision tower, or that `path` is a file."""
         if not isinstance(job.model, VisionLanguage):
             message = f'{type(job.model).__name__} has no vision tower; take model type = "vision_language"'
             yield Problem("", f"{message}, or leave [plugins.features] out")
@@ -54,6 +55,11 @@ class Features(Plugin):
     # Outside of the wrappers of other plugins, which may add parameters to the tower, or freeze it.
     @hookimpl(wrapper=True, tryfirst=True)
     def forge_build_model(self, component: ModelComponent, context: BuildContext) -> Generator[None, Model, Model]:
+        """Let the job's model keep features, once it is built.
+
+        Raises:
+            JobError: features of the tower cannot be kept, see `problems_of`.
+        """
         model = yield
         if component is context.job.model and isinstance(component, VisionLanguage):  # and not a model inside of it
             from forge_plugin_vision.features.eligibility import problems_of
@@ -65,6 +71,7 @@ class Features(Plugin):
         return model
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Returns the hook that opens the folder: its name depends on weights, which are loaded after building."""
         from forge_plugin_vision.features.hook import OpenFeatures
 
         return [OpenFeatures(features=self)]

@@ -44,7 +44,7 @@ class FeatureFiles:
             tower: everything that features depend on other than the image; plain JSON.
             keep_free: bytes to be left free on the file system.
         """
-        self.folder = root / digest_of("features", dict(tower))[:32]
+        self.folder = root / digest_of("features", dict(tower))[:32]  # 128 bits
         self._keep_free = keep_free
         self.damaged = 0
         """Files that were found damaged since this was last set to 0."""
@@ -57,6 +57,7 @@ class FeatureFiles:
 
     def path(self, key: str) -> Path:
         """Returns the file of an image; `key` is its digest in hex."""
+        # 256 subfolders: with millions of files in one, some file systems become slow.
         return self.folder / key[:2] / f"{key[2:]}.safetensors"
 
     def read(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -79,8 +80,10 @@ class FeatureFiles:
         """
         path, features = self.path(key), features.contiguous()
         checksum = torch.tensor(list(_checksum(key, features)), dtype=torch.uint8)
+        # Another name for each writer, as ranks may keep the same image at once
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
         try:
+            # For each file, as others fill the disk, too
             if shutil.disk_usage(self.folder).free < self._keep_free + features.nbytes:
                 return False
             path.parent.mkdir(exist_ok=True)
@@ -99,6 +102,7 @@ def _content(path: Path) -> bytes:
     """Returns a file's bytes; raises `_Damaged` if there is one that cannot be read."""
     try:
         return path.read_bytes()
+    # It is an OSError as well, and no damage.
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -122,7 +126,7 @@ def _features_in(data: bytes, key: str, shape: Sequence[int], dtype: torch.dtype
 def _checksum(key: str, features: Tensor) -> bytes:
     """SHA-256 of the image's key and its features: a file under another name is damaged, too."""
     digest = hashlib.sha256(key.encode())
-    digest.update(features.view(torch.uint8).numpy().data)
+    digest.update(features.view(torch.uint8).numpy().data)  # numpy has no bfloat16
     return digest.digest()
 
 

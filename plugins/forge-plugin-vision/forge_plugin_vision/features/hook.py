@@ -17,6 +17,7 @@ class OpenFeatures(TrainingHook):
     features: Features
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Open the folder of this tower, now that its weights are final. Collective."""
         vision = getattr(context.model, "vision", None)  # the first rank of a pipeline alone has it
         if isinstance(vision, CachedVision):
             vision.open(self.features.folder, int(self.features.keep_free_gb * 1e9))

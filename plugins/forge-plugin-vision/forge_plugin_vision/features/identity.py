@@ -25,7 +25,7 @@ def describe_tower(component: VisionEncoderComponent, context: BuildContext, tap
     return {
         "type": type_,
         "version": _version(type_.partition("/")[0]),
-        "keys": repr(component),
+        "keys": repr(component),  # attrs writes all fields, with defaults
         "taps": list(taps),
         "dtype": str(context.dtype),
         # Kernels of another device or another torch round differently, and features would no longer be those that the
@@ -55,9 +55,10 @@ def digest_of_weights(encoder: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     tensors: Mapping[str, Tensor] = dict(encoder.named_parameters()) | dict(encoder.named_buffers())
-    for name in sorted(tensors):
+    for name in sorted(tensors):  # one order on all ranks, as `full_tensor` is collective
         tensor = tensors[name]
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        # Bytes alone would not show where a tensor ends.
         digest.update(f"{name} {whole.dtype} {list(whole.shape)}".encode())
         digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -86,6 +87,7 @@ def image_keys(patches: Tensor, grids: Tensor) -> list[ImageKey]:
         for frames, rows, columns in own:
             if stop := start + Grid(frames, rows, columns).patches:
                 if stop > start:
+                    # The grid as well: equal bytes in other rows and columns have other positions.
                     digest = hashlib.sha256(f"{frames} {rows} {columns} {values.shape[-1]} ".encode())
                     digest.update(values[row, start:stop].data)
                     keys.append(ImageKey(row, start, stop, digest.hexdigest()))

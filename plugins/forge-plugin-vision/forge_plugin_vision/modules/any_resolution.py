@@ -31,12 +31,14 @@ class JoinedTiles(nn.Module):
         self.newline = nn.Parameter(torch.empty(dim))
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Draw `newline` from N(0, 1 / D), as the `image_newline` of LLaVA-NeXT in `transformers`."""
         fill.normal(self.newline.numel() ** -0.5)
 
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
     def forward(self, features: Tensor, images: Images) -> Tensor:
+        """Returns (B, M, D): projected features, interpolated at the places of positions, and vectors that end rows."""
         x = self.projection(features, images)
         places = Places.of(self.keys, images.grids, self._most(images))
         joined = self._sampled(x, places)
@@ -53,17 +55,19 @@ class JoinedTiles(nn.Module):
     def _sampled(self, x: Tensor, places: Places) -> Tensor:
         """Returns (B, M, D): between the features around each place, bilinearly."""
         if not self.keys.max_feature_tiles and self.keys.frame_pool == 1:
-            return _taken(x, places.first(x.shape[1]))
+            return _taken(x, places.first(x.shape[1]))  # all places are whole numbers
         wide = torch.promote_types(x.dtype, torch.float32)
         # One corner of all places at a time, as there are four times as many corners as features.
         corners = (weight.to(wide).unsqueeze(-1) * _taken(x, index) for index, weight in places.corners(x.shape[1]))
         return sum(corners, torch.zeros((), dtype=wide, device=x.device)).to(x.dtype)
 
     def flops(self, grid: Grid) -> float:
+        """Counts 6 a weight and feature of the encoder: features are projected before they are joined."""
         matrices = sum(p.numel() for p in self.projection.parameters() if p.ndim > 1)
         return 6.0 * matrices * grid.patches
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Declares `newline` an embedding: by its one dimension it would be a norm."""
         return {"newline": "embedding"}
 
 
@@ -104,13 +108,16 @@ class Segment(NamedTuple):
         there, (down, across) = (frames != 0).long(), grid.tiles
         side, area, sizes = plain.rows, plain.rows * plain.columns, plain.frames * plain.rows * plain.columns
         start, none, one = sizes.cumsum(1) - sizes, torch.zeros_like(side), torch.ones_like(side)
+        # Of videos alone, and along both sides, as the encoder's images are squares.
         pooled = torch.where(frames > 1, keys.pooled(side), side)
         first = cls(start, side, one, none, none, side, side, pooled, pooled, none)
         high, wide = (
             torch.where(frames < 0, each, other) for each, other in zip(keys.plane(grid), (1, 0), strict=True)
         )
+        # The image is in the middle of its tiles: as much is cut before as behind.
         top, left = ((tiles * side - shown) // 2 for tiles, shown in ((down, rows), (across, columns)))
         second = cls(start + area, side, across, top, left, rows, columns, high, wide, one)
+        # The overview is one frame. A row of the second plane has one position more, for its vector.
         counts = pooled**2 * torch.where(frames < 0, 1, frames), high * (wide + 1) * there
         both = (torch.stack(pair, -1).flatten(1) for pair in zip(first, second, strict=True))
         return cls(*both), torch.stack(counts, -1).flatten(1)
@@ -134,13 +141,14 @@ class Places(NamedTuple):
         segments, counts = Segment.of(keys, grids)
         ends = counts.cumsum(1)
         index = torch.arange(most, device=ends.device).expand(len(ends), -1).contiguous()
+        # Behind the last image positions are counted to the last segment; nothing reads them.
         number = torch.searchsorted(ends, index, right=True).clamp(max=ends.shape[1] - 1)
         own = Segment(*(each.gather(1, number) for each in segments))
         within = index - (ends - counts).gather(1, number)
         line = (own.wide + own.newline).clamp(min=1)
         frame, rest = within // (own.high * line).clamp(min=1), within % (own.high * line).clamp(min=1)
         row, column = rest // line, rest % line
-        own = own._replace(start=own.start + frame * own.side**2)
+        own = own._replace(start=own.start + frame * own.side**2)  # frames are planes, one after the other
         y, x = _source(row, own.rows, own.high), _source(column, own.columns, own.wide)
         return cls(own, (own.newline > 0) & (column == own.wide), y, x)
 
@@ -151,6 +159,7 @@ class Places(NamedTuple):
     def corners(self, features: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields four features (B, M) around each place, and their weights."""
         low = self.y.floor().long(), self.x.floor().long()
+        # At the last row and column both corners are the same, as in `F.interpolate`.
         high = (low[0] + 1).minimum(self.segment.rows - 1), (low[1] + 1).minimum(self.segment.columns - 1)
         down, right = self.y - low[0], self.x - low[1]
         for row, of_row in ((low[0], 1 - down), (high[0], down)):

@@ -86,7 +86,7 @@ class StepCost:
 
     def count(self, model: Any, batch: Batch) -> None:
         """Count a micro-batch, on each rank that has parts of the model; once, in a training step."""
-        if not self._auxiliary.active or self._auxiliary.recomputing:
+        if not self._auxiliary.active or self._auxiliary.recomputing:  # not in evaluation, nor twice
             return
         rows = len(batch["input_ids"])
         values = self._of_row(model, batch["input_ids"].device) * rows
@@ -111,6 +111,7 @@ class StepCost:
         )
         if self._last is None or self._last[0] != trained:  # a copy to the device for each set of trained weights
             rows = [[0.0] * 4 for _ in self._costs]
+            # Costs of all parts on the rank that has the encoder; on the others only what trains.
             if getattr(getattr(model, "vision", None), "encoder", None) is not None:
                 rows = [[cost.weights * self._length, cost.attention * self._length, 0.0, 0.0] for cost in self._costs]
             for number, share in trained:
@@ -133,7 +134,10 @@ class StepCost:
 
     def _summary(self, rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
         weights, attention, share, any_trains = rows[0].view(-1, 4).unbind(1)
+        # 1 for parts at or behind the first that trains: they need the gradient of their input.
         passes = (any_trains.cumsum(0) > 0).double()
+        # Thirds: forward, the gradient of the input, the gradient of the weight. Attention has two inputs and no
+        # weight, so both its thirds go with `passes`.
         flops = weights * (1 + passes + share.clamp(max=1)) / 3 + attention * (1 + 2 * passes) / 3
         return {FLOPS_PER_TOKEN: flops.sum() / self._length}
 

@@ -32,12 +32,14 @@ class StackedVision(PlacedVision):
     """Adapters of the taps."""
 
     def features(self, batch: Batch) -> Sequence[Tensor]:
+        """Returns one tensor, (B, M, (1 + K) D)."""
         # As one tensor, so that ranks of tensor parallel sum all of them at once.
         images, encoded = self.encode(batch)
         adapters = (self.adapter, *self.deepstack)
         return (torch.cat([adapter(x, images) for adapter, x in zip(adapters, encoded, strict=True)], -1),)
 
     def adapter_flops(self, grid: Grid) -> float:
+        """Returns the FLOPs of the adapter and the K adapters of taps together."""
         return super().adapter_flops(grid) + sum(flops_of(adapter, grid) for adapter in self.deepstack)
 
 
@@ -47,13 +49,16 @@ class DeepStackModel(JointModel):
     taps: int
 
     def embed(self, batch: Batch) -> Carry:
+        """Returns the language model's carry followed by K tensors (B, S, D), zeros in a batch without images."""
         x, *rest = super(JointModel, self).embed(batch)  # of tokens alone, since `vision` returns 1 + K tensors in one
         if PATCHES not in batch:
+            # As many tensors as with images: layers and pipelines expect a carry of one structure.
             return (x, *rest, *(torch.zeros_like(x) for _ in range(self.taps)))
         first, *further = self.vision(batch).chunk(1 + self.taps, -1)
         return (x + first, *rest, *further)
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
+        """Drops the K tensors, all of which have been added by now."""
         return super().finish(carry[: -self.taps], batch)
 
 
@@ -63,6 +68,7 @@ class PassingLayer(nn.Module):
     taps: int
 
     def forward(self, carry: Carry, batch: Batch, *cache: Any) -> Carry:
+        """Runs the layer on its own carry, and returns the K tensors as they came."""
         own, further = carry[: -self.taps], carry[-self.taps :]
         # As views: a pipeline detaches what it sends in place, unless it is one.
         return (*super().forward(own, batch, *cache), *(tensor.view_as(tensor) for tensor in further))
@@ -74,6 +80,7 @@ class AddingLayer(nn.Module):
     taps: int
 
     def forward(self, carry: Carry, batch: Batch, *cache: Any) -> Carry:
+        """Runs the layer, adds the first of the K tensors to its output, and moves that tensor to the end."""
         own, (first, *later) = carry[: -self.taps], carry[-self.taps :]
         x, *rest = super().forward(own, batch, *cache)
         # In turn, not by a number of the layer: all of them share one compiled graph.

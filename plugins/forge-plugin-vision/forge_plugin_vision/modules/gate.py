@@ -20,6 +20,7 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(1))
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Starts at `start`; with 0, what passes the gate has no effect at first."""
         fill.constant(self.start)
 
     def init_buffers(self, device: torch.device) -> None:

@@ -51,26 +51,31 @@ class VisionLanguageModel(Base):
         return {**batch, PLACES: (images.cumsum(1) - 1).where(images, -1)}
 
     def sequence_entries(self) -> Collection[str] | None:
+        """Returns the entries with `PLACES`, which has a value for each position; None: unknown."""
         entries = super().sequence_entries()
         return None if entries is None else [*entries, PLACES]
 
     def prepare(self, batch: Batch) -> Batch:
+        """Counts the FLOPs of the micro-batch, and adds `PLACES` unless a stage has done so on whole rows."""
         # Here and not in `embed`: each rank of a pipeline can tell which of its layers are trained.
         if self.step_cost is not None:
             self.step_cost.count(self, batch)
         return super().prepare(self.prepare_sequences(batch))
 
     def decode(self, batch: Batch, cache: Any) -> Tensor:
+        """Adds `PLACES`, which number the features of this call's images alone."""
         decoded: Tensor = super().decode(self.prepare_sequences(batch), cache)  # type: ignore[misc]
         return decoded
 
     # --- queries of the engine and the stages --------------------------------------------------------------------
 
     def flops(self, seq_len: int) -> float | None:
+        """Returns the FLOPs with the vision part's, for rows full of patches; None: unknown."""
         own = super().flops(seq_len)
         return None if own is None else own + self.vision.flops() / seq_len
 
     def embed_flops(self, seq_len: int) -> float:
+        """Returns the FLOPs of `embed`, which runs the encoder and the adapters."""
         return super().embed_flops(seq_len) + self.vision.flops() / seq_len
 
     def layer_costs(self, seq_len: int) -> Sequence[LayerCost] | None:
@@ -80,17 +85,19 @@ class VisionLanguageModel(Base):
         layers adds to their costs.
         """
         language: Any = super()
-        lengths = (1, 2, seq_len)
+        lengths = (1, 2, seq_len)  # see `LayerCost.of`
         flops = [language.flops(length) for length in lengths]
         if None in flops:
             return None
         layers = [language.layer_flops(length) for length in lengths]
+        # A model states `layer_flops` for all lengths or for none.
         inside = [] if None in layers else [LayerCost.of(*each) for each in zip(*layers, strict=True)]
         whole = LayerCost.of(*flops)
         behind = (total - sum(part) for total, part in zip(whole, zip(*inside, strict=True), strict=True))
         return [*inside, LayerCost(*behind) if inside else whole]
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]] | None:
+        """Returns the ends with `vision` in the first, so that one rank of a pipeline has it; None: unknown."""
         ends = super().ends()
         return None if ends is None else ([*ends[0], "vision"], ends[1])
 
@@ -100,26 +107,32 @@ class VisionLanguageModel(Base):
         return [f"vision.encoder.blocks.{number}" for number in range(len(blocks))]
 
     def further_blocks(self) -> Sequence[str]:
+        """Returns the tower's blocks, then further blocks of the language model."""
         return [*self.encoder_blocks(), *super().further_blocks()]
 
     def fsdp_units(self) -> Sequence[Sequence[str]]:
+        """Returns each block of the tower, the rest of `vision`, and then the language model's units."""
         blocks = self.encoder_blocks()
         # A language model may make units of all `further_blocks`, of which the tower's are some.
         language = [[name for name in unit if name not in blocks] for unit in super().fsdp_units()]
         return [*([name] for name in blocks), ["vision"], *(unit for unit in language if unit)]
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        """Returns the plan with vision whole on each rank, which encodes some of the rows."""
         plan = super().tensor_parallel_plan()
         return {**plan, "vision.*": "partial"} if plan else plan
 
     def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns the language model's points, and the vision part's under names that begin with `vision.`."""
         own: Mapping[str, TapPoint] = getattr(super(), "tap_points", dict)()
         return {**own, **tap_points(self.vision, "vision", "vision")}
 
     def float8_exempt(self) -> Sequence[str]:
+        """Returns the exemptions with the whole vision part among them."""
         return [*super().float8_exempt(), "vision.*"]
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Returns the roles with those declared by encoder and adapter, on ranks of a pipeline that have them."""
         roles = dict(super().parameter_roles())
         for part in ("encoder", "adapter"):
             own: Mapping[str, Role] = getattr(getattr(self.vision, part, None), "parameter_roles", dict)()
@@ -135,6 +148,7 @@ def graft(model: Model, mixin: Any, vision: Vision) -> Any:
     """
     embedding_width(model)
     cls: Any = type(model)
+    # Not a wrapper, which would put a prefix before the names of all parameters.
     model.__class__ = derived(mixin, cls)
     model.vision = vision
     return model
@@ -166,6 +180,8 @@ class TokensOnly(nn.Module):
     """Mixin of an embedding: a negative id is no token, and becomes zeros."""
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Maps ids (B, S) to (B, S, D), with zeros where features are to be added."""
+        # Row 0 is looked up for images, and has no gradient from there: it is multiplied by 0.
         rows: Tensor = super().forward(ids.clamp(min=0))
         return rows * (ids >= 0).unsqueeze(-1).to(rows.dtype)
 

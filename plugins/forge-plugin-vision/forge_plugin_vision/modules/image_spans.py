@@ -59,6 +59,7 @@ class BidirectionalModel(Base):
     image_spans: ImageSpans
 
     def prepare_sequences(self, batch: Batch) -> Batch:
+        """Adds spans while rows are whole, unless the batch has no images or has spans already."""
         batch = super().prepare_sequences(batch)
         return self.image_spans(batch) if GRIDS in batch and SPANS not in batch else batch
 

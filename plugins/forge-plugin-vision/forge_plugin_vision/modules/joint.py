@@ -24,6 +24,7 @@ class PlacedVision(SharedVision):
     """Maps a batch to its features at their positions (B, S, D), with zeros where there is a token."""
 
     def forward(self, batch: Batch) -> Tensor:
+        """Returns (B, S, D); with tensor parallel a summand, in which the rows of other ranks are zeros."""
         self.count(batch)
         own = self.own_rows(batch, PATCHES, GRIDS, PLACES)
         return self.among_all(place(self.features(own)[0], own[PLACES]), len(batch[PLACES]))
@@ -31,6 +32,7 @@ class PlacedVision(SharedVision):
 
 def place(features: Tensor, places: Tensor) -> Tensor:
     """Returns (B, S, D): features (B, M, D) at the positions that `places` (B, S) numbers, zeros where it is -1."""
+    # Shapes depend on S alone. Selecting positions by a mask would make the host wait for their number.
     index = places.clamp(min=0).unsqueeze(-1).expand(-1, -1, features.shape[-1])
     return features.gather(1, index) * (places >= 0).unsqueeze(-1).to(features.dtype)
 
@@ -39,6 +41,7 @@ class JointModel(VisionLanguageModel):
     """See `forge_plugin_vision.Joint`."""
 
     def embed(self, batch: Batch) -> Carry:
+        """Returns the carry with features added to the embeddings, which are zeros at their positions."""
         x, *rest = super().embed(batch)
         # The tower runs wherever a batch has the entry, whether or not there are images in it: ranks that share
         # parameters gather them together.
@@ -51,5 +54,6 @@ class JointModel(VisionLanguageModel):
         return {**super().tap_points(), "vision.out": TapPoint("vision")}
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        """Returns the plan with a sum over ranks of the placed features, each of which one rank has computed."""
         plan = super().tensor_parallel_plan()
         return {**plan, "vision": "partial_output"} if plan else plan

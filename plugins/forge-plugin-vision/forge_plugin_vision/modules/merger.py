@@ -31,10 +31,13 @@ class Merger(nn.Module):
         self.down = Linear(hidden, dim, bias=True, std=std)
 
     def forward(self, features: Tensor, images: Images) -> Tensor:
+        """Maps (B, P, W) to (B, M, D), M = P // side²."""
+        # The norm comes before or after patches are joined; the two have different widths.
         per_block = self.norm_over == "block"
         blocks = taken(features if per_block else self.norm(features), *self.windows.members(images)).flatten(2)
         merged: Tensor = self.down(F.gelu(self.up(self.norm(blocks) if per_block else blocks)))
         return merged
 
     def flops(self, grid: Grid) -> float:
+        """Counts 6 a weight and block."""
         return 6.0 * self.windows.count(grid) * (self.up.weight.numel() + self.down.weight.numel())

@@ -52,15 +52,17 @@ class MultimodalRotary(Rotary):
         """
         super().__init__(frequencies, amplitude=amplitude, length=length, dtype=dtype)
         self.axes, self.time, self.interval = tuple(axes), time, interval
+        # Layers share tables by this key: equal frequencies on other axes make other tables.
         self.key = f"{self.key} {self.axes}"
         self.register_buffer("axis", torch.empty(len(axes), dtype=torch.int64), persistent=False)
 
     def init_buffers(self, device: torch.device) -> None:
+        """Recomputes the tables for text, and the axis of each pair."""
         super().init_buffers(device)
         self.axis.copy_(torch.tensor(self.axes))
 
     def angles(self, positions: Tensor) -> Tensor:
         """Returns (B, S, 1, E / 2) radians, float64, of positions (B, S, 3) or (B, S)."""
         if positions.ndim == 2:
-            return super().angles(positions)
+            return super().angles(positions)  # text alone: one coordinate for all axes
         return positions.index_select(-1, self.axis).unsqueeze(-2) * self.rates(positions.device)

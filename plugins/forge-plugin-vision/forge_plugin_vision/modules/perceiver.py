@@ -61,16 +61,19 @@ class Resampler(nn.Module):
         self.project = Linear(width, dim)
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Draw the latents from N(0, 1), as OpenFlamingo does."""
         fill.normal(1.0)
 
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
     def forward(self, features: Tensor, images: Images) -> Tensor:
+        """Maps features (B, P, W) to (B, N L, D): L vectors for each image, which attend to no other image."""
         count, each = images.grids.shape[1], len(self.latents)
         # Images that there are come first: positions of the sequence count them alone.
         order = (images.grids.prod(-1) == 0).to(torch.int8).argsort(dim=1, stable=True)
         owners = order.repeat_interleave(each, 1)
+        # Latents of an image that a row lacks see each other, so that their attention is finite.
         seen = torch.cat([images.number, owners], 1)
         mask = (owners.unsqueeze(2) == seen.unsqueeze(1)).unsqueeze(1)
         x = self.latents.to(features.dtype).repeat(count, 1).expand(len(features), -1, -1)
@@ -84,8 +87,10 @@ class Resampler(nn.Module):
         each, keys = len(self.latents), self.blocks[0].k.weight.numel()
         matrices = sum(p.numel() for p in self.blocks.parameters() if p.ndim > 1) + self.project.weight.numel()
         attention = each * (grid.patches + each) * self.blocks[0].q.out_features
+        # Each twice: keys and values of patches; scores and mixed values of pairs.
         flops = 6.0 * (each * matrices + len(self.blocks) * 2 * (grid.patches * keys + attention))
         return flops * (grid.patches > 0)
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Declares the latents an embedding: nothing is multiplied by them."""
         return {"latents": "embedding"}

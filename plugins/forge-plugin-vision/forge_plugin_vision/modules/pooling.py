@@ -49,6 +49,7 @@ class Windows(NamedTuple):
         side = torch.where(frames > 1, self.video_side, self.side)
         more = side - 1 if self.ragged else torch.zeros_like(side)
         merged = torch.stack([frames, (rows + more) // side, (columns + more) // side], -1)
+        # Windows lie in an image as patches do, in a grid of fewer rows and columns.
         windows = Images.of(merged, self.most(images.number.shape[1]))
         own = windows.number.clamp(max=images.grids.shape[1] - 1)
         sizes = images.grids.prod(-1)
@@ -57,6 +58,7 @@ class Windows(NamedTuple):
         member = torch.arange(max(self.side, self.video_side) ** 2, device=own.device)
         row = windows.row.unsqueeze(-1) * side + member // side
         column = windows.column.unsqueeze(-1) * side + member % side
+        # Missing: members of filler, beyond the smaller of both sides, and beyond an edge.
         there = windows.valid.unsqueeze(-1) & (member < side**2) & (row < rows) & (column < columns)
         return torch.where(there, starts + (windows.frame.unsqueeze(-1) * rows + row) * columns + column, 0), there
 
@@ -81,6 +83,7 @@ class ShuffledProjection(nn.Module):
         return projected
 
     def flops(self, grid: Grid) -> float:
+        """Counts 6 a weight and window."""
         return 6.0 * self.windows.count(grid) * self.project.weight.numel()
 
 
@@ -96,6 +99,7 @@ class AveragedWindows(nn.Module):
         return projected
 
     def flops(self, grid: Grid) -> float:
+        """Counts 6 a weight and window, and nothing for the means."""
         return 6.0 * self.windows.count(grid) * _matrices(self.projection)
 
 
@@ -111,6 +115,7 @@ class AttendedWindows(nn.Module):
         self.gate, self.up, self.down = Linear(width, hidden), Linear(width, hidden), Linear(hidden, dim)
 
     def forward(self, features: Tensor, images: Images) -> Tensor:
+        """Maps (B, P, W) to (B, M, D); places behind the last window become finite vectors."""
         index, there = self.windows.members(images)
         q = self.q(means(features, index, there)).unflatten(-1, (self.heads, -1))
         # Keys and values of patches, before windows are made of them: at ragged edges there are more members than

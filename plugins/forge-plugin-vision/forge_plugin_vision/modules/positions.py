@@ -41,6 +41,7 @@ def bilinear(place: Tensor, size: Tensor, entries: int) -> Tensor:
 
 def aligned(place: Tensor, size: Tensor, entries: int) -> Tensor:
     """Coefficients of `F.interpolate(mode="bilinear", align_corners=True)`, as in Qwen3-VL."""
+    # Ends lie on ends; a side of one patch takes the first entry.
     at = place * (entries - 1) / (size - 1).clamp(min=1)
     taps = torch.arange(entries, device=place.device, dtype=place.dtype)
     return (1 - (at.unsqueeze(-1) - taps).abs()).clamp(min=0)
@@ -53,6 +54,7 @@ def bicubic(place: Tensor, size: Tensor, entries: int) -> Tensor:
     taps = torch.arange(entries, device=place.device, dtype=place.dtype)
     total = torch.zeros((), device=place.device, dtype=place.dtype)
     for offset in (-1, 0, 1, 2):
+        # Beyond the table its end counts again, as in torch.
         nearest = (first + offset).clamp(0, entries - 1)
         weight = _keys((at - first - offset).abs())
         total = total + weight.unsqueeze(-1) * (taps == nearest.unsqueeze(-1))
@@ -69,7 +71,7 @@ def nearest(place: Tensor, size: Tensor, entries: int) -> Tensor:
 
 def _keys(distance: Tensor) -> Tensor:
     """Keys' cubic convolution (1981) with a = -0.75, at distances from 0 to 2."""
-    a = -0.75
+    a = -0.75  # torch's, without antialias
     near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
     far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
     return near.where(distance <= 1, far)
@@ -94,6 +96,7 @@ class PositionTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.first + grid[0] * grid[1], width))
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Draw all vectors from N(0, std²), the class token's included."""
         fill.normal(self.std)
 
     def init_buffers(self, device: torch.device) -> None:
@@ -109,7 +112,8 @@ class PositionTable(nn.Module):
         dtype = table.dtype
         if self.coefficients is None:
             patches = images.number.shape[1]
-            return table.repeat(-(-patches // len(table)), 1)[:patches]
+            return table.repeat(-(-patches // len(table)), 1)[:patches]  # images follow one another
+        # bfloat16 does not represent all whole numbers above 256.
         wide = torch.promote_types(dtype, torch.float32)
         own = images.number.clamp(max=images.grids.shape[1] - 1)
         sides = (images.grids[..., side].gather(1, own).clamp(min=1).to(wide) for side in (1, 2))

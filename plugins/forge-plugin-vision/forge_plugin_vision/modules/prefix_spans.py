@@ -39,6 +39,7 @@ def prefix_of(batch: Batch) -> Tensor | None:
     before = learned.cumsum(1) - learned  # labels[t] is the token after t, so the last of the prefix has a label
     if "document_ids" in batch:
         index = torch.arange(learned.shape[1], device=learned.device)
+        # Labels of earlier documents do not count: subtract those before the document's first position.
         first = (document_starts(batch["document_ids"]) * index).cummax(1).values
         before = before - before.gather(1, first)
     return before == 0

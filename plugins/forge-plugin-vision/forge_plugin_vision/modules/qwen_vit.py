@@ -46,6 +46,7 @@ class AxialRotary(nn.Module):
         raise AssertionError(f"a rotary encoding has no parameter {name}")
 
     def init_buffers(self, device: torch.device) -> None:
+        """Recomputes the rates in float64: theta^(-4 i / E) radians a row or column for pair i of E / 4."""
         pairs = torch.arange(self.head_dim // 4, dtype=torch.float64, device=device)
         self.rates.copy_(self.theta ** (-4 * pairs / self.head_dim))
 
@@ -53,6 +54,7 @@ class AxialRotary(nn.Module):
         """Returns cosine and sine (2, B, P, 1, E), in float32 or wider."""
         angles = torch.cat([place[..., None, None] * self.rates for place in (images.row, images.column)], -1)
         cos, sin = angles.cos(), angles.sin()
+        # `rotate` pairs dimension i with i + E / 2, and takes the sine negative in the first half.
         tables = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
         return tables.to(torch.promote_types(dtype, torch.float32))
 
@@ -119,6 +121,7 @@ def whole_sight(segments: Tensor) -> Sight:
 
 def near_sight(segments: Tensor, reach: int) -> Sight:
     """Returns the same for segments that lie together and have `reach` patches at most."""
+    # Padding sees itself: a row of the mask without any true would make attention NaN.
     own = F.pad(segments, (0, -segments.shape[1] % reach), value=-1).unflatten(1, (-1, reach))
     mask = own.unsqueeze(-1) == _with_neighbours(own, -2).unsqueeze(-2)
     return Sight(mask.flatten(0, 1).unsqueeze(1), reach)
@@ -138,6 +141,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
         return _attention(q, k, v, sight.mask)
     patches, missing = q.shape[1], -q.shape[1] % sight.reach
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, sight.reach)) for x in (q, k, v))
+    # 3 K keys for each K queries: the cost grows with P K and not with P².
     k, v = (_with_neighbours(x, 0) for x in (k, v))
     mixed = _attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sight.mask)
     return mixed.view(*q.shape[:2], *mixed.shape[1:]).flatten(1, 2)[:, :patches]
@@ -191,6 +195,7 @@ class QwenVisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, patches: Tensor, images: Images) -> tuple[Tensor, ...]:
+        """Returns the last block's output, then the outputs of the taps: (B, P, W) each, in the order of `patches`."""
         x = self.patch(patches)
         if self.positions is not None:
             x = x + self.positions(images, x.dtype)[0]
@@ -198,6 +203,7 @@ class QwenVisionTransformer(nn.Module):
         if not self.window:
             return self._blocks(x, tables, [whole_sight(segments)] * len(self.blocks))
         order = by_windows(images, self.window)
+        # One order for all blocks: those without windows attend in it as well, and nothing is moved between blocks.
         near, whole = near_sight(order.windows, self.window**2), whole_sight(order.sort(segments))
         sights = [whole if number in self.full_attention else near for number in range(len(self.blocks))]
         tables = torch.stack([order.sort(table) for table in tables.unbind()])
@@ -228,6 +234,7 @@ class QwenVisionTransformer(nn.Module):
         return [pair for pair in self.named_parameters() if pair[1].ndim > 1 and pair[0] != "positions.weight"]
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Declares each `qkv` fused, since it stacks three matrices, and the position table an embedding."""
         fused: dict[str, Role] = {f"blocks.{number}.qkv.weight": "fused" for number in range(len(self.blocks))}
         return fused if self.positions is None else fused | {"positions.weight": "embedding"}
 

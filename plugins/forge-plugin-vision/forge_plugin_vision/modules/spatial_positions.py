@@ -60,15 +60,16 @@ class SpatialPositions:
         Raises:
             ForgeError: videos are placed by seconds, which the batch does not have.
         """
-        grids = torch.cat([batch[GRIDS][..., :1], batch[GRIDS][..., 1:] // self.merge], -1)
+        grids = torch.cat([batch[GRIDS][..., :1], batch[GRIDS][..., 1:] // self.merge], -1)  # in features
         is_feature = batch["input_ids"] < 0
         feature = is_feature.cumsum(1) - is_feature.long()  # of the row, or the next one where a token stands
         places = Images.of(grids, feature.shape[1]).at(feature)
         frames, rows, columns = grids.unbind(-1)
         area, side = rows * columns, torch.maximum(rows, columns)
+        # By how much text moves: an image counts as its larger side, and takes as many positions as features.
         of_frame = (side - area) if self.time == "apart" else torch.zeros_like(area)
         whole = of_frame * frames if self.time == "apart" else (side - area * frames)
-        shifts = F.pad(whole.cumsum(1), (1, 0))
+        shifts = F.pad(whole.cumsum(1), (1, 0))  # before each image, and behind the last
         # Images before a token are those before the next feature, and so are the frames of a video with text between.
         own = places.number.clamp(max=grids.shape[1] - 1)
         taken = shifts.gather(1, places.number) + (places.frame * of_frame.gather(1, own)).where(places.valid, 0)
@@ -107,6 +108,7 @@ def _in_document(shifts: Tensor, batch: Batch) -> Tensor:
     if "document_ids" not in batch:
         return shifts
     index = torch.arange(shifts.shape[1], device=shifts.device)
+    # Positions restart with each document, so shifts of earlier documents are taken away.
     first = (document_starts(batch["document_ids"]) * index).cummax(1).values
     return shifts - shifts.gather(1, first)
 
@@ -133,17 +135,20 @@ class SpatialModel(Base):
         return {**batch, POSITIONS: self.spatial_positions(batch)[0]}
 
     def sequence_entries(self) -> Collection[str] | None:
+        """Returns the entries with `POSITIONS`, which has three values for each position; None: unknown."""
         entries = super().sequence_entries()
         return None if entries is None else [*entries, POSITIONS]
 
     def new_cache(self, batch_size: int, length: int) -> SpatialCache:
+        """Returns the language model's cache, with a place for the shift that images cause."""
         return SpatialCache(super().new_cache(batch_size, length))  # type: ignore[misc]
 
     def decode(self, batch: Batch, cache: SpatialCache) -> Tensor:
+        """Adds coordinates of the new positions, shifted by the images of earlier calls."""
         if GRIDS in batch:
             coordinates, cache.shift = self.spatial_positions(batch, cache.shift)
             batch = {**batch, POSITIONS: coordinates}
-        elif cache.shift is not None:
+        elif cache.shift is not None:  # text behind images: equal on all axes
             batch = {**batch, POSITIONS: (batch["positions"] + cache.shift).unsqueeze(-1).expand(-1, -1, 3)}
         decoded: Tensor = super().decode(batch, cache.inner)  # type: ignore[misc]
         return decoded
@@ -159,6 +164,7 @@ def add_spatial_positions(model: Any, seen: ImageInput) -> None:
     if asking is None:
         return
     adapter, side = seen.adapter, seen.adapter.multiple
+    # By example: an adapter declares a count of features, not how they lie.
     if [seen.features(Grid(*size)) for size in ((1, side, side), (2, 2 * side, 3 * side))] != [1, 12]:
         message = f"{type(adapter).__name__} does not make one feature of each {side} x {side} patches, and so"
         hint = "take another adapter, or another position encoding"

@@ -57,6 +57,7 @@ class Tiles:
         ends = tiles.cumsum(1)
         index = torch.arange(patches // side**2, device=device).expand(len(ends), -1).contiguous()
         owner = torch.searchsorted(ends, index, right=True).clamp(max=ends.shape[1] - 1)
+        # Behind the last tile the number would grow beyond T; nothing reads the tile that it names then.
         within = (index - (ends - tiles).gather(1, owner)).clamp(max=most - 1)
         self.features = owner * most + within
         """(B, P // G): number, among N T, of each tile that is there, in turn; any behind the last."""
@@ -73,6 +74,7 @@ class TileTable(nn.Module):
         self.gate = Gate(0.0)
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Draw the vectors of all arrangements from N(0, std²); the gate hides them at first."""
         fill.normal(self.std)
 
     def init_buffers(self, device: torch.device) -> None:
@@ -98,6 +100,7 @@ class TilePositions(nn.Module):
         self.tiles = tiles
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Draw the embedding for all tiles from N(0, std²)."""
         fill.normal(self.std)
 
     def init_buffers(self, device: torch.device) -> None:
@@ -152,7 +155,7 @@ class TiledVisionTransformer(nn.Module):
         )
         self.before, self.after = before, after
         self.positions = TilePositions(places, width, of_places, std)
-        self.pre_norm, self.norm = LayerNorm(width), LayerNorm(width)
+        self.pre_norm, self.norm = LayerNorm(width), LayerNorm(width)  # eps 1e-5, whatever `keys.eps` is
         self.blocks = nn.ModuleList(
             TiledBlock(
                 width,
@@ -168,20 +171,25 @@ class TiledVisionTransformer(nn.Module):
         self.register_buffer("arrangements", torch.empty(len(self.known), 2, dtype=torch.int64), persistent=False)
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Draw the class token from N(0, std²)."""
         fill.normal(self.std)
 
     def init_buffers(self, device: torch.device) -> None:
+        """Copies the arrangements to the device, where grids are compared with them."""
         self.arrangements.copy_(torch.tensor(self.known))
 
     def forward(self, patches: Tensor, images: Images) -> tuple[Tensor]:
+        """Returns (B, F, `width`): for each tile the feature of its class token, then of its patches."""
         tiles = Tiles(images, self.side, self.most)
         count = tiles.there.shape[0] * tiles.there.shape[1]
         there = tiles.there.reshape(count, self.most)
         chosen = self._chosen(tiles.arrangement.reshape(count, 2), patches.dtype)
         x = _taken(self.patch(patches), tiles.patches).view(count, self.most, self.side**2, -1)
+        # Zeros for tiles that are not there, which the projection makes of zeros, as it has no bias.
         x = x * there[..., None, None].to(x.dtype) + self.before(chosen)
         token = self.class_token.to(x.dtype).expand(count, self.most, 1, -1)
         x = self.pre_norm(torch.cat([token, x], 2) + self.positions(chosen))
+        # Each tile is padded before they are joined, as in `MllamaVisionModel`.
         x = F.pad(x, (0, 0, 0, self.length - self.first)).flatten(1, 2)
 
         mask, parts = self._mask(there), dict[int, Tensor]()
@@ -189,6 +197,7 @@ class TiledVisionTransformer(nn.Module):
             x = block(x, mask)
             if number in self.intermediate:
                 parts[number] = x
+        # The norm is between both stacks of blocks; none follows the second.
         x = self.norm(x).unflatten(1, (self.most, self.length)) + self.after(chosen)
         x = x.flatten(1, 2)
         for block in self.blocks[self.layers :]:
@@ -196,6 +205,7 @@ class TiledVisionTransformer(nn.Module):
         # The outputs of blocks are interleaved, element by element, as in the published towers.
         inner = [torch.stack([parts[number] for number in self.intermediate], -1).flatten(-2)] if parts else []
         x = torch.cat([x, *inner], -1).unflatten(1, (self.most, self.length))[:, :, : self.first]
+        # Tiles that are there come first in a row, as its features are read.
         features = _taken(x.reshape(len(patches), -1, self.first * self.width), tiles.features)
         return (features.unflatten(-1, (self.first, self.width)).flatten(1, 2),)
 
@@ -221,6 +231,7 @@ class TiledVisionTransformer(nn.Module):
         return 6 * self.patch.weight.numel() * grid.patches + (grid.patches > 0) * 1.0 * positions * of_position
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Declares the tables and the class token embeddings; rows of a table are selected by a product."""
         tables = ("class_token", "before.weight", "after.weight", "positions.weight", "positions.tiles.weight")
         return dict.fromkeys(tables, "embedding")
 

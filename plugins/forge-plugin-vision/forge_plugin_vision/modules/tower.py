@@ -35,5 +35,6 @@ class TowerModel(Model):
         return features
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Returns the encoder's roles, under the names that a vision-language model has for its parameters."""
         roles: Mapping[str, Role] = getattr(self.vision["encoder"], "parameter_roles", dict)()
         return {f"vision.encoder.{name}": role for name, role in roles.items()}

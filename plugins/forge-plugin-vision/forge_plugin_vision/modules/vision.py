@@ -40,12 +40,15 @@ class Normalise(nn.Module):
         """There are none."""
 
     def init_buffers(self, device: torch.device) -> None:
+        """Recomputes scale and offset of each value, so that (byte / 255 - mean) / std = byte scale + offset."""
+        # In float64, so that values are rounded once, by `copy_`.
         mean, std = (torch.tensor(each, dtype=torch.float64) for each in (self.form.mean, self.form.std))
         repeats = self.form.values // self.form.channels
         for buffer, values in ((self.scale, 1 / (255 * std)), (self.offset, -mean / std)):
-            buffer.copy_(values.repeat_interleave(repeats))
+            buffer.copy_(values.repeat_interleave(repeats))  # values of a patch are in order of channels
 
     def forward(self, patches: Tensor) -> Tensor:
+        """Maps bytes (…, V) to (…, V), computed in the buffers' dtype and then rounded to the compute dtype."""
         return (patches.to(self.scale.dtype) * self.scale + self.offset).to(self.dtype)
 
 
@@ -65,6 +68,7 @@ class Vision(nn.Module):
         self._counted_by = context.layout.token_ranks // context.layout.data_parallel
 
     def forward(self, batch: Batch) -> Tensor:
+        """Returns features (B, M, D) of the encoder's last output, and counts patches for metrics."""
         self.count(batch)
         features, *_ = self.features(batch)
         return features
@@ -141,7 +145,7 @@ class SharedVision(Vision):
     def own_rows(self, batch: Batch, *names: str) -> Batch:
         """Returns entries of this rank's rows, as many on every rank: those past the last are zeros."""
         rank, ranks = self.share
-        count = -(-len(batch[names[0]]) // ranks)
+        count = -(-len(batch[names[0]]) // ranks)  # rounded up: all ranks run the same collectives
         parts = {name: batch[name][rank * count : (rank + 1) * count] for name in names}
         return {name: self._rows(part, 0, count - len(part)) for name, part in parts.items()}
 
@@ -155,7 +159,7 @@ class SharedVision(Vision):
     def _rows(tensor: Tensor, before: int, after: int) -> Tensor:
         if not before and not after:
             return tensor
-        return F.pad(tensor, (*[0] * (2 * tensor.ndim - 2), before, after))
+        return F.pad(tensor, (*[0] * (2 * tensor.ndim - 2), before, after))  # the last pair is dimension 0
 
 
 def flops_of(part: nn.Module, grid: Grid) -> float:

@@ -48,12 +48,14 @@ class OneSize:
         self.patches = patches
 
     def arrange(self, x: Tensor, token: Tensor | None) -> Tensor:
-        rest = -self.length % self.patches
+        """Fills each row up to whole images with zeros: (B, P, W) to (images, 1 + patches, W), or without the 1."""
+        rest = -self.length % self.patches  # a row may have room for a part of an image
         x = F.pad(x, (0, 0, 0, rest)) if rest else x
         x = x.reshape(-1, self.patches, x.shape[-1])
         return x if token is None else torch.cat([token.expand(len(x), 1, -1), x], 1)
 
     def restore(self, x: Tensor) -> Tensor:
+        """Drops the class tokens and the zeros that filled rows up."""
         return x[:, -self.patches :].reshape(self.rows, -1, x.shape[-1])[:, : self.length]
 
 
@@ -61,9 +63,11 @@ class AnySize:
     """Images of any grids: each row is a sequence, in which every frame of an image attends to itself alone."""
 
     def __init__(self, images: Images) -> None:
+        # One number for image and frame: frames of an image are fewer than the row's patches.
         self.segments = torch.where(images.valid, images.number * images.number.shape[1] + images.frame, -1)
 
     def arrange(self, x: Tensor, token: Tensor | None) -> Tensor:
+        """Returns x as it is; this arrangement has no class tokens."""
         return x
 
     def restore(self, x: Tensor) -> Tensor:
@@ -86,10 +90,12 @@ class AnySizeWithClassToken:
         self.sources = torch.empty_like(index).scatter_(1, self.places, index)
 
     def arrange(self, x: Tensor, token: Tensor | None) -> Tensor:
+        """Maps (B, P, W) to (B, P + N, W); images that a row lacks have a token, too."""
         assert token is not None
         return _taken(torch.cat([x, token.expand(self.rows, self.count, -1)], 1), self.sources)
 
     def restore(self, x: Tensor) -> Tensor:
+        """Returns the patches in their order before: (B, P + N, W) to (B, P, W)."""
         return _taken(x, self.places[:, : -self.count])
 
 
@@ -134,6 +140,7 @@ class LayerScale(nn.Module):
         self.weight, self.start = nn.Parameter(torch.empty(width)), start
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Starts the factors of all channels at `start`."""
         fill.constant(self.start)
 
     def init_buffers(self, device: torch.device) -> None:
@@ -235,14 +242,17 @@ class VisionTransformer(nn.Module):
         self.norm = LayerNorm(width, eps=eps) if norm else None
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Draw the class token from N(0, std²)."""
         fill.normal(self.std)
 
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
     def forward(self, patches: Tensor, images: Images) -> tuple[Tensor, ...]:
+        """Returns the last output, through the last norm if there is one, then the taps' outputs without it."""
         arrangement = self._arrangement(images)
         x = self.patch(patches)
+        # Before tokens are inserted: `images` has the places of patches alone.
         places, first = self.positions(images, x.dtype)
         token = None if self.class_token is None else self.class_token.to(x.dtype) + first
         x = arrangement.arrange(x + places, token)
@@ -271,7 +281,9 @@ class VisionTransformer(nn.Module):
         return 6 * self.patch.weight.numel() * grid.patches + sequences * length * of_position
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Declares the position table and the class token embeddings."""
         return {"positions.weight": "embedding", **({} if self.class_token is None else {"class_token": "embedding"})}
 
     def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns the points of all blocks; class tokens are among their positions."""
         return tower_points(self.blocks, PLAIN)

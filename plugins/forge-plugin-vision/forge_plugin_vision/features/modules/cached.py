@@ -71,16 +71,23 @@ class CachedVision(Vision):
         self.files = FeatureFiles(root, {**self.tower.description, **known}, keep_free)
 
     def encoder_flops(self, grid: Grid) -> float:
+        """Returns the FLOPs of the encoder until the files are opened, then 0."""
         # None in a run, for `flops_per_token`: not of the images either for which the tower has to run once.
         return super().encoder_flops(grid) * (self.files is None)
 
     def encode(self, batch: Batch) -> tuple[Images, Sequence[Tensor]]:
+        """As `Vision.encode`, but the tower runs only for rows with features that are not kept. Collective.
+
+        Raises:
+            ForgeError: the tower trains by now, or returns another dtype than the compute dtype.
+        """
         if self.files is None:
             return super().encode(batch)
         if trained := training(self.encoder):  # whatever the job promised: a hook may have changed it
             raise ForgeError(
                 f"plugins.features: {trained[0]} trains in the midst of a run, so that its features change"
             )
+        # The host waits for the device here: it needs the bytes for their digests.
         rows, (patches, grids) = len(batch[PATCHES]), (batch[name].cpu() for name in (PATCHES, GRIDS))
         images = image_keys(patches, grids)
         kept = self._read(images, self.files)
@@ -89,13 +96,14 @@ class CachedVision(Vision):
         if len(computed) == rows:
             places, outputs = self._compute(batch)
         else:
+            # Places of patches are places of features: `problems_of` refuses towers in which they differ.
             places = Images.of(batch[GRIDS], patches.shape[1])
             outputs = self._assemble(images, kept, batch)
             if computed:
                 part = torch.tensor(computed, device=batch[PATCHES].device)
                 _, own = self._compute({name: batch[name][part] for name in (PATCHES, GRIDS)})
                 for output, of_rows in zip(outputs, own, strict=True):
-                    output[part] = of_rows
+                    output[part] = of_rows  # whole rows, features that were found included
         unwritten = self._write(missing, outputs, self.files)
         self._count(len(images), len(images) - len(missing), unwritten)
         return places, outputs
@@ -116,6 +124,7 @@ class CachedVision(Vision):
         width: Any = self.encoder.width
         for image in images:
             shape = (self.tower.outputs, image.stop - image.start, width)
+            # Once for an image that occurs several times in a micro-batch.
             if image.key not in kept and (found := files.read(image.key, shape, self.tower.dtype)) is not None:
                 kept[image.key] = found
         return kept
@@ -125,17 +134,18 @@ class CachedVision(Vision):
         # Blocks that `fsdp` has sharded are gathered when they run. So the very ranks that would gather agree first, in
         # every call and whatever their rows hold, and all of them run the tower if one has to.
         if self.groups:
-            any_missing = torch.tensor([bool(missing)], dtype=torch.uint8)
+            any_missing = torch.tensor([bool(missing)], dtype=torch.uint8)  # on the CPU, where the host decides
             for group in self.groups:
                 dist.all_reduce(any_missing, op=dist.ReduceOp.MAX, group=group)
             if any_missing.item() and not missing:
-                missing = [0]
+                missing = [0]  # any row: it is computed for the collectives in it, not for its features
         return list(range(rows)) if missing and self.all_rows else missing
 
     def _assemble(self, images: Sequence[ImageKey], kept: Mapping[str, Tensor], batch: Batch) -> Sequence[Tensor]:
         """Returns (B, P, W) for each output of the tower: features that are kept at their patches, zeros elsewhere."""
         rows, patches, device = *batch[PATCHES].shape[:2], batch[PATCHES].device
         sizes = (self.tower.outputs, rows, patches, self.encoder.width)
+        # Pinned, so that the host continues during the copy to the device.
         outputs = torch.zeros(sizes, dtype=self.tower.dtype, pin_memory=device.type == "cuda")  # type: ignore[arg-type]
         for image in images:
             if image.key in kept:
@@ -147,6 +157,7 @@ class CachedVision(Vision):
         if not missing:
             return 0
         rows = sorted({image.row for image in missing})
+        # In one copy, as the host waits for each.
         features = torch.stack([output.detach()[rows] for output in outputs]).cpu()
         once = {image.key: image for image in missing}.values()
         return sum(
@@ -156,7 +167,7 @@ class CachedVision(Vision):
     def _count(self, images: int, found: int, unwritten: int) -> None:
         assert self.files is not None
         counts = [images, found, self.files.damaged, unwritten]
-        self.files.damaged = 0
+        self.files.damaged = 0  # counted in this micro-batch; sums over steps are made elsewhere
         device = self.tower.auxiliary.device
         self.tower.auxiliary.count(COUNTS, 0, torch.tensor(counts, dtype=torch.float64, device=device))
 
