@@ -36,7 +36,7 @@ from forge_core.config.tree import hints
 from forge_core.contracts.components import Component
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, Distribution
-from forge_kit.documented_keys import Key, class_doc, keys_of
+from forge_kit.tools.documented_keys import Key, class_doc, keys_of
 from forge_plugin_author.explain import section_in
 
 COMMENT = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)

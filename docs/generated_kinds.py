@@ -18,7 +18,7 @@ from forge_core.contracts.hookspecs import PROJECT, ForgeHooks
 from forge_core.engine.hooks import EVENTS
 from forge_core.plugins.catalog import CORE, Catalog
 from forge_core.plugins.manager import BUILD_HOOKS
-from forge_kit.documented_keys import class_doc, one_paragraph
+from forge_kit.tools.documented_keys import class_doc, one_paragraph
 from forge_testing import suites
 
 COMPONENTS, PROTOCOLS = "/reference/components.md", "/reference/protocols.md"
@@ -30,7 +30,7 @@ HOMES = {
     "forge_core.contracts.components": COMPONENTS,
     "forge_core.contracts.contexts": COMPONENTS,
     "forge_core.contracts.errors": "/reference/python.md",
-    "forge_kit.routers": COMPONENTS,
+    "forge_kit.nn.routers": COMPONENTS,
 }
 """Modules whose names are linked wherever they stand in a signature, and the page that documents them."""
 EVENTS_PAGE, HOOKS_PAGE = "/training-hooks.md", "/reference/hooks.md"

@@ -57,9 +57,9 @@ _HOMES = {
     "forge_core.job": ["Job"],
     "forge_core.launch.progress_beacon": ["report_progress"],
     "forge_core.plugins.catalog": ["Catalog"],
-    "forge_kit.metrics": ["read_metrics"],
-    "forge_kit.routers": ["RouterComponent"],
-    "forge_kit.trained": ["load_model"],
+    "forge_kit.tools.metrics": ["read_metrics"],
+    "forge_kit.nn.routers": ["RouterComponent"],
+    "forge_kit.tools.trained": ["load_model"],
 }
 """Public names by the module that defines them; all others are of `forge_core.contracts.components`."""
 

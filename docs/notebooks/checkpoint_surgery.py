@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from forge_core import Trainer, load_job, load_model
-from forge_kit.checkpoints import stored_tensors
+from forge_kit.tools.checkpoints import stored_tensors
 
 random.seed(0)
 pairs = [(random.randrange(100), random.randrange(100)) for _ in range(2000)]

@@ -36,7 +36,7 @@ class VocabShard(NamedTuple):
 # Heads and modules stay protocols, asked by `isinstance`: they are classes of other libraries, too.
 @runtime_checkable
 class Head(Protocol):
-    """Maps final hidden states to logits, as `forge_kit.modules.LinearHead` does."""
+    """Maps final hidden states to logits, as `forge_kit.nn.modules.LinearHead` does."""
 
     @property
     def vocab_shard(self) -> VocabShard | None:
@@ -161,7 +161,7 @@ class Model(nn.Module):
         return {}
 
     def expert_stacks(self) -> Sequence[str]:
-        """Returns names of the modules that are a `forge_kit.dispatch.ExpertStack`."""
+        """Returns names of the modules that are a `forge_kit.nn.dispatch.ExpertStack`."""
         return ()
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]] | None:

@@ -49,7 +49,7 @@ class Summary:
     """How the run ended, as `end.json` has it."""
 
     def metrics(self) -> Any:
-        """The rows of all steps of the run, those before a resume included: a `forge_kit.metrics.Metrics`."""
+        """The rows of all steps of the run, those before a resume included: a `forge_kit.tools.metrics.Metrics`."""
         from forge_core import read_metrics  # late: of forge-kit, which need not be installed to train
 
         return read_metrics(self.folder)

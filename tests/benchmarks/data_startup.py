@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forge_kit.token_file import HEADER, Header
+from forge_kit.data.token_file import HEADER, Header
 
 BATCH, LENGTH = 32, 512
 FEW, MANY = 2, 50

@@ -41,9 +41,9 @@ def measure(folder: Path, workers: int, steps: int) -> tuple[float, float]:
     from forge_core.data.loader import TrainLoader
     from forge_core.engine.build import build_context, build_datasets, build_tokenizer
     from forge_plugin_images import ImageText
-    from forge_plugin_images.testing import tiny_model
     from forge_plugin_text import Bytes
     from forge_testing import tiny_job
+    from forge_testing.images import tiny_model
 
     catalog = Catalog.installed()
     data = {"sources": (ImageText(path=str(folder)),), "tokenizer": Bytes(), "workers": workers}

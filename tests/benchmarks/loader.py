@@ -29,8 +29,8 @@ from forge_core.contracts.components import DatasetComponent
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_datasets
 from forge_core.plugins.catalog import Catalog
-from forge_kit.block_sums import write_sums
-from forge_kit.token_file import HEADER, TokenFile, TokenFileWriter
+from forge_kit.data.block_sums import write_sums
+from forge_kit.data.token_file import HEADER, TokenFile, TokenFileWriter
 from forge_testing import tiny_job
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from forge_core import read_metrics
 from forge_core.data.order import SampleOrder, whole_shares
-from forge_kit.token_file import TokenFileWriter
+from forge_kit.data.token_file import TokenFileWriter
 from forge_plugin_memmap import Memmap
 from forge_plugin_text import Text
 from forge_plugin_text.bytes import ByteTokenizer

@@ -25,7 +25,7 @@ import numpy as np
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.video import PyAV, TorchCodec
 from forge_plugin_images.video.readers import torchcodec_problem
-from forge_plugin_images.video.testing import bar_code, read_bar_code, write_clip
+from forge_testing.clips import bar_code, read_bar_code, write_clip
 
 RATE, BAND = 25, 32
 ENCODERS = {

@@ -122,8 +122,8 @@ def importing(published: Path, run: Path, _out: Path) -> Callable[[], Any]:
 
 
 def importing_and_reading(published: Path, run: Path, _out: Path) -> Callable[[], Any]:
-    from forge_kit.checkpoints import stored_tensors
-    from forge_kit.whole_tensors import read_whole
+    from forge_kit.tools.checkpoints import stored_tensors
+    from forge_kit.tools.whole_tensors import read_whole
     from forge_plugin_weights.importing import import_folder
 
     def both() -> None:
@@ -150,7 +150,7 @@ def exporting_from_memory(published: Path, run: Path, out: Path) -> Callable[[],
     from forge_core.config.load import parse_job
     from forge_core.engine.build import build_context, build_model
     from forge_core.plugins.catalog import Catalog
-    from forge_kit.checkpoints import load_model
+    from forge_kit.tools.checkpoints import load_model
     from forge_plugin_weights.importing import import_folder
     from forge_plugin_weights.parallel_export import export_training
 

@@ -386,7 +386,7 @@ class Normed(Plugin):
 
     @hookimpl(wrapper=True)
     def forge_build_model(self):
-        from forge_kit.modules import LayerNorm
+        from forge_kit.nn.modules import LayerNorm
 
         model = yield
         model.norm.further = LayerNorm(TinyModel().dim).requires_grad_(self.trains)

@@ -14,9 +14,9 @@ from forge_plugin_checkpoints.parts import Parts
 from forge_plugin_moe import MoE, SigmoidTopK
 from forge_plugin_transformer import GEGLU, GroupedQueryAttention, Llama3Rope, PlainRope, RMSNorm, SwiGLU, Transformer
 from forge_plugin_vision import VisionLanguage
-from forge_plugin_vision.testing import RandomImages, tiny_vision
 from forge_testing import tiny_job
 from forge_testing.refusals import refuses
+from forge_testing.vision import RandomImages, tiny_vision
 
 ATTENTION = GroupedQueryAttention(heads=4, kv_heads=2, rope=PlainRope())
 MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=ATTENTION, ffn=SwiGLU(hidden=16), norm=RMSNorm())

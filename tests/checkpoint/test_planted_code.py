@@ -15,7 +15,7 @@ import torch
 
 from forge_core.checkpoint.tensors import load_tensors
 from forge_core.contracts.errors import CheckpointError, NonFiniteError
-from forge_kit.checkpoints import stored_tensors
+from forge_kit.tools.checkpoints import stored_tensors
 from forge_testing.processes import run_on_ranks
 
 FILES = ["manifest.json", "index.json", "__0_0.distcp", "__1_0.distcp"]

@@ -15,7 +15,7 @@ from forge_core.checkpoint.run_folder import LOCK, owned, storage_of
 from forge_core.config.load import parse_job
 from forge_core.contracts.components import DatasetComponent, TrainingHook
 from forge_core.contracts.errors import ForgeError, JobError
-from forge_kit.run_owner import owner
+from forge_kit.tools.run_owner import owner
 from forge_testing.processes import HANG_S
 from forge_testing.refusals import naming
 
@@ -58,7 +58,7 @@ def test_where_locks_cannot_be_asked_for_a_run_counts_as_owned_and_the_reason_is
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     (tmp_path / LOCK).touch()
-    monkeypatch.setattr("forge_kit.run_owner.fcntl.flock", refuse)
+    monkeypatch.setattr("forge_kit.tools.run_owner.fcntl.flock", refuse)
     assert os.strerror(errno.ENOLCK) in owner(tmp_path)
 
 

@@ -20,7 +20,7 @@ from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.layout import Layout
 from forge_core.job import CheckpointSection
 from forge_core.parallel.mesh import make_mesh
-from forge_kit.checkpoints import stored_tensors
+from forge_kit.tools.checkpoints import stored_tensors
 from forge_testing import TinyModel
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks, naming

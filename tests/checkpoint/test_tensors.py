@@ -23,7 +23,7 @@ from forge_core.checkpoint.storage import LocalStorage, threads
 from forge_core.checkpoint.tensors import TensorWriter, load_tensors
 from forge_core.contracts.errors import CheckpointError
 from forge_core.engine.trainer import Trainer
-from forge_kit.checkpoints import stored_tensors
+from forge_kit.tools.checkpoints import stored_tensors
 from forge_testing import tiny_job
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks, naming

@@ -14,7 +14,7 @@ import pytest
 from forge_core.contracts.errors import ExitCode
 from forge_core.job import TrainSection
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
-from forge_kit.documented_keys import field_docs
+from forge_kit.tools.documented_keys import field_docs
 from forge_plugin_author.explain import explain
 from forge_plugin_author.plugins import select
 from forge_plugin_author.schema import command as print_schema

@@ -192,10 +192,10 @@ def test_a_full_standard_output_is_named_and_not_the_disk_of_the_job() -> None:
 
 class TestHelpAndVersion:
     def test_help_lists_the_cores_commands_with_their_help_and_others_by_name(self) -> None:
-        check = Offer("command", "check", "forge_kit.check:command", CORE)
+        check = Offer("command", "check", "forge_kit.tools.check:command", CORE)
         merge = Offer("command", "merge", "forge_plugin_lora.gone:merge", LORA)
         text = help_text(Catalog([merge, check]))
-        heading, summary = command_summary("forge_kit.check:command")
+        heading, summary = command_summary("forge_kit.tools.check:command")
         assert f"{heading}:\n  check         {summary}\n" in text
         assert text.endswith("more:\n  merge          (from forge-plugin-lora 1.2.0)")
 

@@ -10,7 +10,7 @@ import pytest
 from parsers import OFFERS, parsed, parsers
 
 from forge_core.cli import main
-from forge_kit.outputs import MARK
+from forge_kit.tools.outputs import MARK
 
 VALUES = {
     "A,B", "ADDRESS", "GB", "GBITS", "GLOB", "JOBS", "K", "K=V,…", "KEY=A,B", "KIND", "LIST", "M", "N", "NAME", "NAMES",

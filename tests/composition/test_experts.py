@@ -229,7 +229,7 @@ ROUTER = """
 import torch
 from attrs import frozen
 from forge_core import RouterComponent
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 
 
 class Best(torch.nn.Module):

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from forge_core.cli import main
-from forge_plugin_images.testing import VISION_LANGUAGE_MODEL
+from forge_testing.images import VISION_LANGUAGE_MODEL
 
 JOB = """
 [train]

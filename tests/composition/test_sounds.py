@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forge_core import Trainer, load_job
-from forge_plugin_images.testing import VISION_LANGUAGE_JOB
+from forge_testing.images import VISION_LANGUAGE_JOB
 from forge_testing.processes import run_on_ranks
 
 EXPERTS = '{type = "moe", experts = 4, hidden = 16, router = {type = "moma", experts = {text = 2, sound = 2}}}'

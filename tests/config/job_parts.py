@@ -35,7 +35,7 @@ from forge_core.contracts.components import (
 from forge_core.contracts.errors import Problem
 from forge_core.contracts.hookspecs import hookimpl
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
-from forge_kit.routers import RouterComponent
+from forge_kit.nn.routers import RouterComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
@@ -380,7 +380,7 @@ def make_catalog() -> Catalog:
         distribution = Distribution(name, "0.2.0", REQUIRES.get(name, ()))
         for kind, types in kinds.items():
             offers += [_offer(kind, type_, cls, distribution) for type_, cls in types.items()]
-    offers.append(Offer("command", "check", "forge_kit.check:command", Distribution("forge-kit", "0.1.0")))
+    offers.append(Offer("command", "check", "forge_kit.tools.check:command", Distribution("forge-kit", "0.1.0")))
     author = Distribution("forge-plugin-author", "0.1.0")
     offers.append(Offer("command", "new-plugin", "forge_plugin_author.new_plugin:command", author))
     offers.append(Offer("command", "plugins", "forge_plugin_author.plugins:command", author))

@@ -22,7 +22,7 @@ from forge_core.config.field_types import (
 )
 from forge_core.contracts.components import Component
 from forge_core.plugins.catalog import Catalog
-from forge_kit.documented_keys import Key, keys_of
+from forge_kit.tools.documented_keys import Key, keys_of
 from forge_plugin_author.schema import keywords
 
 NAMES = st.text(alphabet="abcdef._- é", min_size=1, max_size=6)

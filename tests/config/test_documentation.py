@@ -31,7 +31,7 @@ from forge_core.job import (
     TrainSection,
 )
 from forge_core.plugins.catalog import Catalog
-from forge_kit.documented_keys import class_doc, field_docs, keys_of, one_paragraph
+from forge_kit.tools.documented_keys import class_doc, field_docs, keys_of, one_paragraph
 from forge_plugin_author.schema import job_schema
 
 Validator = jsonschema.Draft202012Validator
@@ -84,10 +84,10 @@ class TestDocs:
         assert field_docs(made["Made"]) == {}
 
     def test_function_summaries_are_read_without_importing(self) -> None:
-        heading, summary = command_summary("forge_kit.check:command")
+        heading, summary = command_summary("forge_kit.tools.check:command")
         assert heading == "start"
         assert summary.startswith("Check a job")
-        assert command_summary("forge_kit.check:nothing") == ("start", "")
+        assert command_summary("forge_kit.tools.check:nothing") == ("start", "")
         assert command_summary("forge_core.no_such_module:command") == ("", "")
         assert command_summary("no_such_package.a.b:command") == ("", "")
 

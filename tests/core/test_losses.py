@@ -21,8 +21,8 @@ from forge_core.contracts.model import Head, VocabShard
 from forge_core.contracts.runtime import LossOutput
 from forge_core.losses import CrossEntropy
 from forge_core.vocab_parallel import vocab_cross_entropy, vocab_mean
-from forge_kit.modules import LinearHead
-from forge_kit.vocab import vocab_gather, vocab_logsumexp
+from forge_kit.nn.modules import LinearHead
+from forge_kit.nn.vocab import vocab_gather, vocab_logsumexp
 from forge_testing.processes import run_on_ranks
 
 VOCAB, DIM = 37, 12

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_core.schedules import Constant, warmup
-from forge_kit.schedules import progress
+from forge_kit.optim.schedules import progress
 from forge_testing.refusals import at, check_problems
 
 steps = st.integers(0, 10_000)

@@ -25,11 +25,11 @@ from forge_core.engine.build import build_context, build_datasets, build_tokeniz
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_huggingface import HuggingFace
 from forge_plugin_images import ImageText
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_memmap import Memmap
 from forge_plugin_text import Bytes, Text, corpus
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_testing import tiny_job
+from forge_testing.images import tiny_model
 from forge_testing.processes import run_on_ranks
 
 FILES = 12

@@ -11,7 +11,7 @@ from forge_core import Catalog
 from forge_core.config.field_types import component_in
 from forge_core.config.tree import hints
 from forge_core.job import Job
-from forge_kit.documented_keys import keys_of
+from forge_kit.tools.documented_keys import keys_of
 from forge_plugin_author.explain import section_in
 
 PAGE = ROOT / "docs" / "coming-from.md"

@@ -10,7 +10,7 @@ from forge_core.auxiliary import Auxiliary
 from forge_core.contracts.errors import ForgeError
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper, metrics
-from forge_kit.recomputing import Recomputing
+from forge_kit.nn.recomputing import Recomputing
 from forge_testing import Numbers, PenalisedModel
 from forge_testing.refusals import naming
 from forge_testing.tiny_model import PENALTY

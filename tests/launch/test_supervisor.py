@@ -15,7 +15,7 @@ import pytest
 from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
-from forge_kit.supervisor import Supervisor
+from forge_kit.tools.supervisor import Supervisor
 from forge_testing.refusals import lacks
 
 from .conftest import alive, wait_until
@@ -47,7 +47,7 @@ while not (os.path.exists("rank-0") and os.path.exists("rank-1")):  # on a busy 
 def supervise(tmp_path, monkeypatch):
     """Run a script as two ranks."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("forge_kit.supervisor.FAREWELL_S", 0.5)
+    monkeypatch.setattr("forge_kit.tools.supervisor.FAREWELL_S", 0.5)
 
     def run(script, **limits):
         command = [sys.executable, "-c", RANK + textwrap.dedent(script)]

@@ -14,7 +14,7 @@ from forge_core.contracts.layout import Layout, MeshDimension
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.layout import plan_layout
 from forge_core.parallel.mesh import make_mesh, sum_gradients
-from forge_kit.mesh import arrange, coordinate
+from forge_kit.nn.mesh import arrange, coordinate
 from forge_plugin_parallel import FSDP, ExpertParallel, PipelineParallel
 from forge_testing import Numbers, tiny_job
 from forge_testing.curves import Difference, train

@@ -10,7 +10,7 @@ from torch import nn
 from forge_core.checkpoint.state import model_tensors
 from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.initialise import BLOCK, SeededFill, materialise
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 from forge_testing import TinyModel
 from forge_testing.refusals import naming, refuses
 from forge_testing.tiny import VOCABULARY

@@ -32,9 +32,9 @@ from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParallel
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_plugin_vision import Joint, VisionLanguage
-from forge_plugin_vision.testing import RandomImages, tiny_vision
 from forge_testing import tiny_job
 from forge_testing.catalogs import installed
+from forge_testing.vision import RandomImages, tiny_vision
 
 SEQ_LEN = 24
 

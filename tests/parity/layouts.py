@@ -22,8 +22,8 @@ from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Batch
 from forge_core.job import Job
 from forge_core.parallel.stages import Replicate
-from forge_kit.modules import Linear
-from forge_kit.routers import RouterComponent
+from forge_kit.nn.modules import Linear
+from forge_kit.nn.routers import RouterComponent
 from forge_plugin_compile import Compile
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_parallel import (

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from forge_core.engine.trainer import Trainer
 from forge_core.job import Job
-from forge_kit.checkpoints import stored_tensors
-from forge_kit.whole_tensors import read_whole
+from forge_kit.tools.checkpoints import stored_tensors
+from forge_kit.tools.whole_tensors import read_whole
 from forge_plugin_moe import MoE, SigmoidTopK
 from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer

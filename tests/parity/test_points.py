@@ -18,10 +18,10 @@ from forge_plugin_parallel import ContextParallel, TensorParallel
 from forge_plugin_taps import Taps, recorder_of
 from forge_plugin_transformer import SwiGLU, Transformer
 from forge_plugin_vision import VisionLanguage
-from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing import Numbers
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import tiny_run
+from forge_testing.vision import RandomImages, tiny_language, tiny_vision
 
 LATENT = MultiHeadLatentAttention(
     heads=4, q_lora_rank=10, kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5

@@ -29,7 +29,7 @@ from forge_core.plugins.catalog import (
     core_version,
     declared_entry_points,
 )
-from forge_kit.routers import RouterComponent
+from forge_kit.nn.routers import RouterComponent
 from forge_testing.catalogs import with_components
 from forge_testing.refusals import lacks, naming
 

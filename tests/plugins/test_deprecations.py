@@ -27,7 +27,7 @@ from forge_core.contracts.deprecation import KEY
 from forge_core.contracts.hookspecs import PROJECT, ForgeHooks
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, core_version
-from forge_kit.documented_keys import keys_of
+from forge_kit.tools.documented_keys import keys_of
 from forge_testing import TINY_JOB
 from forge_testing.catalogs import catalog_of, load_target, plugins_with
 from forge_testing.refusals import lacks, naming

@@ -16,7 +16,7 @@ from attrs.validators import ge
 from forge_core import EvaluationComponent
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.losses import loss_output
-from forge_kit.vocab import vocab_gather
+from forge_kit.nn.vocab import vocab_gather
 
 
 @frozen(kw_only=True)

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from forge_core import JobError, Plugin, Problem, hookimpl
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 
 A, B = ".lora.a.weight", ".lora.b.weight"
 
@@ -58,7 +58,7 @@ class LoRA(Plugin):
         linears = {f"layers.{name}": m for name, m in model.layers.named_modules() if isinstance(m, Linear)}
         chosen = [name for name in linears if fnmatchcase(name, self.match)]
         if not chosen:
-            fix = f"there are {', '.join(linears)}" if linears else "the model has no forge_kit.modules.Linear"
+            fix = f"there are {', '.join(linears)}" if linears else "the model has no forge_kit.nn.modules.Linear"
             raise JobError([Problem("plugins.lora.match", f"{self.match!r} fits no matrix of the layers; {fix}")])
         for name in chosen:
             self._adapt(linears[name])

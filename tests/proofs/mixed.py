@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from forge_core import ModelComponent, Problem
 from forge_core.contracts.model import Model
-from forge_kit.modules import Embedding, Linear, LinearHead
+from forge_kit.nn.modules import Embedding, Linear, LinearHead
 
 
 @frozen(kw_only=True)

@@ -15,7 +15,7 @@ from attrs.validators import gt
 
 from forge_core import ExecutorComponent, default_type
 from forge_core.engine.step import global_norm
-from forge_kit.recomputing import Recomputing
+from forge_kit.nn.recomputing import Recomputing
 
 
 @frozen(kw_only=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from forge_core.cli import main
 from forge_core.engine.build import build_bare_model, build_context
 from forge_core.parallel.initialise import materialise
-from forge_kit.checkpoints import stored_tensors
+from forge_kit.tools.checkpoints import stored_tensors
 from forge_plugin_losses.teacher import load_trained
 from forge_testing import curves
 from forge_testing.curves import Difference

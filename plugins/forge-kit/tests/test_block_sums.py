@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.contracts.errors import DataError
-from forge_kit.block_sums import BLOCK, CheckedBlocks, checked_map, sums_of, write_sums
-from forge_kit.token_file import HEADER, TokenFile, TokenFileWriter
+from forge_kit.data.block_sums import BLOCK, CheckedBlocks, checked_map, sums_of, write_sums
+from forge_kit.data.token_file import HEADER, TokenFile, TokenFileWriter
 from forge_testing.refusals import naming
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from forge_core.cli import main
-from forge_kit.block_sums import write_sums
-from forge_kit.token_file import TokenFileWriter
+from forge_kit.data.block_sums import write_sums
+from forge_kit.data.token_file import TokenFileWriter
 from forge_testing.refusals import lacks
 
 PARTS = """
@@ -75,7 +75,7 @@ def test_all_tokens_are_compared_with_their_sums(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     stored = "class Stored(DatasetComponent):\n    def build(self, context):\n        return TokenFile(Path('texts'))\n"
-    imports = "from pathlib import Path\nfrom forge_kit.token_file import TokenFile\n"
+    imports = "from pathlib import Path\nfrom forge_kit.data.token_file import TokenFile\n"
     Path("parts.py").write_text(f"{PARTS}\n{imports}@frozen(kw_only=True)\n{stored}")
     Path("job.toml").write_text(
         JOB.partition('[[data.sources]]\ntype = "./parts.py:Endless"')[0].replace("Texts", "Stored")

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge_kit import cache
-from forge_kit.cache import PROGRESS, Progress, cached_folder
-from forge_kit.token_file import TokenFile, TokenFileWriter
+from forge_kit.data import cache
+from forge_kit.data.cache import PROGRESS, Progress, cached_folder
+from forge_kit.data.token_file import TokenFile, TokenFileWriter
 
 END = 0
 

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from forge_kit import supervisor
-from forge_kit.control_group import MemoryGroup
-from forge_kit.supervisor import RankHandle
+from forge_kit.tools import supervisor
+from forge_kit.tools.control_group import MemoryGroup
+from forge_kit.tools.supervisor import RankHandle
 from forge_testing.refusals import lacks
 
 TWO = {

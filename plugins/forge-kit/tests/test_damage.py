@@ -12,7 +12,7 @@ from attrs import frozen
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
-from forge_kit.damage import Damage, Decodable, damage_of, decode_sources
+from forge_kit.data.damage import Damage, Decodable, damage_of, decode_sources
 from forge_testing import Numbers
 from forge_testing.refusals import at, naming, refuses_all
 
@@ -80,6 +80,6 @@ class Crashed:
 
 
 def test_a_decoder_that_crashes_is_reported_with_the_option_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_kit.damage.ProcessPoolExecutor", Crashed)
+    monkeypatch.setattr("forge_kit.data.damage.ProcessPoolExecutor", Crashed)
     with pytest.raises(ForgeError, match=naming("--workers")):
         list(damage_of(Files(0), 2))

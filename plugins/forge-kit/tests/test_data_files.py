@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_kit.data_files import FileFinder, missing, open_regular
-from forge_kit.outputs import mark_output
+from forge_kit.data.data_files import FileFinder, missing, open_regular
+from forge_kit.tools.outputs import mark_output
 from forge_testing.refusals import lacks, naming
 
 

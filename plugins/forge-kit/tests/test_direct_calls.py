@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from forge_kit.direct_calls import DirectCalls, direct, directly_callable
-from forge_kit.modules import Linear
+from forge_kit.nn.direct_calls import DirectCalls, direct, directly_callable
+from forge_kit.nn.modules import Linear
 
 
 @directly_callable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge_kit.dispatch import Dispatch
+from forge_kit.nn.dispatch import Dispatch
 from forge_testing.refusals import naming
 
 T, K, G, D = 17, 3, 5, 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_kit.documented_keys import field_docs
+from forge_kit.tools.documented_keys import field_docs
 
 SOURCE = '''
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import field, frozen
 
-from forge_kit import fields
+from forge_kit.optim import fields
 from forge_testing.refusals import naming
 
 

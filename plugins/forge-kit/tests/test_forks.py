@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from forge_kit.forks import collect_own_garbage, collector_paused
+from forge_kit.tools.forks import collect_own_garbage, collector_paused
 from forge_testing.processes import exit_code_of_fork
 
 

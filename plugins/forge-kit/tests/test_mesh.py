@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from forge_core.contracts.errors import ForgeError
-from forge_kit.mesh import coordinate
+from forge_kit.nn.mesh import coordinate
 from forge_testing.refusals import naming
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from forge_kit.modules import Embedding
+from forge_kit.nn.modules import Embedding
 from forge_testing.processes import run_on_ranks
 
 VOCABULARY, DIM, TOKENS = 16, 4, 2048

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_kit.noise import token_noise
+from forge_kit.nn.noise import token_noise
 
 ROUTER = """
 import torch
 from attrs import frozen
 
 from forge_core import RouterComponent
-from forge_kit.modules import Linear
-from forge_kit.noise import token_noise
+from forge_kit.nn.modules import Linear
+from forge_kit.nn.noise import token_noise
 
 
 class Gate(torch.nn.Module):

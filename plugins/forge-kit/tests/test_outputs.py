@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from forge_core.contracts.errors import JobError
-from forge_kit.outputs import MARK, free_path, new_folder, output_file, unfinished, write_output
-from forge_kit.pictures import write_figure
+from forge_kit.tools.outputs import MARK, free_path, new_folder, output_file, unfinished, write_output
+from forge_kit.tools.pictures import write_figure
 from forge_testing.refusals import refuses
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from forge_core.contracts.errors import ForgeError, JobError, Problem
-from forge_kit.rank_zero import from_rank0
+from forge_kit.tools.rank_zero import from_rank0
 from forge_testing.processes import run_on_ranks
 
 pytestmark = pytest.mark.slow

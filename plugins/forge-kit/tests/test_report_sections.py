@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_kit.report_sections import Line, ReportRun
+from forge_kit.tools.report_sections import Line, ReportRun
 from forge_testing.refusals import naming
 
 

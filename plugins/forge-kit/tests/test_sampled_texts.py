@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_kit.sampled_texts import FILE, SampledText, SampledTexts, last_samples, visible
+from forge_kit.tools.sampled_texts import FILE, SampledText, SampledTexts, last_samples, visible
 
 TEXTS = st.text(st.characters())  # with control characters, line breaks of all kinds and lone surrogates
 SAMPLED = st.builds(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forge_core.contracts.data import Documents
 from forge_core.contracts.errors import ForgeError
-from forge_kit.token_file import TokenFile, TokenFileWriter, read_header
+from forge_kit.data.token_file import TokenFile, TokenFileWriter, read_header
 from forge_testing.refusals import naming, refuses
 
 END = 9

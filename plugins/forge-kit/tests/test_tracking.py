@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from attrs import evolve
 
-from forge_kit.tracking import TrackedRun, TrackerComponent, is_sent, numbers
+from forge_kit.tools.tracking import TrackedRun, TrackerComponent, is_sent, numbers
 
 
 def begin(folder, step, component=None, service="somewhere"):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from forge_core.parallel.mesh import local_part
-from forge_kit.whole_matrices import WholeMatrices
+from forge_kit.optim.whole_matrices import WholeMatrices
 from forge_testing.processes import run_on_ranks
 
 SHAPES = {"square": (8, 8), "short": (3, 8), "tall": (10, 4), "stack": (3, 4, 6), "large stack": (8, 2, 4)}

@@ -16,8 +16,8 @@ from forge_core.contracts.components import Command, Component
 from forge_core.contracts.errors import ExitCode, JobError, PluginError, closest
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import wrapped
-from forge_kit.documented_keys import Key, class_doc, keys_of, one_paragraph
+from forge_kit.tools.commands import wrapped
+from forge_kit.tools.documented_keys import Key, class_doc, keys_of, one_paragraph
 
 HEADING = "extend"
 

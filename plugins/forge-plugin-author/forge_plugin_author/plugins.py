@@ -12,7 +12,7 @@ from attrs import asdict, frozen
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
 from forge_core.plugins.catalog import Catalog, Offer
-from forge_kit.tables import columns
+from forge_kit.tools.tables import columns
 
 
 @frozen

@@ -20,7 +20,7 @@ from forge_core.contracts.components import Component, DefaultType, FilePath
 from forge_core.contracts.errors import ExitCode, PluginError
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
-from forge_kit.documented_keys import Key, class_doc, keys_of, one_paragraph
+from forge_kit.tools.documented_keys import Key, class_doc, keys_of, one_paragraph
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string", FilePath: "string"}

@@ -18,9 +18,9 @@ from attrs import fields_dict, frozen
 from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults, read_manifest
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
-from forge_kit.commands import count, gigabytes
-from forge_kit.outputs import free_path
-from forge_kit.tables import columns
+from forge_kit.tools.commands import count, gigabytes
+from forge_kit.tools.outputs import free_path
+from forge_kit.tools.tables import columns
 
 if TYPE_CHECKING:
     from forge_core.contracts.runtime import Storage
@@ -144,7 +144,7 @@ class Row:
 
 def list_checkpoints(options: argparse.Namespace) -> int:
     """List the checkpoints: step, date, size, tokens, loss of the last evaluation, and whether all files are there."""
-    from forge_kit.run_owner import owner
+    from forge_kit.tools.run_owner import owner
 
     storage = _storage(options.run)
     rows = list(_rows(storage, "full" if options.full else "sizes"))
@@ -278,7 +278,7 @@ def prune_checkpoints(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace, storage: Storage) -> int:
     from forge_core.checkpoint.manager import Checkpoints
     from forge_core.job import Retention
-    from forge_kit.run_owner import checkpoint_table
+    from forge_kit.tools.run_owner import checkpoint_table
 
     table = {"keep": options.keep} if options.keep else checkpoint_table(options.run)
     retention = Retention(**{name: table[name] for name in fields_dict(Retention) if name in table})

@@ -10,8 +10,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from forge_kit.checkpoints import stored_tensors
-from forge_kit.whole_tensors import Stored, batches, read_whole
+from forge_kit.tools.checkpoints import stored_tensors
+from forge_kit.tools.whole_tensors import Stored, batches, read_whole
 
 AT_A_TIME = 2**30
 """Upper bound of the bytes of each checkpoint in memory at a time."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_kit.checkpoints import evaluated_names, stored_tensors
-from forge_kit.outputs import free_path, unfinished
-from forge_kit.whole_tensors import Stored, batches, read_whole, tensor_bytes
+from forge_kit.tools.checkpoints import evaluated_names, stored_tensors
+from forge_kit.tools.outputs import free_path, unfinished
+from forge_kit.tools.whole_tensors import Stored, batches, read_whole, tensor_bytes
 
 SUFFIX = ".safetensors"
 SHARD_BYTES = 5 * 10**9

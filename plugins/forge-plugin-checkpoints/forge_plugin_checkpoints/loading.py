@@ -12,7 +12,7 @@ from torch import Size
 from forge_core.checkpoint.state import model_tensors
 from forge_core.checkpoint.tensors import load_tensors, shared_index
 from forge_core.contracts.errors import SHOWN, JobError, Problem, ResumeError, did_you_mean, listed
-from forge_kit.checkpoints import evaluated_names
+from forge_kit.tools.checkpoints import evaluated_names
 from forge_plugin_checkpoints.model_settings import compare_settings, refuse
 from forge_plugin_checkpoints.parts import Parts, fits
 

@@ -74,7 +74,7 @@ class Parts(LoadComponent):
     def names(self) -> Collection[str]:
         from forge_core.checkpoint.resume import locate
         from forge_core.checkpoint.tensors import read_index
-        from forge_kit.checkpoints import evaluated_names
+        from forge_kit.tools.checkpoints import evaluated_names
 
         folder, _ = locate(Path(self.path), "sizes")
         return [name for name in evaluated_names(read_index(folder).shapes) if self.selects([name])]

@@ -11,8 +11,8 @@ from torch import nn
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.runtime import ParallelStage
-from forge_kit.blocks import blocks_of
-from forge_kit.generation import Generates
+from forge_kit.nn.blocks import blocks_of
+from forge_kit.nn.generation import Generates
 from forge_plugin_compile.torch_internals import allow_counters_under_recomputation, allow_graphs, keep_random_numbers
 
 if TYPE_CHECKING:

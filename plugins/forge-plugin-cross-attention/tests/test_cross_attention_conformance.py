@@ -11,13 +11,13 @@ from cross_attention_models import LANGUAGE, SMALL, Open
 
 from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_vision import LinearAdapter, MLPAdapter, TiledViT, VisionLanguage, VisionPart, ViT
-from forge_plugin_vision.suite import VisionModelSuite
-from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing import tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.curves import Curve, same_curve, train
 from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LayoutCase
+from forge_testing.suites.vision import VisionModelSuite
+from forge_testing.vision import RandomImages, tiny_language, tiny_vision
 
 
 class TestCrossAttention(VisionModelSuite):

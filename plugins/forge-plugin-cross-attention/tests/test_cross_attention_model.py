@@ -27,9 +27,9 @@ from forge_plugin_vision import (
     VisionPart,
     ViT,
 )
-from forge_plugin_vision.testing import RandomImages
 from forge_testing import TinyModel, job_problems
 from forge_testing.refusals import at, check_problems, naming, problems_of
+from forge_testing.vision import RandomImages
 
 TEXT = "abcdefgh"
 

@@ -8,10 +8,10 @@ from forge_core.plugins.catalog import Catalog
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_vision import GRIDS, PATCHES, VisionLanguage
-from forge_plugin_vision.testing import tiny_language, tiny_vision
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import tiny_run
+from forge_testing.vision import tiny_language, tiny_vision
 
 MODEL = VisionLanguage(language=tiny_language(), vision=tiny_vision(), fusion=CrossAttention(every=1, gate_start=1.0))
 PROMPTS = [[3, -1, 5, -1, 7], [2, 9, 4], [-1, 8]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.commands import count
+from forge_kit.tools.commands import count
 
 if TYPE_CHECKING:
     from forge_core.job import Job

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import JobError
-from forge_kit.commands import count
-from forge_kit.outputs import output_file, write_output
+from forge_kit.tools.commands import count
+from forge_kit.tools.outputs import output_file, write_output
 from forge_plugin_data_view.command import add_position, position_problems
 
 SUFFIXES = (".png", ".html")

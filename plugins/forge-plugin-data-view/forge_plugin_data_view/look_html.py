@@ -10,7 +10,7 @@ from html import escape
 from PIL import Image
 from rich.cells import cell_len
 
-from forge_kit.outputs import MARK
+from forge_kit.tools.outputs import MARK
 from forge_plugin_data_view.look_pictures import colour_of, panels_of, title_of
 from forge_plugin_data_view.look_png import colours_of
 from forge_plugin_data_view.row_text import Line, Piece, Wrapping

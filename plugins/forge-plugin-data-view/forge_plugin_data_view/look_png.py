@@ -10,7 +10,7 @@ from attrs import define, field
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
-from forge_kit.outputs import MARK
+from forge_kit.tools.outputs import MARK
 from forge_plugin_data_view.look_pictures import Panel, colour_of, font_of, panels_of, title_of
 from forge_plugin_data_view.row_text import Line, Piece, Wrapping
 from forge_plugin_data_view.sheet import PositionIds, Sheet

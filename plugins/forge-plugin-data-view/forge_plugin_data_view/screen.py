@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from forge_kit.data_files import left_out_note
+from forge_kit.data.data_files import left_out_note
 from forge_plugin_data_view.samples import Fill, Run
 from forge_plugin_data_view.view import Lengths, ShownSample, Source, View
 

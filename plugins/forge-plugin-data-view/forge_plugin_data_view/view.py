@@ -9,7 +9,7 @@ import numpy as np
 from attrs import asdict, frozen
 
 from forge_core.contracts.data import Dataset, HasDescription
-from forge_kit.data_files import ListsFiles
+from forge_kit.data.data_files import ListsFiles
 from forge_plugin_data_view.decoding import Decoder
 from forge_plugin_data_view.job_data import JobData, ends_of
 from forge_plugin_data_view.samples import Fill, Run, Sample, image_names

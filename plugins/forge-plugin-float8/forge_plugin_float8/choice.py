@@ -11,7 +11,7 @@ from torch import nn
 from forge_core.contracts.errors import Problem, did_you_mean
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Model
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 from forge_plugin_float8.float8 import MULTIPLE
 
 NOT_A_MULTIPLE = f"sizes are no multiples of {MULTIPLE}"

@@ -27,7 +27,7 @@ from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 from forge_plugin_float8.torch_internals import all_reduce, wait_tensor
 
 if TYPE_CHECKING:
-    from forge_kit.modules import MatrixShard
+    from forge_kit.nn.modules import MatrixShard
 
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]
 """The ranks that split the rows and the columns of a matrix; None where they are whole."""

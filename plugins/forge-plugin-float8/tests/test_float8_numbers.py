@@ -11,7 +11,7 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import forge_plugin_float8.product
-from forge_kit.modules import Linear, MatrixShard
+from forge_kit.nn.modules import Linear, MatrixShard
 from forge_plugin_float8.product import multiply_in_float8
 from forge_testing.processes import run_on_ranks
 

@@ -24,7 +24,7 @@ from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 from forge_plugin_compile import Compile
 from forge_plugin_float8 import Float8
 from forge_plugin_float8.choice import short

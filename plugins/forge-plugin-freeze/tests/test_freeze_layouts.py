@@ -21,12 +21,12 @@ from forge_plugin_parallel import FSDP, ActivationCheckpointing, TensorParallel
 from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_vision import FusionComponent, Joint, VisionLanguage
-from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing import SplittableModel, TinyModel
 from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LayoutCase
 from forge_testing.outcomes import Stop
 from forge_testing.processes import run_on_ranks
+from forge_testing.vision import RandomImages, tiny_language, tiny_vision
 
 TP = TensorParallel(degree=2)
 SMALL = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=4, kv_heads=2))

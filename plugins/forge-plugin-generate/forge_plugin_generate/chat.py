@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ForgeError, JobError
-from forge_kit.ranks import ranks_asked_for
+from forge_kit.tools.ranks import ranks_asked_for
 from forge_plugin_generate.options import add_run, add_settings, check_path, separated
 from forge_plugin_generate.prompts import chat_ids
 from forge_plugin_generate.streaming import TextStream

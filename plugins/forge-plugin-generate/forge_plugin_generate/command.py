@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError, Problem
-from forge_kit.ranks import add_ranks, ranks_asked_for, run_on_ranks
+from forge_kit.tools.ranks import add_ranks, ranks_asked_for, run_on_ranks
 from forge_plugin_generate.options import add_run, add_settings, check_path, separated
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.model import Model
     from forge_core.job import Job
-    from forge_kit.trained import TrainedModel
+    from forge_kit.tools.trained import TrainedModel
 
 
 HEADING = "use"
@@ -333,11 +333,11 @@ def load_trained(
 
 def check_generation(trained: Trained) -> None:
     """Raise a `JobError` if stages have split the model and none defines how its ranks generate together."""
-    from forge_kit.generation import generates_jointly
+    from forge_kit.nn.generation import generates_jointly
 
     layout = trained.loaded.context.layout
     if layout.replicate != layout.world_size and not generates_jointly(trained.model):
-        message = f"no stage of the layout ({layout}) lets its ranks generate together (forge_kit.generation)"
+        message = f"no stage of the layout ({layout}) lets its ranks generate together (forge_kit.nn.generation)"
         raise JobError([Problem("parallel", f"{message}; name others, or use one process")])
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
-from forge_kit.generation import Generates, JointGeneration, WholeModel, joint_generation
-from forge_kit.position_probe import ProbeFailed, uncached_mixer
+from forge_kit.nn.generation import Generates, JointGeneration, WholeModel, joint_generation
+from forge_kit.nn.position_probe import ProbeFailed, uncached_mixer
 from forge_kit.torch_internals import eagerly
 from forge_plugin_generate.running_rows import RowEnd, RunningRows
 

@@ -63,7 +63,7 @@ class PromptEntriesComponent(Component[PromptMaker]):
 
 def usual_prompt_maker(catalog: Catalog) -> PromptMaker:
     """Returns what makes prompts with images and videos; raises `ForgeError` if it is not installed."""
-    from forge_kit.commands import parse_component
+    from forge_kit.tools.commands import parse_component
 
     if not any(offer.qualified == USUAL for offer in catalog.offers(PromptEntriesComponent.kind)):
         name = USUAL.partition("/")[0]

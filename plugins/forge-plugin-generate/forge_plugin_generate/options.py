@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forge_core.cli.command_line import parse_job_arguments, positive
 from forge_core.contracts.errors import JobError
-from forge_kit.commands import count
+from forge_kit.tools.commands import count
 
 
 def temperature(text: str) -> float:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
-from forge_kit.generation import JointGeneration, WholeModel, with_prompt
+from forge_kit.nn.generation import JointGeneration, WholeModel, with_prompt
 
 NO_POSITION = -1
 """Position of left padding."""
@@ -50,7 +50,8 @@ class RunningRows:
     """The state of a generation. `step` runs the model once, for the next token of the rows in turn.
 
     Rows that have ended are not computed for long: those that wait take their place, in order, or the batch becomes
-    smaller. Where a model's cache cannot be joined (`forge_kit.generation.JoinsRows`), they wait until all have ended.
+    smaller. Where a model's cache cannot be joined (`forge_kit.nn.generation.JoinsRows`), they wait until all have
+    ended.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from torch import nn
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
 from forge_core.plugins.catalog import Catalog
-from forge_kit.generation import WholeModel, join
+from forge_kit.nn.generation import WholeModel, join
 from forge_plugin_generate.command import check_generation
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.kinds import usual_prompt_maker

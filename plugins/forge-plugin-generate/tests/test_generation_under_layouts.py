@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from forge_core.contracts.errors import ForgeError
-from forge_kit.generation import joint_generation
+from forge_kit.nn.generation import joint_generation
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE

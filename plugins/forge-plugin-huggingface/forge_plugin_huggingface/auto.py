@@ -79,11 +79,13 @@ class Auto(TokenizerComponent):
         from forge_plugin_huggingface.pretrained import load_pretrained
 
         template = _read(self.chat_template) if self.chat_template else None
+        # Only around the library: errors about our keys name these keys themselves
         with explained(self.path):
             loaded = load_pretrained(expanded(self.path), self.revision or None, template)
         return self._of(loaded)
 
     def load(self, context: BuildContext, folder: Path) -> PretrainedTokenizer:
+        """Loads the files that the run saved, with the job's keys: neither `path` nor the hub is read."""
         from forge_plugin_huggingface.pretrained import Loaded
 
         with explained(str(folder)):
@@ -96,6 +98,7 @@ class Auto(TokenizerComponent):
         )
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the path, the template and its variables, without the network and without loading the tokenizer."""
         if message := local_problem(self.path):
             yield Problem("path", message)
         if self.revision and Path(self.path).is_dir():

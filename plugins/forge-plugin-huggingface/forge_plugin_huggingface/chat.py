@@ -101,6 +101,7 @@ class ChatTemplate:
             hint = "name a file with one as chat_template of [data.tokenizer]"
             raise JobError(f"this tokenizer has no chat template; {hint}")
         self._tokenizer, self._variables = tokenizer, variables
+        # A tuple, as `str.endswith` takes several suffixes in this form only
         self._special = tuple(tokenizer.get_added_vocab())
 
     def render(self, messages: Messages, tools: Tools) -> Rendered:
@@ -133,6 +134,7 @@ class ChatTemplate:
         except (JobError, ValueError):  # it wants other messages, or tools, which the caller may have
             return None
         rest = text.rpartition(PROBE)[2].lstrip() if PROBE in text else ""
+        # The longest: a special token may begin with another one
         return max((token for token in self._special if rest.startswith(token)), key=len, default=None)
 
     def _text(
@@ -141,7 +143,9 @@ class ChatTemplate:
         """Returns the text of messages; with `prompt` it ends with the beginning of an answer."""
         from jinja2 import TemplateError
 
+        # A macro of this name hides the function, so that a call raises an error instead
         guard = NO_TODAY if TODAY in template else ""
+        # `problems` refuses variables with a name of `auto.GIVEN`, which would replace the other options.
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompt, **self._variables}
         options |= {"continue_final_message": True} if goes_on else {}
         chat: Any = list(messages)
@@ -175,6 +179,7 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
+            # The generation prompt is not learned: at inference it is given.
             before = self._text(template, messages[:number], tools, prompt=True)
             after = self._text(template, messages[: number + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
@@ -203,6 +208,7 @@ def learned_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     learned = np.zeros(len(starts), dtype=bool)
     for start, end in spans:
+        # From the first token that ends behind `start` to the last that begins before `end`
         learned[np.searchsorted(ends, start, "right") : np.searchsorted(starts, end, "left")] = True
     return learned
 

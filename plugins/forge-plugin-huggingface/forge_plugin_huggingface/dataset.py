@@ -11,7 +11,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.rank_zero import from_rank0
+from forge_kit.tools.rank_zero import from_rank0
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.problems import NO_TOKENIZER, problems_of
 from forge_plugin_huggingface.source import DescribedSource, Origin
@@ -94,6 +94,7 @@ class HuggingFace(DatasetComponent):
             raise JobError(NO_TOKENIZER)
         splits = [split for split in (self.split, self.held_out_split) if split]
         streamed = (self.split,) if self.streaming else ()
+        # Collective: rank 0 alone contacts the hub and lists files, and all ranks must reach this call
         data = from_rank0(context, lambda: DescribedSource.of(self.origin(), splits, streamed))
         corpus = self._corpus(data, context.tokenizer)
         if self.streaming:
@@ -104,10 +105,11 @@ class HuggingFace(DatasetComponent):
         return corpus.documents(self.training_part(), corpus.documents(held_out) if held_out else None)
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the keys without the network and without reading rows; files are looked at on rank 0 only."""
         return problems_of(self, job)
 
     def left_out(self) -> Mapping[str, int]:
-        """See `forge_kit.data_files.ListsFiles`."""
+        """See `forge_kit.data.data_files.ListsFiles`."""
         return self.origin().open().left_out
 
     def origin(self) -> Origin:
@@ -159,6 +161,7 @@ class HuggingFace(DatasetComponent):
             data=corpus.data.fingerprints[self.split],
             lanes=lanes,
             shuffle=self.shuffle,
+            # `data.seed` lets runs with different initial weights read the same order.
             seed=job.job.seed if job.data.seed is None else job.data.seed,
             held_out_every=self.held_out_every,
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from forge_core.contracts.errors import JobError
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.tokenizers import begin_of_text
 from forge_plugin_huggingface.chat import ChatTokenizer, Tools
 from forge_plugin_huggingface.rows import SourceRow
 
@@ -59,9 +59,11 @@ class TextEncoder:
         self.columns: tuple[str, ...] = (field,)
 
     def key(self) -> Sequence[Any]:
+        """Includes the tokenizer's fingerprint, its special ids and the name of the field."""
         return ["text", self._field, *_key_of(self._tokenizer)]
 
     def encode(self, rows: Sequence[SourceRow]) -> list[Encoded | None]:
+        """Encodes all texts in one batch, which fast tokenizers do in several threads."""
         texts = [text_of(row, self._field) for row in rows]
         encoded = iter(self._tokenizer.encode_batch([text for text in texts if text]))
         return [_encoded(text, [*self._begin, *next(encoded)]) if text else None for text in texts]
@@ -86,9 +88,11 @@ class ChatEncoder:
         self.columns: tuple[str, ...] = (messages, tools) if tools else (messages,)
 
     def key(self) -> Sequence[Any]:
+        """Includes the tokenizer's fingerprint, which its template and variables are part of."""
         return ["chat", self._messages, self._tools, *_key_of(self._tokenizer)]
 
     def encode(self, rows: Sequence[SourceRow]) -> list[Encoded | None]:
+        """Encodes one by one: each conversation is rendered by the template first."""
         return [self._encode(row) for row in rows]
 
     def _encode(self, row: SourceRow) -> Encoded | None:
@@ -161,4 +165,5 @@ def _encoded(text: str, ids: Sequence[int]) -> Encoded:
 
 
 def _key_of(tokenizer: Tokenizer) -> Sequence[Any]:
+    # The size, too: it decides whether ids are stored in two bytes or four
     return [tokenizer.fingerprint(), tokenizer.vocab_size, tokenizer.end_of_text, *begin_of_text(tokenizer)]

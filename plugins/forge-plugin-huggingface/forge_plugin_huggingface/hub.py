@@ -39,6 +39,7 @@ def explained(path: str, key: str = "path") -> Iterator[None]:
     except JobError:
         raise
     except Exception as error:
+        # On one line: errors of HTTP clients have several
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise JobError([Problem(key, f"{path!r} cannot be used ({reason}); {_tried(path)}")]) from error
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.cache import digest_of
+from forge_kit.data.cache import digest_of
 from forge_plugin_huggingface.chat import ChatTemplate, ChatTokens, Messages, Span, Tools, clipped, learned_tokens
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Loaded:
         return cls(pretrained, {str(path.relative_to(folder)): path.read_bytes() for path in paths})
 
     def save(self, folder: Path) -> None:
+        """Writes the files as they were loaded, byte for byte, so that the fingerprint stays the same."""
         for name, content in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
@@ -109,6 +110,7 @@ class Loaded:
     def _own_beginning(self) -> tuple[str, ...]:
         """Returns the tokens that transformers puts before a text."""
         whole, plain = (self.pretrained("a", add_special_tokens=added)["input_ids"] for added in (True, False))
+        # Where the plain encoding begins within the one with special tokens
         before = next(n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
         return tuple(self.pretrained.convert_ids_to_tokens(whole[:before]))
 
@@ -129,6 +131,7 @@ def load_pretrained(path: str, revision: str | None, chat_template: str | None) 
     elif pretrained.chat_template is None and (old := _beside(path, TEMPLATE_JSON, options)):
         pretrained.chat_template = json.loads(Path(old).read_text())["chat_template"]
     with tempfile.TemporaryDirectory() as folder:
+        # Saved and loaded again, so that a run that continues from these files has the same tokenizer
         pretrained.save_pretrained(folder)
         for name in BESIDE:
             if found := _beside(path, name, options):
@@ -163,6 +166,7 @@ class PretrainedTokenizer:
         self._begin_of_text, self._placeholders = tuple(begin_of_text), tuple(placeholders)
         self._pretrained = loaded.pretrained
         vocabulary = self._pretrained.get_vocab()
+        # Not `len`: ids may have gaps. Placeholders are at the end, and the model has no rows for them.
         self.vocab_size = min((vocabulary[token] for token in placeholders), default=max(vocabulary.values()) + 1)
         self.end_of_text = vocabulary[end_of_text]
         self.begin_of_text = [vocabulary[token] for token in self._begin_of_text]
@@ -172,12 +176,15 @@ class PretrainedTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         tokens = self._end_of_text, self._variables, self._begin_of_text, self._placeholders
+        # Rebuilt from its files: a pickled `tokenizers.Tokenizer` loses `encode_special_tokens`
         return PretrainedTokenizer, (self._loaded, *tokens, self._allow_spelled)
 
     def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, in which special tokens spelt out are plain characters; adds none around it."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes as `encode`; with a `tokenizer.json`, in several threads."""
         if not self._is_fast:
             return [self._encode_slowly(text) for text in texts]
         encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -189,13 +196,16 @@ class PretrainedTokenizer:
         return str(self._pretrained.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def save(self, folder: Path) -> None:
+        """Writes the tokenizer's files, together with the settings of generation and of image processing."""
         self._loaded.save(folder)
 
     def fingerprint(self) -> str:
+        """Covers all files that affect encodings, the job's keys, and transformers' version where its code encodes."""
         # A tokenizer without tokenizer.json is code of transformers.
         code = "" if self._is_fast else f"{type(self._pretrained).__qualname__} {transformers.__version__}"
         encoding = {name: data for name, data in self._loaded.files.items() if name not in BESIDE}
         files = {name: _content(name, data) for name, data in encoding.items()}
+        # Nothing where there is none, so that older fingerprints stay valid
         begin = [self.begin_of_text] * bool(self.begin_of_text)
         return digest_of("huggingface", FORMAT, files, self._end_of_text, self._variables, code, *begin)
 
@@ -216,6 +226,7 @@ class PretrainedTokenizer:
 
     def _listed_ends(self) -> list[int]:
         listed = json.loads(self._loaded.files.get(GENERATION_JSON, b"{}")).get("eos_token_id")
+        # One id, a list of ids, or null
         return listed if isinstance(listed, list) else [listed]
 
     def check_chat(self) -> None:
@@ -275,6 +286,7 @@ class PretrainedTokenizer:
         for text, mark in _cut(rendered.text, [mark for mark in marks if ids[mark] is None]):
             chat = self._chat_tokens(text, clipped(rendered.spans, start, start + len(text)))
             pieces += _cut_at_tokens(chat if pieces else self._begun(chat), tokens, mark)
+            # Spans are counted in the whole text, with its marks.
             start += len(text) + len(mark)
         return [(self._checked(part), mark) for part, mark in pieces]
 
@@ -313,6 +325,7 @@ class PretrainedTokenizer:
         """The tokenizer that encodes special tokens in a text as plain characters."""
         tokenizer = _from_json(self._loaded.files[TOKENIZER_JSON])
         around = [self._end_of_text, *self._begin_of_text]
+        # `encode_special_tokens` applies to special tokens only, and the file may have these as ordinary ones.
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in around])
         tokenizer.encode_special_tokens = True
         return tokenizer
@@ -322,6 +335,7 @@ class PretrainedTokenizer:
 
     def _check_unspellable(self, key: str, text: str, consequence: str) -> None:
         id_ = self._pretrained.get_vocab()[text]
+        # By itself, within a word, and between spaces, where pieces of Unigram models begin
         if not any(id_ in ids for ids in self.encode_batch([text, f"a{text}b", f" {text} "])):
             return
         name = key.replace("_", "-")

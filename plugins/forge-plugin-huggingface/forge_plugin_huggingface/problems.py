@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.rank_zero import is_checked_elsewhere
+from forge_kit.tools.rank_zero import is_checked_elsewhere
 from forge_plugin_huggingface.hub import local_problem
 from forge_plugin_huggingface.source import Saved
 
@@ -25,6 +25,7 @@ DEFAULT_FIELD = "text"
 
 def problems_of(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
     """Yields all problems; paths are relative to the dataset's table."""
+    # Rank 0 looks at the files: many ranks would load a shared file system.
     if not is_checked_elsewhere():
         yield from _path_problems(dataset)
     yield from _content_problems(dataset, job)

@@ -54,12 +54,14 @@ class TableRows:
         self._table, self.name, self._decode = _select(table, columns, name), name, decode
         if not decode:
             self._table = self._table.with_format("arrow")
+        # No file without rows: its lane would have nothing to read
         self.files = max(1, min(files, len(table)))
 
     def __len__(self) -> int:
         return len(self._table)
 
     def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
+        """Reads a range of the table's rows as one of its files, some rows at a time."""
         first, stop = (len(self) * bound // self.files for bound in (file, file + 1))
         numbers = filter(wanted, range(max(first, start), stop))
         while batch := list(islice(numbers, READ_ROWS if self._decode else RAW_ROWS)):
@@ -84,6 +86,7 @@ class FileRows:
         self.files: int = dataset.num_shards
 
     def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
+        """Reads the file from its start, as Arrow; rows before `start` are decompressed and not decoded."""
         one, first = self._dataset.shard(num_shards=self.files, index=file), 0
         # `iter` and not `for`, which in a DataLoader worker yields only the worker's share of this one file.
         for table in one.with_format("arrow").iter(batch_size=READ_ROWS if self._decode else RAW_ROWS):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.cache import digest_of
-from forge_kit.data_files import FileFinder, missing
+from forge_kit.data.cache import digest_of
+from forge_kit.data.data_files import FileFinder, missing
 from forge_plugin_huggingface.hub import expanded, explained
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Source(Protocol):
     """
 
     left_out: Mapping[str, int]
-    """What the folder holds and is no data, with how often (`forge_kit.data_files`)."""
+    """What the folder holds and is no data, with how often (`forge_kit.data.data_files`)."""
 
     def fingerprint(self, split: str) -> str:
         """Returns a SHA-256 (hex) that differs whenever the rows of a split could differ. Reads no rows."""
@@ -107,6 +107,7 @@ class Saved:
         self.left_out: Mapping[str, int] = {}
 
     def fingerprint(self, split: str) -> str:
+        """Covers names, sizes and times of the files; contents are not read."""
         files = sorted(path for path in self.folder_of(split).rglob("*") if path.is_file())
         return digest_of([[path.name, *_stamp(path)] for path in files])
 
@@ -114,6 +115,7 @@ class Saved:
         """Does nothing: such a folder has no parts of splits, so its splits have no rows in common."""
 
     def table(self, split: str) -> datasets.Dataset:
+        """Maps the Arrow files of the split, once for all calls."""
         import datasets
 
         if split not in self._tables:
@@ -122,6 +124,7 @@ class Saved:
         return self._tables[split]
 
     def stream(self, split: str) -> datasets.Dataset:
+        """Returns the table, which needs no stream: any row of it is read by itself."""
         return self.table(split)
 
     def folder_of(self, split: str) -> Path:
@@ -132,6 +135,7 @@ class Saved:
         """
         state, splits = self._folder / STATE, self._folder / SPLITS
         with explained(str(self._folder)):
+            # A single dataset may not record its split: then it answers to any name.
             only = json.loads(state.read_text("utf-8")).get("_split") if state.is_file() else None
             known = [only or split] if state.is_file() else list(json.loads(splits.read_text("utf-8"))["splits"])
         if split not in known:
@@ -157,6 +161,7 @@ class DataFilesSource:
             if self.left_out and not data:
                 raise JobError([Problem("path", f"{missing(origin.path)}; correct the path")])
             if self.left_out:
+                # Made again, since a builder cannot leave out files that it has found
                 self._builder = datasets.load_dataset_builder(path, **given | {"data_files": data})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,11 +174,13 @@ class DataFilesSource:
         self.__dict__.update(state)
         builder = self._builder
         here = os.path.expanduser(str(datasets.config.HF_DATASETS_CACHE))
+        # Private, but a builder takes its cache folder only when it is made, which would list the files again
         if builder._cache_dir_root != here:
             builder._cache_dir_root = here
             builder._cache_dir = builder._output_dir = builder._build_cache_dir()
 
     def fingerprint(self, split: str) -> str:
+        """Covers local files by size and time, and files on the hub by their commit."""
         builder = self._builder
         files = [paths for paths in (builder.config.data_files or {}).values() if not _is_on_hub(paths)]
         stamps = [_stamp(Path(path)) for paths in files for path in paths if Path(path).is_file()]
@@ -181,14 +188,17 @@ class DataFilesSource:
         return digest_of(type(builder).__name__, builder.hash, builder.config_id, split, listed, stamps)
 
     def table(self, split: str) -> datasets.Dataset:
+        """Converts all files to Arrow in the cache of `datasets`, where that has not been done, and maps it."""
         with explained(self._origin.path, "split"):
             return self._prepared.as_dataset(split=split)
 
     def stream(self, split: str) -> datasets.IterableDataset:
+        """Opens the files without converting them; rows are read when they are iterated over."""
         with explained(self._origin.path, "split"):
             return self._builder.as_streaming_dataset(split=split)
 
     def check_apart(self, split: str, other: str) -> None:
+        """Compares the ranges of rows that both names stand for, such as `train[:90%]`; prepares the files."""
         import datasets
 
         ranges = []

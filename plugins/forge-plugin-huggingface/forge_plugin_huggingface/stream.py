@@ -47,6 +47,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, lane: int, lanes: int, files: int) -> Share:
+        """Returns the share of one lane: see the module's docstring."""
         groups = math.gcd(files, lanes)
         return cls(range(lane % groups, files, groups), lanes // groups, lane // groups)
 
@@ -54,7 +55,9 @@ class Share(NamedTuple):
         """Whether this lane reads a row. `every`: every n-th row is held out (0: none)."""
         if every and row % every == 0:
             return False
+        # Counts the rows that are not held out, so that turns are equally long with every n-th row left out
         number = row - row // every - 1 if every else row
+        # With the number of the file, so that one lane does not read the first row of every file
         return (number + file) % self.lanes == self.turn
 
 
@@ -135,6 +138,7 @@ class LaneReader(Generic[T]):
             for document in self._epoch(lane, start):
                 is_empty = False
                 yield document
+            # Only for a whole epoch: the rest of one may well be empty
             if is_empty and start == LanePosition(epoch=start.epoch):
                 message = f"lane {lane} of {self.lanes} has no document in the {self._rows.files} files"
                 hint = "lower `lanes`, or read the dataset as a whole (streaming = false)"
@@ -179,6 +183,7 @@ class LaneReader(Generic[T]):
     def _rows_of(self, lane: int, place: LanePosition) -> Iterator[tuple[int, int, SourceRow]]:
         """Yields the lane's rows from the block at `place` on: index of the file, number of the row, and the row."""
         share = Share.of(lane, self.lanes, self._rows.files)
+        # By lane and epoch, so that a lane can start anywhere without replaying what came before
         order = self._order(len(share.files), f"{lane}:{place.epoch}")
         start = place.row
         for position in range(place.file, len(share.files)):
@@ -211,6 +216,7 @@ class LaneReader(Generic[T]):
 
 
 def _digest(row: SourceRow) -> str:
+    # Sorted, so that the order of columns does not matter
     return hashlib.blake2b(repr(sorted(row.values.items())).encode(), digest_size=8).hexdigest()
 
 

@@ -17,9 +17,9 @@ from attrs import frozen
 
 from forge_core import report_progress
 from forge_core.contracts.errors import ForgeError, JobError
-from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
-from forge_kit.forks import collect_own_garbage, collector_paused
-from forge_kit.token_file import TokenFile, TokenFileWriter
+from forge_kit.data.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
+from forge_kit.data.token_file import TokenFile, TokenFileWriter
+from forge_kit.tools.forks import collect_own_garbage, collector_paused
 from forge_plugin_huggingface.encoding import Encoded, Encoder, text_of
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.rows import SourceRow, TableRows, stream_rows
@@ -81,6 +81,7 @@ class DocumentSource:
         has_mask, progress = self.encoder.has_mask, Progress(folder)
         rows: int = progress.state.get("rows", 0)
         vocabulary, resume = (self.vocab_size, self.end_of_text), progress.state.get(STEM)
+        # A chat's template may write the end-of-text after each turn.
         options = {"learned": has_mask, "may_contain_end": has_mask}
         with TokenFileWriter(folder / STEM, *vocabulary, **options, resume=resume) as writer:
             for batch in encode(part, rows):
@@ -90,6 +91,7 @@ class DocumentSource:
                 rows += len(batch)
                 report_progress(f"{rows:,} rows tokenised")  # other ranks wait for this one
                 if progress.is_due:
+                    # Synced first: the state must not count rows that the disk does not have
                     progress.save({"rows": rows, STEM: writer.sync()})
         progress.finish()
         header = writer.header()
@@ -109,6 +111,7 @@ class DocumentSource:
     def _encode_stream(self, part: SplitPart, start: int) -> Iterator[Batch]:
         rows = stream_rows(self.data.source.stream(part.split), self.encoder.columns, _name(self.path, part))
         chosen = (row for file in range(rows.files) for _, row in rows.read(file, wanted=part.has))
+        # In this process: rows of a stream arrive in order from one reader
         return map(self._encode, _batched(islice(chosen, start, part.limit or None), BATCH_ROWS))
 
     def _encode(self, rows: Sequence[SourceRow]) -> Batch:

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from forge_kit.tokenizers import BeginsText, begin_of_text
+from forge_kit.data.tokenizers import BeginsText, begin_of_text
 from forge_plugin_huggingface import Auto
 from forge_testing.refusals import refuses
 

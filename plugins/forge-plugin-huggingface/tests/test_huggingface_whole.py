@@ -15,8 +15,8 @@ import pytest
 from forge_core import load_job
 from forge_core.contracts.data import Documents
 from forge_core.contracts.errors import ForgeError
-from forge_kit.cache import cache_root
-from forge_kit.outputs import mark_output
+from forge_kit.data.cache import cache_root
+from forge_kit.tools.outputs import mark_output
 from forge_plugin_huggingface import HuggingFace
 from forge_plugin_huggingface import tokens as token_files
 from forge_plugin_huggingface.source import DescribedSource, Origin

@@ -59,7 +59,7 @@ class Answers(EvaluationComponent):
         """
         # Imported here: they need torch, and a component is read without it
         from forge_core.parallel.mesh import global_rank
-        from forge_kit.generation import generates_jointly
+        from forge_kit.nn.generation import generates_jointly
         from forge_plugin_images.answering import ORDERS, answered
         from forge_plugin_images.gallery import draw_answers
 

@@ -1,4 +1,4 @@
-"""What documents need beside what a row has room for: see `forge_kit.budgets`."""
+"""What documents need beside what a row has room for: see `forge_kit.data.budgets`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import evolve
 
-from forge_kit.budgets import Budget, Budgets
+from forge_kit.data.budgets import Budget, Budgets
 from forge_plugin_images.building import row_format
 from forge_plugin_images.index import entries_of, stored_index
 

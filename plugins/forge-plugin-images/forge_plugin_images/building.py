@@ -14,7 +14,7 @@ from forge_plugin_images.rows import Needs, RowFormat
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
-    from forge_kit.cache import CachedFolder
+    from forge_kit.data.cache import CachedFolder
     from forge_plugin_images.documents import ImageDocuments
     from forge_plugin_images.source import ImageDataset
 

@@ -10,7 +10,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from forge_core.contracts.errors import DataError
-from forge_kit.cache import CachedFolder, digest_of
+from forge_kit.data.cache import CachedFolder, digest_of
 from forge_plugin_images.documents import ImageDocuments
 from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.index import entries_of

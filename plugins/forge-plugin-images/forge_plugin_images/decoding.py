@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from PIL import Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile as PillowFile
 
-from forge_kit.data_files import open_regular
+from forge_kit.data.data_files import open_regular
 from forge_plugin_images.greys import DARK, is_deep, levels, unknown_range
 from forge_plugin_images.image_file import MAX_PIXELS, BrokenImage, GreyRange, ImageFile
 from forge_plugin_images.signatures import reason_unidentified

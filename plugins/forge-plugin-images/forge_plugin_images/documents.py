@@ -10,7 +10,7 @@ from attrs import frozen
 
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import JobError
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.tokenizers import begin_of_text
 from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.records import ImageSource, Record, Records
@@ -129,7 +129,7 @@ class ImageDocuments:
         return measured.document, self.patches(measured)
 
     def damage(self, number: int) -> list[str]:
-        """See `forge_kit.damage.DecodableDocuments`: of all visuals, those that would be cut off too."""
+        """See `forge_kit.data.damage.DecodableDocuments`: of all visuals, those that would be cut off too."""
         messages: list[str] = []
         try:
             record = self.record(number)

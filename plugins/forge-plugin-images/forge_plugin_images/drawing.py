@@ -10,8 +10,8 @@ from attrs import frozen
 from PIL import Image, ImageDraw
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.cache import digest_of
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.cache import digest_of
+from forge_kit.data.tokenizers import begin_of_text
 from forge_plugin_images.fonts import letter_width, load_font
 from forge_plugin_images.patches import grid_of, patches_of
 from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens

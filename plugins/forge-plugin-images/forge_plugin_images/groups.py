@@ -14,7 +14,7 @@ import numpy as np
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.cache import cached_folder
+from forge_kit.data.cache import cached_folder
 from forge_plugin_images.decoding import FileImage, SectionImage
 from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.json_lines import LINE, json_object, lines_of

@@ -11,7 +11,7 @@ import numpy as np
 
 from forge_core import report_progress
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.cache import CachedFolder, cached_folder, digest_of
+from forge_kit.data.cache import CachedFolder, cached_folder, digest_of
 from forge_plugin_images.documents import ImageDocuments
 from forge_plugin_images.image_file import BrokenImage
 

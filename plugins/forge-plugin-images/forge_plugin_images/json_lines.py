@@ -12,7 +12,7 @@ import numpy as np
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_kit.cache import cached_folder
+from forge_kit.data.cache import cached_folder
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.listing import Found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.data_files import FileFinder, missing
+from forge_kit.data.data_files import FileFinder, missing
 
 if TYPE_CHECKING:
     from forge_plugin_huggingface.source import DescribedSource
@@ -72,7 +72,7 @@ class Found:
 
 def find_source(patterns: Sequence[str], folder: str, split: str) -> Found:
     """Returns what `open_records` needs to know of the files; each is looked at once, here. See `files_of`."""
-    from forge_kit.cache import digest_of
+    from forge_kit.data.cache import digest_of
     from forge_plugin_images import groups, json_lines
     from forge_plugin_images.records import stamps
     from forge_plugin_images.tables import describe_table

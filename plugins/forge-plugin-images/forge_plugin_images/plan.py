@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from attrs import define, field, frozen
 
-from forge_kit.cache import cached_folder, digest_of
+from forge_kit.data.cache import cached_folder, digest_of
 from forge_plugin_images.rows import Needs
 
 FORMAT = 1

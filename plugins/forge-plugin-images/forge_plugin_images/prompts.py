@@ -15,8 +15,8 @@ from forge_core.contracts.components import Unavailable
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.data.reading import collate
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import parse_component
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.tokenizers import begin_of_text
+from forge_kit.tools.commands import parse_component
 from forge_plugin_generate import Prompts
 from forge_plugin_images.content import MARKS, Kind
 from forge_plugin_images.decoding import FileImage

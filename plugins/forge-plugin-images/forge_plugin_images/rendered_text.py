@@ -11,7 +11,7 @@ from attrs.validators import and_, deep_iterable, ge, gt, le, min_len
 
 from forge_core.contracts.components import DatasetComponent, FilePath
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.rank_zero import is_checked_elsewhere
+from forge_kit.tools.rank_zero import is_checked_elsewhere
 from forge_plugin_images.size_problems import channel_problems
 from forge_plugin_vision import Grid, image_input
 

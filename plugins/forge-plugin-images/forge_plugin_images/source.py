@@ -13,7 +13,7 @@ from attrs.validators import and_, ge, gt, le, lt, optional
 
 from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.rank_zero import from_rank0, is_checked_elsewhere
+from forge_kit.tools.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_images.image_file import MAX_PIXELS, GreyRange
 from forge_plugin_images.listing import files_of, find_source, is_saved, open_records
 from forge_plugin_images.size_problems import size_problems
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Dataset, Stream, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
-    from forge_kit.budgets import Budgets
-    from forge_kit.damage import Decodable
+    from forge_kit.data.budgets import Budgets
+    from forge_kit.data.damage import Decodable
     from forge_plugin_images.documents import ImageDocuments, Part
     from forge_plugin_images.processing import ImageProcessor, Policy
     from forge_plugin_images.records import ImageSource, Record, Records
@@ -186,14 +186,14 @@ class ImageDataset(DatasetComponent):
         return image_rows(self, context, self.documents_of(context, records))
 
     def budgets(self, context: BuildContext) -> Budgets | None:
-        """See `forge_kit.budgets.HasBudgets`."""
+        """See `forge_kit.data.budgets.HasBudgets`."""
         from forge_plugin_images.budgets import image_budgets
 
         return None if self.streaming else image_budgets(self, context)
 
     def left_out(self) -> Mapping[str, int]:
-        """See `forge_kit.data_files.ListsFiles`."""
-        from forge_kit.data_files import FileFinder
+        """See `forge_kit.data.data_files.ListsFiles`."""
+        from forge_kit.data.data_files import FileFinder
 
         if self.streaming:
             from forge_plugin_images.streaming import origin_of
@@ -205,8 +205,8 @@ class ImageDataset(DatasetComponent):
         return finder.left_out
 
     def decodable(self, context: BuildContext) -> Decodable | None:
-        """See `forge_kit.damage.HasDecodable`."""
-        from forge_kit.damage import Decodable
+        """See `forge_kit.data.damage.HasDecodable`."""
+        from forge_kit.data.damage import Decodable
 
         if self.streaming:
             return None

@@ -11,7 +11,7 @@ import attrs
 
 from forge_core.contracts.errors import Problem
 from forge_core.data.packing import WindowPacking
-from forge_kit.rank_zero import is_checked_elsewhere
+from forge_kit.tools.rank_zero import is_checked_elsewhere
 
 if TYPE_CHECKING:
     from forge_core.job import Job

@@ -19,8 +19,8 @@ from attrs import define, evolve, frozen
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import DataError, JobError, Problem
-from forge_kit.cache import cached_folder, digest_of
-from forge_kit.rank_zero import from_rank0
+from forge_kit.data.cache import cached_folder, digest_of
+from forge_kit.tools.rank_zero import from_rank0
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.rows import SourceRow, StreamRows, stream_rows
 from forge_plugin_huggingface.source import DescribedSource, Origin, Source

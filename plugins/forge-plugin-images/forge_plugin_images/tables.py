@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.cache import digest_of
+from forge_kit.data.cache import digest_of
 from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.records import Record, embedded_image, file_at
 

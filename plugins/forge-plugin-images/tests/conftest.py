@@ -14,9 +14,9 @@ from forge_core.engine.build import build_context, build_datasets, build_tokeniz
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_huggingface import Auto
-from forge_plugin_images.testing import VISION_LANGUAGE_JOB, tiny_model
 from forge_plugin_text import Bytes
 from forge_testing import tiny_job
+from forge_testing.images import VISION_LANGUAGE_JOB, tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -22,10 +22,10 @@ from forge_plugin_images import Answers, RenderedText, answering
 from forge_plugin_images.answering import Answer, answered, edit_distance
 from forge_plugin_images.gallery import draw_answers, frames_of
 from forge_plugin_images.patches import patches_of
-from forge_plugin_images.testing import LANGUAGE, tiny_model
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_vision import VIDEO, ImageFormat
 from forge_testing import tiny_job
+from forge_testing.images import LANGUAGE, tiny_model
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, naming, problems_of

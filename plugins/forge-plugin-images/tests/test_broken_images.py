@@ -12,9 +12,9 @@ from PIL import Image
 
 from forge_core import Trainer
 from forge_plugin_images import ImageText
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_parallel import ContextParallel
 from forge_testing.documents import RandomDocuments
+from forge_testing.images import tiny_model
 from forge_testing.processes import run_on_ranks
 
 COUNT, BROKEN = 8, (2, 5)

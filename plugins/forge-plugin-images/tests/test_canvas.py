@@ -15,11 +15,11 @@ from forge_core.cli import main
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageText, RenderedText
 from forge_plugin_images.prompts import prompts_with_images
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.tiling import canvas_of, fitted_size
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE, LinearAdapter, PixelShuffle, TiledViT, VisionPart
 from forge_testing import job_problems
+from forge_testing.images import tiny_model
 
 TOWER = TiledViT(
     dim=16, layers=1, global_layers=1, heads=2, patch=4, tile=8, arrangements=((1, 1), (1, 2), (2, 1)), intermediate=()

@@ -16,10 +16,10 @@ from PIL import Image
 from forge_core import JobError
 from forge_core.contracts.errors import DataError
 from forge_plugin_images import ImageText
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE, PixelShuffle
 from forge_testing import job_problems
+from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, lacks, naming, problems_of, refuses
 from forge_testing.suites import DatasetSuite
 

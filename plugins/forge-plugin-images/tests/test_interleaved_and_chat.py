@@ -13,10 +13,10 @@ from PIL import Image
 
 from forge_core import JobError
 from forge_plugin_images import ImageChat, Interleaved, RenderedText
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_vision import IMAGE
+from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, lacks, problems_of, refuses
 
 END = 256

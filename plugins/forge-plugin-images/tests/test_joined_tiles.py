@@ -18,12 +18,12 @@ from forge_core.parallel.mesh import leave_group
 from forge_plugin_images import ImageText, Interleaved
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.tiling import best_tiles, shown_part, tile_grids
 from forge_plugin_text import Bytes
 from forge_plugin_text.packing import BestFit
 from forge_plugin_vision import IMAGE, AnyResolution, Grid, ImageFormat, MLPAdapter, VisionPart
 from forge_testing import job_problems
+from forge_testing.images import tiny_model
 from forge_testing.refusals import lacks
 
 PAIRS = ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))

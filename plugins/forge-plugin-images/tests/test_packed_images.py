@@ -21,10 +21,10 @@ from forge_plugin_images import ImageText
 from forge_plugin_images.index import ENTRY
 from forge_plugin_images.plan import packed
 from forge_plugin_images.rows import Needs
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_text.packing import BestFit
 from forge_plugin_vision import IMAGE
 from forge_testing.documents import RandomDocuments
+from forge_testing.images import tiny_model
 from forge_testing.processes import run_on_ranks
 
 MODEL = tiny_model(8, 48, any_size=True, images_per_sequence=3, patches_per_sequence=18)

@@ -14,8 +14,8 @@ from forge_plugin_images import ImageText
 from forge_plugin_images.decoding import BytesImage, ImageDecoder
 from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.processing import ImageProcessor, native_size
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_vision import ImageFormat, ViT
+from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, naming
 
 SIZES = [(37, 61), (100, 33), (64, 64), (15, 200)]

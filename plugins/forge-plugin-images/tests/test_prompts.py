@@ -14,8 +14,8 @@ from forge_core.cli import main
 from forge_core.config.load import MODEL_TABLES, parse_job
 from forge_plugin_images import RenderedText
 from forge_plugin_images.prompts import prompts_with_images
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
+from forge_testing.images import tiny_model
 from forge_testing.refusals import at, lacks, naming, refuses_all
 
 

@@ -8,8 +8,8 @@ import pytest
 from forge_core.contracts.errors import DataError
 from forge_plugin_images.questions import questions_of
 from forge_plugin_vision import GRIDS, PATCHES, SECONDS, VIDEO, Joint, VisionLanguage
-from forge_plugin_vision.testing import tiny_language, tiny_vision
 from forge_testing.refusals import naming
+from forge_testing.vision import tiny_language, tiny_vision
 
 SEEN = VisionLanguage(language=tiny_language(), vision=tiny_vision(), fusion=Joint()).image_input()
 """Sees an image of 2 x 2 patches at four positions."""

@@ -14,10 +14,10 @@ from PIL import ImageFont
 from forge_core import JobError
 from forge_plugin_images import RenderedText
 from forge_plugin_images.fonts import load_font
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE
 from forge_testing import job_problems
+from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, problems_of, refuses
 from forge_testing.suites import DatasetSuite
 

@@ -17,8 +17,8 @@ from forge_plugin_images import SoundText
 from forge_plugin_images.decoding import BytesImage
 from forge_plugin_images.sound_visuals import SoundVisual
 from forge_plugin_images.spectrograms import BrokenSound, Spectrogram
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_vision import GRIDS, PATCHES, SOUND, Joint, LinearAdapter, TiledViT, VisionPart
+from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, naming
 
 BANDS = 32

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from forge_plugin_images import ImageText, Interleaved
-from forge_plugin_images.testing import tiny_model
 from forge_testing import job_problems
+from forge_testing.images import tiny_model
 from forge_testing.refusals import refuses
 
 MODEL = tiny_model(8, 16, images_per_sequence=2)

@@ -16,11 +16,11 @@ from forge_plugin_images import ImageText
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
 from forge_plugin_images.splitting import most_tiles, nearest_shape, split_grid, stretched_tiles
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.tile_text import TileText
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE, ImageFormat
 from forge_testing import job_problems
+from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, naming, problems_of
 
 TILE = 16

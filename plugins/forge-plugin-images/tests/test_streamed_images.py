@@ -25,11 +25,11 @@ from forge_core.contracts.errors import DataError
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_datasets, build_tokenizer
 from forge_plugin_images import ImageChat, ImageText, Interleaved
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_plugin_text.packing import BestFit, Isolate
 from forge_plugin_vision import IMAGE
 from forge_testing import job_problems
+from forge_testing.images import tiny_model
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, lacks, naming, problems_of, refuses
 from forge_testing.suites import DatasetSuite

@@ -17,12 +17,12 @@ from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageChat, ImageText, Interleaved
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.tiling import tile_grid, tile_grids
 from forge_plugin_text import Bytes
 from forge_plugin_text.packing import BestFit
 from forge_plugin_vision import IMAGE, Grid, ImageFormat
 from forge_testing import job_problems
+from forge_testing.images import tiny_model
 from forge_testing.refusals import naming, refuses
 
 MODEL = tiny_model(8, 16, images_per_sequence=5)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import with_examples
-from forge_kit.outputs import free_path
+from forge_kit.tools.outputs import free_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

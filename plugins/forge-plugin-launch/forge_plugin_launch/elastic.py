@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
-from forge_kit.commands import count
+from forge_kit.tools.commands import count
 
 if TYPE_CHECKING:
     from forge_core import Job
@@ -122,7 +122,7 @@ class Run:
 
     def start(self, ranks: int) -> Attempt:
         """Start the ranks, and wait until they have ended."""
-        from forge_kit.supervisor import Supervisor
+        from forge_kit.tools.supervisor import Supervisor
 
         folder, began = Path(self.job.job.output) / self.job.job.name, self.step()
         resume = "auto" if self.starts and self.resume == "never" else self.resume
@@ -135,7 +135,7 @@ class Run:
 
     def step(self) -> int:
         """The last step that the run's metrics have; 0 if there are none."""
-        from forge_kit.metrics import read_metrics
+        from forge_kit.tools.metrics import read_metrics
 
         try:
             metrics = read_metrics(Path(self.job.job.output) / self.job.job.name)

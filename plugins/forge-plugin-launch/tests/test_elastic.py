@@ -12,7 +12,7 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
-from forge_kit.supervisor import Supervisor
+from forge_kit.tools.supervisor import Supervisor
 from forge_plugin_launch.elastic import Attempt, command, run_elastic
 from forge_plugin_launch.spares import Spares
 from forge_testing import TINY_JOB
@@ -85,7 +85,7 @@ def elastic(tmp_path):
 
 
 def losses(folder):
-    from forge_kit.metrics import read_metrics
+    from forge_kit.tools.metrics import read_metrics
 
     return {row["step"]: row["loss"] for row in read_metrics(folder)}
 

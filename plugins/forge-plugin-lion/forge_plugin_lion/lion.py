@@ -8,7 +8,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 from forge_core.contracts.components import OptimizerComponent
-from forge_kit import fields
+from forge_kit.optim import fields
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge_core.losses import cross_entropy_loss
-from forge_kit.modules import LinearHead
+from forge_kit.nn.modules import LinearHead
 from forge_plugin_losses.chunked import chunked_loss
 
 Contender = Callable[[LinearHead, Tensor, Tensor], Tensor]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forge_core.vocab_parallel import accumulation_dtype
-from forge_kit.modules import LinearHead
+from forge_kit.nn.modules import LinearHead
 
 if TYPE_CHECKING:
     from forge_plugin_losses.chunked import Task

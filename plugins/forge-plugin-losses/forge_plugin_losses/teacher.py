@@ -22,7 +22,7 @@ from forge_core.engine.build import build_bare_model
 from forge_core.job import JobSection
 from forge_core.parallel.initialise import allocate, materialise
 from forge_core.plugins.manager import Plugins, RunContext
-from forge_kit.checkpoints import load_model
+from forge_kit.tools.checkpoints import load_model
 from forge_kit.torch_internals import detect_fake_mode, unset_fake_temporarily
 
 COMPUTED_IN: frozenset[Role] = frozenset(("embedding", "head", "matrix", "stack", "fused"))

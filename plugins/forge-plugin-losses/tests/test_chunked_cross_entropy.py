@@ -23,7 +23,7 @@ from forge_core.auxiliary import Auxiliary
 from forge_core.contracts.model import VocabShard
 from forge_core.contracts.runtime import LossFunction, LossOutput
 from forge_core.losses import CrossEntropy
-from forge_kit.modules import LinearHead
+from forge_kit.nn.modules import LinearHead
 from forge_plugin_losses import ChunkedCrossEntropy, chunked
 from forge_testing.processes import run_on_ranks
 

@@ -22,8 +22,8 @@ from forge_core.contracts.layout import Layout
 from forge_core.engine.build import build_context
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.stages import Replicate
-from forge_kit.checkpoints import stored_tensors
-from forge_kit.modules import LinearHead
+from forge_kit.nn.modules import LinearHead
+from forge_kit.tools.checkpoints import stored_tensors
 from forge_plugin_losses import ChunkedCrossEntropy, Distillation
 from forge_plugin_losses.distilled import distillation_loss
 from forge_plugin_losses.teacher import find_trained, load_trained

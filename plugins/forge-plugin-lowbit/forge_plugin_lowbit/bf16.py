@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge_kit.groups import Groups, as_groups, names_in
+from forge_kit.optim.groups import Groups, as_groups, names_in
 from forge_plugin_lowbit.arithmetic import adamw
 from forge_plugin_lowbit.optimizer import STEP, LowBitAdamW, contiguous_like
 from forge_plugin_lowbit.rounding import Rounding, random_bits, round_with

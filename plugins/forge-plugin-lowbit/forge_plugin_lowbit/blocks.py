@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.errors import Problem
-from forge_kit.whole_matrices import Box, own_box
+from forge_kit.optim.whole_matrices import Box, own_box
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import OptimizerComponent, when_resumed
 from forge_core.contracts.errors import Problem
-from forge_kit import fields
+from forge_kit.optim import fields
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forge_core.contracts.errors import CheckpointError
 from forge_core.parallel.mesh import local_part
-from forge_kit.groups import Groups, as_groups, names_in
+from forge_kit.optim.groups import Groups, as_groups, names_in
 from forge_kit.torch_internals import FakeTensor
 from forge_plugin_lowbit.rounding import Rounding, random_bits, round_with
 from forge_plugin_lowbit.torch_internals import mark_dynamic

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forge_core.contracts.errors import JobError, Problem, did_you_mean
 from forge_core.parallel.mesh import gather_objects, pipeline_group
-from forge_kit.groups import as_groups, names_in
+from forge_kit.optim.groups import as_groups, names_in
 from forge_plugin_lowbit.arithmetic import adamw
 from forge_plugin_lowbit.blocks import Blocks, cut_problem, own_part, quantised_blocks, split_like
 from forge_plugin_lowbit.optimizer import LowBitAdamW, contiguous_like
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from forge_kit.groups import Groups
+    from forge_kit.optim.groups import Groups
     from forge_plugin_lowbit.formats import Format
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from forge_kit.optim.whole_matrices import own_box
 from forge_kit.torch_internals import FakeTensor
-from forge_kit.whole_matrices import own_box
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

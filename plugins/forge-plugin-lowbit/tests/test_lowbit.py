@@ -24,8 +24,8 @@ from forge_core.contracts.errors import CheckpointError
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
-from forge_kit.checkpoints import stored_tensors
-from forge_kit.whole_tensors import read_whole
+from forge_kit.tools.checkpoints import stored_tensors
+from forge_kit.tools.whole_tensors import read_whole
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
 from forge_plugin_lowbit.bf16 import BF16AdamW
 from forge_plugin_lowbit.formats import EIGHT_BIT

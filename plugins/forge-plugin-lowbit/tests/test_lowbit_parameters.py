@@ -12,8 +12,8 @@ from torchao.optim import _AdamW as TorchaoAdamW
 
 from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
-from forge_kit.checkpoints import stored_tensors
-from forge_kit.whole_matrices import own_box
+from forge_kit.optim.whole_matrices import own_box
+from forge_kit.tools.checkpoints import stored_tensors
 from forge_plugin_ema import EMA
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
 from forge_plugin_parallel import FSDP, PipelineParallel
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_float32_may_be_continued(make_job, train):
 
 
 def read(checkpoint):
-    from forge_kit.whole_tensors import read_whole
+    from forge_kit.tools.whole_tensors import read_whole
 
     stored = {name: entry for name, entry in stored_tensors(checkpoint).items() if name.startswith("model.")}
     return read_whole(checkpoint, stored, stored)

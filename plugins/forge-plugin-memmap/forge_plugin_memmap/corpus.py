@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.data_files import FileFinder, Listing
+from forge_kit.data.data_files import FileFinder, Listing
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.prepared import HELD_OUT, TRAIN, Prepared, read_prepared
 from forge_plugin_memmap.shards import SUFFIXES, Shard, read_shard
@@ -33,6 +33,7 @@ class ShardedCorpus:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
+        """Shards of both splits, the training shards first."""
         return self.train + self.held_out
 
 
@@ -74,6 +75,7 @@ class _Search:
         read = self._read("path", train), self._read("held_out_path" if named else "path", held_out)
         prepared = self._prepared([*read[0], *read[1]])
         end_of_text, vocab_size = self._agreed([*read[0], *read[1]])
+        # Only now: every problem of every file is in one error
         if self.problems or end_of_text is None:
             raise JobError(self.problems)
         return ShardedCorpus(tuple(read[0]), tuple(read[1]), end_of_text, vocab_size, prepared, self.finder.left_out)
@@ -144,10 +146,12 @@ class _Search:
     def _prepared(self, shards: Sequence[Shard]) -> tuple[Prepared, ...]:
         """The folders of `data prepare`, whole and of one tokenizer."""
         prepared = tuple(folder for folder in self.folders.values() if folder is not None)
+        # Known from the shards, so that the manifest's files need not be looked at again
         sizes = {os.path.join(os.path.dirname(s.path), name): size for s in shards for name, size in s.sizes.items()}
         for folder in prepared:
             faults = (folder.size_fault(name, sizes) for name in folder.manifest["files"])
             self.problems += [Problem("path", fault) for fault in faults if fault]
+        # Equal ids of different tokenizers would be different words.
         if len({folder.fingerprint for folder in prepared}) > 1:
             names = ", ".join(folder.folder for folder in prepared)
             self._note("path", f"{names} were prepared with different tokenizers; a source has one")

@@ -12,7 +12,7 @@ import numpy as np
 
 from forge_core import report_progress
 from forge_core.contracts.data import Documents
-from forge_kit.block_sums import (
+from forge_kit.data.block_sums import (
     BLOCK,
     SHIFT,
     SUFFIX,
@@ -23,7 +23,7 @@ from forge_kit.block_sums import (
     range_fault,
     sum_fault,
 )
-from forge_kit.cache import digest_of
+from forge_kit.data.cache import digest_of
 from forge_plugin_memmap.files import Reader
 from forge_plugin_memmap.index import document_ends
 from forge_plugin_memmap.shards import ENDS, LEARNED, Shard
@@ -57,6 +57,7 @@ class ShardedDocuments:
 
     @property
     def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of text for each token; None unless every shard states its bytes."""
         known = all(shard.text_bytes for shard in self._shards)
         return sum(shard.text_bytes for shard in self._shards) / len(self) if known else None
 
@@ -64,24 +65,32 @@ class ShardedDocuments:
         return self._starts[-1]
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Returns ids [start, stop), as int64; blocks that are read for the first time are checked.
+
+        Raises:
+            DataError: a block is damaged, or has an id beyond the vocabulary.
+        """
         number = self._shard_of(start)
         first = self._starts[number]
+        # The usual case, of one shard, without a list and a concatenation
         if stop <= self._starts[number + 1]:
             return self._ids(number, start - first, stop - first).astype(np.int64)
         return np.concatenate([self._ids(*part) for part in self._parts(start, stop)], dtype=np.int64)
 
     def learned(self, start: int, stop: int) -> np.ndarray | None:
+        """Returns the mask of tokens [start, stop); True for shards without one. None: no shard has one."""
         if not any(self._masks):
             return None
         return np.concatenate([self._mask(*part) for part in self._parts(start, stop)])
 
     def ends(self) -> np.ndarray:
+        """Returns the end of each document, (documents,) int64, mapped at the first call."""
         if self._ends is None:
             self._ends = document_ends(self._shards, self.end_of_text, self._check_ends)
         return self._ends
 
     def verify(self) -> None:
-        """See `forge_kit.budgets.Verifiable`."""
+        """See `forge_kit.data.budgets.Verifiable`."""
         self._check_ends()
         for start in range(0, len(self), PIECE):
             report_progress("verifying shards", start, len(self))
@@ -92,10 +101,12 @@ class ShardedDocuments:
         return self._identity
 
     def where(self, start: int, stop: int) -> str:
+        """Returns the files and the places in them, from the start of each file."""
         parts = ((self._shards[number].path, first, last) for number, first, last in self._parts(start, stop))
         return "tokens " + " and ".join(f"{first} to {last} of {path}" for path, first, last in parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Without open files and what was checked: each worker opens and checks what it reads.
         return ShardedDocuments, (self._shards, self.end_of_text, self.held_out, self._limit)
 
     def _shard_of(self, token: int) -> int:
@@ -113,6 +124,7 @@ class ShardedDocuments:
 
     def _ids(self, number: int, start: int, stop: int) -> np.ndarray:
         shard, dtype = self._shards[number], self._dtypes[number]
+        # Sums are of the file's blocks, from its first byte; ids are checked from the first id.
         base = shard.offset if shard.summed else 0
         self._blocks(number, "").demand(base + start * dtype.itemsize, base + stop * dtype.itemsize)
         return self._reader.read(shard.path, dtype, shard.offset + start * dtype.itemsize, stop - start)

@@ -32,6 +32,7 @@ class Reader:
         Raises:
             DataError: the file is gone, or ends before.
         """
+        # By `pread` below: threads share the descriptor, and a `seek` of one would move the others.
         size = count * dtype.itemsize
         try:
             data = os.pread(self._opened(path).number, size, offset)
@@ -60,6 +61,7 @@ class _Descriptor:
     """An open file. It is closed with its last reference, which a thread that is reading holds too."""
 
     def __init__(self, path: str) -> None:
+        # So that `__del__` finds it where `open` raises
         self.number = -1
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from forge_core.contracts.errors import Problem
-from forge_kit.cache import Progress, cached_folder, digest_of
+from forge_kit.data.cache import Progress, cached_folder, digest_of
 from forge_plugin_memmap.index import FORMAT, GROUP, blocks
 from forge_plugin_memmap.shards import Shard
 
 
 def id_problems(shards: Iterable[Shard], limit: int | None) -> Iterator[Problem]:
     """Yields the first id of each shard that is negative or not below `limit` (None: there is no limit)."""
+    # Most files need no look: their header, or their dtype, bounds the ids.
     unknown = [shard for shard in shards if not _fit(_possible(shard), limit)]
     for shard, ids in zip(unknown, _ranges(unknown), strict=True):
         if not _fit(ids, limit):
@@ -52,6 +53,7 @@ def _ranges(shards: Sequence[Shard]) -> Sequence[Sequence[int]]:
         ranges: list[tuple[int, int]] = [*progress.state.get("ranges", ())]
         for shard in shards[len(ranges) :]:
             found = [(int(ids.min()), int(ids.max())) for _, ids in blocks(shard)]
+            # The range and not a verdict, so that the cache serves any vocabulary
             ranges.append((min(least for least, _ in found), max(greatest for _, greatest in found)))
             if progress.is_due:
                 progress.save({"ranges": ranges})

@@ -9,7 +9,7 @@ import numpy as np
 
 from forge_core import report_progress
 from forge_core.contracts.errors import JobError
-from forge_kit.cache import cached_folder, digest_of
+from forge_kit.data.cache import cached_folder, digest_of
 from forge_plugin_memmap.files import Reader
 from forge_plugin_memmap.shards import ENDS, Shard
 
@@ -38,6 +38,7 @@ def document_ends(shards: Sequence[Shard], end_of_text: int, check: Callable[[],
         check()
         with (folder / FILE).open("wb") as file:
             for ends in _all_ends(shards, end_of_text):
+                # Plain numbers, piece by piece: an `.npy` would need their count first
                 file.write(ends.astype("<i8").tobytes())
         return {}
 

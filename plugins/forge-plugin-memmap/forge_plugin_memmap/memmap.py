@@ -10,7 +10,7 @@ from attrs.validators import ge, optional
 
 from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.rank_zero import from_rank0, is_checked_elsewhere
+from forge_kit.tools.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_memmap.corpus import CorpusKeys, ShardedCorpus, find_corpus
 from forge_plugin_memmap.shards import check_visible
 
@@ -70,10 +70,11 @@ class Memmap(DatasetComponent):
         return corpus
 
     def left_out(self) -> Mapping[str, int]:
-        """See `forge_kit.data_files.ListsFiles`."""
+        """See `forge_kit.data.data_files.ListsFiles`."""
         return (self._checked or self.corpus()).left_out
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the files by their headers, on rank 0, and their vocabulary against the model's."""
         if is_checked_elsewhere():
             yield from self._key_problems()
             return
@@ -97,7 +98,9 @@ class Memmap(DatasetComponent):
         from forge_plugin_memmap.documents import ShardedDocuments
 
         tokenizer = context.tokenizer
+        # The model's, if it has one: ids beyond it would be read outside of its embedding.
         limit = _model_vocabulary(context.job) or (tokenizer.vocab_size if tokenizer is not None else None)
+        # Collective: all ranks must reach it, with problems or without
         corpus = from_rank0(context, lambda: self._checked_corpus(tokenizer, limit))
         check_visible(corpus.shards)
         held_out = ShardedDocuments(corpus.held_out, corpus.end_of_text, None, limit) if corpus.held_out else None

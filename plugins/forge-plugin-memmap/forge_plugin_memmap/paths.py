@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from forge_core.contracts.errors import JobError
-from forge_kit.data_files import FileFinder, missing
+from forge_kit.data.data_files import FileFinder, missing
 
 
 class FoundFile(NamedTuple):

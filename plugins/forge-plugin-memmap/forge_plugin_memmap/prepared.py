@@ -16,8 +16,8 @@ from typing import Any
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_kit.block_sums import BLOCK
-from forge_kit.cache import file_digest
+from forge_kit.data.block_sums import BLOCK
+from forge_kit.data.cache import file_digest
 
 MANIFEST, UNFINISHED, INPUTS, TOKENIZER = "manifest.json", "unfinished.json", "inputs.json", "tokenizer"
 MADE_BY = "forge-run data prepare"
@@ -73,6 +73,7 @@ def read_prepared(folder: str | Path) -> Prepared | None:
         JobError: it is not finished, of another version, or its manifest is damaged.
     """
     folder = str(folder) or "."
+    # First: while both files are there, the manifest may not be complete
     if os.path.exists(os.path.join(folder, UNFINISHED)):
         raise JobError(f"{folder!r} is not finished; run the same forge-run data prepare command again to continue it")
     try:

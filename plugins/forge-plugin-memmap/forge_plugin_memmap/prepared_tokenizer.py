@@ -35,11 +35,13 @@ class PreparedTokenizer(TokenizerComponent):
         return load_kept(Path(self.path, TOKENIZER))
 
     def load(self, context: BuildContext, folder: Path) -> Tokenizer:
+        """Loads the copy in the folder of the run, with the component that made it; `path` is not read."""
         from forge_plugin_memmap.tokenizer_folder import load_kept
 
         return load_kept(folder)
 
     def expected_vocab_size(self) -> int | None:
+        """Returns the size in the manifest; None if the folder cannot be used."""
         try:
             prepared = read_prepared(self.path)
         except JobError:  # `problems` reports it
@@ -47,6 +49,7 @@ class PreparedTokenizer(TokenizerComponent):
         return prepared.manifest["tokenizer"]["vocab_size"] if prepared else None
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that `data prepare` wrote the folder, and finished it."""
         return self._folder_problems()
 
     def _folder_problems(self) -> Iterable[Problem]:

@@ -11,8 +11,8 @@ import numpy as np
 
 from forge_core.contracts.data import Documents, identity_of
 from forge_core.contracts.errors import JobError
-from forge_kit.budgets import Verifiable
-from forge_kit.cache import cached_folder, digest_of
+from forge_kit.data.budgets import Verifiable
+from forge_kit.data.cache import cached_folder, digest_of
 from forge_plugin_memmap.index import BLOCK, FORMAT, GROUP, map_file
 from forge_plugin_memmap.prepared import HELD_OUT, SPLITS, TRAIN
 
@@ -76,14 +76,17 @@ class Selection:
         return int(self._ends[-1])
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Reads the tokens of each run from all documents; most reads are of one run."""
         return _joined([self._documents.tokens(*run) for run in self._runs(start, stop)], np.int64)
 
     def learned(self, start: int, stop: int) -> np.ndarray | None:
+        """Returns the masks of the runs, joined; None if the documents have none."""
         masks = [self._documents.learned(*run) for run in self._runs(start, stop)]
         known = [mask for mask in masks if mask is not None]
         return _joined(known, np.bool_) if len(known) == len(masks) else None
 
     def where(self, start: int, stop: int) -> str:
+        """Returns the places in the original files, of each run."""
         return " and ".join(self._documents.where(*run) for run in self._runs(start, stop))
 
     def identity(self) -> str:
@@ -92,10 +95,11 @@ class Selection:
         return digest_of(identity_of(documents), split, every)
 
     def ends(self) -> np.ndarray:
+        """Returns the ends of the selected documents in the selection, (D,) int64, mapped."""
         return self._ends
 
     def verify(self) -> None:
-        """See `forge_kit.budgets.Verifiable`: all documents of both splits."""
+        """See `forge_kit.data.budgets.Verifiable`: all documents of both splits."""
         if isinstance(self._documents, Verifiable):
             self._documents.verify()
 
@@ -136,6 +140,7 @@ def _parts(ends: np.ndarray, every: int) -> Iterator[dict[str, np.ndarray]]:
         apart = numbers % every == 0
         train = passed.train + np.cumsum(np.where(apart, 0, block - starts))
         held_out = passed.held_out + np.cumsum(np.where(apart, block - starts, 0))
+        # A run of training documents lies between two held-out ones, each of which has a number divisible by n.
         run_starts = starts[numbers % every == 1]
         run_ends = train[~apart & ((numbers % every == every - 1) | (numbers == len(ends) - 1))]
         yield dict(zip(_names(TRAIN), (run_starts, run_ends, train[~apart]), strict=True))
@@ -144,4 +149,5 @@ def _parts(ends: np.ndarray, every: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+    # One run needs no copy
     return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])

@@ -11,12 +11,12 @@ from typing import IO, Any
 from attrs import evolve, field, frozen
 
 from forge_core.contracts.errors import JobError
-from forge_kit.data_files import Listing
+from forge_kit.data.data_files import Listing
 
 SUFFIXES = (".bin", ".npy")
 NPY_MAGIC = b"\x93NUMPY"
 ENDS, LEARNED = ".ends", ".learned"
-"""Suffixes, in place of a shard's own, of its document index and of its mask (see `forge_kit.token_file`)."""
+"""Suffixes, in place of a shard's own, of its document index and of its mask (see `forge_kit.data.token_file`)."""
 
 
 @frozen
@@ -38,7 +38,7 @@ class Shard:
     counted: int | None = None
     """Number of documents, if the file states it."""
     summed: bool = False
-    """Whether its folder's manifest declares that sums of its blocks are beside it (`forge_kit.block_sums`)."""
+    """Whether its folder's manifest declares that sums of its blocks are beside it (`forge_kit.data.block_sums`)."""
     stamps: Mapping[str, tuple[int, ...]] = field(factory=dict, hash=False)
     """By suffix ("" for the shard's own), size, times of the last changes of contents and inode, and number of the
     inode: of this file and of those beside it that exist, as they were when it was described. On a file system of a
@@ -107,6 +107,7 @@ def check_visible(shards: Iterable[Shard]) -> None:
     Raises:
         JobError: one is missing, or is shorter.
     """
+    # One of each folder: every rank does this, and a look at each file would load a shared file system.
     for shard in {os.path.dirname(shard.path): shard for shard in shards}.values():
         size = shard.stamps[""][0]
         try:
@@ -128,7 +129,7 @@ def _by_name(path: str, file: IO[bytes], size: int) -> Shard:
 
 
 def _token_file(path: str, file: IO[bytes], size: int) -> Shard:
-    from forge_kit.token_file import HEADER, MAGIC, parse_header
+    from forge_kit.data.token_file import HEADER, MAGIC, parse_header
 
     data = file.read(HEADER.size)
     if not data.startswith(MAGIC):
@@ -152,6 +153,7 @@ def _npy_header(path: str, file: IO[bytes]) -> tuple[tuple[int, ...], Any, int]:
     """Shape, dtype, and where the data begins."""
     from numpy.lib import format as npy
 
+    # Version 3 is for names of fields in UTF-8, which an array of integers has not.
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     try:
         shape, _, dtype = readers[npy.read_magic(file)](file)
@@ -164,12 +166,14 @@ def _npy_header(path: str, file: IO[bytes]) -> tuple[tuple[int, ...], Any, int]:
 def _raw(path: str, file: IO[bytes], size: int, dtype: str) -> Shard:
     import numpy as np
 
-    from forge_kit.token_file import MAGIC
+    from forge_kit.data.token_file import MAGIC
 
     magic = file.read(8)
+    # Read as raw ids, a header would become the first few tokens.
     if magic == MAGIC or magic.startswith(NPY_MAGIC):
         kind = "a token file of Forge" if magic == MAGIC else "an array of numpy"
         raise JobError(f'{path}: is {kind}, which describes its own contents; leave out format = "raw" and dtype')
+    # Whatever the machine's order is: files move between machines
     little = np.dtype(dtype).newbyteorder("<")
     if size % little.itemsize:
         raise JobError(f"{path} has {size} bytes, which {dtype} ids of {little.itemsize} bytes do not divide")

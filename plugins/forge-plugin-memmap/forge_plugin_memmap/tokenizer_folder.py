@@ -16,7 +16,7 @@ from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 
 COMPONENT, FILES = "component.json", "files"
 
@@ -54,11 +54,13 @@ class KeptTokenizer:
         return self.tokenizer.decode(ids)
 
     def save(self, folder: Path) -> None:
+        """Writes `component.json`, and the tokenizer's own files to `files/`."""
         (folder / COMPONENT).write_text(json.dumps(self.table, indent=1, ensure_ascii=False), "utf-8")
         (folder / FILES).mkdir()
         self.tokenizer.save(folder / FILES)
 
     def fingerprint(self) -> str:
+        """Returns the fingerprint of the tokenizer itself, so that a job may name that one, too."""
         return self.tokenizer.fingerprint()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from forge_core.contracts.errors import DataError, Problem
 from forge_core.plugins.catalog import Catalog
-from forge_kit.token_file import TokenFileWriter
+from forge_kit.data.token_file import TokenFileWriter
 from forge_plugin_memmap import PreparedTokenizer
 from forge_plugin_memmap.shards import check_visible, read_shard
 from forge_testing.processes import exit_code_of_fork
@@ -215,7 +215,7 @@ def test_files_share_one_folder_of_the_cache_and_a_killed_check_continues(
     for number in range(4):
         np.save(f"{number}.npy", np.array([2 + number, 1], np.uint16))
     keys = {"path": "*.npy", "end_of_text": 1, "vocab_size": 50}
-    monkeypatch.setattr("forge_kit.cache.SAVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("forge_kit.data.cache.SAVE_INTERVAL_S", 0.0)
     blocks, opened, read = ids.blocks, ids.cached_folder, []
 
     def note(shard: Any) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from forge_core.contracts.data import Documents
 from forge_core.contracts.errors import DataError
-from forge_kit.token_file import TokenFileWriter
+from forge_kit.data.token_file import TokenFileWriter
 from forge_plugin_memmap import index, selection
 from forge_plugin_memmap.documents import ShardedDocuments
 from forge_plugin_memmap.shards import read_shard

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge_kit.token_file import TokenFileWriter
+from forge_kit.data.token_file import TokenFileWriter
 from forge_testing.refusals import lacks
 
 Run = Callable[..., tuple[int, str, str]]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_kit.token_file import TokenFile
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.token_file import TokenFile
+from forge_kit.data.tokenizers import begin_of_text
 from forge_plugin_memmap.prepare import documents, encoding
 from forge_plugin_memmap.tokenizer_folder import load_kept
 from forge_testing.refusals import lacks

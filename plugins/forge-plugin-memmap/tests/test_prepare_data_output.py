@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from forge_core.cli import main
-from forge_kit.token_file import TokenFile
+from forge_kit.data.token_file import TokenFile
 from forge_plugin_memmap.prepare import documents, inputs, parquet_files, text_files
 from forge_plugin_memmap.prepare.command import read_settings
 from forge_plugin_memmap.prepare.folder import owned

@@ -18,8 +18,8 @@ from mlflow.tracking import MlflowClient
 
 from forge_core.checkpoint.run_folder import JOB
 from forge_core.contracts.errors import ExitCode, ForgeError
-from forge_kit.outputs import mark_output
-from forge_kit.tracking import TrackedRun, is_sent, numbers
+from forge_kit.tools.outputs import mark_output
+from forge_kit.tools.tracking import TrackedRun, is_sent, numbers
 from forge_plugin_mlflow.outbox import Item, Outbox
 
 if TYPE_CHECKING:

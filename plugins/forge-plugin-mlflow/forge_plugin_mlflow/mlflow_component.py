@@ -13,7 +13,7 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import FilePath
 from forge_core.contracts.errors import Problem
-from forge_kit.tracking import TrackerComponent
+from forge_kit.tools.tracking import TrackerComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

@@ -10,8 +10,8 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import default_type, when_resumed
 from forge_core.contracts.errors import Problem
-from forge_kit.fields import TRAINING_ONLY
-from forge_kit.routers import RouterComponent
+from forge_kit.nn.routers import RouterComponent
+from forge_kit.optim.fields import TRAINING_ONLY
 from forge_plugin_transformer import FFNComponent, InitStd
 
 if TYPE_CHECKING:

@@ -152,8 +152,8 @@ class Skip(TrainingHook):
 def test_a_skipped_update_leaves_the_bias(make_job, train):
     """One step: with so high a rate, the second would take back what the first does."""
     summary = train(make_job(model=model_of(SigmoidTopK(top_k=K, bias_rate=0.5)), steps=1, **SIZES), Skip())
-    from forge_kit.checkpoints import stored_tensors
-    from forge_kit.whole_tensors import read_whole
+    from forge_kit.tools.checkpoints import stored_tensors
+    from forge_kit.tools.whole_tensors import read_whole
 
     checkpoint = summary.folder / "checkpoints/step-1"
     stored = {name: entry for name, entry in stored_tensors(checkpoint).items() if name.endswith("router.bias")}

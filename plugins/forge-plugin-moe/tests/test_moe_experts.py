@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from forge_core.contracts.layout import Layout
-from forge_kit import products
+from forge_kit.nn import products
 from forge_plugin_moe import Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_moe.modules.experts import Experts, SwiGLUForm
 from forge_plugin_transformer import GroupedQueryAttention, InitStd, Transformer

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, optional
 
 from forge_core.contracts.errors import Problem
-from forge_kit.fields import TRAINING_ONLY
+from forge_kit.optim.fields import TRAINING_ONLY
 from forge_plugin_moe.moe import BalancedRouter, SigmoidTopK, isolation_problem
 
 if TYPE_CHECKING:

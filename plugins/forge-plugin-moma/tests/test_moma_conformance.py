@@ -6,9 +6,9 @@ from forge_plugin_moe import MoE
 from forge_plugin_moma import MoMa
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_vision import Joint, VisionLanguage
-from forge_plugin_vision.suite import VisionModelSuite
-from forge_plugin_vision.testing import tiny_vision
 from forge_testing.suites import RouterSuite
+from forge_testing.suites.vision import VisionModelSuite
+from forge_testing.vision import tiny_vision
 
 GROUPS = {"text": 4, "image": 3, "video": 1}
 

@@ -10,7 +10,7 @@ from moma_reference import auxiliary, by_experts, by_tokens, output, scores
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_kit.noise import token_noise
+from forge_kit.nn.noise import token_noise
 from forge_plugin_moe import MoE
 from forge_plugin_moma import MoMa
 from forge_plugin_moma.modules.noise import GumbelNoise

@@ -9,8 +9,8 @@ from forge_plugin_moe import MoE
 from forge_plugin_moma import MoMa
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_vision import VisionLanguage
-from forge_plugin_vision.testing import RandomImages, tiny_vision
 from forge_testing.suites.parity import ParitySuite
+from forge_testing.vision import RandomImages, tiny_vision
 
 GROUPS = {"text": 3, "image": 2, "video": 1}
 

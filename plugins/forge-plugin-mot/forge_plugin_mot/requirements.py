@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.routers import RouterComponent
+from forge_kit.nn.routers import RouterComponent
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def component_problems(language: ModelComponent, parts: Collection[str], *, norm
     others = (type(a).__name__ for a in language.attention.of_layers() if not isinstance(a, GroupedQueryAttention))
     if "attention" in parts and (kind := next(others, None)):
         yield _attention(kind)
-    # By type of its fields, so that every feed-forward part with a router is found, also of other plugins.
+    # By type of its fields, so that every feed-forward part with a router is found, also of other plugins
     routers = [
         f for f in attrs.fields(type(language.ffn)) if isinstance(getattr(language.ffn, f.name), RouterComponent)
     ]
@@ -70,7 +70,7 @@ def _model_problems(model: Model, parts: Collection[str], norm_after: bool) -> I
 def _layer_problems(layer: Any, parts: Collection[str], norm_after: bool) -> Iterator[Problem]:
     from forge_plugin_transformer.modules.attention import GroupedAttention
 
-    # By parameters, as an `nn.Identity` stands for a norm that is not there.
+    # By parameters, as an `nn.Identity` stands for a norm that is not there
     if norm_after and [*layer.attention_post_norm.parameters(), *layer.ffn_post_norm.parameters()]:
         yield _norms_after()
     attention, ffn = layer.attention, layer.ffn

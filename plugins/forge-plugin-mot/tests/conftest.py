@@ -16,9 +16,9 @@ from forge_core.engine.build import build_context, build_datasets
 from forge_core.parallel.initialise import materialise
 from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_vision import GRIDS, IMAGE, VIDEO, FusionComponent
-from forge_plugin_vision.testing import RandomImages
 from forge_testing import tiny_job
 from forge_testing.catalogs import installed
+from forge_testing.vision import RandomImages
 
 sys.path.append(str(Path(__file__).parent))
 

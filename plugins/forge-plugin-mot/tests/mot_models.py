@@ -6,7 +6,7 @@ from typing import Any
 
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_plugin_vision import FusionComponent, VisionLanguage
-from forge_plugin_vision.testing import RandomImages, tiny_vision
+from forge_testing.vision import RandomImages, tiny_vision
 
 LENGTH = 24
 ATTENTION = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_vision import VisionLanguage
-from forge_plugin_vision.suite import VisionModelSuite
-from forge_plugin_vision.testing import tiny_language, tiny_vision
+from forge_testing.suites.vision import VisionModelSuite
+from forge_testing.vision import tiny_language, tiny_vision
 
 
 class TestMixtureOfTransformers(VisionModelSuite):

@@ -19,12 +19,12 @@ from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_mot.modules.routing import Route
 from forge_plugin_transformer import GELU, AttentionPattern, FFNComponent, GroupedQueryAttention, LayerNorm
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint
-from forge_plugin_vision.testing import RandomImages
 from forge_testing import tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.curves import Curve, same_curve, train
 from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LAYOUTS, LayoutCase
+from forge_testing.vision import RandomImages
 
 S, M = 9, 4
 

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, le, optional
 
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, when_resumed
-from forge_kit import fields
+from forge_kit.optim import fields
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ class Muon(OptimizerComponent):
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         import torch
 
-        from forge_kit.matrix_optimizer import divide
+        from forge_kit.optim.matrix_optimizer import divide
         from forge_plugin_muon.optimizer import MuonOptimizer
 
         matrices, others = divide(parameters)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from forge_core.parallel.mesh import local_part
-from forge_kit.groups import Groups, as_groups
-from forge_kit.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, matrices_in
+from forge_kit.optim.groups import Groups, as_groups
+from forge_kit.optim.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, matrices_in
+from forge_kit.optim.whole_matrices import Matrix, WholeMatrices
 from forge_kit.torch_internals import LocalAdamW, foreach_lerp_, foreach_mul_
-from forge_kit.whole_matrices import Matrix, WholeMatrices
 from forge_plugin_muon import newton_schulz
 from forge_plugin_muon.newton_schulz import JORDAN, fast_dtype, orthogonalise
 

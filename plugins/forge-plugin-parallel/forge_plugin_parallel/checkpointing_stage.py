@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.runtime import ParallelStage
-from forge_kit.blocks import blocks_of
+from forge_kit.nn.blocks import blocks_of
 from forge_plugin_parallel.activation_checkpointing import FAILS_IN_TORCH, fails_in_torch
 from forge_plugin_parallel.recomputation import Checkpointed, Contexts
 

@@ -53,7 +53,7 @@ def _within(name: str, module: str) -> bool:
 
 def _undeclared_problems(model: Model) -> Iterator[Problem]:
     """A problem for what mixes positions, of all that the stage leaves as it is."""
-    from forge_kit.position_probe import ProbeFailed, undeclared_mixer
+    from forge_kit.nn.position_probe import ProbeFailed, undeclared_mixer
 
     cls = type(model).__name__
     try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
 from forge_core.contracts.runtime import ParallelStage
-from forge_kit.generation import Generates, join
+from forge_kit.nn.generation import Generates, join
 from forge_plugin_parallel.collectives import all_gather, all_to_all
 from forge_plugin_parallel.cp import mixing_of
 from forge_plugin_parallel.generation import OwnMixers, SameRows

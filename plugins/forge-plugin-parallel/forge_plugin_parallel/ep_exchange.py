@@ -16,7 +16,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from forge_kit.dispatch import Dispatch, ExpertStack
+from forge_kit.nn.dispatch import Dispatch, ExpertStack
 from forge_kit.torch_internals import FakeTensor
 from forge_plugin_parallel.collectives import exchange_rows, send_rows
 from forge_plugin_parallel.tp_ways import local_parameters
@@ -24,7 +24,7 @@ from forge_plugin_parallel.tp_ways import local_parameters
 
 @frozen
 class LocalExperts:
-    """A stack that computes with this rank's experts; see `forge_kit.dispatch.ExpertStack`."""
+    """A stack that computes with this rank's experts; see `forge_kit.nn.dispatch.ExpertStack`."""
 
     stack: nn.Module
     forward: ExpertStack
@@ -38,7 +38,7 @@ class LocalExperts:
 class Exchange:
     """A stack whose experts are divided equally over the ranks of a group, in the order of ranks.
 
-    See `forge_kit.dispatch.ExpertStack`.
+    See `forge_kit.nn.dispatch.ExpertStack`.
 
     A token is sent once to each rank that holds any of its experts, with its weights and choices. That rank sums the
     results of its experts, and sends the sum back. Two large collectives a pass carry tokens and sums; two small ones

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from forge_core.contracts.errors import Problem
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.mesh import local_part
-from forge_kit.dispatch import ExpertStack
-from forge_kit.mesh import arrange
+from forge_kit.nn.dispatch import ExpertStack
+from forge_kit.nn.mesh import arrange
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import (
 )
 
 from forge_core.contracts.runtime import ParallelStage
-from forge_kit.blocks import further_blocks
-from forge_kit.generation import Generates, join
+from forge_kit.nn.blocks import further_blocks
+from forge_kit.nn.generation import Generates, join
 from forge_kit.torch_internals import defer_reduction, flattened, reduce_gradients
 from forge_plugin_parallel.generation import ShardedGeneration
 

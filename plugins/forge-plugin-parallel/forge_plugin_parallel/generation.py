@@ -1,4 +1,4 @@
-"""Generation by the ranks of each stage: see `forge_kit.generation`.
+"""Generation by the ranks of each stage: see `forge_kit.nn.generation`.
 
 Shapes: B rows, S new positions of each, D model width, V the whole vocabulary.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import ForgeError
-from forge_kit.generation import JointGeneration, whole_logits
+from forge_kit.nn.generation import JointGeneration, whole_logits
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -110,7 +110,7 @@ class SectionDecode:
         if self.section is None:
             raise ForgeError(
                 "no rank of a pipeline has the whole model, so it cannot generate by `decode` alone; "
-                "call forge_kit.generation.joint_generation(model).next_logits on every rank"
+                "call forge_kit.nn.generation.joint_generation(model).next_logits on every rank"
             )
         with _only(self._model, self.section, self.carry):
             return self._decode(batch, cache)

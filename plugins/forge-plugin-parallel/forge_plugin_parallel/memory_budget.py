@@ -16,9 +16,9 @@ from forge_core.auxiliary import Auxiliary
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import local_part, pipeline_group
-from forge_kit.batches import zero_batch
-from forge_kit.blocks import blocks_of, further_blocks
-from forge_kit.recomputing import Recomputing
+from forge_kit.nn.batches import zero_batch
+from forge_kit.nn.blocks import blocks_of, further_blocks
+from forge_kit.nn.recomputing import Recomputing
 from forge_plugin_parallel.fsdp import FSDP
 from forge_plugin_parallel.memory import (
     Bytes,

@@ -19,7 +19,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.runtime import LossOutput, StepOutput
 from forge_core.engine.executor import combine
 from forge_core.parallel.stages import around
-from forge_kit.recomputing import Recomputing
+from forge_kit.nn.recomputing import Recomputing
 from forge_plugin_parallel.cuts import Section
 from forge_plugin_parallel.pp import ONE_STAGE
 from forge_plugin_parallel.torch_internals import Stage, is_view

@@ -14,7 +14,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import group_timeout, sum_gradients
-from forge_kit.generation import Generates, join
+from forge_kit.nn.generation import Generates, join
 from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
 from forge_plugin_parallel.generation import PipelinedGeneration, SectionDecode
 from forge_plugin_parallel.loss_check import check_loss

@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from forge_kit.recomputing import Recomputing
+from forge_kit.nn.recomputing import Recomputing
 from forge_plugin_parallel.torch_internals import SLOW_OPERATORS
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from forge_core.contracts.model import VocabShard
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import local_part, sum_gradients
-from forge_kit.generation import Generates, join
-from forge_kit.modules import MatrixShard
+from forge_kit.nn.generation import Generates, join
+from forge_kit.nn.modules import MatrixShard
 from forge_plugin_parallel.generation import SameRows, WholeSequences
 from forge_plugin_parallel.tp_plan import ways_of
 from forge_plugin_parallel.tp_ways import AT_REST, NEVER, Ranks, Way, give_class

@@ -11,7 +11,7 @@ from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_compile import Compile
 from forge_plugin_parallel import ActivationCheckpointing, TensorParallel
 from forge_testing import SplittableModel, TinyModel, job_problems

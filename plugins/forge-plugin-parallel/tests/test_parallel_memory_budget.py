@@ -15,7 +15,7 @@ from forge_core.engine.reporting import describe_run
 from forge_core.engine.step import Stepper
 from forge_core.parallel.stages import apply_stages, order_stages
 from forge_core.plugins.catalog import Catalog
-from forge_kit.modules import LayerNorm
+from forge_kit.nn.modules import LayerNorm
 from forge_plugin_adamw import AdamW
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_parallel.memory_budget import MODES, Budget, _activations

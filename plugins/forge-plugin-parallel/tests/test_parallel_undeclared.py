@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from forge_core.contracts.contexts import BuildContext
 from forge_core.engine.build import build_bare_model, build_context
 from forge_core.plugins.catalog import Catalog
-from forge_kit.position_probe import ProbeFailed, undeclared_mixer
+from forge_kit.nn.position_probe import ProbeFailed, undeclared_mixer
 from forge_plugin_moe import ExpertChoice, MoE
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_parallel.collectives import all_gather

@@ -12,7 +12,7 @@ from attrs import define, field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from forge_core.contracts.errors import ForgeError
-from forge_kit.mesh import place_of
+from forge_kit.nn.mesh import place_of
 from forge_plugin_plan.torch_internals import FakeStore, forget_sharding, without_vote
 
 NODE = 8

@@ -24,7 +24,7 @@ from forge_core.parallel.layout import micro_batches, plan_layout
 from forge_core.parallel.mesh import local_part
 from forge_core.parallel.stages import around
 from forge_core.plugins.catalog import Catalog
-from forge_kit.batches import zero_batch
+from forge_kit.nn.batches import zero_batch
 from forge_kit.torch_internals import eagerly, is_compiled
 from forge_plugin_plan.fake_run import FakeRun, fake_run
 from forge_plugin_plan.fake_world import BroadcastLog, Line, fake_world, line_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
-from forge_kit.commands import count
+from forge_kit.tools.commands import count
 
 HEADING = "watch"
 

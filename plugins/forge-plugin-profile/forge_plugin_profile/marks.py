@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import record_function
 
 from forge_core.launch.progress_beacon import ProgressBeacon
-from forge_kit.blocks import blocks_of
+from forge_kit.nn.blocks import blocks_of
 from forge_plugin_profile.torch_internals import compiled_call, plain_call, set_compiled_call
 
 if TYPE_CHECKING:

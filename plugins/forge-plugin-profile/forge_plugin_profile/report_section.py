@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from forge_kit.report_sections import Bars, Block, Preformatted, ReportRun, ReportSection
+from forge_kit.tools.report_sections import Bars, Block, Preformatted, ReportRun, ReportSection
 
 WINDOW = re.compile(r"step-(\d+)")
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#9c755f", "#ff9da7", "#8d949b")

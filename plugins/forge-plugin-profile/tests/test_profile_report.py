@@ -6,7 +6,7 @@ from pathlib import Path
 
 from profile_traces import cpu_trace
 
-from forge_kit.report_sections import Bars, Preformatted, ReportRun
+from forge_kit.tools.report_sections import Bars, Preformatted, ReportRun
 from forge_plugin_profile.breakdown import breakdown
 from forge_plugin_profile.recording import write_summary
 from forge_plugin_profile.report_section import ProfileSection

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import field, frozen
 from attrs.validators import gt, optional
 
-from forge_kit.schedules import DecayComponent
+from forge_kit.optim.schedules import DecayComponent
 
 
 @frozen(kw_only=True)

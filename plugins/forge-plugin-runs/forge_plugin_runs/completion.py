@@ -23,7 +23,7 @@ from forge_core.checkpoint.run_folder import JOB
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import count
+from forge_kit.tools.commands import count
 from forge_plugin_runs.facts import is_run
 
 SCRIPTS = Path(__file__).parent / "completion_scripts"
@@ -252,7 +252,7 @@ class _JobKeys:
             yield "type", False
 
     def _keys(self, table: Any) -> Sequence[Any]:
-        from forge_kit.documented_keys import keys_of
+        from forge_kit.tools.documented_keys import keys_of
 
         return keys_of(table) if isinstance(table, type) else ()
 

@@ -21,7 +21,7 @@ from forge_core.contracts.errors import CheckpointError, ExitCode, ForgeError, J
 from forge_core.contracts.run_end import End
 from forge_core.files import lines_from_end
 from forge_core.job import METRICS
-from forge_kit.run_owner import owner
+from forge_kit.tools.run_owner import owner
 from forge_plugin_runs.life import LINES, START_S, Pulse, pulse_of
 
 State = Literal["running", "finished", "stopped", "died", "imported"]

@@ -18,7 +18,7 @@ from forge_core.checkpoint.run_folder import JOB, LOCK, PROVENANCE
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
-from forge_kit.tables import columns
+from forge_kit.tools.tables import columns
 from forge_plugin_runs.facts import Run, demand_run, finite, manifest_of, read_run, size_of
 from forge_plugin_runs.life import LIVES, Pulse
 from forge_plugin_runs.words import age_text, count_text, size_text

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from forge_kit.tables import columns
+from forge_kit.tools.tables import columns
 
 NEVER = 10**6
 """Columns of an output that is no terminal: nothing is left out of it."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import load_component
-from forge_kit.outputs import free_folder
-from forge_kit.tables import columns
+from forge_kit.tools.commands import load_component
+from forge_kit.tools.outputs import free_folder
+from forge_kit.tools.tables import columns
 from forge_plugin_sae.sae import SAE
 from forge_plugin_taps import SinkComponent
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from attrs import frozen
 
 from forge_core.engine.trainer import Trainer
-from forge_kit.taps import TapPoint
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_sae import SAE, TopK
 from forge_plugin_taps import Taps
 from forge_testing import SplittableModel, tiny_job

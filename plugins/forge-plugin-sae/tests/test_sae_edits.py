@@ -11,7 +11,7 @@ from sae_stranger import Stranger, job, run, sae
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.layout import Layout
-from forge_kit.taps import TapPoint
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_compile import Compile
 from forge_plugin_sae import LossRecovered, SAEEdit, TopK
 from forge_plugin_sae.model import SparseCoder, load

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, lt
 
 from forge_core.contracts.components import OptimizerComponent
-from forge_kit import fields
+from forge_kit.optim import fields
 
 if TYPE_CHECKING:
     import torch

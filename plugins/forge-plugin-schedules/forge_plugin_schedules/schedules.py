@@ -15,7 +15,7 @@ from attrs.validators import ge, min_len, optional
 from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.errors import Problem
 from forge_core.schedules import WarmupComponent, warmup
-from forge_kit.schedules import DecayComponent
+from forge_kit.optim.schedules import DecayComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from forge_core.checkpoint.state import empty_slot
 from forge_core.parallel.mesh import local_part
-from forge_kit.groups import Groups, as_groups
-from forge_kit.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, matrices_in
+from forge_kit.optim.groups import Groups, as_groups
+from forge_kit.optim.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, matrices_in
+from forge_kit.optim.whole_matrices import Matrix, WholeMatrices
 from forge_kit.torch_internals import LocalAdamW
-from forge_kit.whole_matrices import Matrix, WholeMatrices
 from forge_plugin_soap.preconditioner import Preconditioner, refresh
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, lt, optional
 
 from forge_core.contracts.components import OptimizerComponent, when_resumed
-from forge_kit import fields
+from forge_kit.optim import fields
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ class SOAP(OptimizerComponent):
         return f"one every {self.precondition_frequency} updates, for the bases of SOAP"
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
-        from forge_kit.matrix_optimizer import divide
+        from forge_kit.optim.matrix_optimizer import divide
         from forge_plugin_soap.optimizer import SOAPOptimizer
 
         matrices, others = divide(parameters)

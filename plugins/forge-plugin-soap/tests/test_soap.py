@@ -17,8 +17,8 @@ from forge_core.engine.build import build_context
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
-from forge_kit.checkpoints import stored_tensors
-from forge_kit.whole_tensors import read_whole
+from forge_kit.tools.checkpoints import stored_tensors
+from forge_kit.tools.whole_tensors import read_whole
 from forge_plugin_parallel import FSDP
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_soap import SOAP

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
-    from forge_kit.taps import TapPoint
+    from forge_kit.nn.taps import TapPoint
     from forge_plugin_taps.kinds import TapsInfo
 
 NUMBERS = deep_iterable(ge(0))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
-from forge_kit.outputs import free_folder, new_folder
-from forge_kit.tables import columns
+from forge_kit.tools.outputs import free_folder, new_folder
+from forge_kit.tools.tables import columns
 
 FORMS = ("npz", "saelens", "arrow")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from forge_core.checkpoint.run_folder import refuse_file, storage_of
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
-from forge_kit.outputs import free_folder
-from forge_kit.ranks import add_ranks, ranks_asked_for, run_on_ranks
+from forge_kit.tools.outputs import free_folder
+from forge_kit.tools.ranks import add_ranks, ranks_asked_for, run_on_ranks
 
 EDITS = "parallel.taps.edits."
 

@@ -22,15 +22,15 @@ from forge_core.data.reading import collate
 from forge_core.engine.build import build_datasets
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, global_rank, sample_rank
-from forge_kit.outputs import new_folder
-from forge_kit.ranks import executor_of
+from forge_kit.tools.outputs import new_folder
+from forge_kit.tools.ranks import executor_of
 from forge_plugin_taps.recorder import recorder_of
 from forge_plugin_taps.store import Store
 from forge_plugin_taps.store_writer import StoreWriter
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch, Dataset
-    from forge_kit.trained import TrainedModel
+    from forge_kit.tools.trained import TrainedModel
 
 
 def extract(trained: TrainedModel, out: Path, *, sequences: int, group: int, edits: Sequence[str] = ()) -> int:

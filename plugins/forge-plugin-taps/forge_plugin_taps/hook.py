@@ -73,7 +73,7 @@ class TapsHook(TrainingHook):
         self._unsettled = True
 
     def on_rollback(self, context: TrainContext, step: int, reason: str) -> None:
-        """Starts the sinks again: their state was restored before, and they may have kept something of later steps."""
+        """Starts the sinks again, whose state was restored before; what they have begun and not finished is lost."""
         for sink, _ in self._sinks.values():
             sink.start(context.step)
 

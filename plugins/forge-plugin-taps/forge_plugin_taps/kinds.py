@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.errors import Problem
     from forge_core.contracts.layout import Layout
-    from forge_kit.taps import TapPoint
+    from forge_kit.nn.taps import TapPoint
     from forge_plugin_taps.samples import Sample
     from forge_plugin_taps.where import Where
 
@@ -33,7 +33,7 @@ class PointInfo:
     """A point that a run captures."""
 
     axes: str
-    """How layouts divide it: see `forge_kit.taps.Axes`; `pattern` for attention."""
+    """How layouts divide it: see `forge_kit.nn.taps.Axes`; `pattern` for attention."""
     layer: int | None
     """Number of its layer; None: it belongs to none."""
 

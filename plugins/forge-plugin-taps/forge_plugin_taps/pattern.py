@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_kit.attention_pattern import DOCUMENTS, SPANS, attention_pattern
+from forge_kit.nn.attention_pattern import DOCUMENTS, SPANS, attention_pattern
 from forge_plugin_taps.site import Current, Marks, Site, pick
 
 # A name since torch 2.13; earlier versions have the second one.
@@ -33,7 +33,7 @@ class PatternSite(Site):
         Args:
             name: its name in the model.
             current: shared by all sites.
-            mixing: see `forge_kit.taps.TapPoint`.
+            mixing: see `forge_kit.nn.taps.TapPoint`.
             group: ranks that share sequences; None: this rank has all keys.
         """
         super().__init__(name, "pattern", current, values=True, gradient=False, copies=False)

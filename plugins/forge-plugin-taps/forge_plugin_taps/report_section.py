@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from forge_kit.report_sections import Block, Cell, HeatMap, ReportRun, ReportSection, Table, finite
+from forge_kit.tools.report_sections import Block, Cell, HeatMap, ReportRun, ReportSection, Table, finite
 from forge_plugin_taps.statistics import SCALARS
 
 FILE = "taps/statistics.jsonl"

@@ -12,12 +12,12 @@ from forge_core.contracts.errors import Problem, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_kit.taps import TapPoint
+    from forge_kit.nn.taps import TapPoint
 
 
 def sampled_points(model: nn.Module) -> dict[str, TapPoint]:
     """Returns the model's points by name, except points of images: their rows and positions are not the tokens'."""
-    from forge_kit.taps import tap_points  # brings torch, which a job that is checked does not need
+    from forge_kit.nn.taps import tap_points  # brings torch, which a job that is checked does not need
 
     return {name: point for name, point in tap_points(model).items() if point.axes != "images"}
 

@@ -94,7 +94,7 @@ class Site:
 
         Args:
             name: its name in the model.
-            axes: see `forge_kit.taps.Axes`.
+            axes: see `forge_kit.nn.taps.Axes`.
             current: shared by all sites.
             values: whether values are kept.
             gradient: whether gradients are kept.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.runtime import ParallelStage
-from forge_kit.blocks import blocks_of
-from forge_kit.taps import TapPoint
+from forge_kit.nn.blocks import blocks_of
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_taps.pattern import PatternSite
 from forge_plugin_taps.recorder import ATTRIBUTE, Recorder
 from forge_plugin_taps.selection import editable, matching, sampled_points, with_gradients

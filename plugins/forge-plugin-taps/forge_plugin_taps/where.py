@@ -31,7 +31,7 @@ class Where:
     point: str
     """Name of the point."""
     axes: str
-    """How layouts divide it (`forge_kit.taps.Axes`)."""
+    """How layouts divide it (`forge_kit.nn.taps.Axes`)."""
     layer: int | None
     split: Split | None
     """The heads or features of this rank; None: it has all."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from attrs import frozen
 
 from forge_core.engine.trainer import Trainer
-from forge_kit.taps import TapPoint
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_taps import Taps
 from forge_testing import Numbers, SplittableModel, tiny_job
 from forge_testing.tiny import VOCABULARY

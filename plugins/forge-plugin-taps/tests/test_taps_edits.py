@@ -18,7 +18,7 @@ from forge_core.contracts.layout import Layout
 from forge_core.data.reading import collate
 from forge_core.engine.evaluation import evaluate
 from forge_core.engine.trainer import Trainer
-from forge_kit.taps import TapPoint
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_compile import Compile
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE, SoftmaxTopK

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forge_kit.report_sections import HeatMap, ReportRun, Table
+from forge_kit.tools.report_sections import HeatMap, ReportRun, Table
 from forge_plugin_taps.report_section import Activations
 
 

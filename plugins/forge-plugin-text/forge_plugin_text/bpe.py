@@ -13,7 +13,7 @@ from attrs.validators import ge, gt, le, min_len
 from forge_core import report_progress
 from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.cache import cached_folder, digest_of
+from forge_kit.data.cache import cached_folder, digest_of
 from forge_plugin_text.file import TokenizerFile
 
 if TYPE_CHECKING:
@@ -59,16 +59,19 @@ class BPE(TokenizerComponent):
         expected = sample.digest()
 
         def train(folder: Path) -> dict[str, int]:
+            # Read twice: the key needs a digest of the texts, which are too large to keep in memory.
             again = Sample(documents(), self.max_bytes, "reading text for the tokenizer again")
             vocab_size = self._train(again, folder)
             if again.digest() != expected:
                 raise JobError("the corpus changed while bpe was trained on it; start again when nothing writes to it")
             return {"vocab_size": vocab_size}
 
+        # By SHA-256 each time: a damaged vocabulary would only show in the ids.
         stored = cached_folder("tokenizers", self._key(expected), train, "full")
         return self.load(context, stored.path)
 
     def load(self, context: BuildContext, folder: Path) -> JsonTokenizer:
+        """Loads the `tokenizer.json` that training wrote, whose vocabulary may be smaller than `vocab_size`."""
         return TokenizerFile(path="", end_of_text=self.end_of_text).load(context, folder)
 
     def expected_vocab_size(self) -> int:
@@ -76,6 +79,7 @@ class BPE(TokenizerComponent):
         return self.vocab_size
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the special tokens differ, and that they and all bytes have room in `vocab_size`."""
         special = self._special()
         if len(set(special)) < len(special) or not all(special):
             yield Problem("special_tokens", f"{special} must differ from each other, and none may be empty")
@@ -116,6 +120,7 @@ class Sample:
         taken = 0
         for text in self._documents:
             data = text.encode()
+            # With lengths: documents that are divided otherwise are a different corpus
             self._digest.update(len(data).to_bytes(8, "little"))
             self._digest.update(data)
             yield text

@@ -22,9 +22,11 @@ class ByteTokenizer:
     end_of_text = 256
 
     def encode(self, text: str) -> list[int]:
+        """Returns one id for each byte of UTF-8; no text contains end-of-text."""
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes one by one: there is nothing to gain from a batch."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -38,6 +40,7 @@ class ByteTokenizer:
         """Does nothing: there is no state."""
 
     def fingerprint(self) -> str:
+        """Returns a constant: all instances encode alike."""
         return hashlib.sha256(b"forge-plugin-text bytes 1").hexdigest()
 
 
@@ -46,10 +49,13 @@ class Bytes(TokenizerComponent):
     """One token a byte of UTF-8, and one for end-of-text: a vocabulary of 257."""
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> ByteTokenizer:
+        """Reads no documents: there is nothing to learn from them."""
         return ByteTokenizer()
 
     def load(self, context: BuildContext, folder: Path) -> ByteTokenizer:
+        """Reads no file: `save` writes none."""
         return ByteTokenizer()
 
     def expected_vocab_size(self) -> int:
+        """Returns 257, whatever the corpus is."""
         return ByteTokenizer.vocab_size

@@ -14,7 +14,7 @@ from attrs import field, frozen
 from forge_core import report_progress
 from forge_core.contracts.errors import JobError
 from forge_core.files import write_atomically
-from forge_kit.cache import cache_root, digest_of, file_digest, locked, writable_cache
+from forge_kit.data.cache import cache_root, digest_of, file_digest, locked, writable_cache
 from forge_plugin_text.listing import TextFile
 from forge_plugin_text.reading import Document, Reading
 from forge_plugin_text.split import Split
@@ -60,6 +60,7 @@ class TextCorpus:
 
     def describe(self) -> CorpusFacts:
         """Look at each file once; contents are read only where one has changed since the last call (see `_entries`)."""
+        # As bytes: a name need not be UTF-8
         names = [os.fsencode(file.name).hex() for file in self.files]
         entries = _entries(self.files)
         digests = [str(entry[-1]) for entry in entries]
@@ -100,6 +101,7 @@ def _entries(files: Sequence[TextFile]) -> list[Entry]:
     """
     index = _index_of(files)
     entries = _current(files, _read_index(index))
+    # Without a lock while nothing has changed, which is the usual case
     if len(entries) < len(files):
         with writable_cache(), locked(index):
             entries = _update(index, files)
@@ -116,6 +118,7 @@ def _update(path: Path, files: Sequence[TextFile]) -> dict[str, Entry]:
     """Hash the files that the index lacks, and write it with those whose entries can be trusted later."""
     index = {name: entry for name, entry in _read_index(path).items() if os.path.exists(name)}
     entries = _current(files, index)  # another process may have read some meanwhile
+    # Before the first read: an entry is trusted only if its file was last changed well before that.
     started = time.time_ns()
     unread = [file for file in files if file.path not in entries]
     for number, file in enumerate(unread, 1):

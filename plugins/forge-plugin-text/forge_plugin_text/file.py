@@ -49,17 +49,20 @@ class TokenizerFile(TokenizerComponent):
         return self._open(Path(self.path))
 
     def load(self, context: BuildContext, folder: Path) -> JsonTokenizer:
+        """Loads the copy in the folder of the run; `path` is not read."""
         from forge_plugin_text.tokenizer_json import FILE_NAME
 
         return self._open(folder / FILE_NAME)
 
     def expected_vocab_size(self) -> int | None:
+        """Returns the size of the file's vocabulary; None if it cannot be read."""
         try:
             return self._open(Path(self.path)).vocab_size
         except JobError:  # `problems` reports it
             return None
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the file can be read, and has the tokens that end and begin documents."""
         path = Path(self.path)
         for token_of in (self._end_of_text, self._begin_of_text):
             try:

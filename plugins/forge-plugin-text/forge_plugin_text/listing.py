@@ -10,7 +10,7 @@ from pathlib import Path
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_kit.data_files import FileFinder, Listing, missing
+from forge_kit.data.data_files import FileFinder, Listing, missing
 
 FORMATS = (".txt", ".py", ".md", ".jsonl")
 COMPRESSIONS = (".gz", ".zst")
@@ -55,7 +55,7 @@ def find_files(patterns: Collection[str], finder: FileFinder | None = None) -> l
     """Returns the files of paths, folders and globs, each once, sorted by name.
 
     A file's name is its path by the pattern, in normal form (`data/a.txt`). Folders are searched to any depth for files
-    of known formats; `forge_kit.data_files` documents which files are left out.
+    of known formats; `forge_kit.data.data_files` documents which files are left out.
 
     Args:
         patterns: paths, folders and globs.
@@ -66,6 +66,7 @@ def find_files(patterns: Collection[str], finder: FileFinder | None = None) -> l
     """
     finder = FileFinder() if finder is None else finder
     names: list[str] = []
+    # All patterns are tried, so that one check of the job shows every wrong one
     problems: list[JobError] = []
     for pattern in patterns:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_kit.data_files import FileFinder
+from forge_kit.data.data_files import FileFinder
 from forge_plugin_text.listing import TextFile
 from forge_plugin_text.source import CorpusDataset
 
@@ -36,6 +36,7 @@ class PythonStdlib(CorpusDataset):
     """
 
     def files(self) -> tuple[TextFile, ...]:
+        """Lists the `.py` files of the running interpreter's library, each named by its path below it."""
         root = sysconfig.get_path("stdlib")
         candidates = FileFinder().walk(root, EXCLUDED_FOLDERS)
         paths = [path for path in candidates if path.endswith(".py") and _is_general(path, root)]

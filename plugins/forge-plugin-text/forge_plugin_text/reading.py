@@ -54,6 +54,7 @@ class Reading:
             text = self._decode(line, where, offset)
             offset += len(line)
             if text.strip():
+                # Before every line, as files with such marks may have been concatenated
                 content = self._content(text.removeprefix(BYTE_ORDER_MARK), where)
                 yield Document(f"{file.name}:{number}", file.name, content)
 
@@ -70,6 +71,7 @@ class Reading:
     def _content(self, line: str, where: str) -> str:
         try:
             record = json.loads(line)
+        # RecursionError: a line of thousands of brackets
         except (ValueError, RecursionError) as error:
             raise JobError(f"{where}: not JSON ({error}): {_excerpt(line)}; every line must be one object") from error
         if not isinstance(record, dict):

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.rank_zero import from_rank0, is_checked_elsewhere
+from forge_kit.tools.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_text.corpus import CorpusFacts, TextCorpus
 from forge_plugin_text.listing import TextFile
 from forge_plugin_text.reading import Reading
@@ -54,7 +54,7 @@ class CorpusDataset(DatasetComponent):
         raise NotImplementedError
 
     def left_out(self) -> Mapping[str, int]:
-        """See `forge_kit.data_files.ListsFiles`."""
+        """See `forge_kit.data.data_files.ListsFiles`."""
         return {}
 
     def reading(self) -> Reading:
@@ -87,7 +87,9 @@ class CorpusDataset(DatasetComponent):
             raise JobError(_NO_TOKENIZER)
         from forge_plugin_text.tokens import cached_tokens, open_documents
 
+        # Called on rank 0 for the facts, and elsewhere only by a rank that encodes
         find_corpus = functools.cache(self.corpus)
+        # Collective: all ranks must reach this call
         facts = from_rank0(context, lambda: evolve(find_corpus().describe(), left_out=self.left_out()))
         object.__setattr__(self, "_facts", facts)  # the component is frozen, as its keys must not change
         stored = cached_tokens(facts, find_corpus, context.tokenizer, self.verify)
@@ -98,6 +100,7 @@ class CorpusDataset(DatasetComponent):
         return self._facts or evolve(self.corpus().describe(), left_out=self.left_out())
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that there are a tokenizer, files, and a split that they allow; on other ranks the tokenizer only."""
         if job.data.tokenizer is None:
             yield Problem("", _NO_TOKENIZER)
         if is_checked_elsewhere():

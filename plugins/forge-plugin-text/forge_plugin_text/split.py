@@ -21,6 +21,7 @@ class Split:
 
     @property
     def holds_out_any(self) -> bool:
+        """Whether anything is to be held out; the corpus may still have no listed name."""
         return bool(self.every or self.names)
 
     def holds_out(self, number: int, document: Document) -> bool:

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from forge_core.contracts.components import FilePath
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.data_files import left_out_note
+from forge_kit.data.data_files import left_out_note
 from forge_plugin_text.listing import TextFile, find_files, left_out
 from forge_plugin_text.reading import Reading
 from forge_plugin_text.source import CorpusDataset
@@ -34,6 +34,7 @@ class Text(CorpusDataset):
     """Bytes that are not UTF-8: strict stops with the file and the offset, replace reads U+FFFD in their place."""
 
     def files(self) -> tuple[TextFile, ...]:
+        """Lists the files of `path`; raises `JobError` also where all of them are empty."""
         patterns = self._patterns
         if not all(patterns) or not patterns:
             raise JobError([Problem("path", f"{self.path!r} names nothing; give a file, folder or glob, or a list")])
@@ -47,13 +48,15 @@ class Text(CorpusDataset):
         return tuple(files)
 
     def reading(self) -> Reading:
+        """Returns the settings of the keys `errors` and `field`."""
         return Reading(self.errors, self.field)
 
     def left_out(self) -> Mapping[str, int]:
-        """See `forge_kit.data_files.ListsFiles`."""
+        """See `forge_kit.data.data_files.ListsFiles`."""
         return left_out(self._patterns)
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """Shows the number and size of files, and how many were left out or are empty."""
         facts = self.facts()
         notes = [left_out_note(facts.left_out), f"{facts.empty:,} empty" if facts.empty else ""]
         text = f"{facts.files:,} of text, {facts.size / 1e6:,.1f} MB"

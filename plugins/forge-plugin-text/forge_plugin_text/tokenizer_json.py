@@ -37,8 +37,10 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         around = [end_of_text, *self._begin_of_text]
         self._tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in around])
+        # After the tokens are added: spelt out in a text, special tokens are encoded as plain characters
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        # Not the number of tokens: ids may have gaps, and the model needs a row for the highest
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_text = vocabulary[end_of_text]
         self.begin_of_text = [vocabulary[token] for token in self._begin_of_text]
@@ -53,17 +55,21 @@ class JsonTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         whole, plain = (tokenizer.encode("a", add_special_tokens=added) for added in (True, False))
+        # Where the plain encoding begins within the one with the post-processor's tokens
         before = next(n for n in range(len(whole.ids)) if whole.ids[n : n + len(plain.ids)] == plain.ids)
         return tuple(whole.tokens[:before])
 
     def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, without tokens around it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes as `encode`, in several threads, and without the offsets of tokens, which takes less time."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def token_id(self, token: str) -> int | None:
@@ -71,9 +77,12 @@ class JsonTokenizer:
         return self._tokenizer.token_to_id(token)
 
     def save(self, folder: Path) -> None:
+        """Writes the content as it was read, byte for byte."""
         (folder / FILE_NAME).write_bytes(self._content.encode())
 
     def fingerprint(self) -> str:
+        """Covers the content, and the tokens that end and begin documents."""
+        # Nothing where there is none, so that older fingerprints stay valid
         begin = "".join(f"{token}\0" for token in self._begin_of_text)
         return hashlib.sha256(f"{begin}{self._end_of_text}\0{self._content}".encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""The cached token files of a corpus: `train` and `held_out` (see `forge_kit.token_file`)."""
+"""The cached token files of a corpus: `train` and `held_out` (see `forge_kit.data.token_file`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge_core import report_progress
 from forge_core.contracts.errors import JobError
-from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
-from forge_kit.token_file import Header, TokenFile, TokenFileWriter
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
+from forge_kit.data.token_file import Header, TokenFile, TokenFileWriter
+from forge_kit.data.tokenizers import begin_of_text
 from forge_plugin_text.corpus import CorpusFacts, TextCorpus
 from forge_plugin_text.reading import Document
 
@@ -61,6 +61,7 @@ def cached_tokens(
         corpus = find_corpus()
         logger.info("tokenising %s", corpus)
         info = write_tokens(folder, corpus, tokenizer, corpus.text_bytes())
+        # After the last read: a change during it would be stored under the old key
         if corpus.fingerprint() != facts.fingerprint:
             message = f"{corpus} changed while it was tokenised, or is not what rank 0 has"
             raise JobError(f"{message}; start again when nothing writes to it")
@@ -97,9 +98,11 @@ def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, size: i
         TokenFileWriter(folder / TRAIN, *vocabulary, resume=progress.state.get(TRAIN)) as train,
         TokenFileWriter(folder / HELD_OUT, *vocabulary, resume=progress.state.get(HELD_OUT)) as held_out,
     ):
+        # Parts that are on the disk are read again and passed over: their number is all that the state has.
         for batch in batches(islice(text_parts(corpus.documents()), done, None)):
             for part, ids in zip(batch, tokenizer.encode_batch([part.text for part in batch]), strict=True):
                 writer = held_out if part.held_out else train
+                # Parts of one document have one beginning
                 whole = [*begin, *ids] if part.is_first else ids
                 text_bytes = len(part.text.encode())
                 writer.add(part.document, whole, text_bytes=text_bytes, is_last=part.is_last)

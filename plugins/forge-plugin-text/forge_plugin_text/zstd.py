@@ -56,6 +56,7 @@ def _decompressed(file: BinaryIO) -> Iterator[bytes]:
                 piece = frame.decompress(data)
             except zstandard.ZstdError as error:
                 raise EOFError(str(error)) from error
+            # What follows a frame begins the next one: tools write several into one file.
             data = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
             if piece:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from forge_core.contracts.errors import ForgeError
 from forge_core.data.packing import Concatenate
 from forge_core.data.windows import TrainingWindows
-from forge_kit.cache import CachedFolder
-from forge_kit.token_file import HEADER, TokenFile
+from forge_kit.data.cache import CachedFolder
+from forge_kit.data.token_file import HEADER, TokenFile
 from forge_plugin_text import Text, tokens
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_text.corpus import CorpusFacts

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.contracts.errors import DataError, ForgeError
-from forge_kit import cache
+from forge_kit.data import cache
 from forge_plugin_text import Text, TextFile, corpus
 from forge_plugin_text import tokens as token_files
 from forge_plugin_text.bytes import ByteTokenizer
@@ -284,7 +284,7 @@ def test_the_first_of_two_makers_without_locks_wins(cache: Path, monkeypatch: py
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    from forge_kit.cache import cached_folder
+    from forge_kit.data.cache import cached_folder
 
     def make(name: str, folder: Path) -> dict[str, str]:
         (folder / "content").write_text(name)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from forge_core.contracts import data
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.tokenizers import begin_of_text
 from forge_plugin_text import BPE, Bytes, TokenizerFile
 from forge_plugin_text.tokenizer_json import JsonTokenizer
 from forge_plugin_text.training import train_bpe

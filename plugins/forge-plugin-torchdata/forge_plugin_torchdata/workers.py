@@ -22,7 +22,7 @@ import torch
 
 from forge_core.contracts.data import LoadedRows, SampleReader, SampleRow
 from forge_core.contracts.errors import DataError
-from forge_kit.forks import collect_own_garbage, collector_paused
+from forge_kit.tools.forks import collect_own_garbage, collector_paused
 
 QUEUED = 2
 """Units that a worker has at a time, so that it need not wait for the next one. When it dies, it was reading the first,

@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 
 from forge_core.contracts.errors import ForgeError
-from forge_kit.cache import cache_root
+from forge_kit.data.cache import cache_root
 
 VARIABLE = "FORGE_GROUP_SECRET"
 FILE = "group-secret"

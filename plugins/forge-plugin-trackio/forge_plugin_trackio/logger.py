@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge_core.contracts.errors import ExitCode, ForgeError
-from forge_kit.tracking import TrackedRun, count_rows, is_sent, numbers
+from forge_kit.tools.tracking import TrackedRun, count_rows, is_sent, numbers
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

@@ -19,7 +19,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from forge_kit.products import multiplied_by
+from forge_kit.nn.products import multiplied_by
 from forge_plugin_compile.onednn.products import give_back, is_faster, take_over
 from forge_plugin_transformer.attention_backends import SUPPORTED, Choice, Kernel
 from forge_plugin_transformer.document_backends import DocumentChoice

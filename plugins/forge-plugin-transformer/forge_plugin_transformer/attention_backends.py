@@ -66,7 +66,7 @@ class Measurement:
     head_dim: int
     milliseconds: Mapping[Kernel, float]
     products: str = ""
-    """Library of matrix products, where there is a choice; see `forge_kit.products.multiplied_by`."""
+    """Library of matrix products, where there is a choice; see `forge_kit.nn.products.multiplied_by`."""
 
     def fastest(self) -> Kernel:
         return min(self.milliseconds, key=self.milliseconds.__getitem__)
@@ -131,7 +131,7 @@ def choose_backend(backend: Backend, context: BuildContext, head_dim: int, scori
     Raises:
         JobError: the job sets a kernel that cannot run there.
     """
-    from forge_kit.products import multiplied_by
+    from forge_kit.nn.products import multiplied_by
 
     device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
     if backend == "auto":

@@ -101,7 +101,7 @@ class RopeComponent(Component):
     A module whose tables depend on the length of a sequence has `at_lengths(positions, lengths)`: it is called in
     generation with a cache, `lengths` (B,) being the positions that each row has by now. Where keys in the cache are
     void beyond a length, `cache_limits` has that length, and `generate` recomputes the cache (see `VoidsCache` of
-    `forge_kit.generation`).
+    `forge_kit.nn.generation`).
     """
 
     kind = "rope"

@@ -19,7 +19,7 @@ from forge_core.contracts.components import (
     when_resumed,
 )
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.fields import DEPTH, TRAINING_ONLY
+from forge_kit.optim.fields import DEPTH, TRAINING_ONLY
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.job import Job
-    from forge_kit.modules import Embedding, LinearHead
+    from forge_kit.nn.modules import Embedding, LinearHead
     from forge_plugin_transformer.modules.block import Block
     from forge_plugin_transformer.modules.multi_token import PredictionBlock, Predictions
 
@@ -168,7 +168,7 @@ class Transformer(ModelComponent):
         )  # its head is a subclass of the type that an assignable protocol member must have exactly
 
     def _build_embedding(self, context: BuildContext, vocab_size: int) -> Embedding:
-        from forge_kit.modules import Embedding
+        from forge_kit.nn.modules import Embedding
         from forge_plugin_transformer.modules.ends import ScaledEmbedding
 
         if self.embedding_scale == 1:
@@ -176,7 +176,7 @@ class Transformer(ModelComponent):
         return ScaledEmbedding(vocab_size, self.dim, scale=self.embedding_scale, dtype=context.dtype, std=self.init_std)
 
     def _build_head(self, vocab_size: int) -> LinearHead:
-        from forge_kit.modules import LinearHead
+        from forge_kit.nn.modules import LinearHead
         from forge_plugin_transformer.modules.ends import BoundedHead
 
         if self.logit_scale == 1 and not self.logit_soft_cap:  # losses have a faster way for this very class
@@ -215,7 +215,7 @@ class Transformer(ModelComponent):
 
     def _build_prediction(self, context: BuildContext, number: int) -> PredictionBlock:
         """Build one prediction block; its layer number follows the model's layers, as in DeepSeek-V3's weights."""
-        from forge_kit.modules import Linear
+        from forge_kit.nn.modules import Linear
         from forge_plugin_transformer.modules.multi_token import PredictionBlock
 
         here = context.at(f"mtp.blocks.{number}", layer=self.layers + number)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from forge_core.contracts.model import Model
-from forge_kit.generation import Generates
+from forge_kit.nn.generation import Generates
 from forge_plugin_transformer import GELU, FFNComponent, GroupedQueryAttention, LayerNorm, SwiGLU
 
 MakeModel = Callable[..., Any]

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.fields import DEPTH
+from forge_kit.optim.fields import DEPTH
 from forge_plugin_vision.kinds import AdapterComponent, Grid
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class AveragePool(AdapterComponent):
     @property
     def multiple(self) -> int:
         """The least common multiple of both windows; 1 if windows at edges may be smaller."""
-        # Of both, as an image and a clip have one multiple: `ImageFormat.multiple`.
+        # Of both, as an image and a clip have one multiple: `ImageFormat.multiple`
         return 1 if self.ragged else lcm(self.window, self.video_window or self.window)
 
     def positions(self, grid: Grid) -> int:
@@ -210,7 +210,7 @@ def _windows(grid: Grid, window: int, video_window: int = 0, *, ragged: bool) ->
     if video_window in (0, window):
         return images
     videos, are_videos = _windows_of_side(grid, video_window, ragged=ragged), (grid.frames > 1) * 1  # or a tensor
-    # A sum of products in place of a condition, which tensors of many grids do not allow.
+    # A sum of products in place of a condition, which tensors of many grids do not allow
     return are_videos * videos + (1 - are_videos) * images
 
 

@@ -61,7 +61,7 @@ class AnyResolution(AdapterComponent):
         In joined tiles: the overview's features, then the plane with a vector after each row. In one tile: its features
         and one vector. A video: the pooled features of its frames and one vector.
         """
-        # Factors of 0 and 1 in place of conditions, which tensors of many grids do not allow.
+        # Factors of 0 and 1 in place of conditions, which tensors of many grids do not allow
         joined, several = (grid.frames < 0) * 1, (grid.frames > 1) * 1
         frames, rows, columns = grid.plain
         there = (grid.frames != 0) * 1

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, lt
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.fields import DEPTH
+from forge_kit.optim.fields import DEPTH
 from forge_plugin_vision.kinds import ImageFormat, VisionEncoderComponent
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ def shuffled(seed: int) -> Order:
 
     def order(clip: int, frames: int) -> np.ndarray:
         drawn = np.random.default_rng([seed, clip]).permutation(frames)
-        # A clip that keeps its order would count as shuffled, and hide what order is worth.
+        # A clip that keeps its order would count as shuffled, and `time_bits` would be too small.
         return np.roll(drawn, 1) if (drawn == np.arange(frames)).all() else drawn
 
     return order

@@ -11,7 +11,7 @@ from attrs.validators import deep_iterable, ge, gt
 
 from forge_core.contracts.components import when_resumed
 from forge_core.contracts.errors import Problem
-from forge_kit.fields import DEPTH
+from forge_kit.optim.fields import DEPTH
 from forge_plugin_vision.kinds import AdapterComponent, Grid, ImageFormat, VisionEncoderComponent
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class QwenViT(VisionEncoderComponent):
 
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
         """Build the tower; `window` is converted to patches, and a position table is made only if `table` is set."""
-        from forge_kit.modules import Linear
+        from forge_kit.nn.modules import Linear
         from forge_plugin_vision.modules.positions import PositionTable
         from forge_plugin_vision.modules.qwen_vit import AxialRotary, QwenVisionTransformer
 

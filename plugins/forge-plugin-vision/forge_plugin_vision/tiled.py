@@ -10,7 +10,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.fields import DEPTH
+from forge_kit.optim.fields import DEPTH
 from forge_plugin_vision.kinds import Grid, ImageFormat, VisionEncoderComponent
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from attrs.validators import ge
 from forge_core.contracts.components import ModelComponent, default_type
 from forge_core.contracts.data import BatchField
 from forge_core.contracts.errors import Problem
-from forge_kit.fields import TRAINING_ONLY
+from forge_kit.optim.fields import TRAINING_ONLY
 from forge_plugin_vision.kinds import (
     BROKEN,
     GRIDS,
@@ -191,7 +191,7 @@ class Joint(FusionComponent):
         if not self.deepstack:
             yield Problem("deepstack_adapter", "it has no use without deepstack; set that, or leave the table out")
         adapter, side = image_input(job).adapter, image_input(job).format.multiple
-        # A clip with different rows, columns and frames, so that adapters which treat one of them otherwise differ.
+        # A clip with different rows, columns and frames, so that adapters which treat one of them otherwise differ
         grid = image_input(job).encoder.feature_grid(Grid(2, 2 * side, 3 * side))
         counts = [each.positions(grid) for each in (adapter, self.deepstack_adapter)]
         if counts[0] != counts[1] or side % self.deepstack_adapter.multiple:

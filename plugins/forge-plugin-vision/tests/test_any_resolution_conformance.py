@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from forge_plugin_vision import AnyResolution, Joint, VisionLanguage, VisionPart, ViT
-from forge_plugin_vision.suite import VisionModelSuite
-from forge_plugin_vision.testing import tiny_language
+from forge_testing.suites.vision import VisionModelSuite
+from forge_testing.vision import tiny_language
 
 
 class TestAnyResolutionAndJoint(VisionModelSuite):

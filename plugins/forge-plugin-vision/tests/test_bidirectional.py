@@ -31,10 +31,10 @@ from forge_plugin_transformer.huggingface_names import to_huggingface
 from forge_plugin_transformer.modules.spans import SPANS
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Joint, VisionLanguage
 from forge_plugin_vision.modules.grafting import PLACES
-from forge_plugin_vision.suite import VisionModelSuite
-from forge_plugin_vision.testing import tiny_language, tiny_vision
 from forge_testing import TinyModel, job_problems
 from forge_testing.refusals import at, check_problems, problems_of
+from forge_testing.suites.vision import VisionModelSuite
+from forge_testing.vision import tiny_language, tiny_vision
 
 S = 16
 LANGUAGE = Transformer(

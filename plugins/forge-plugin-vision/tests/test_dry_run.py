@@ -15,8 +15,8 @@ from forge_core.engine.build import build_bare_model, build_context
 from forge_core.parallel.initialise import materialise
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_vision import Joint, MLPAdapter, ViT
-from forge_plugin_vision.testing import RandomImages
 from forge_testing import tiny_job
+from forge_testing.vision import RandomImages
 
 ANY_SIZE = ViT(dim=16, layers=1, heads=2, patch=2, size=(4, 4), position_interpolation="bilinear")
 ENCODERS = {

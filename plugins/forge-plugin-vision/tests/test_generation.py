@@ -8,7 +8,7 @@ import torch
 from forge_core.parallel.initialise import materialise
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_vision import GRIDS, PATCHES, VisionLanguage
-from forge_plugin_vision.testing import tiny_language, tiny_vision
+from forge_testing.vision import tiny_language, tiny_vision
 
 END = 31
 

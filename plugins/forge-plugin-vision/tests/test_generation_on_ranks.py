@@ -9,10 +9,10 @@ from forge_core.plugins.catalog import Catalog
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_transformer import GroupedQueryAttention, PlainRope, Transformer
 from forge_plugin_vision import GRIDS, PATCHES, Joint, MultimodalRope, VisionLanguage
-from forge_plugin_vision.testing import tiny_vision
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import tiny_run
+from forge_testing.vision import tiny_vision
 
 FUSIONS = {
     "joint, deepstack and mrope": (Joint(deepstack=(0,)), MultimodalRope(sections=(1, 1, 0))),

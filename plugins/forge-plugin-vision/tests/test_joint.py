@@ -10,9 +10,9 @@ from forge_core.parallel.initialise import materialise
 from forge_plugin_transformer import GEGLU, GroupedQueryAttention, RMSNorm
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint, VisionLanguage
 from forge_plugin_vision.modules.grafting import embedding_width
-from forge_plugin_vision.suite import VisionModelSuite
-from forge_plugin_vision.testing import tiny_language, tiny_vision
 from forge_testing.refusals import refuses
+from forge_testing.suites.vision import VisionModelSuite
+from forge_testing.vision import tiny_language, tiny_vision
 
 
 class TestJoint(VisionModelSuite):

@@ -11,8 +11,8 @@ import pytest
 from forge_plugin_vision import Looking, VisionLanguage
 from forge_plugin_vision.kinds import GRIDS, PATCHES
 from forge_plugin_vision.looking import ImageRows
-from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing.refusals import at, check_problems, problems_of
+from forge_testing.vision import RandomImages, tiny_language, tiny_vision
 
 MODEL = VisionLanguage(language=tiny_language(), vision=tiny_vision())
 

@@ -16,11 +16,11 @@ from forge_core.engine.evaluation import evaluate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, ImageFormat, Looking, VisionLanguage, image_input
 from forge_plugin_vision.frame_order import reordered, shuffled, still
-from forge_plugin_vision.testing import tiny_vision
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import tiny_run
 from forge_testing.tiny_model import TinyNetwork
+from forge_testing.vision import tiny_vision
 
 ENTRIES, ROWS, LENGTH, CERTAIN = 4, 7, 24, 3.0
 VISION = attrs.evolve(tiny_vision(), images_per_sequence=ENTRIES)

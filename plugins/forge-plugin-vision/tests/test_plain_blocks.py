@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from forge_core import Catalog, Trainer
 from forge_core.contracts.contexts import BuildContext
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 from forge_plugin_parallel import FSDP
 from forge_plugin_vision import ImageFormat, VisionEncoderComponent, VisionLanguage
-from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing import tiny_job
 from forge_testing.processes import run_on_ranks
+from forge_testing.vision import RandomImages, tiny_language, tiny_vision
 
 
 @frozen(kw_only=True)

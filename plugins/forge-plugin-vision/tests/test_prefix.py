@@ -15,15 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from forge_core.parallel.initialise import materialise
-from forge_kit.generation import PROMPT
+from forge_kit.nn.generation import PROMPT
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_transformer import MultiTokenPrediction
 from forge_plugin_transformer.huggingface_names import to_huggingface
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint, VisionLanguage
-from forge_plugin_vision.suite import VisionModelSuite
-from forge_plugin_vision.testing import tiny_language, tiny_vision
 from forge_testing.refusals import at, check_problems, problems_of
+from forge_testing.suites.vision import VisionModelSuite
+from forge_testing.vision import tiny_language, tiny_vision
 
 S, END = 16, 31
 

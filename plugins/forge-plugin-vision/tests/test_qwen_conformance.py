@@ -10,8 +10,8 @@ import torch
 from qwen_models import MODEL
 
 from forge_plugin_vision import PATCHES
-from forge_plugin_vision.suite import VisionModelSuite
-from forge_plugin_vision.testing import RandomImages
+from forge_testing.suites.vision import VisionModelSuite
+from forge_testing.vision import RandomImages
 
 
 class TestQwen(VisionModelSuite):

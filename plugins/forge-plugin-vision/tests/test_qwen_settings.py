@@ -16,9 +16,9 @@ from forge_core.plugins.catalog import Catalog
 from forge_plugin_transformer import GroupedQueryAttention
 from forge_plugin_vision import Grid, Joint, LinearAdapter, Merger, MultimodalRope, Perceiver, VisionLanguage
 from forge_plugin_vision.modules.images import Images
-from forge_plugin_vision.testing import RandomImages
 from forge_testing import tiny_job
 from forge_testing.refusals import ExpectedProblem, at, check_problems, problems_of, refuses_all
+from forge_testing.vision import RandomImages
 
 
 def changed(**changes: Any) -> VisionLanguage:

@@ -6,10 +6,10 @@ import attrs
 import pytest
 
 from forge_plugin_vision import Joint, MLPAdapter, TiledViT, VisionLanguage, VisionPart, ViT
-from forge_plugin_vision.suite import VisionModelSuite
-from forge_plugin_vision.testing import tiny_language
 from forge_testing import tiny_job
 from forge_testing.refusals import at, check_problems, problems_of, refuses
+from forge_testing.suites.vision import VisionModelSuite
+from forge_testing.vision import tiny_language
 
 
 class TestTiledVitAndJoint(VisionModelSuite):

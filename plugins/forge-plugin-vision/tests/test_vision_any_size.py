@@ -6,9 +6,9 @@ import pytest
 
 from forge_plugin_vision import AttentionPool, AveragePool, Joint, PixelShuffle, VisionLanguage, VisionPart, ViT
 from forge_plugin_vision.kinds import format_for, grid_problems
-from forge_plugin_vision.suite import VisionModelSuite
-from forge_plugin_vision.testing import tiny_language
 from forge_testing.refusals import at, check_problems, refuses
+from forge_testing.suites.vision import VisionModelSuite
+from forge_testing.vision import tiny_language
 
 TOWER = {"dim": 16, "layers": 2, "heads": 2, "patch": 2, "size": (6, 6)}
 

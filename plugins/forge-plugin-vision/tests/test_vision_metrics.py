@@ -20,9 +20,9 @@ from forge_plugin_freeze import Freeze, Stage
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, LayerNorm, Transformer
 from forge_plugin_vision import GRIDS, PATCHES, VisionLanguage
-from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing import tiny_job
 from forge_testing.processes import run_on_ranks
+from forge_testing.vision import RandomImages, tiny_language, tiny_vision
 
 MODEL = VisionLanguage(language=tiny_language(), vision=tiny_vision())
 S, B = 24, 8

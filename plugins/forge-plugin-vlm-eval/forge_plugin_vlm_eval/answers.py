@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from forge_core.contracts.errors import ForgeError
 from forge_core.data.reading import collate
 from forge_core.parallel.mesh import gather_objects, sample_rank
-from forge_kit.generation import Generates, generates_jointly
+from forge_kit.nn.generation import Generates, generates_jointly
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import stop_ids
 
@@ -65,5 +65,5 @@ def check_generates(model: Model, layout: Layout) -> None:
         message = f"{type(model).__name__} cannot generate: it has no new_cache and decode"
         raise ForgeError(f"{message}; leave the evaluation out; multiple_choice needs losses alone")
     if layout.replicate != layout.world_size and not generates_jointly(model):
-        message = f"no stage of the layout ({layout}) lets its ranks generate together (forge_kit.generation)"
+        message = f"no stage of the layout ({layout}) lets its ranks generate together (forge_kit.nn.generation)"
         raise ForgeError(f"{message}; leave the evaluation out; multiple_choice works under every layout")

@@ -24,9 +24,8 @@ from forge_core.contracts.model import Model
 from forge_core.data.reading import collate
 from forge_core.engine.build import build_context
 from forge_core.engine.evaluation import evaluate
-from forge_kit.generation import WholeModel, join
+from forge_kit.nn.generation import WholeModel, join
 from forge_plugin_images import ImageText
-from forge_plugin_images.testing import LANGUAGE, tiny_model
 from forge_plugin_text import Bytes, Text
 from forge_plugin_text.packing import BestFit
 from forge_plugin_vision import MultimodalRope
@@ -35,6 +34,7 @@ from forge_plugin_vlm_eval.answers import check_generates
 from forge_plugin_vlm_eval.asked import Asked, questions_for
 from forge_plugin_vlm_eval.generated import GeneratedAnswers
 from forge_testing import Numbers
+from forge_testing.images import LANGUAGE, tiny_model
 from forge_testing.laws import Case, layout_law
 from forge_testing.refusals import at, check_problems, naming, problems_of, refuses
 from forge_testing.runs import tiny_run
@@ -164,7 +164,7 @@ def test_clips_are_asked_like_images(changes, tmp_path):
     """With times as text between their frames, and two captions each."""
     pytest.importorskip("av")
     from forge_plugin_images.video import Frames, Uniform, VideoText
-    from forge_plugin_images.video.testing import bar_code, write_clip
+    from forge_testing.clips import bar_code, write_clip
 
     lines = []
     for number in range(3):

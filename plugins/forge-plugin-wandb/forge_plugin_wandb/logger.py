@@ -18,8 +18,8 @@ import numpy as np
 import wandb
 
 from forge_core.contracts.errors import ExitCode, ForgeError
-from forge_kit.metrics import read_metrics
-from forge_kit.tracking import TrackedRun, count_rows, is_sent, numbers
+from forge_kit.tools.metrics import read_metrics
+from forge_kit.tools.tracking import TrackedRun, count_rows, is_sent, numbers
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

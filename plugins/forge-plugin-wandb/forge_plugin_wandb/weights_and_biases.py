@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_kit.tracking import TrackerComponent
+from forge_kit.tools.tracking import TrackerComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

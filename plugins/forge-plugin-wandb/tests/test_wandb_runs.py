@@ -12,7 +12,7 @@ import pytest
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ExitCode, ForgeError
-from forge_kit.tracking import TrackedRun
+from forge_kit.tools.tracking import TrackedRun
 from forge_plugin_wandb import Wandb
 from forge_testing.refusals import naming
 

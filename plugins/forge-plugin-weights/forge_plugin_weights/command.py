@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode
-from forge_kit.commands import gigabytes
-from forge_kit.outputs import MARK, output_file, write_output
-from forge_kit.tables import columns
+from forge_kit.tools.commands import gigabytes
+from forge_kit.tools.outputs import MARK, output_file, write_output
+from forge_kit.tools.tables import columns
 
 if TYPE_CHECKING:
     from forge_core.plugins.catalog import Catalog

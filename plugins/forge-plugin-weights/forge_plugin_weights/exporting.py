@@ -22,8 +22,8 @@ from forge_core.config.load import MODEL_TABLES, parse_job
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.checkpoints import evaluated_names, stored_tensors
-from forge_kit.outputs import free_path, unfinished
+from forge_kit.tools.checkpoints import evaluated_names, stored_tensors
+from forge_kit.tools.outputs import free_path, unfinished
 from forge_plugin_weights.card import write_card
 from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, plan_files, writer_of
 from forge_plugin_weights.importing import (

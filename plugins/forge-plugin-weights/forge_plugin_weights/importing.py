@@ -33,7 +33,7 @@ from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
 from forge_core.job import JobSection
 from forge_core.plugins.catalog import Catalog
-from forge_kit.outputs import free_path, unfinished
+from forge_kit.tools.outputs import free_path, unfinished
 from forge_plugin_weights.downloads import check_small_files, check_weights
 from forge_plugin_weights.files import BLOCK, SUFFIX, Place, Room, places_in
 from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes

@@ -14,7 +14,7 @@ from attrs import field, frozen
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.architectures.vision_towers import Tower
 from forge_plugin_weights.fields import REQUIRED, value_of
 from forge_plugin_weights.kinds import (
@@ -100,7 +100,7 @@ def language_of(model: Flat, only: Named | None = None) -> Language:
     return _language(tomli_w.dumps(nested(with_pattern(inner))), only)
 
 
-# Fields and rules ask for the form of one model several times, and every architecture is tried to find it.
+# Fields and rules need the form of one model several times, and every architecture is tried to find it.
 @cache
 def _language(text: str, only: Named | None) -> Language:
     catalog = Catalog.installed()
@@ -151,7 +151,7 @@ class LanguageTable(Field):
         return InnerTable(TEXT, LANGUAGE, architecture, all_fields(architecture), own, self.harmless)
 
     def read(self, config: Config) -> Flat:
-        """Reads the table by its architecture; raises `Unsupported` for what only a head of its class does."""
+        """Reads the table by its architecture; raises `Unsupported` for what only a head alone does."""
         model = read_table(self.inner(config))
         check_head(model, self.head_keys)
         return model

@@ -14,7 +14,7 @@ from forge_core.config.load import to_toml
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Config, Field, Flat, Unsupported, reading
 from forge_plugin_weights.layered import ABSENT, PerLayer, differs, merged, outside_kinds, with_pattern, without_pattern
 

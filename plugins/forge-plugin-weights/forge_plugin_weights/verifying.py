@@ -26,9 +26,9 @@ from forge_core.contracts.model import Initialises
 from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
-from forge_kit.checkpoints import evaluated_names, stored_tensors
-from forge_kit.tokenizers import begin_of_text
-from forge_kit.whole_tensors import read_whole
+from forge_kit.data.tokenizers import begin_of_text
+from forge_kit.tools.checkpoints import evaluated_names, stored_tensors
+from forge_kit.tools.whole_tensors import read_whole
 from forge_plugin_weights.importing import CONFIG, Source, imported_job, match_model, run_of
 from forge_plugin_weights.kinds import Part, Shapes
 from forge_plugin_weights.matching import check_tensors
@@ -272,7 +272,9 @@ def compare_logits(
     probabilities, others = first.log_softmax(-1), second.log_softmax(-1)
     divergence = (probabilities.exp() * (probabilities - others)).sum(-1).mean().item()
     same = (first.argmax(-1) == second.argmax(-1)).double().mean().item()
-    return LogitDifference(layers, (first - second).abs().max().item(), max(divergence, 0.0), same)  # rounding may make it negative
+    return LogitDifference(
+        layers, (first - second).abs().max().item(), max(divergence, 0.0), same
+    )  # rounding may make it negative
 
 
 class _LayerByLayer:

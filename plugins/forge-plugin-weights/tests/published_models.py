@@ -18,7 +18,7 @@ from forge_core.checkpoint.resume import locate
 from forge_core.config.load import parse_job
 from forge_core.engine.build import build_context, build_model
 from forge_core.plugins.catalog import Catalog
-from forge_kit.checkpoints import load_model
+from forge_kit.tools.checkpoints import load_model
 
 VOCABULARY = 64
 SIZES: Mapping[str, Any] = {

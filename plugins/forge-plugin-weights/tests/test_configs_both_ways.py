@@ -17,7 +17,7 @@ from forge_core.config.load import parse_job, to_toml
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.fields import Choice, Dropout, ExportedAs, Only
 from forge_plugin_weights.importing import model_shapes
 from forge_plugin_weights.kinds import ArchitectureComponent

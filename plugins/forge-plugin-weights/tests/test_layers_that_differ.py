@@ -14,7 +14,7 @@ from published_models import EXPERTS
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.exporting import find_form
 from forge_plugin_weights.kinds import Unsupported
 from forge_plugin_weights.tables import architectures, fitting_forms, read_config, write_config

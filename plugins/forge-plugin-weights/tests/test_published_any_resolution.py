@@ -290,7 +290,7 @@ def test_a_job_goes_on_from_a_published_model_and_is_exported(published, tmp_pat
         "job": {"name": "tuned", "output": str(tmp_path)},
         "train": {"steps": 2, "global_batch_size": 2, "seq_len": 320},
         "optimizer": {"type": "adamw", "lr": 0.01},
-        "data": {"sources": [{"type": "forge_plugin_vision.testing:RandomImages", "vocabulary": 60, "text_only": 0}]},
+        "data": {"sources": [{"type": "forge_testing.vision:RandomImages", "vocabulary": 60, "text_only": 0}]},
     }
     (tmp_path / "job.toml").write_text(tomli_w.dumps({**start, **job}))
     assert main([str(tmp_path / "job.toml")]) == 0

@@ -20,7 +20,7 @@ from published_models import ids_of, logits, ours, randomised
 from forge_core.cli import main
 from forge_core.contracts.components import ModelComponent
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.importing import import_folder
 from forge_plugin_weights.kinds import ArchitectureComponent
 from forge_plugin_weights.tables import architecture_of, load_architecture, read_config, write_config

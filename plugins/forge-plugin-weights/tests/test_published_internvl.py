@@ -17,7 +17,7 @@ from forge_core.checkpoint.resume import locate
 from forge_core.config.load import parse_job
 from forge_core.contracts.components import ModelComponent
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_images.prompts import prompts_with_images
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE

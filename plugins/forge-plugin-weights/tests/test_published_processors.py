@@ -52,7 +52,7 @@ def test_they_are_there_again_after_training(tmp_path, published):
         "train": {"steps": 1, "global_batch_size": 2, "seq_len": 40},
         "optimizer": {"type": "adamw"},
     }
-    table["data"]["sources"] = [{"type": "forge_plugin_vision.testing:RandomImages"}]
+    table["data"]["sources"] = [{"type": "forge_testing.vision:RandomImages"}]
     job = tmp_path / "job.toml"
     job.write_text(tomli_w.dumps(table))
     assert main([str(job)]) == 0

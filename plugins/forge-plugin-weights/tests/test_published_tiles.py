@@ -26,7 +26,7 @@ from transformers.models.mllama.processing_mllama import (
 from forge_core.cli import main
 from forge_core.contracts.components import ModelComponent
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_huggingface import Auto
 from forge_plugin_images.processing import ImageProcessor

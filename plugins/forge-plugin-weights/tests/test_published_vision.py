@@ -23,7 +23,7 @@ from forge_core.config.load import parse_job
 from forge_core.contracts.components import ModelComponent, TrainingHook
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_vision import GRIDS, PATCHES
 from forge_plugin_vision.modules.images import Images
@@ -251,7 +251,7 @@ def test_a_tower_is_not_trained_alone(tmp_path, capsys):
     job = {
         "job": {"name": "mine", "output": str(tmp_path)},
         "train": {"steps": 1, "global_batch_size": 2, "seq_len": 40},
-        "data": {"sources": [{"type": "forge_plugin_vision.testing:RandomImages"}]},
+        "data": {"sources": [{"type": "forge_testing.vision:RandomImages"}]},
         "optimizer": {"type": "adamw"},
     }
     model = {**start["model"], "language": {"vocab_size": 64, "dim": 32, "layers": 1, "attention": {"heads": 4}}}
@@ -448,7 +448,7 @@ def test_a_model_of_ones_own_is_exported_with_the_vocabulary_of_its_tokenizer(tm
         },
         "data": {
             "tokenizer": {"type": "bytes"},
-            "sources": [{"type": "forge_plugin_vision.testing:RandomImages"}],
+            "sources": [{"type": "forge_testing.vision:RandomImages"}],
         },
         "optimizer": {"type": "adamw"},
         "hooks": {"export": {}},

@@ -13,7 +13,7 @@ from test_configs_both_ways import BY_MEANING, CATALOG, PHASES, by_transformers
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.tables import read_config, write_config
 
 INNER = ("text_config", "vision_config")

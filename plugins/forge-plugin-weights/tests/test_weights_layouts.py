@@ -29,7 +29,7 @@ from forge_core.contracts.contexts import TrainContext
 from forge_core.engine.build import build_context, build_model
 from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
-from forge_kit.checkpoints import load_model
+from forge_kit.tools.checkpoints import load_model
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import START, import_folder
 from forge_plugin_weights.parallel_export import export_training
@@ -75,7 +75,7 @@ TRAINED_TOO: Mapping[str, str] = {
 """Models that together have the layers of all other architectures, each under one layout."""
 LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "olmo3", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
 """Architectures with Llama's matrices, by the same names and rules."""
-IMAGES = "forge_plugin_vision.testing:RandomImages"
+IMAGES = "forge_testing.vision:RandomImages"
 JOB: Mapping[str, Any] = {
     "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 24, "precision": "fp32"},
     "data": {"sources": [{"type": "forge_testing:Numbers", "held_out": 0}]},

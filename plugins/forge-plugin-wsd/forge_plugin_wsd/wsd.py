@@ -12,7 +12,7 @@ from attrs.validators import and_, ge, le
 from forge_core.contracts.components import when_resumed
 from forge_core.contracts.errors import Problem
 from forge_core.schedules import WarmupComponent, warmup
-from forge_kit.schedules import progress
+from forge_kit.optim.schedules import progress
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

@@ -22,7 +22,7 @@ from forge_core.contracts.components import Component, Plugin, TrainingHook, cal
 from forge_core.contracts.errors import PluginError
 from forge_core.plugins.catalog import Catalog, Offer
 from forge_core.plugins.manager import Plugins
-from forge_kit.documented_keys import field_docs
+from forge_kit.tools.documented_keys import field_docs
 from forge_testing.tables import read_value
 
 

@@ -10,7 +10,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.errors import JobError
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.tokenizers import begin_of_text
 from forge_testing.tiny import VOCABULARY
 
 if TYPE_CHECKING:

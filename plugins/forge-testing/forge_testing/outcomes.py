@@ -16,8 +16,8 @@ from forge_core.checkpoint.storage import read_manifest
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.contexts import CheckpointContext, StepContext, TrainContext
 from forge_core.engine.trainer import Summary
-from forge_kit.checkpoints import stored_tensors
-from forge_kit.whole_tensors import read_whole
+from forge_kit.tools.checkpoints import stored_tensors
+from forge_kit.tools.whole_tensors import read_whole
 
 TIMES = {"time", "tokens_per_second", "step_seconds", "mfu", "data_wait", "peak_memory_gb"}
 """Keys of a metrics line that no two runs share; so are all that start with `seconds/`."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_kit.forks import collect_own_garbage, collector_paused
+from forge_kit.tools.forks import collect_own_garbage, collector_paused
 from forge_testing.torch_internals import share_device_of_gloo
 
 IMPORTED = (

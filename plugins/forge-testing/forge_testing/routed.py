@@ -10,7 +10,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import Problem
-from forge_kit.routers import RouterComponent
+from forge_kit.nn.routers import RouterComponent
 from forge_testing.tiny import VOCABULARY
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run, build_context, build_run
 from forge_core.engine.step import Stepper
 from forge_core.parallel.mesh import gather_objects, local_part, world_size
-from forge_kit.whole_matrices import own_box
+from forge_kit.optim.whole_matrices import own_box
 from forge_testing.catalogs import installed
 from forge_testing.tiny import tiny_job
 

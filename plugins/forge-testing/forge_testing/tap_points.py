@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge_core.contracts.data import Batch
-from forge_kit.taps import TapPoint, tap_points
+from forge_kit.nn.taps import TapPoint, tap_points
 
 DIMENSIONS = {"rest": 3, "hidden": 3, "partial": 3, "heads": 4, "whole": 3, "images": 3}
 """Dimensions of a tensor, by the axes of its point; the first two are sequences and positions, but of `images`."""

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from forge_core.auxiliary import Auxiliary, Unit
 from forge_core.contracts.data import Batch
 from forge_core.contracts.model import Carry, Model, Role
-from forge_kit.modules import Embedding, LayerNorm, Linear, LinearHead
-from forge_kit.recomputing import Recomputing
+from forge_kit.nn.modules import Embedding, LayerNorm, Linear, LinearHead
+from forge_kit.nn.recomputing import Recomputing
 
 
 class Layer(nn.Module):

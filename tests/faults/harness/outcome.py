@@ -13,7 +13,7 @@ import torch
 
 from forge_core.checkpoint.storage import MANIFEST
 from forge_core.checkpoint.tensors import load_tensors
-from forge_kit.checkpoints import stored_tensors
+from forge_kit.tools.checkpoints import stored_tensors
 from forge_testing.outcomes import is_time
 from harness.launch import committed
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 from gpu.bench import Bench, piece, relative_error
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -38,7 +38,7 @@ class OneDNN(Plugin):
         """Reports the library of products in a float32 run on a CPU; elsewhere there is no choice."""
         import torch
 
-        from forge_kit.products import multiplied_by
+        from forge_kit.nn.products import multiplied_by
 
         if not _applies(context.job, context.device) or context.dtype != torch.float32:
             return

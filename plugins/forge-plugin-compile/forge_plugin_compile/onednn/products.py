@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from forge_kit.products import MULTIPLE, multiply_float32_by
+from forge_kit.nn.products import MULTIPLE, multiply_float32_by
 
 LEAST = 2**21
 """Multiplications from which oneDNN is faster: 128 x 128 x 128."""

@@ -8,7 +8,7 @@ import torch
 from forge_core.contracts.contexts import BuildContext
 from forge_core.engine.build import build_context
 from forge_core.engine.trainer import Trainer
-from forge_kit.products import multiplied_by, multiply_float32_by, size_multiple
+from forge_kit.nn.products import multiplied_by, multiply_float32_by, size_multiple
 from forge_plugin_compile.onednn import OneDNN, products
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from forge_kit.modules import Linear
-from forge_kit.taps import TapPoint, tap_points
+from forge_kit.nn.modules import Linear
+from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_cross_attention.modules.sight import MASK, SEEN
 from forge_plugin_transformer.modules.attention_core import torch_attention
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_kit.modules import Embedding
-from forge_kit.taps import TapPoint, tap_points
+from forge_kit.nn.modules import Embedding
+from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_cross_attention.modules.block import CrossAttentionBlock
 from forge_plugin_cross_attention.modules.cache import ImageCache, LayerCache
 from forge_plugin_cross_attention.modules.sight import MASK, VISIBLE, Sight, visible_images

@@ -103,9 +103,9 @@ class Sight(nn.Module):
 
     def numbers(self, grids: Tensor, features: int) -> Tensor:
         """Returns (B, M), the number in the row of each feature's image, -1 for none, for M = `features`."""
-        # 0 for images that are not there, whatever the adapter states for an empty grid.
+        # 0 for images that are not there, whatever the adapter states for an empty grid
         sizes = self.budget.features(Grid(*grids.unbind(-1))) * (grids[..., 0] != 0)  # type: ignore[arg-type]
-        # Contiguous, as `searchsorted` would otherwise warn and copy.
+        # Contiguous, as `searchsorted` would otherwise warn and copy
         index = torch.arange(features, device=grids.device).expand(len(grids), -1).contiguous()
         numbers = torch.searchsorted(sizes.cumsum(1), index, right=True)
         return numbers.where(numbers < grids.shape[1], -1)

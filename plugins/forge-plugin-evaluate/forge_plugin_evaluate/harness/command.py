@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_core.launch.world import join_world
-from forge_kit.commands import count
-from forge_kit.outputs import MARK, output_file, write_output
-from forge_kit.ranks import add_ranks, run_on_ranks
+from forge_kit.tools.commands import count
+from forge_kit.tools.outputs import MARK, output_file, write_output
+from forge_kit.tools.ranks import add_ranks, run_on_ranks
 from forge_plugin_generate.options import check_path, separated
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.contracts.errors import ExitCode, JobError, Problem
-from forge_kit.outputs import MARK, write_output
-from forge_kit.ranks import ranks_asked_for
+from forge_kit.tools.outputs import MARK, write_output
+from forge_kit.tools.ranks import ranks_asked_for
 from forge_plugin_evaluate.harness.task_names import matching_tasks
 from forge_plugin_generate.command import load_trained
 

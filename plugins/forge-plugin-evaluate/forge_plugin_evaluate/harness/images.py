@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from forge_core.contracts.errors import JobError
-from forge_kit.generation import with_prompt
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.tokenizers import begin_of_text
+from forge_kit.nn.generation import with_prompt
 from forge_plugin_evaluate.harness.model import ends_of, first_of_largest
 from forge_plugin_evaluate.harness.requests import GenerationSettings, batches, before_any
 from forge_plugin_generate.generate import Sampling, generate

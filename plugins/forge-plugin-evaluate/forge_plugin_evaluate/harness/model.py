@@ -17,9 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from forge_core.contracts.errors import ForgeError, JobError
-from forge_kit.generation import with_prompt
-from forge_kit.products import size_multiple
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.tokenizers import begin_of_text
+from forge_kit.nn.generation import with_prompt
+from forge_kit.nn.products import size_multiple
 from forge_plugin_evaluate.harness.chats import WritesChats
 from forge_plugin_evaluate.harness.requests import GenerationSettings, Row, batches, before_any, rows_of
 from forge_plugin_generate.generate import Sampling, generate

@@ -25,16 +25,16 @@ from forge_core.vocab_parallel import (
     combine_logsumexp,
     local_labels,
 )
-from forge_kit.batches import length_multiple
-from forge_kit.products import size_multiple
-from forge_kit.ranks import executor_of
+from forge_kit.nn.batches import length_multiple
+from forge_kit.nn.products import size_multiple
+from forge_kit.tools.ranks import executor_of
 from forge_plugin_evaluate.harness.model import ForgeLM, Prompts, first_of_largest
 from forge_plugin_evaluate.harness.requests import Row, batches, rows_of
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch, Tokenizer
     from forge_core.contracts.model import Head, VocabShard
-    from forge_kit.trained import TrainedModel
+    from forge_kit.tools.trained import TrainedModel
 
 IN_TURN = 2
 """Micro-batches for each rank of a pipeline that are run at a time: of one alone, all ranks but one would wait."""

@@ -12,8 +12,8 @@ from attrs import field, frozen
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import DataError
-from forge_kit.batches import length_multiple
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.tokenizers import begin_of_text
+from forge_kit.nn.batches import length_multiple
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer

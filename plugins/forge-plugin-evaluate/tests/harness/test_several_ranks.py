@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from forge_core import ForgeError, Trainer, load_model
 from forge_core.config.load import to_toml
-from forge_kit.ranks import executor_of
+from forge_kit.tools.ranks import executor_of
 from forge_plugin_evaluate.harness.model import ForgeLM
 from forge_plugin_evaluate.harness.shared_model import SharedLM
 from forge_testing.catalogs import installed

@@ -1,6 +1,6 @@
 """Prints samples on the terminal and writes them to a file for people; a model's text is escaped.
 
-Programs read `samples.jsonl` (see `forge_kit.sampled_texts`).
+Programs read `samples.jsonl` (see `forge_kit.tools.sampled_texts`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from forge_kit.sampled_texts import SampledTexts, visible
+from forge_kit.tools.sampled_texts import SampledTexts, visible
 
 FILE = "samples.txt"
 

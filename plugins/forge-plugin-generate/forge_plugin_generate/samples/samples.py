@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
-    from forge_kit.generation import Generates
+    from forge_kit.nn.generation import Generates
 
 
 @define(kw_only=True, slots=False)
@@ -58,7 +58,7 @@ class Samples(TrainingHook):
         """Refuse before the first step what only shows now; hooks passed from Python have not been checked at all."""
         from forge_core.parallel.layout import plan_layout
         from forge_core.parallel.mesh import world_size
-        from forge_kit.generation import Generates, generates_jointly
+        from forge_kit.nn.generation import Generates, generates_jointly
 
         layout, _ = plan_layout(context.job, world_size())
         problems = [*self.problems(context.job, layout), *self._stop_problems(context.tokenizer)]
@@ -66,7 +66,7 @@ class Samples(TrainingHook):
             name = type(context.model).__name__
             problems.append(Problem("model", f"{name} has no new_cache and decode, so it cannot generate samples"))
         elif layout.replicate != layout.world_size and not generates_jointly(context.model):
-            message = f"no stage of the layout ({layout}) lets its ranks generate together (forge_kit.generation)"
+            message = f"no stage of the layout ({layout}) lets its ranks generate together (forge_kit.nn.generation)"
             problems.append(Problem("", f"{message}; leave the hook out, and run forge-run generate afterwards"))
         elif context.tokenizer is not None:
             problems += self._length_problems(context.model, context.tokenizer)
@@ -106,8 +106,8 @@ class Samples(TrainingHook):
     def _sample(self, context: TrainContext) -> None:
         from forge_core.engine.evaluation import evaluation_mode
         from forge_core.parallel.mesh import global_rank
-        from forge_kit.generation import generates_jointly
-        from forge_kit.sampled_texts import SampledText, SampledTexts
+        from forge_kit.nn.generation import generates_jointly
+        from forge_kit.tools.sampled_texts import SampledText, SampledTexts
         from forge_plugin_generate.samples.output import keep, show
         from forge_plugin_generate.samples.sampling import continuations
 

@@ -17,7 +17,7 @@ from forge_core.contracts.layout import Layout
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.engine.evaluation import evaluation_mode
 from forge_core.engine.trainer import Trainer
-from forge_kit.sampled_texts import SampledText, SampledTexts, last_samples, visible
+from forge_kit.tools.sampled_texts import SampledText, SampledTexts, last_samples, visible
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.samples import Samples
 from forge_plugin_generate.samples.output import show

@@ -15,9 +15,9 @@ from forge_core.contracts.components import DatasetComponent
 from forge_core.engine.build import build_context, build_datasets, build_tokenizer
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_images.video.testing import bar_code, write_clip
 from forge_plugin_text import Bytes
 from forge_testing import tiny_job
+from forge_testing.clips import bar_code, write_clip
 
 sys.path.append(str(Path(__file__).parent))
 from video_rows import MODEL

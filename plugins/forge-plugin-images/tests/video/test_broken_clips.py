@@ -13,13 +13,13 @@ from attrs import evolve
 from forge_plugin_images import Span
 from forge_plugin_images.decoding import BytesImage, FileImage
 from forge_plugin_images.image_file import BrokenImage
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.video import BrokenVideo, Frames, PyAV, Uniform, probing
 from forge_plugin_images.video.kinds import Unreadable
 from forge_plugin_images.video.orientation import Turn
-from forge_plugin_images.video.testing import bar_code, read_bar_code, write_clip
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_vision import Joint
+from forge_testing.clips import bar_code, read_bar_code, write_clip
+from forge_testing.images import tiny_model
 from forge_testing.refusals import naming
 
 GROUPS = {"g": "12", "bf": "2"}

@@ -14,13 +14,13 @@ from video_rows import FORM, frames
 from forge_core.engine.build import build_context, build_model
 from forge_plugin_images.decoding import BytesImage
 from forge_plugin_images.gallery import frames_of
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.video import MovingShapes, PyAV, moving_clips
 from forge_plugin_images.video.motion_drawing import draw_motion, place
 from forge_plugin_images.video.motions import DIRECTIONS, Motion, split_motions
 from forge_plugin_images.video.moving_clips import encoded
 from forge_plugin_text import Bytes
 from forge_plugin_vision import VIDEO, Grid, Perceiver
+from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, problems_of, refuses
 from forge_testing.suites import DatasetSuite
 

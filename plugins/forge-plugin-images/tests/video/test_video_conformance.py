@@ -6,8 +6,8 @@ import numpy as np
 from video_rows import MODEL
 
 from forge_plugin_images.video import Frames, PyAV, Uniform, VideoText
-from forge_plugin_images.video.testing import bar_code, write_clip
 from forge_plugin_text import Bytes
+from forge_testing.clips import bar_code, write_clip
 from forge_testing.suites import DatasetSuite
 
 

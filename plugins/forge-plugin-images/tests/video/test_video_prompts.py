@@ -18,8 +18,8 @@ from forge_plugin_images.video import Frames, Uniform
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_vision import Merger, MultimodalRope, QwenViT, VisionLanguage, VisionPart
-from forge_plugin_vision.testing import RandomImages
 from forge_testing.refusals import naming
+from forge_testing.vision import RandomImages
 
 TIMES = "[{seconds:.0f}]"
 

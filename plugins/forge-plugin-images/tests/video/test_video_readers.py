@@ -15,7 +15,7 @@ from forge_plugin_images.decoding import BytesImage, FileImage
 from forge_plugin_images.video import Auto, BrokenVideo, PyAV, TorchCodec
 from forge_plugin_images.video.readers import torchcodec_problem
 from forge_plugin_images.video.readers_torchcodec import TorchCodecReader
-from forge_plugin_images.video.testing import bar_code, read_bar_code, write_clip
+from forge_testing.clips import bar_code, read_bar_code, write_clip
 from forge_testing.refusals import at, check_problems, lacks, naming, refuses
 
 needs_torchcodec = pytest.mark.skipif(bool(torchcodec_problem()), reason="torchcodec does not load here")

@@ -9,7 +9,7 @@ import pytest
 from forge_plugin_images.decoding import BytesImage, FileImage, SectionImage
 from forge_plugin_images.video import PyAV
 from forge_plugin_images.video.readers_pyav import opened
-from forge_plugin_images.video.testing import bar_code, read_bar_code, write_clip
+from forge_testing.clips import bar_code, read_bar_code, write_clip
 
 CLOCK = np.cumsum(np.random.default_rng(0).integers(10, 90, 40)) / 1000
 """Times of a variable rate."""

@@ -21,7 +21,6 @@ from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import Span
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.rows import Places
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.video import Frames, PyAV, Uniform, VideoText
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention
@@ -36,6 +35,7 @@ from forge_plugin_vision import (
     VisionPart,
     image_input,
 )
+from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, naming, problems_of, refuses
 
 PATCHES = 12

@@ -7,10 +7,10 @@ import json
 import attrs
 from video_rows import frames
 
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.video import VideoText
 from forge_plugin_vision import VIDEO, AnyResolution, VisionPart
 from forge_testing import job_problems
+from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, problems_of
 
 PLAIN = tiny_model(32, 32)

@@ -21,10 +21,10 @@ from forge_plugin_images import Interleaved, Span
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.video import Clip, Frames, PyAV, Uniform, VideoText
 from forge_plugin_images.video import clips as clips_module
-from forge_plugin_images.video.testing import bar_code, write_clip
 from forge_plugin_text import Bytes
 from forge_plugin_text.packing import BestFit
 from forge_plugin_vision import image_input
+from forge_testing.clips import bar_code, write_clip
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks, naming, refuses
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from forge_plugin_images.gallery import frames_of
-from forge_plugin_images.testing import tiny_model
 from forge_plugin_images.video import Frames, Uniform
-from forge_plugin_images.video.testing import read_bar_code
 from forge_plugin_vision import ViT
+from forge_testing.clips import read_bar_code
+from forge_testing.images import tiny_model
 
 MODEL = tiny_model(16, 48, any_size=True, images_per_sequence=3, patches_per_sequence=144)
 """Patches of 8 pixels: a frame of `clips` has 2 x 6 of them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from forge_kit.outputs import MARK
+from forge_kit.tools.outputs import MARK
 from forge_plugin_launch.slurm.cluster import Cluster
 from forge_plugin_launch.slurm.records import FOLDER, SCRIPT
 

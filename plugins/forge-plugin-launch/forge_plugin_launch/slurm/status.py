@@ -9,8 +9,8 @@ from pathlib import Path
 
 from forge_core.checkpoint.run_folder import RunFolder, refuse_file
 from forge_core.contracts.errors import ExitCode, JobError
-from forge_kit.run_owner import owner
-from forge_kit.tables import columns
+from forge_kit.tools.run_owner import owner
+from forge_kit.tools.tables import columns
 from forge_plugin_launch.slurm import scheduler
 from forge_plugin_launch.slurm.records import (
     CURRENT,

@@ -19,8 +19,8 @@ from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
-from forge_kit.outputs import output_file
-from forge_kit.run_owner import owner
+from forge_kit.tools.outputs import output_file
+from forge_kit.tools.run_owner import owner
 from forge_plugin_launch.slurm import scheduler
 from forge_plugin_launch.slurm.cluster import OURS, SHORT, Cluster, read_cluster
 from forge_plugin_launch.slurm.hook import Slurm

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_core.cli.command_line import with_examples
-from forge_kit.commands import count
-from forge_kit.outputs import free_folder
+from forge_kit.tools.commands import count
+from forge_kit.tools.outputs import free_folder
 from forge_plugin_memmap.prepared import INPUTS, MANIFEST, UNFINISHED
 
 if TYPE_CHECKING:
@@ -52,11 +52,13 @@ def read_settings(argv: list[str]) -> Settings:
     Raises:
         JobError: the inputs or the tokenizer are not as they should be; names every problem.
     """
+    # Taken out before argparse, which does not have the options of each tokenizer
     keys = [argument.removeprefix("--") for argument in argv if argument.startswith(KEYS)]
     parser = _parser()
     options = parser.parse_args([argument for argument in argv if not argument.startswith(KEYS)])
     if keys and options.job:
         parser.error(f"--{keys[0]} goes with --tokenizer; with --job, the key stands in the job file")
+    # A folder with these files may be continued.
     output = free_folder(Path(options.out), "--out", [INPUTS, MANIFEST, UNFINISHED])
     from forge_plugin_memmap.prepare.inputs import find_inputs
     from forge_plugin_memmap.prepare.run import Settings

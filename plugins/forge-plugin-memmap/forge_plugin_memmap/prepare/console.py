@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from forge_kit.tables import columns
+from forge_kit.tools.tables import columns
 from forge_plugin_memmap.prepare.folder import State
 from forge_plugin_memmap.prepared import SPLITS
 
@@ -44,9 +44,11 @@ class Speed:
         self._tokens, self._began = tokens, time.monotonic()
 
     def describe(self, state: State) -> str:
+        """Returns documents and tokens of the folder in all, and the speed of this process."""
         return f"{state.documents:,} documents  {state.tokens:,} tokens  {self.per_second(state):,.0f} tokens/s"
 
     def per_second(self, state: State) -> float:
+        """Returns tokens a second, without tokens that earlier processes wrote."""
         return (state.tokens - self._tokens) / max(time.monotonic() - self._began, 1e-9)
 
 
@@ -59,6 +61,7 @@ class Bar:
         self._task = progress.add_task("", total=total_bytes, completed=state.place.passed, counts=counts)
 
     def update(self, state: State) -> None:
+        """Moves the bar to the bytes of the inputs that were passed."""
         self._progress.update(self._task, completed=state.place.passed, counts=self._speed.describe(state))
 
 
@@ -70,6 +73,7 @@ class Lines:
         self._shown = self._tenth(state)
 
     def update(self, state: State) -> None:
+        """Prints a line whenever another tenth of the inputs is done."""
         tenth = self._tenth(state)
         if tenth > self._shown:
             self._shown = tenth

@@ -53,6 +53,7 @@ class Ready:
     document: Text | Drop
 
     def documents(self) -> Iterator[Text | Drop]:
+        """Yields the one document, or the reason why it was dropped."""
         yield self.document
 
 
@@ -86,10 +87,12 @@ class Dropped:
         return {r: {"count": n, "examples": self.examples[r]} for r, n in sorted(self.counts.items())}
 
     def add(self, drop: Drop) -> None:
+        """Counts one, and keeps its place and detail while there are few examples of the reason."""
         self.counts[drop.reason] += 1
         self._note(drop.reason, [f"{drop.where} ({drop.detail})" if drop.detail else drop.where])
 
     def merge(self, later: Dropped) -> None:
+        """Adds the counts of a later chunk; examples are the first ones in the order of the inputs."""
         self.counts += later.counts
         for reason, examples in later.examples.items():
             self._note(reason, examples)

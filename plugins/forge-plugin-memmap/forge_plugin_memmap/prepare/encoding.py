@@ -22,7 +22,7 @@ import numpy as np
 
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.tokenizers import begin_of_text
 from forge_plugin_memmap.prepare.documents import PIECE_CHARACTERS, Drop, Dropped, Item, Text, pieces, utf8_size
 from forge_plugin_memmap.prepare.inputs import Chunk
 from forge_plugin_memmap.tokenizer_folder import load_kept
@@ -77,6 +77,7 @@ class Encoder:
             ForgeError: the tokenizer returned an id that no text has.
         """
         dropped = Dropped()
+        # Arrays and not lists, in which each id would be an object
         ids, ends, sizes = array("q"), array("q"), array("q", [0])
         names: list[str] = []
         for batch in _batches(self._texts(items, dropped)):
@@ -91,6 +92,7 @@ class Encoder:
                     sizes.append(0)
         block = Block(*(np.asarray(column, np.int64) for column in (ids, ends, sizes)))
         self._check(block, names)
+        # Narrowed after the check, which a wrapped id would pass; fewer bytes go between processes.
         return Encoded(block._replace(ids=block.ids.astype(self._dtype)), dropped)
 
     def _texts(self, items: Iterable[Item], dropped: Dropped) -> Iterator[Text]:
@@ -106,6 +108,7 @@ class Encoder:
         """Refuse ids that are not in the vocabulary, and text that is encoded with the end-of-text."""
         size, end = self._tokenizer.vocab_size, self._tokenizer.end_of_text
         wrong = (block.ids < 0) | (block.ids >= size) | (block.ids == end)
+        # The end-of-text that `encode` itself has appended
         wrong[block.ends - 1] = False
         if wrong.any():
             place = int(wrong.argmax())
@@ -198,6 +201,7 @@ class InProcess:
         self._encoder = encoder
 
     def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        """Encodes each chunk when it is asked for, so that one chunk is in memory."""
         return ((chunk, self._encoder.encode(chunk.items)) for chunk in chunks)
 
 
@@ -208,6 +212,7 @@ class Processes:
         self._executor, self._limit = executor, (1 + AHEAD) * workers
 
     def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        """Submits chunks until enough are in flight, then yields the oldest whenever another is submitted."""
         in_flight: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
             # Without its items, which the worker has: memory holds each chunk once.

@@ -18,8 +18,8 @@ from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.files import write_atomically
 from forge_core.plugins.catalog import Catalog
-from forge_kit.cache import remove_leftovers
-from forge_kit.commands import parse_component
+from forge_kit.data.cache import remove_leftovers
+from forge_kit.tools.commands import parse_component
 from forge_plugin_memmap.prepare.documents import Dropped
 from forge_plugin_memmap.prepare.inputs import InputPosition
 from forge_plugin_memmap.prepare.writing import Written
@@ -50,10 +50,12 @@ class State:
 
     @property
     def documents(self) -> int:
+        """Documents written so far: of whole shards, and of the shard being written."""
         return sum(w.total.documents + w.open.documents for w in self.splits.values())
 
     @property
     def tokens(self) -> int:
+        """Tokens written so far, likewise."""
         return sum(w.total.tokens + w.open.tokens for w in self.splits.values())
 
     @classmethod
@@ -96,6 +98,7 @@ def owned(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # The folder itself is locked, so that no lock file is left in it.
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise JobError(f"--out {folder}: {error.strerror}; give a folder that can be written") from error
@@ -116,6 +119,7 @@ def _lock(descriptor: int, folder: Path) -> None:
         if error.errno not in NO_LOCKS:
             raise
     else:
+        # Only with the lock: another process may be writing them
         for name in (INPUTS, UNFINISHED, MANIFEST):
             remove_leftovers(folder / name)
 
@@ -153,12 +157,14 @@ def open_state(folder: Path, arguments: Arguments, inputs: Inputs) -> State:
 
 def _begin(folder: Path, arguments: Arguments, inputs: Inputs) -> State:
     state = State(arguments)
+    # Before the state, which marks the folder as one to continue
     _replace(folder / INPUTS, inputs)
     save_state(folder, state)
     return state
 
 
 def _demand_empty(folder: Path) -> None:
+    # The list of inputs is written first: a process may have died right after it.
     others = sorted(path.name for path in folder.iterdir() if path.name != INPUTS)
     if others:
         message = f"{folder} holds {others[0]!r}, which is not of an unfinished data prepare"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from attrs import asdict, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.data_files import FileFinder
+from forge_kit.data.data_files import FileFinder
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.prepare.documents import Item, Read
 from forge_plugin_memmap.prepare.parquet_files import parquet_fault, read_rows
@@ -59,6 +59,7 @@ class Input:
 
     @classmethod
     def of(cls, path: str, read: Callable[[str, str, Mapping[str, int]], Iterator[Read]]) -> Input:
+        """Describes a file by its size and time of change, which a run compares at its end."""
         stat = os.stat(path)
         return cls(path, stat.st_size, stat.st_mtime_ns, read)
 
@@ -77,6 +78,7 @@ def read_chunks(inputs: Sequence[Input], field: str, place: InputPosition) -> It
     items: list[Item] = []
     size = 0
     for here, item, item_size in _items(inputs, field, place):
+        # Checked before an item is added, so that `here`, where this item begins, is where the next chunk starts
         if size >= CHUNK:
             yield Chunk(tuple(items), here)
             items, size = [], 0
@@ -111,6 +113,7 @@ def find_inputs(patterns: Sequence[str], field: str, output: Path) -> list[Input
             candidates += expand(pattern, SUFFIXES, finder)
         except JobError as error:
             problems += error.problems
+    # In the order given, which the ids follow: `distinct` keeps it.
     files = [file for file in distinct(candidates) if not _inside(file.path, output)]
     problems += [Problem("", fault) for file in files for fault in _faults(file.path, field)]
     if problems:

@@ -27,6 +27,7 @@ class Rows:
     values: tuple[bytes | None, ...]
 
     def documents(self) -> Iterator[Text | Drop]:
+        """Yields the text of each row, or why it has none; places are `NAME:ROW`, from 1."""
         for number, value in enumerate(self.values, self.first):
             yield _parse(value, f"{self.name}:{number}")
 
@@ -60,6 +61,7 @@ def _batches(file: Any, path: str, field: str, start: int) -> Iterator[Read]:
     size = os.path.getsize(path)
     for group in range(file.num_row_groups):
         count = file.metadata.row_group(group).num_rows
+        # Whole row groups before the start are passed over by the footer alone.
         if row + count <= start:
             row += count
             continue
@@ -96,6 +98,7 @@ def open_parquet(path: str) -> Any:
     """Opens a Parquet file whose row groups are read a buffer at a time."""
     from pyarrow.parquet import ParquetFile
 
+    # `pre_buffer` would read all of a row group at once.
     return ParquetFile(path, buffer_size=BUFFER, pre_buffer=False)
 
 

@@ -15,7 +15,7 @@ from forge_core.config.load import to_toml
 from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.cache import digest_of
+from forge_kit.data.cache import digest_of
 from forge_plugin_memmap.prepare.console import Meter, Speed, open_meter
 from forge_plugin_memmap.prepare.documents import Drop
 from forge_plugin_memmap.prepare.encoding import Block, Encoded, open_pool, refuse
@@ -106,6 +106,7 @@ def _tokenizer(settings: Settings, state: State, console: Console) -> KeptTokeni
         console.print("making the tokenizer", highlight=False)
         # Without the held-out documents: a tokenizer trained on them would flatter the evaluation.
         tokenizer = keep_tokenizer(settings.output, settings.tokenizer, _training_texts(settings))
+        # Saved before anything is encoded: a process that continues must not train another one.
         state.tokenizer = _describe(tokenizer)
         save_state(settings.output, state)
         return tokenizer
@@ -196,6 +197,7 @@ def split_block(block: Block, number: int, every: int) -> Iterator[tuple[str, Bl
     held_out = range(-number % every, documents + 1, every) if every else ()
     for apart in held_out:
         yield TRAIN, block.cut(start, apart)
+        # The last document may continue in the next block: without `stop`, `cut` includes it.
         yield HELD_OUT, block.cut(apart, apart + 1 if apart < documents else None)
         start = apart + 1
     if start <= documents:

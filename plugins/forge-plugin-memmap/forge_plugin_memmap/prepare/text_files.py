@@ -30,6 +30,7 @@ class Lines:
     field: str
 
     def documents(self) -> Iterator[Text | Drop]:
+        """Parses each line; places are `NAME:LINE`, from 1."""
         for number, line in enumerate(io.BytesIO(self.data), self.first):
             yield parse_line(line, f"{self.name}:{number}", self.field, is_first=number == 1)
 
@@ -41,6 +42,7 @@ def read_lines(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
         stream.skip(start)
         passed = stream.passed()
         for data in _whole_lines(stream):
+            # `passed` is from before this block was read: the position is where the block begins.
             yield Read({"byte": start, "line": line}, passed, Lines(path, line, data, field), len(data))
             start, line, passed = start + len(data), line + data.count(b"\n"), stream.passed()
 
@@ -124,6 +126,7 @@ def decoded(stream: Stream) -> Iterator[str]:
         try:
             yield decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
+            # The decoder may hold the first bytes of a character from the block before.
             error.start += place - waiting
             raise
         place += len(data)
@@ -161,6 +164,7 @@ class Stream:
     def skip(self, size: int) -> None:
         """Pass over `size` bytes."""
         if self._bytes is self._raw:
+            # Only plain files: compressed ones must be read from their beginning
             self._raw.seek(size, os.SEEK_CUR)
             return
         while size and (data := self.read(min(size, 1 << 20))):

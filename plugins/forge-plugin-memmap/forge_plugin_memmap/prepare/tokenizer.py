@@ -13,7 +13,7 @@ from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.contracts.layout import Layout
 from forge_core.plugins.catalog import Catalog
-from forge_kit.commands import load_component
+from forge_kit.tools.commands import load_component
 from forge_plugin_memmap.prepared import TOKENIZER
 from forge_plugin_memmap.tokenizer_folder import NO_RUN, KeptTokenizer, load_kept
 
@@ -31,6 +31,7 @@ def choose_tokenizer(job: Iterable[str], type_: str | None, keys: Iterable[str])
     """
     paths = list(job)
     if type_ is not None and type_.endswith(".json"):
+        # A path stands for the type `file`; keys of the command line come later and win.
         keys, type_ = [f"tokenizer.path={type_!r}", *keys], "file"
     given = [] if type_ is None else [f"tokenizer.type={type_!r}", *keys]
     table = "data.tokenizer" if paths else "tokenizer"
@@ -64,6 +65,7 @@ def keep_tokenizer(
     unfinished.mkdir()
     made.save(unfinished)
     unfinished.rename(folder)
+    # Workers and later runs load it, so the loaded one must encode the same.
     loaded = load_kept(folder)
     if loaded.fingerprint() != made.fingerprint():
         message = f"the tokenizer loaded from {folder} is not the one that was saved there"

@@ -12,9 +12,9 @@ from attrs import asdict, define, field
 
 from forge_core.checkpoint.storage import sync
 from forge_core.contracts.errors import ForgeError
-from forge_kit.block_sums import BLOCK, sums_of, write_sums
-from forge_kit.cache import file_digest
-from forge_kit.token_file import ENDS, HEADER, TOKENS, Header
+from forge_kit.data.block_sums import BLOCK, sums_of, write_sums
+from forge_kit.data.cache import file_digest
+from forge_kit.data.token_file import ENDS, HEADER, TOKENS, Header
 from forge_plugin_memmap.prepare.encoding import Block, id_dtype
 
 
@@ -28,12 +28,14 @@ class Counts:
     """UTF-8 bytes of the texts."""
 
     def add(self, other: Counts) -> None:
+        """Adds the counts of another, in place."""
         self.tokens += other.tokens
         self.documents += other.documents
         self.bytes += other.bytes
 
     @classmethod
     def of(cls, block: Block) -> Counts:
+        """Counts a block; a document counts where it ends."""
         return cls(len(block.ids), len(block.ends), int(block.sizes.sum()))
 
 
@@ -90,6 +92,7 @@ class SplitWriter:
         """Append documents."""
         while True:
             missing = self._shard_tokens - self.written.open.tokens
+            # The first document that ends at or after the limit: it fills the shard.
             last = int(np.searchsorted(block.ends, missing))
             if last == len(block.ends):
                 self._append(block)
@@ -120,6 +123,7 @@ class SplitWriter:
             return
         if self._ids is None or self._ends is None:
             self._ids, self._ends = self._path(TOKENS).open("wb"), self._path(ENDS).open("wb")
+            # Room for the header; until then it is zeros, which no reader takes for one
             self._ids.write(bytes(HEADER.size))
         self._ids.write(block.ids.tobytes())
         self._ends.write((block.ends + self.written.open.tokens).astype("<i8").tobytes())

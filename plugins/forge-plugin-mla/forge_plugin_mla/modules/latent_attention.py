@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forge_kit.modules import Linear
-from forge_kit.taps import TapPoint
+from forge_kit.nn.modules import Linear
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_mla.modules.latent_cache import LatentCache, absorbs
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.narrow_values import NARROW

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.contracts.model import Fill
-from forge_kit.dispatch import Dispatch
-from forge_kit.products import size_multiple
+from forge_kit.nn.dispatch import Dispatch
+from forge_kit.nn.products import size_multiple
 from forge_kit.torch_internals import FakeTensor
 from forge_plugin_transformer import InitStd
 
@@ -174,7 +174,7 @@ PLAIN = SwiGLUForm()
 
 
 class Experts(nn.Module):
-    """downₑ(a(gateₑ(x), upₑ(x))) for each expert e, where a is SwiGLU's; see `forge_kit.dispatch.ExpertStack`."""
+    """downₑ(a(gateₑ(x), upₑ(x))) for each expert e, where a is SwiGLU's; see `forge_kit.nn.dispatch.ExpertStack`."""
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Role
-from forge_kit.modules import Linear
-from forge_kit.taps import TapPoint, tap_points
+from forge_kit.nn.modules import Linear
+from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_moe.modules.capacity import refuse_documents, within_capacity
 from forge_plugin_moe.modules.experts import Experts, SwiGLUForm, runs_grouped
 from forge_plugin_moe.modules.sequences import Sequences, tally
@@ -70,7 +70,7 @@ class MoELayer(nn.Module):
 
     @property
     def mixes_positions(self) -> bool:
-        """Whether tokens of a sequence compete for the capacity; see `forge_kit.position_probe`."""
+        """Whether tokens of a sequence compete for the capacity; see `forge_kit.nn.position_probe`."""
         return bool(self._capacity)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

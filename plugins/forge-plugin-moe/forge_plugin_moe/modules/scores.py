@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.contracts.model import Fill
-from forge_kit.taps import TapPoint
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_moe.modules.sequences import Sequences
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 from forge_plugin_moe.modules.capacity import largest, refuse_documents
 from forge_plugin_moe.modules.scores import LinearScores
 from forge_plugin_moma.modules.groups import Groups, masked
@@ -100,7 +100,7 @@ class ModalityExpertChoice(LinearScores):
 
     def _choose(self, logits: Tensor, closed: Tensor, batch: Batch) -> Tensor:
         """Returns (B, S, E), bool: the positions that each expert takes among its modality's in a sequence."""
-        # In float64, as `ceil` would turn an error of rounding into one more position.
+        # In float64, as `ceil` would turn an error of rounding into one more position
         members = self.sequences.add_up((~closed).sum(1)).double()
         shares = [(self._factor * part / part.shape[-1]).ceil() for part in self.groups.split(members)]
         # By logits, which order positions as their sigmoids do and, where these round to 1, still differ.

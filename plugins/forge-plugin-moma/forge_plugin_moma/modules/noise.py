@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from forge_kit.noise import MANTISSA, token_noise
+from forge_kit.nn.noise import MANTISSA, token_noise
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch

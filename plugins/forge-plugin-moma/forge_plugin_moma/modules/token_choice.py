@@ -39,5 +39,5 @@ class ModalityTokenChoice(SigmoidRouter):
             logits = logits + self.noise(batch, logits.dtype)
         logits = masked(logits, closed)
         self.skipped.count(batch["input_ids"], closed.all(-1))
-        # 0, so that experts of other modalities have no share in the balance losses.
+        # 0, so that experts of other modalities have no share in the balance losses
         return self.route(logits, logits.sigmoid().masked_fill(closed, 0), closed)

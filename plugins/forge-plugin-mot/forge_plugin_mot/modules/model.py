@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from forge_core.contracts.model import Role
-from forge_kit.taps import TapPoint
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_mot.modules.routing import TEXT_ONLY, with_routes
 from forge_plugin_mot.modules.untied import (
     MODALITIES,

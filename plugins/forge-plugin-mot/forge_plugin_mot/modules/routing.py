@@ -40,7 +40,7 @@ class Route(NamedTuple):
         rows, length = members.shape
         order = torch.arange(length, device=members.device).expand(rows, -1)
         if slots < length:
-            # Members first; stable, so that they keep their order.
+            # Members first; stable, so that they keep their order
             order = members.logical_not().byte().argsort(dim=1, stable=True)[:, :slots]
         starts = torch.arange(0, rows * length, length, device=members.device)
         return cls(order + starts.unsqueeze(1), members.gather(1, order))

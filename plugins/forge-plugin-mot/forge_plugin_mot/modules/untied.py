@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from forge_kit.taps import TapPoint
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_mot.modules.routing import Route, route_in, tokens_of
 
 if TYPE_CHECKING:

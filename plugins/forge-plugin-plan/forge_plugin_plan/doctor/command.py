@@ -68,7 +68,7 @@ def _examine(surroundings: Surroundings, show: bool) -> Sequence[Examined]:
 
 
 def _surroundings(options: argparse.Namespace, overrides: list[str], ranks: Any) -> Surroundings:
-    from forge_kit.cache import cache_root
+    from forge_kit.data.cache import cache_root
     from forge_plugin_plan.doctor.results import Surroundings
 
     output = options.output

@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.contracts.run_end import End
-from forge_kit.metrics import read_metrics
+from forge_kit.tools.metrics import read_metrics
 from forge_plugin_resilience.drill.attempt import Attempt
 from forge_plugin_resilience.drill.faults import FAULTS, Fault
 from forge_plugin_resilience.drill.folder import LOG

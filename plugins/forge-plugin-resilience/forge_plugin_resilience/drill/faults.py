@@ -137,6 +137,7 @@ class OfSeveralRanks(Fault):
     """Base of faults that hit rank 0, which serves the others, and the last rank."""
 
     def ranks(self, subject: Subject) -> Sequence[int]:
+        """Returns rank 0 and the last rank; a single rank once."""
         return tuple(dict.fromkeys((0, subject.ranks - 1)))
 
 
@@ -147,9 +148,11 @@ class Killed(OfSeveralRanks):
     ends = (ExitCode.FAILED, -signal.SIGKILL)
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the end of the run if it was recorded as the kill of `rank`, and not of a rank that ended because of it."""
         return evidence.ended(Cause.KILLED, rank=rank)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
+        """Kill the rank with SIGKILL, which no handler receives: what it has begun to write stays as it is."""
         if injection.is_victim:
             injection.mark()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -165,9 +168,11 @@ class Frozen(OfSeveralRanks):
         return "one process: there is no other rank to notice it" if subject.ranks == 1 else ""
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the end of the run by either limit: `[launch]` determines whether silence or a hang is found first."""
         return evidence.ended(Cause.SILENT, Cause.HANG, rank=rank)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
+        """Stop the process with SIGSTOP, once the others have a heartbeat of it from training."""
         if injection.is_victim:
             injection.await_heartbeat()
             injection.mark()
@@ -183,6 +188,7 @@ class FrozenAtEnd(Frozen):
         """Not in a step."""
 
     def at_train_end(self, injection: Injection, context: TrainContext) -> None:
+        """Stop the process with SIGSTOP where no further step would show that it is missing."""
         if injection.is_victim:
             injection.await_heartbeat()
             injection.mark()
@@ -203,9 +209,11 @@ class LongExport(Fault):
         return "one process: there is no other rank to leave early" if subject.ranks == 1 else ""
 
     def prepare(self, injection: Injection, context: TrainContext) -> None:
+        """Set the duration: 1.5 times `launch.hang_timeout_s` of the drill's job, or 15 s if that is 0."""
         self._duration_s = LONGER * (context.job.launch.hang_timeout_s or LEAST_S)
 
     def at_train_end(self, injection: Injection, context: TrainContext) -> None:
+        """Report progress for the whole duration; then record how many processes the launcher still has."""
         from forge_core import report_progress
 
         if not injection.is_victim:
@@ -216,16 +224,19 @@ class LongExport(Fault):
         while (left_s := end - time.monotonic()) > 0:
             report_progress("exporting, for a drill", self._duration_s - left_s, self._duration_s)
             time.sleep(min(0.5, left_s))
+        # The ranks are the children of the launcher, and a rank that has left is none any more
         there = len(Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
         injection.note(Event.WORKED, context.step, ranks=there)
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns when the work was done, and with how many ranks left; None if it was never done."""
         done = evidence.last(Event.WORKED)
         if done is None:
             return None
         return Finding(text=f"finished the work at the end, with {done.ranks} ranks there", time=done.time)
 
     def objection(self, evidence: Evidence) -> str:
+        """Returns why a run that did the work failed all the same: a rank had ended before rank 0 was done."""
         done = evidence.last(Event.WORKED)
         left = done is not None and evidence.ranks > done.ranks
         return "other ranks left meanwhile: SLURM kills rank 0 then" if left else ""
@@ -238,6 +249,7 @@ class Deadlock(Fault):
     hint = Frozen.hint
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the end of the run as a hang, whichever rank it names: the ranks that wait are not the cause."""
         return evidence.ended(Cause.HANG)
 
     def ranks(self, subject: Subject) -> Sequence[int]:
@@ -247,6 +259,7 @@ class Deadlock(Fault):
         return "one process: it has no collectives" if subject.ranks == 1 else ""
 
     def prepare(self, injection: Injection, context: TrainContext) -> None:
+        """Make the group of the collective. On every rank, and early: `new_group` is collective itself."""
         import torch.distributed as dist
 
         from forge_core.parallel.mesh import group_timeout
@@ -255,6 +268,7 @@ class Deadlock(Fault):
         self._group = dist.new_group(timeout=group_timeout())
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
+        """Start an all-reduce on all ranks but the victim, which continues with the step."""
         import torch.distributed as dist
 
         from forge_core.parallel.mesh import local_part
@@ -262,6 +276,7 @@ class Deadlock(Fault):
         if injection.is_victim:
             injection.mark()
             return
+        # On the device of the run, for its backend. Of a sharded parameter it is a DTensor
         ones = next(iter(context.model.parameters())).new_ones(1)
         dist.all_reduce(local_part(ones), group=self._group)
 
@@ -272,9 +287,11 @@ class Raises(OfSeveralRanks):
     name, title = "raises", "rank raises"
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the end of the run if it names `rank`, and not a rank that failed because of it."""
         return evidence.ended(Cause.FAILED, rank=rank)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
+        """Raise a `ForgeError` on the victim, within a step in which the other ranks need it."""
         if injection.is_victim:
             injection.mark()
             raise ForgeError("forge-run doctor drill raises an error on purpose")
@@ -301,9 +318,11 @@ class Stop(Fault):
     hint = "let the component that keeps the run from stopping return from its work sooner"
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the end of the run by a signal, whichever rank has recorded it."""
         return evidence.ended(Cause.SIGNAL)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
+        """Send SIGTERM to the launcher, and continue with the step once rank 0 has noted the request."""
         if injection.is_victim:
             injection.mark()
             _ask_to_stop(context)
@@ -316,9 +335,11 @@ class SecondSignal(Fault):
     hits_all, missing = True, ""
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the end by a signal, if there is a record of it: the second one leaves little time for any."""
         return evidence.ended(Cause.SIGNAL)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
+        """Send two signals; the injection is recorded between them, so that times count from the second one."""
         if injection.is_victim:
             _ask_to_stop(context)
             time.sleep(ECHO_S)
@@ -334,9 +355,11 @@ class InSave(Fault):
     ends = (ExitCode.FAILED, -signal.SIGKILL)
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the end of the run if it was recorded as the kill of `rank`."""
         return evidence.ended(Cause.KILLED, rank=rank)
 
     def before_commit(self, injection: Injection) -> None:
+        """Kill the process when the manifest is written too, and only the name of the folder is missing."""
         injection.mark()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -355,6 +378,7 @@ class DiskFull(Fault):
     hint = 'checkpoint.on_failure = "continue" would train on and try again at the next save'
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the end of a run that failed; else the first save after the fault that never became a checkpoint."""
         saved = {record.step for record in evidence.records if record.event == Event.SAVED}
         later = (record for record in evidence.records if record.time >= evidence.injected.time)
         lost = next((record for record in later if record.event == Event.SAVE and record.step not in saved), None)
@@ -363,18 +387,23 @@ class DiskFull(Fault):
         return Finding(text=f"step {lost.step} was not saved, and training continued", time=lost.time)
 
     def at_end(self, injection: Injection, context: StepContext) -> None:
+        """Lower the limit on every rank, before the save that follows this step."""
         self._soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        # A save in the background may begin to write only later, and has time until the next one
         self._lift = injection.step + (context.job.checkpoint.interval if context.job.checkpoint.async_save else 1)
         if injection.is_victim:
             injection.mark()
         injection.disarm()
+        # Only the soft limit: a process without privileges cannot raise the hard one again
         resource.setrlimit(resource.RLIMIT_FSIZE, (injection.largest_file() // 2, hard))
 
     def before_step(self, injection: Injection, context: StepContext) -> None:
-        if context.step == getattr(self, "_lift", 0):
+        """Wait for a save in the background, so that it meets the limit before that is lifted."""
+        if context.step == getattr(self, "_lift", 0):  # 0, which is no step, until the limit was lowered
             injection.await_save()
 
     def after_step(self, injection: Injection, context: StepContext) -> None:
+        """Lift the limit again after one step, or after one interval of saves in the background."""
         if context.step == getattr(self, "_lift", 0):
             resource.setrlimit(resource.RLIMIT_FSIZE, (self._soft, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
@@ -391,6 +420,7 @@ class Damaged(Stop):
         return ""
 
     def between(self, subject: Subject, folder: str) -> None:
+        """Flip a bit of the checkpoint that the run saved when it was stopped."""
         subject.flip_bit(folder)
 
 
@@ -405,13 +435,16 @@ class Infinite(Fault):
         return (subject.ranks - 1,)  # of a pipeline, the last one has the loss
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the first step whose line of metrics has `skipped`."""
         row = next((row for row in evidence.rows if row.get("skipped")), None)
         return None if row is None else Finding(text=f"step {row['step']}: update skipped", time=row["time"])
 
     def at_begin(self, injection: Injection, context: StepContext) -> None:
+        """Let the next loss of the victim return the wrong gradient."""
         injection.due_in_loss = injection.is_victim
 
     def wrong_gradient(self, gradient: Tensor) -> Tensor:
+        """Returns a copy with one infinite element; a hook of autograd must not change its argument."""
         wrong = gradient.clone()
         wrong.view(-1)[0] = float("inf")
         return wrong
@@ -424,15 +457,18 @@ class GradientBit(Infinite):
     hint = "set `every` of [plugins.sdc]; 1 checks each step"
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the first step whose line of metrics names `rank` as faulty."""
         return evidence.named(rank)
 
     def refusal(self, subject: Subject) -> str:
         return "" if subject.find("plugin", "sdc") else "no [plugins.sdc] computes steps again"
 
     def keys(self, subject: Subject) -> Mapping[str, Any]:
+        """Check every step: the fault is in one step only, which the job's own interval may pass over."""
         return {f"{path}.every": 1 for path in subject.find("plugin", "sdc")}
 
     def wrong_gradient(self, gradient: Tensor) -> Tensor:
+        """Returns a copy whose largest element is wrong by a factor of 256; see `flip_bit`."""
         wrong = gradient.clone()
         flip_bit(wrong)
         return wrong
@@ -445,6 +481,7 @@ class WeightBit(Fault):
     hint = "set `every` of the hook `replicas`"
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the step that names `rank` (`on_fault = "warn"`), or the end with exit code 77."""
         is_corrupt = evidence.end is not None and evidence.end.code == CORRUPTION
         return evidence.named(rank) or (evidence.ended(Cause.FAILED) if is_corrupt else None)
 
@@ -457,9 +494,11 @@ class WeightBit(Fault):
         return "" if subject.replicas > 1 else "every weight is on one rank only: there are no copies"
 
     def keys(self, subject: Subject) -> Mapping[str, Any]:
+        """Compare copies after every step; the job's own interval may be longer than the drill."""
         return {f"{path}.every": 1 for path in subject.find("hook", "replicas")}
 
     def at_end(self, injection: Injection, context: StepContext) -> None:
+        """Flip a bit of the victim's part of the first parameter; the hook compares later in the same step."""
         if injection.is_victim:
             from forge_core.parallel.mesh import local_part
 
@@ -486,6 +525,7 @@ class Spike(Fault):
         )
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the roll-back; or the end of a run in which the hook may not roll back, or not any more."""
         if back := evidence.last(Event.ROLL_BACK):
             return Finding(text=f"step {back.step}: went back to the state of step {back.to}", time=back.time)
         return evidence.ended(Cause.NON_FINITE)
@@ -497,6 +537,7 @@ class Spike(Fault):
         return {f"{path}.{key}": value for path in found for key, value in settings.items()}
 
     def at_begin(self, injection: Injection, context: StepContext) -> None:
+        """Add noise to all weights on every rank, before the forward pass, so that this step's loss shows it."""
         import torch
 
         from forge_core.parallel.mesh import local_part
@@ -520,6 +561,7 @@ class Slow(Fault):
     hint = "see the keys of the hook `stragglers`"
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
+        """Returns the first step whose line of metrics names `rank` as faulty."""
         return evidence.named(rank)
 
     def ranks(self, subject: Subject) -> Sequence[int]:
@@ -531,9 +573,11 @@ class Slow(Fault):
         return "" if subject.find("hook", "stragglers") else "no hook `stragglers` compares the speed of ranks"
 
     def keys(self, subject: Subject) -> Mapping[str, Any]:
+        """Compare ranks after every step: the hook names one only after several comparisons in a row."""
         return {f"{path}.every": 1 for path in subject.find("hook", "stragglers")}
 
     def prepare(self, injection: Injection, context: TrainContext) -> None:
+        """Make every loss of the victim take `SLOWER_S` longer, from the first step of this process on."""
         if injection.is_victim:
             injection.mark()
             injection.pause_s = SLOWER_S
@@ -548,6 +592,7 @@ def flip_bit(tensor: Tensor) -> None:
     with torch.no_grad():
         flat = tensor.view(-1)
         place = flat.abs().argmax()
+        # Bit 3 of the exponent, which changes it by 8; float16 has 5 bits of exponent, so it has this one too
         flat.view(integers)[place] ^= 1 << (mantissa + 3)
 
 

@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from forge_core.checkpoint.run_folder import JOB
 from forge_core.contracts.errors import ForgeError, listed
-from forge_kit.outputs import FOLDER_MARK, free_folder, mark_output
+from forge_kit.tools.outputs import FOLDER_MARK, free_folder, mark_output
 from forge_plugin_resilience.drill.records import INJECTED, STEPS
 
 MARKER = "drill.json"

@@ -12,7 +12,7 @@ from typing import Any
 from attrs import asdict, frozen
 
 from forge_core.contracts.run_end import End
-from forge_kit.metrics import FAULTY_RANK
+from forge_kit.tools.metrics import FAULTY_RANK
 
 STEPS = "steps.jsonl"
 """A `Record` a line, mostly of rank 0."""

@@ -18,7 +18,7 @@ from forge_core.config.keys import walk_components
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
-from forge_kit.outputs import free_folder
+from forge_kit.tools.outputs import free_folder
 from forge_plugin_resilience.drill.folder import LAYER, MARKER, RUNS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
-from forge_kit.outputs import output_file
+from forge_kit.tools.outputs import output_file
 from forge_plugin_resilience.goodput.report import describe, facts_of
 from forge_plugin_resilience.goodput.run_account import RunAccount, read_run
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from forge_kit.pictures import GREY, INK, quiet_style, write_figure
+from forge_kit.tools.pictures import GREY, INK, quiet_style, write_figure
 from forge_plugin_resilience.goodput.accounting import CLASSES, Account, Stretch
 from forge_plugin_resilience.goodput.words import count, duration
 

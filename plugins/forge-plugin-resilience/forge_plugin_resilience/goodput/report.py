@@ -9,7 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from forge_core.job import METRICS
-from forge_kit.tables import columns
+from forge_kit.tools.tables import columns
 from forge_plugin_resilience.goodput.accounting import CLASSES, Account, Attempt
 from forge_plugin_resilience.goodput.events import EVENTS
 from forge_plugin_resilience.goodput.failure_rate import best_interval, effective_time, expected_mtbf, mtbf_interval

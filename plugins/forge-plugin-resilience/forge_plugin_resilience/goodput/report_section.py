@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_kit.report_sections import Bars, Block, Cell, Paragraph, ReportRun, ReportSection, Table
+from forge_kit.tools.report_sections import Bars, Block, Cell, Paragraph, ReportRun, ReportSection, Table
 from forge_plugin_resilience.goodput.accounting import CLASSES
 from forge_plugin_resilience.goodput.report import attempt_rows, facts_of, headline, sentences
 from forge_plugin_resilience.goodput.run_account import RunAccount, read_run

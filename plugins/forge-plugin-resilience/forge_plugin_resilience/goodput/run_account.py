@@ -12,7 +12,7 @@ from attrs import frozen
 from forge_core.checkpoint.run_folder import JOB, RunFolder, refuse_file
 from forge_core.contracts.errors import JobError
 from forge_core.job import METRICS
-from forge_kit.run_owner import owner
+from forge_kit.tools.run_owner import owner
 from forge_plugin_resilience.goodput.accounting import Account, account_of
 from forge_plugin_resilience.goodput.events import EVENTS, read_events, whole_lines
 from forge_plugin_resilience.goodput.failure_rate import GPU_YEARS, LONGEST_S

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import parse_job_arguments, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError
-from forge_kit.ranks import add_ranks, ranks_asked_for, run_on_ranks
+from forge_kit.tools.ranks import add_ranks, ranks_asked_for, run_on_ranks
 
 if TYPE_CHECKING:
     import torch

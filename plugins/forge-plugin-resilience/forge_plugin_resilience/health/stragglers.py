@@ -99,7 +99,7 @@ class Stragglers(TrainingHook):
 
     def _look(self, context: StepContext, steps: int, passed: float, waited: float) -> None:
         from forge_core.parallel.mesh import gather_objects, global_rank
-        from forge_kit.metrics import FAULTY_RANK
+        from forge_kit.tools.metrics import FAULTY_RANK
 
         mine = Look(
             host=socket.gethostname(),

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from forge_core.contracts.runtime import StepOutput
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, global_rank
-from forge_kit.recomputing import Recomputing
+from forge_kit.nn.recomputing import Recomputing
 from forge_kit.torch_internals import reduce_gradients
 from forge_plugin_resilience.sdc.digests import bit_sums, digest, norms
 from forge_plugin_resilience.sdc.faults import CorruptionError, Fault, named

@@ -22,9 +22,9 @@ from forge_core.checkpoint.storage import Local, read_manifest
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.runtime import SpreadStorage
 from forge_core.launch.world import join_world
-from forge_kit.metrics import read_metrics
-from forge_kit.outputs import new_folder
-from forge_kit.ranks import ranks_asked_for
+from forge_kit.tools.metrics import read_metrics
+from forge_kit.tools.outputs import new_folder
+from forge_kit.tools.ranks import ranks_asked_for
 from forge_plugin_resilience.sdc.faults import Record
 from forge_plugin_resilience.sdc.verdict import Replay
 

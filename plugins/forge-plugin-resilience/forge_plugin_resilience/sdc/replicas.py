@@ -54,7 +54,7 @@ class Replicas(TrainingHook):
 
     def _compare(self, context: StepContext) -> None:
         from forge_core.parallel.mesh import gather_objects, global_rank
-        from forge_kit.metrics import FAULTY_RANK
+        from forge_kit.tools.metrics import FAULTY_RANK
         from forge_plugin_resilience.sdc.digests import bit_sums, digest
 
         sums = bit_sums(_tensors(context))

@@ -85,7 +85,7 @@ class Watch(TrainingHook):
         checked.step, checked.due, checked.digests = context.step, context.step % self.plugin.every == 0, []
 
     def on_step_end(self, context: StepContext) -> None:
-        from forge_kit.metrics import FAULTY_RANK
+        from forge_kit.tools.metrics import FAULTY_RANK
 
         checked = self.plugin.checked
         if checked.due:

@@ -21,7 +21,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.run_end import Cause, End
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.rank_process import this_process
-from forge_kit.metrics import FAULTY_RANK
+from forge_kit.tools.metrics import FAULTY_RANK
 from forge_plugin_resilience.drill.command import step_count
 from forge_plugin_resilience.drill.course import Case, Course, cases_of
 from forge_plugin_resilience.drill.faults import FAULTS, flip_bit

@@ -86,7 +86,7 @@ def test_the_share_of_waiting_is_by_the_time_that_passed(monkeypatch, passed, wa
 
 @pytest.mark.slow
 def test_a_rank_with_more_work_is_named_after_three_looks_with_its_host(folder):
-    from forge_kit.metrics import read_metrics
+    from forge_kit.tools.metrics import read_metrics
 
     process = start(folder, "--hooks.slow.more_s=0.15")  # far above what a busy machine adds to either rank
     _, err = process.communicate(timeout=600)

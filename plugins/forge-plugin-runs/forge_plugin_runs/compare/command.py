@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
-from forge_kit.outputs import FOLDER_MARK, MARK, free_folder, output_file, write_output
+from forge_kit.tools.outputs import FOLDER_MARK, MARK, free_folder, output_file, write_output
 
 if TYPE_CHECKING:
     from forge_plugin_runs.compare.comparison import Comparison

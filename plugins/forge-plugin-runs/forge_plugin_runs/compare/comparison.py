@@ -10,7 +10,7 @@ from attrs import define, field
 
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.job import Job
-from forge_kit.outputs import mark_output
+from forge_kit.tools.outputs import mark_output
 from forge_plugin_runs.compare.grid import SEED, Cell, Trial, check_jobs, existing, label_of, read_space, trial_of
 from forge_plugin_runs.compare.halving import kept, rungs_of
 from forge_plugin_runs.compare.processes import Finished, Processes, succeeded

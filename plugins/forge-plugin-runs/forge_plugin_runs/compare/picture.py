@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
-from forge_kit.pictures import GREY, quiet_style, write_figure
+from forge_kit.tools.pictures import GREY, quiet_style, write_figure
 from forge_plugin_runs.compare.results import CellResult, Outcome
 from forge_plugin_runs.curves.drawing import new_figure
 from forge_plugin_runs.curves.history import Average

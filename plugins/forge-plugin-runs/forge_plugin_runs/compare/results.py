@@ -13,7 +13,7 @@ from attrs import frozen
 
 from forge_core import read_metrics
 from forge_core.checkpoint.run_folder import RunFolder
-from forge_kit.metrics import Metrics
+from forge_kit.tools.metrics import Metrics
 from forge_plugin_runs.compare.grid import Cell, Trial
 from forge_plugin_runs.compare.record import Entry
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forge_kit.pictures import GREY, quiet, quiet_style, write_figure
+from forge_kit.tools.pictures import GREY, quiet, quiet_style, write_figure
 from forge_plugin_runs.curves.history import History, Series
 
 with quiet():

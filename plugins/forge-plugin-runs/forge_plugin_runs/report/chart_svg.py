@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from attrs import frozen
 
-from forge_kit.report_sections import Chart, Line
+from forge_kit.tools.report_sections import Chart, Line
 from forge_plugin_runs.report.columns import Reduced, reduce, visible_range
 from forge_plugin_runs.report.scales import WIDE, Scale, number_text
 

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from forge_core.contracts.errors import ForgeError, JobError, closest
 from forge_core.plugins.catalog import Catalog, Offer
-from forge_kit.report_sections import Block, Paragraph, ReportRun, ReportSection
+from forge_kit.tools.report_sections import Block, Paragraph, ReportRun, ReportSection
 from forge_plugin_runs.facts import demand_run
 
 KIND = ReportSection.kind
@@ -88,7 +88,9 @@ def _section(
         title, place = cls.title, cls.place
         blocks = list(make(cls).blocks(runs))
         if others := [block for block in blocks if not isinstance(block, Block)]:
-            raise TypeError(f"it made a {type(others[0]).__name__}; blocks must come from forge_kit.report_sections")
+            raise TypeError(
+                f"it made a {type(others[0]).__name__}; blocks must come from forge_kit.tools.report_sections"
+            )
     except Exception as error:
         cause = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
         message = f"section {offer.type} of {offer.distribution} could not be made: {cause}"

@@ -10,8 +10,8 @@ from pathlib import Path
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, core_version
-from forge_kit.outputs import output_file, write_output
-from forge_kit.report_sections import ReportSection
+from forge_kit.tools.outputs import output_file, write_output
+from forge_kit.tools.report_sections import ReportSection
 from forge_plugin_runs.report.collect import runs_of, sections_of
 
 FORMATS = {"html": ".html", "md": ".md"}

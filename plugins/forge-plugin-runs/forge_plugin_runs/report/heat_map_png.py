@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forge_kit.report_sections import HeatMap
+from forge_kit.tools.report_sections import HeatMap
 
 BELOW, ABOVE = (37, 99, 235), (214, 40, 40)
 LEVELS = 120

@@ -8,7 +8,7 @@ from functools import singledispatch
 from html import escape
 from itertools import groupby
 
-from forge_kit.report_sections import Bars, Block, Cell, Chart, HeatMap, Paragraph, Preformatted, ReportRun, Table
+from forge_kit.tools.report_sections import Bars, Block, Cell, Chart, HeatMap, Paragraph, Preformatted, ReportRun, Table
 from forge_plugin_runs.report.chart_svg import caption, chart_svg, color_classes
 from forge_plugin_runs.report.heat_map_png import extremes_of, image_of
 from forge_plugin_runs.report.scales import number_text
@@ -33,7 +33,7 @@ def html_of(blocks: Iterable[Block]) -> str:
 @singledispatch
 def block_html(block: Block) -> str:
     """Returns a block as HTML."""
-    raise TypeError(f"a section made a {type(block).__name__}; blocks must come from forge_kit.report_sections")
+    raise TypeError(f"a section made a {type(block).__name__}; blocks must come from forge_kit.tools.report_sections")
 
 
 @block_html.register

@@ -8,8 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import singledispatch
 from itertools import groupby
 
-from forge_kit.outputs import MARK
-from forge_kit.report_sections import Bars, Block, Cell, Chart, HeatMap, Line, Paragraph, Preformatted, ReportRun, Table
+from forge_kit.tools.outputs import MARK
+from forge_kit.tools.report_sections import (
+    Bars,
+    Block,
+    Cell,
+    Chart,
+    HeatMap,
+    Line,
+    Paragraph,
+    Preformatted,
+    ReportRun,
+    Table,
+)
 from forge_plugin_runs.report.collect import Section
 from forge_plugin_runs.report.heat_map_png import extremes_of
 from forge_plugin_runs.report.scales import number_text, spark
@@ -37,7 +48,7 @@ def escaped(text: str) -> str:
 @singledispatch
 def block_markdown(block: Block) -> str:
     """Returns a block as Markdown."""
-    raise TypeError(f"a section made a {type(block).__name__}; blocks must come from forge_kit.report_sections")
+    raise TypeError(f"a section made a {type(block).__name__}; blocks must come from forge_kit.tools.report_sections")
 
 
 @block_markdown.register

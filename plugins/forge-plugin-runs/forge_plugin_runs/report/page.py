@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_kit.outputs import MARK
-from forge_kit.report_sections import ReportRun
+from forge_kit.tools.outputs import MARK
+from forge_kit.tools.report_sections import ReportRun
 from forge_plugin_runs.report.chart_svg import color_classes
 from forge_plugin_runs.report.collect import Section
 from forge_plugin_runs.report.html_blocks import html_of, run_html

@@ -15,7 +15,7 @@ from typing import Any
 from forge_core.checkpoint.run_folder import LOCK, RunFolder
 from forge_core.contracts.errors import JobError
 from forge_core.job import METRICS
-from forge_kit.run_owner import owner
+from forge_kit.tools.run_owner import owner
 from forge_plugin_runs.facts import number, read_run
 from forge_plugin_runs.life import LINES, START_S, Pulse, pulse_of
 from forge_plugin_runs.watch.follow import FollowedFile

@@ -20,9 +20,9 @@ from report_folders import JOB, Page, steps, write_run
 from forge_core.cli import main
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.outputs import MARK
-from forge_kit.report_sections import Block, HeatMap, Paragraph, ReportRun, ReportSection, Table
-from forge_kit.sampled_texts import SampledText, SampledTexts
+from forge_kit.tools.outputs import MARK
+from forge_kit.tools.report_sections import Block, HeatMap, Paragraph, ReportRun, ReportSection, Table
+from forge_kit.tools.sampled_texts import SampledText, SampledTexts
 from forge_plugin_runs.report import write_report
 from forge_plugin_runs.report.collect import runs_of, sections_of
 from forge_plugin_runs.report.heat_map_png import image_of
@@ -212,7 +212,7 @@ class TestSections:
 
     def test_a_block_of_another_kind_has_no_form(self) -> None:
         for form in (block_html, block_markdown):
-            with pytest.raises(TypeError, match=naming("str", "forge_kit.report_sections")):
+            with pytest.raises(TypeError, match=naming("str", "forge_kit.tools.report_sections")):
                 form("text")  # type: ignore[arg-type]
 
     def test_a_form_that_is_none_is_named(self, runs: list[Path], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
-from forge_kit.tables import columns
+from forge_kit.tools.tables import columns
 from forge_plugin_taps.lens.prompts import add_model, load, picture_path, prompt_ids, title_of, token_texts
 
 MOST = 160

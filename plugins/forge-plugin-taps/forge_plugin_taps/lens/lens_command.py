@@ -7,7 +7,7 @@ import argparse
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ExitCode
-from forge_kit.tables import columns
+from forge_kit.tools.tables import columns
 from forge_plugin_taps.lens.prompts import add_model, load, picture_path, prompt_ids, title_of, token_texts
 
 HEADING = "use"
@@ -40,7 +40,7 @@ def command(argv: list[str]) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     from forge_core import load_model
-    from forge_kit.taps import tap_points
+    from forge_kit.nn.taps import tap_points
 
     trained = load_model(options.path, device=options.device, run=options.run)
     for name in tap_points(trained.model):

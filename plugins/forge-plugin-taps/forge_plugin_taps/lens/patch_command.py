@@ -8,7 +8,7 @@ import sys
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ExitCode, JobError
-from forge_kit.tables import columns
+from forge_kit.tools.tables import columns
 from forge_plugin_taps.lens.prompts import add_model, load, picture_path, prompt_ids, title_of, token_text, token_texts
 
 HEADING = "use"

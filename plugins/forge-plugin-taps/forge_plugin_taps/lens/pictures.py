@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forge_kit.pictures import GREY, INK, quiet, quiet_style, write_figure
+from forge_kit.tools.pictures import GREY, INK, quiet, quiet_style, write_figure
 
 with quiet():
     from matplotlib.backends.backend_agg import FigureCanvasAgg

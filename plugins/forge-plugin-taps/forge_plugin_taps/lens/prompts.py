@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
-from forge_kit.outputs import output_file
-from forge_kit.tokenizers import begin_of_text
+from forge_kit.data.tokenizers import begin_of_text
+from forge_kit.tools.outputs import output_file
 
 if TYPE_CHECKING:
-    from forge_kit.trained import TrainedModel
+    from forge_kit.tools.trained import TrainedModel
 
 SUFFIXES = (".png",)
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import ForgeError, did_you_mean
 from forge_core.contracts.model import Model
-from forge_kit.attention_pattern import attention_pattern
-from forge_kit.taps import MIXING, TapPoint, tap_points
+from forge_kit.nn.attention_pattern import attention_pattern
+from forge_kit.nn.taps import MIXING, TapPoint, tap_points
 
 Change = Callable[[Tensor], Tensor]
 """Maps the tensor at a point to what takes its place, of the same shape."""

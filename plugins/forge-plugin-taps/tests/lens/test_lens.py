@@ -12,7 +12,7 @@ from torch import nn
 import forge_plugin_taps.lens
 from forge_core.cli import main
 from forge_core.contracts.errors import ForgeError
-from forge_kit.taps import TapPoint
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_taps.lens import (
     attention_command,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def apart(window: Window) -> Mapping[str, np.ndarray]:
     """Returns a window's S inputs and labels, with the number of each position's document and its position within."""
     assert window.starts is not None
+    # The last token of a document does not predict the first of the next one.
     labels = np.where(window.starts[1:], IGNORED_LABEL, window.labels())
     return {"input_ids": window.tokens[:-1], "labels": labels, **places(window.starts[:-1])}
 
@@ -40,7 +41,7 @@ def places(starts: np.ndarray) -> dict[str, np.ndarray]:
 
 def leak_problems(model: Model) -> Iterator[Problem]:
     """Yields a problem if documents of one sequence see each other in some part of the model."""
-    from forge_kit.position_probe import ProbeFailed, leaking_part
+    from forge_kit.nn.position_probe import ProbeFailed, leaking_part
 
     cls = type(model).__name__
     try:

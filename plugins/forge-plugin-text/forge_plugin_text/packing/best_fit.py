@@ -35,11 +35,13 @@ class BestFit(PackingComponent):
     accepts_sequences: ClassVar[bool] = True
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Runs the model on a short sequence to find a part in which documents see each other."""
         from forge_plugin_text.packing.apart import leak_problems
 
         return leak_problems(model)
 
     def build(self, context: BuildContext, documents: Documents) -> Dataset:
+        """Packs the documents, or maps the packing in the cache."""
         from forge_plugin_text.packing.sequences import PackedSequences
 
         return PackedSequences(documents, context.job.train.seq_len)

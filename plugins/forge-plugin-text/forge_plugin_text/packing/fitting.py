@@ -79,6 +79,7 @@ def fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     From the longest to the shortest piece, and in order among equals, each goes into the sequence with the least room
     that suffices, else into a new sequence.
     """
+    # From the longest; stable, so that equal pieces keep the order of documents on every machine
     order = np.argsort(_small(seq_len - lengths, seq_len), kind="stable")
     counts = np.bincount(lengths, minlength=seq_len + 1)
     sequences, rooms = np.empty(len(lengths), np.int32), Rooms(seq_len)
@@ -138,6 +139,7 @@ class Rooms:
         return np.concatenate(taken)
 
     def _put(self, room: int, sequences: np.ndarray) -> None:
+        # Full sequences take no further piece, and are in no list.
         if not room or not len(sequences):
             return
         if room not in self._sequences:
@@ -151,6 +153,7 @@ def _in_order(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     sizes = np.bincount(sequences)
     order = np.argsort(_small(sequences, len(sizes)), kind="stable")
     starts = np.cumsum(sizes) - sizes
+    # First pieces are distinct numbers, so this sort needs not be stable.
     by_first = np.argsort(order[starts])
     sizes = sizes[by_first]
     bounds = np.concatenate([[0], np.cumsum(sizes)])

@@ -30,11 +30,13 @@ class Isolate(WindowPacking):
     accepts_sequences: ClassVar[bool] = True
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Runs the model on a short sequence to find a part in which documents see each other."""
         from forge_plugin_text.packing.apart import leak_problems
 
         return leak_problems(model)
 
     def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
+        """Returns the window with `document_ids` and `positions`; first tokens of documents are no labels."""
         from forge_plugin_text.packing.apart import apart
 
         return apart(window)

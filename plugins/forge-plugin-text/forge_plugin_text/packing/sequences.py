@@ -35,6 +35,7 @@ class PackedSequences:
         return len(self._packing.bounds) - 1
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        # Padding is one more document of end-of-text tokens without labels: attention keeps it apart, too.
         inputs = np.full(self._seq_len, self._documents.end_of_text, dtype=np.int64)
         labels = np.full(self._seq_len, IGNORED_LABEL, dtype=np.int64)
         starts = np.zeros(self._seq_len, dtype=bool)
@@ -54,6 +55,7 @@ class PackedSequences:
         return list(zip(starts, lengths, strict=True))
 
     def _window(self, start: int, length: int) -> Window:
+        # One token more than positions: the label of the last
         stop = start + length + 1
         return Window(self._documents.tokens(start, stop), None, self._documents.learned(start, stop))
 
@@ -75,6 +77,7 @@ class PackedSequences:
         return packed if self.held_out is None else f"{packed}; held out: {self.held_out.describe()}"
 
     def __getstate__(self) -> dict[str, Any]:
+        # A pickled memory map would be a copy of all its numbers.
         return {name: value for name, value in vars(self).items() if name != "_packing"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from forge_core.contracts.data import Documents, identity_of
-from forge_kit.cache import CachedFolder, cached_folder, digest_of
+from forge_kit.data.cache import CachedFolder, cached_folder, digest_of
 from forge_plugin_text.packing.fitting import DocumentPieces, Packing, packed_blocks
 
 FORMAT = 2

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.data.windows import HeldOutWindows, TrainingWindows
-from forge_kit.token_file import TokenFile, TokenFileWriter
+from forge_kit.data.token_file import TokenFile, TokenFileWriter
 from forge_plugin_text.packing import Isolate, stored
 from forge_plugin_text.packing.sequences import PackedSequences
 from forge_testing.documents import END, ListedDocuments

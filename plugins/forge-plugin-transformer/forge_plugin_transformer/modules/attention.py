@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from forge_kit.direct_calls import directly_callable
-from forge_kit.modules import Linear
-from forge_kit.taps import TapPoint
+from forge_kit.nn.direct_calls import directly_callable
+from forge_kit.nn.modules import Linear
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
 from forge_plugin_transformer.modules.rotary import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from forge_kit.direct_calls import directly_callable
+from forge_kit.nn.direct_calls import directly_callable
 from forge_plugin_transformer.attention_backends import Choice, Kernel
 from forge_plugin_transformer.document_backends import DocumentChoice, Way
 from forge_plugin_transformer.modules.documents import document_bounds, document_mask, window_mask

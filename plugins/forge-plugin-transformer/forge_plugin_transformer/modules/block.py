@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from forge_kit.direct_calls import directly_callable
-from forge_kit.taps import TapPoint, tap_points
+from forge_kit.nn.direct_calls import directly_callable
+from forge_kit.nn.taps import TapPoint, tap_points
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from forge_kit.direct_calls import DirectCalls
-from forge_kit.generation import JoinsRows
+from forge_kit.nn.direct_calls import DirectCalls
+from forge_kit.nn.generation import JoinsRows
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -24,7 +24,7 @@ NO_POSITION = -1
 
 
 class LayerCaches(dict[str, Any]):
-    """The caches of a model's parts, by name; see `forge_kit.generation.JoinsRows`."""
+    """The caches of a model's parts, by name; see `forge_kit.nn.generation.JoinsRows`."""
 
     def __init__(self, *args: Any, direct_calls: DirectCalls | None = None) -> None:
         super().__init__(*args)
@@ -208,7 +208,7 @@ class Cache:
         return type(self)(batch_size, length, self._asked_window)
 
     def joined(self, parts: Sequence[tuple[Self, Tensor]], columns: int, length: int) -> Self:
-        """Returns a cache of rows of several; see `forge_kit.generation.JoinsRows`."""
+        """Returns a cache of rows of several; see `forge_kit.nn.generation.JoinsRows`."""
         new = self.emptied(sum(len(rows) for _, rows in parts), length)
         new.used = columns
         new._held = min(max(cache._held for cache, _ in parts), columns, *([new.window - 1] if new.window else []))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import ForgeError
-from forge_kit.modules import Embedding, LinearHead
+from forge_kit.nn.modules import Embedding, LinearHead
 
 
 class ScaledEmbedding(Embedding):
@@ -71,7 +71,7 @@ class PositionCount:
         return True
 
     def joined(self, parts: Sequence[tuple[PositionCount, Tensor]], columns: int, length: int) -> PositionCount:
-        """Returns the count of a cache of rows of several; see `forge_kit.generation.JoinsRows`."""
+        """Returns the count of a cache of rows of several; see `forge_kit.nn.generation.JoinsRows`."""
         # Not checked against the table: `length` counts from the longest row, and that with most to come may be short.
         joined = PositionCount(0, 0)
         joined._next = columns

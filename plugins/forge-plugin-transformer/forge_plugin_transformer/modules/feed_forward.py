@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_kit.direct_calls import directly_callable
-from forge_kit.modules import Linear
-from forge_kit.taps import TapPoint
+from forge_kit.nn.direct_calls import directly_callable
+from forge_kit.nn.modules import Linear
+from forge_kit.nn.taps import TapPoint
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.contracts.model import Role
-from forge_kit.modules import Embedding, LinearHead
-from forge_kit.taps import TapPoint, tap_points
+from forge_kit.nn.modules import Embedding, LinearHead
+from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_transformer.modules import parts
 from forge_plugin_transformer.modules.block import PARTS, Block
 from forge_plugin_transformer.modules.cache import LayerCaches

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary
     from forge_core.contracts.data import Batch
     from forge_core.contracts.runtime import LossFunction, LossOutput
-    from forge_kit.modules import Embedding, LinearHead
+    from forge_kit.nn.modules import Embedding, LinearHead
 
 IDS, LABELS = "input_ids ahead", "labels ahead"
 """Entries of a batch, (B, S, K): ids and labels k positions later, k from 1 to K."""

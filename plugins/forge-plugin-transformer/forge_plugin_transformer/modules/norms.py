@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from forge_kit.direct_calls import directly_callable
-from forge_kit.modules import cast
+from forge_kit.nn.direct_calls import directly_callable
+from forge_kit.nn.modules import cast
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from forge_kit.modules import cast
+from forge_kit.nn.modules import cast
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch

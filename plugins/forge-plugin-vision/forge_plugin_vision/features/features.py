@@ -40,7 +40,7 @@ class Features(Plugin):
     @property
     def folder(self) -> Path:
         """The folder of the features of all towers."""
-        from forge_kit.cache import cache_root
+        from forge_kit.data.cache import cache_root
 
         return cache_root() / "features" if self.path is None else Path(self.path).absolute()
 

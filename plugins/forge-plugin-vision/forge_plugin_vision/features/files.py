@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forge_core import ForgeError
 from forge_core.files import write_atomically
-from forge_kit.cache import digest_of
+from forge_kit.data.cache import digest_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 from forge_plugin_vision.modules.activations import ACTIVATIONS
 
 if TYPE_CHECKING:

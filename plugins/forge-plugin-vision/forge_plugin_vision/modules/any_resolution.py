@@ -108,7 +108,7 @@ class Segment(NamedTuple):
         there, (down, across) = (frames != 0).long(), grid.tiles
         side, area, sizes = plain.rows, plain.rows * plain.columns, plain.frames * plain.rows * plain.columns
         start, none, one = sizes.cumsum(1) - sizes, torch.zeros_like(side), torch.ones_like(side)
-        # Of videos alone, and along both sides, as the encoder's images are squares.
+        # Of videos alone, and along both sides, as the encoder's images are squares
         pooled = torch.where(frames > 1, keys.pooled(side), side)
         first = cls(start, side, one, none, none, side, side, pooled, pooled, none)
         high, wide = (

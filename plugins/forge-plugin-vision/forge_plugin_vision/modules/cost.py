@@ -111,7 +111,7 @@ class StepCost:
         )
         if self._last is None or self._last[0] != trained:  # a copy to the device for each set of trained weights
             rows = [[0.0] * 4 for _ in self._costs]
-            # Costs of all parts on the rank that has the encoder; on the others only what trains.
+            # Costs of all parts on the rank that has the encoder; on the others only what trains
             if getattr(getattr(model, "vision", None), "encoder", None) is not None:
                 rows = [[cost.weights * self._length, cost.attention * self._length, 0.0, 0.0] for cost in self._costs]
             for number, share in trained:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Model, Role
-from forge_kit.taps import TapPoint, tap_points
+from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_vision.modules.cost import LayerCost, StepCost
 from forge_plugin_vision.modules.vision import Vision
 
@@ -148,7 +148,7 @@ def graft(model: Model, mixin: Any, vision: Vision) -> Any:
     """
     embedding_width(model)
     cls: Any = type(model)
-    # Not a wrapper, which would put a prefix before the names of all parameters.
+    # Not a wrapper, which would put a prefix before the names of all parameters
     model.__class__ = derived(mixin, cls)
     model.vision = vision
     return model

@@ -40,7 +40,7 @@ class Images(NamedTuple):
         sizes = plain.prod(-1)
         ends = sizes.cumsum(1)
         index = torch.arange(patches, device=grids.device).expand(len(grids), -1).contiguous()
-        # To the right of equal ends, so that an image without patches is skipped.
+        # To the right of equal ends, so that an image without patches is skipped
         number = torch.searchsorted(ends, index, right=True)
         own = number.clamp(max=grids.shape[1] - 1)
         _, rows, columns = (plain[..., side].gather(1, own).clamp(min=1) for side in range(3))  # no division by 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from forge_kit.taps import TapPoint
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_vision.kinds import GRIDS, PATCHES
 from forge_plugin_vision.modules.grafting import PLACES, VisionLanguageModel
 from forge_plugin_vision.modules.vision import SharedVision

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 from forge_plugin_vision.modules.pooling import Windows, taken
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.contracts.model import Role
-from forge_kit.modules import LayerNorm, Linear
+from forge_kit.nn.modules import LayerNorm, Linear
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
@@ -87,7 +87,7 @@ class Resampler(nn.Module):
         each, keys = len(self.latents), self.blocks[0].k.weight.numel()
         matrices = sum(p.numel() for p in self.blocks.parameters() if p.ndim > 1) + self.project.weight.numel()
         attention = each * (grid.patches + each) * self.blocks[0].q.out_features
-        # Each twice: keys and values of patches; scores and mixed values of pairs.
+        # Each twice: keys and values of patches; scores and mixed values of pairs
         flops = 6.0 * (each * matrices + len(self.blocks) * 2 * (grid.patches * keys + attention))
         return flops * (grid.patches > 0)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 from forge_plugin_vision.modules.images import Images
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Windows(NamedTuple):
         member = torch.arange(max(self.side, self.video_side) ** 2, device=own.device)
         row = windows.row.unsqueeze(-1) * side + member // side
         column = windows.column.unsqueeze(-1) * side + member % side
-        # Missing: members of filler, beyond the smaller of both sides, and beyond an edge.
+        # Missing: members of filler, beyond the smaller of both sides, and beyond an edge
         there = windows.valid.unsqueeze(-1) & (member < side**2) & (row < rows) & (column < columns)
         return torch.where(there, starts + (windows.frame.unsqueeze(-1) * rows + row) * columns + column, 0), there
 

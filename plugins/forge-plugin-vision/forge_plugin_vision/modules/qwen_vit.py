@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.contracts.model import Role
-from forge_kit.modules import Linear
-from forge_kit.taps import TapPoint
+from forge_kit.nn.modules import Linear
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_transformer.modules.rotary import rotate
 from forge_plugin_vision.modules.tower_points import STREAM, tower_points
 from forge_plugin_vision.modules.vit import attend as apart

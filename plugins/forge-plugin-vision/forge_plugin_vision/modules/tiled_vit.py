@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.contracts.model import Role
-from forge_kit.modules import LayerNorm, Linear
-from forge_kit.taps import TapPoint
+from forge_kit.nn.modules import LayerNorm, Linear
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_vision.modules.activations import ACTIVATIONS
 from forge_plugin_vision.modules.gate import Gate
 from forge_plugin_vision.modules.tower_points import PLAIN, tower_points
@@ -74,7 +74,7 @@ class TileTable(nn.Module):
         self.gate = Gate(0.0)
 
     def init_parameter(self, name: str, fill: Fill) -> None:
-        """Draw the vectors of all arrangements from N(0, std²); the gate hides them at first."""
+        """Draw the vectors of all arrangements from N(0, std²); the gate multiplies them by 0 at first."""
         fill.normal(self.std)
 
     def init_buffers(self, device: torch.device) -> None:
@@ -185,7 +185,7 @@ class TiledVisionTransformer(nn.Module):
         there = tiles.there.reshape(count, self.most)
         chosen = self._chosen(tiles.arrangement.reshape(count, 2), patches.dtype)
         x = _taken(self.patch(patches), tiles.patches).view(count, self.most, self.side**2, -1)
-        # Zeros for tiles that are not there, which the projection makes of zeros, as it has no bias.
+        # Zeros for tiles that are not there, which the projection makes of zeros, as it has no bias
         x = x * there[..., None, None].to(x.dtype) + self.before(chosen)
         token = self.class_token.to(x.dtype).expand(count, self.most, 1, -1)
         x = self.pre_norm(torch.cat([token, x], 2) + self.positions(chosen))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from forge_kit.taps import TapPoint, below
+from forge_kit.nn.taps import TapPoint, below
 
 STREAM: Mapping[str, TapPoint] = {
     "resid_pre": TapPoint("", "input", axes="images"),

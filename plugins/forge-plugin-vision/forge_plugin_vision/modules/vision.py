@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_kit.taps import TapPoint, tap_points
+from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_vision.kinds import BROKEN, GRIDS, PATCHES, Grid
 from forge_plugin_vision.modules.images import Images, plain_grids
 
@@ -41,7 +41,7 @@ class Normalise(nn.Module):
 
     def init_buffers(self, device: torch.device) -> None:
         """Recomputes scale and offset of each value, so that (byte / 255 - mean) / std = byte scale + offset."""
-        # In float64, so that values are rounded once, by `copy_`.
+        # In float64, so that values are rounded once, by `copy_`
         mean, std = (torch.tensor(each, dtype=torch.float64) for each in (self.form.mean, self.form.std))
         repeats = self.form.values // self.form.channels
         for buffer, values in ((self.scale, 1 / (255 * std)), (self.offset, -mean / std)):

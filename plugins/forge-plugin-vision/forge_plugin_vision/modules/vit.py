@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.contracts.model import Role
-from forge_kit.modules import LayerNorm, Linear
-from forge_kit.taps import TapPoint
+from forge_kit.nn.modules import LayerNorm, Linear
+from forge_kit.nn.taps import TapPoint
 from forge_plugin_vision.modules.activations import ACTIVATIONS
 from forge_plugin_vision.modules.positions import PositionTable
 from forge_plugin_vision.modules.tower_points import PLAIN, tower_points
@@ -63,7 +63,7 @@ class AnySize:
     """Images of any grids: each row is a sequence, in which every frame of an image attends to itself alone."""
 
     def __init__(self, images: Images) -> None:
-        # One number for image and frame: frames of an image are fewer than the row's patches.
+        # One number for image and frame: the number of a frame is below P.
         self.segments = torch.where(images.valid, images.number * images.number.shape[1] + images.frame, -1)
 
     def arrange(self, x: Tensor, token: Tensor | None) -> Tensor:

@@ -19,8 +19,8 @@ from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_transformer import SwiGLU
 from forge_plugin_vision import Joint, Merger, QwenViT, VisionLanguage, VisionPart, ViT
 from forge_plugin_vision.features import Features
-from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing import tiny_job
+from forge_testing.vision import RandomImages, tiny_language, tiny_vision
 
 FROZEN = Freeze(stages=(Stage(freeze=("vision.encoder.*",)),))
 EPOCH, ROWS = 3, 4

@@ -6,8 +6,8 @@ from attrs import evolve
 from kept_runs import FROZEN, model
 
 from forge_plugin_vision.features import Features
-from forge_plugin_vision.testing import RandomImages
 from forge_testing.suites import HookSuite
+from forge_testing.vision import RandomImages
 
 
 class TestFeatures(HookSuite):

@@ -11,9 +11,9 @@ from forge_core import ForgeError, TrainingHook
 from forge_plugin_compile import Compile
 from forge_plugin_vision import VisionLanguage, VisionPart, ViT
 from forge_plugin_vision.features import Features
-from forge_plugin_vision.testing import RandomImages
 from forge_testing.outcomes import Stop
 from forge_testing.refusals import naming
+from forge_testing.vision import RandomImages
 
 CASES = [
     ("joint", "fp32"),

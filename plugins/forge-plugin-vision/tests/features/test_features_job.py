@@ -11,9 +11,9 @@ from forge_core.cli import main
 from forge_plugin_freeze import Freeze, Stage
 from forge_plugin_vision import Joint, LinearAdapter, TiledViT, VisionLanguage, VisionPart, ViT
 from forge_plugin_vision.features import Features
-from forge_plugin_vision.testing import tiny_language
 from forge_testing import Numbers, TinyModel
 from forge_testing.refusals import at, check_problems, lacks, problems_of
+from forge_testing.vision import tiny_language
 
 JOB = """
 [train]
@@ -37,7 +37,7 @@ heads = 2
 patch = 2
 size = [4, 4]
 [[data.sources]]
-type = "forge_plugin_vision.testing:RandomImages"
+type = "forge_testing.vision:RandomImages"
 [optimizer]
 type = "forge_testing:TinyAdamW"
 [plugins.features]

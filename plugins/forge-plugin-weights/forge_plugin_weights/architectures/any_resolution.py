@@ -24,6 +24,7 @@ from forge_plugin_weights.nested import LanguageTable, VisionTable
 from forge_plugin_weights.pixels import ENCODER, PINPOINTS
 from forge_plugin_weights.rules import Same
 
+# In the order of transformers, which takes the first of arrangements that fit an image equally well
 NEXT = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 ONEVISION = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
 """Rows and columns of tiles where a configuration does not say them, of 336 and of 384 pixels."""
@@ -42,7 +43,9 @@ class Pinpoints(Field):
         return (PINPOINTS,)
 
     def read(self, config: Config) -> Flat:
+        """Divides by the side of a tile; raises `Unsupported` unless tiles are whole and square."""
         given = config.get(PINPOINTS) or [[self.tile * side for side in tiles] for tiles in self.default]
+        # The default of both towers, CLIP and SigLIP
         size = value_of(value_of(config, TOWER, {}), "image_size", 224)
         if not isinstance(size, int) or any(side % size or side < size for pair in given for side in pair):
             raise Unsupported(f"{PINPOINTS} = {given} with {TOWER}.image_size = {size}; Forge has whole square tiles")
@@ -51,6 +54,7 @@ class Pinpoints(Field):
         return {f"{ADAPTER}.arrangements": [pair for n, pair in enumerate(pairs) if pair not in pairs[:n]]}
 
     def write(self, model: Flat) -> Config:
+        """Multiplies by the side of a tile, which is the size of the encoder's images."""
         height, width = tile_of(model)
         return {PINPOINTS: [[rows * height, columns * width] for rows, columns in setting(model, ARRANGEMENTS)]}
 
@@ -75,12 +79,14 @@ class AspectRatio(Field):
         return ("vision_aspect_ratio",)
 
     def read(self, config: Config) -> Flat:
+        """Reads the number behind `anyres_max_`, which counts tiles."""
         given = value_of(config, "vision_aspect_ratio", "anyres_max_9")
         if (match := re.fullmatch(r"anyres_max_([1-9]\d*)", str(given))) is None:
             raise Unsupported(f"vision_aspect_ratio = {given!r}; Forge has anyres_max_1, anyres_max_2, …")
         return {f"{ADAPTER}.max_feature_tiles": int(match[1])}
 
     def write(self, model: Flat) -> Config:
+        """Raises `Unsupported` for 0: `LlavaOnevisionModel` has a bound always."""
         if not (most := setting(model, f"{ADAPTER}.max_feature_tiles")):
             raise Unsupported(f"{ADAPTER}.max_feature_tiles = 0, where planes of features have a bound always")
         return {"vision_aspect_ratio": f"anyres_max_{most}"}
@@ -94,6 +100,7 @@ class JoinedTower(VisionTable):
     """The image processor's class, without `ImageProcessor`."""
 
     def inner(self, config: Config) -> InnerTable:
+        """Returns the table without the processor's pinpoints, which no field of a tower reads."""
         table = super().inner(config)
         if PIXELS not in table.config:
             return table
@@ -102,6 +109,7 @@ class JoinedTower(VisionTable):
         return attrs.evolve(table, config={**table.config, PIXELS: pixels})
 
     def write(self, model: Flat) -> Config:
+        """Adds to the processor's settings the size of a tile, and the pixels of all tiles together."""
         config, (height, width) = super().write(model), tile_of(model)
         pixels = {**config[PIXELS], "image_processor_type": f"{self.processor}ImageProcessor", "do_pad": True}
         # Tiles have the encoder's size already, so that nothing is cropped of them.
@@ -118,13 +126,15 @@ class LlavaNext(Llava):
     harmless = (*Llava.harmless, "use_image_newline_parameter")
     renames: ClassVar[Mapping[str, str]] = {**Llava.renames, r"^model\.image_newline$": "image_newline"}
     adapter = f"{VISION}/any_resolution"
-    projection = f"{ADAPTER}.projection."
+    projection = f"{ADAPTER}.projection."  # the adapter has a further tensor beside it
     processor = "LlavaNextProcessor"
 
     def tables(self) -> Sequence[Field]:
+        """Returns the tables of any language model, and of a tower whose images are tiles."""
         return LanguageTable(), JoinedTower(towers=self.towers, processor="LlavaNext")
 
     def chosen(self) -> Sequence[Field]:
+        """Adds the arrangements, and fixes the settings of features that LLaVA-OneVision alone has."""
         return (
             *super().chosen(),
             Pinpoints(NEXT, 336),
@@ -132,6 +142,7 @@ class LlavaNext(Llava):
         )
 
     def adapter_rules(self) -> Sequence[Rule]:
+        """Adds the vector that ends each row of features, which is no part of the projector there."""
         return [*super().adapter_rules(), Same(f"{ADAPTER}.newline", "image_newline")]
 
 
@@ -148,9 +159,11 @@ class LlavaOnevision(LlavaNext):
     processor = "LlavaOnevisionProcessor"
 
     def tables(self) -> Sequence[Field]:
+        """Returns the tables; the language model is a Qwen2 where its table names none."""
         return LanguageTable(default="qwen2"), JoinedTower(towers=self.towers, processor="LlavaOnevision")
 
     def chosen(self) -> Sequence[Field]:
+        """Returns the keys: all patches of the last layer, tiles up to 6 x 6, and frames of videos pooled by 2."""
         return (
             SelectedLayer(-1),
             SelectedTokens("full", "siglip_vision_model"),
@@ -160,6 +173,7 @@ class LlavaOnevision(LlavaNext):
         )
 
     def processor_settings(self, config: Config) -> Mapping[str, Any]:
+        """Returns what `LlavaOnevisionProcessor` needs to count the tokens of an image or video."""
         tower = config[TOWER]
         return {
             "processor_class": self.processor,

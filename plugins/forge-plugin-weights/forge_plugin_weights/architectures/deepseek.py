@@ -53,9 +53,11 @@ def prediction_rules(block: int, number: int) -> Sequence[Rule]:
         Same(f"{own}.{ours}.weight", f"model.layers.{number}.{theirs}.weight") for ours, theirs in PREDICTION.items()
     ]
     for rule in layer_rules():
+        # Stack) | Both consist of two names, so that a rule with other names is made as easily.
         assert isinstance(rule, Same | Stack)
         names = rule.ours.replace("layers.{layer}", own), rule.theirs.replace("{layer}", str(number))
         rules.append(type(rule)(*names))
+    # Written, since the published files have embedding and head once more for each block.
     copies = (
         Repeated(f"{ours}.weight", f"model.layers.{number}.{theirs}.weight", written=True)
         for theirs, ours in COPIES.items()
@@ -72,10 +74,12 @@ class Predictions(Field):
         return (PREDICTED,)
 
     def read(self, config: Config) -> Flat:
+        """Reads 0, null and a missing key as no table `[model.mtp]`."""
         depth = config.get(PREDICTED) or 0
         return {"mtp.depth": depth} if depth else {}
 
     def write(self, model: Flat) -> Config:
+        """Writes 0 for a model without the table: the class of `transformers` has one block by default."""
         return {PREDICTED: model.get("mtp.depth", 0)}
 
 
@@ -92,11 +96,12 @@ class DeepSeekV3(ArchitectureComponent):
     training_only = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.router.bias_rate", "ffn.capacity_factor", "mtp.*")
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys of latent attention, of experts and of multi-token prediction."""
         return (
             *shape_fields(),
             Fixed({"attention.type": "forge-plugin-mla/mla"}),
             Key("num_attention_heads", "attention.heads"),
-            OrNone("q_lora_rank", "attention.q_lora_rank", 1536),
+            OrNone("q_lora_rank", "attention.q_lora_rank", 1536),  # null in Moonlight: one matrix of queries
             *(Key(name, f"attention.{name}") for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")),
             Key("v_head_dim", "attention.v_head_dim"),
             Key("rope_interleave", "attention.rope_interleave", True),
@@ -105,11 +110,12 @@ class DeepSeekV3(ArchitectureComponent):
             Rope(),
             *moe_fields(),
             Key("rms_norm_eps", "norm.eps", 1e-6),
-            Fixed({"attention.norm_eps": 1e-6}),
+            Fixed({"attention.norm_eps": 1e-6}),  # the norms of latents ignore `rms_norm_eps`
             Predictions(),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; a block of multi-token prediction is a further layer there, behind the others."""
         layers = model["layers"]
         predicted = (prediction_rules(block, layers + block) for block in range(model.get("mtp.depth", 0)))
         return (*ENDS, *layer_rules(), *(rule for block in predicted for rule in block), *tied_head(model))
@@ -120,6 +126,7 @@ class KimiK2(DeepSeekV3):
     """Kimi-K2, a DeepSeek-V3 with a `model_type` that `transformers` needs the publisher's code for."""
 
     def fields(self) -> Sequence[Field]:
+        """Adds a field that refuses exports, which have the `model_type` that `transformers` can load."""
         return (*super().fields(), ExportedAs("deepseek_v3", "transformers has no class for kimi_k2"))
 
 

@@ -28,6 +28,7 @@ def named_alike(*modules: str) -> Sequence[Rule]:
 
 ENDS: Sequence[Rule] = [Same(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in huggingface_names.ENDS.items()]
 NORMS = named_alike("attention_norm", "ffn_norm")
+# With biases, if there are any: `{tensor}` stands for either.
 ATTENTION = named_alike(*(f"attention.{matrix}" for matrix in "qkvo"))
 QK_NORM = named_alike("attention.q_norm", "attention.k_norm")
 FFN = named_alike("ffn.gate", "ffn.up", "ffn.down")
@@ -72,6 +73,7 @@ def attention_fields(
         Key(
             key,
             "attention.kv_heads",
+            # A null means as many as heads, where a missing key has the default of the class.
             default=lambda config: config["num_attention_heads"] if key in config or kv_heads is None else kv_heads,
             derived=lambda model: model["attention.heads"],
         ),
@@ -176,11 +178,13 @@ class Qwen2(ArchitectureComponent):
     }
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys; biases of queries, keys and values are there without one."""
         return (
             *shape_fields(),
             *attention_fields(kv_heads=32),
             QWEN_WINDOWS,
             Only("use_mrope", False, "positions count text only", write_it=False),
+            # Always, in `Qwen2Attention`
             Fixed({"attention.bias": True, "attention.output_bias": False}),
             *swiglu_fields(),
             Key("rms_norm_eps", "norm.eps", 1e-6),
@@ -202,10 +206,11 @@ class Qwen3(ArchitectureComponent):
             *attention_fields(head_dim=128, kv_heads=32),
             QWEN_WINDOWS,
             all_biases(),
-            Fixed({"attention.qk_norm": True}),
+            Fixed({"attention.qk_norm": True}),  # always, in `Qwen3Attention`
             *swiglu_fields(),
             Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; queries and keys have norms."""
         return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))

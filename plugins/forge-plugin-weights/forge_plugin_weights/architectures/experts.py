@@ -66,6 +66,7 @@ class Mixtral(ArchitectureComponent):
     training_only = BALANCE
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys of experts in every layer, whose routing weights are normalised after the choice."""
         router = {"ffn.router.type": f"{MOE}/softmax_topk", "ffn.router.normalise": "after"}
         return (
             *shape_fields(),
@@ -75,13 +76,14 @@ class Mixtral(ArchitectureComponent):
             Key("num_local_experts", "ffn.experts", 8),
             Key("num_experts_per_tok", "ffn.router.top_k", 2),
             Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
-            Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),
+            Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),  # no layer is dense
             Key("rms_norm_eps", "norm.eps", 1e-5),
             Window(),
             Only("router_jitter_noise", 0.0, "routers add no noise of this kind"),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; the matrices of an expert are numbered there."""
         layer = "model.layers.{layer}.block_sparse_moe"
         router = Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight")
         return (*ENDS, *NORMS, *ATTENTION, router, *expert_rules(layer, MIXTRAL), *tied_head(model))
@@ -96,6 +98,7 @@ class Qwen2MoE(ArchitectureComponent):
     training_only = BALANCE
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys; queries, keys and values have biases, or nothing has."""
         biases: dict[bool, Flat] = {
             True: {"attention.bias": True, "attention.output_bias": False},
             False: {"attention.bias": False},
@@ -107,12 +110,13 @@ class Qwen2MoE(ArchitectureComponent):
             Choice("qkv_bias", biases, True),
             *dense_layers(),
             *router_fields(),
-            Fixed({"ffn.shared_gate": True}),
+            Fixed({"ffn.shared_gate": True}),  # always, in `Qwen2MoeSparseMoeBlock`
             SharedWidth(),
             Key("rms_norm_eps", "norm.eps", 1e-6),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules of dense layers and of layers with experts: a model may have both."""
         layer = "model.layers.{layer}.mlp"
         shared = [
             Same(f"layers.{{layer}}.ffn.shared.{ours}.weight", f"{layer}.shared_expert.{theirs}.weight")
@@ -146,6 +150,7 @@ class Qwen3MoE(ArchitectureComponent):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """As in Qwen2-MoE, with norms of queries and keys, and without shared experts."""
         layer = "model.layers.{layer}.mlp"
         router = Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight")
         return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, router, *expert_rules(layer), *tied_head(model))
@@ -179,10 +184,12 @@ class SharedWidth(Field):
         return (WIDTH,)
 
     def read(self, config: Config) -> Flat:
+        """Reads the number of shared experts, whose common width has to be a multiple of a routed expert's."""
         width, one = (value_of(config, key, REQUIRED) for key in (WIDTH, "moe_intermediate_size"))
         if width % one:
             raise Unsupported(f"{WIDTH} = {width}; a multiple of {one}, the width of a routed expert, works")
         return {"ffn.shared_experts": width // one}
 
     def write(self, model: Flat) -> Config:
+        """Writes the width of all shared experts together, which are one in `transformers`."""
         return {WIDTH: setting(model, "ffn.shared_experts") * setting(model, "ffn.hidden")}

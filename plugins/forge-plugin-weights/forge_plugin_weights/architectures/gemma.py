@@ -98,7 +98,7 @@ class Gemma(ArchitectureComponent):
         activations = dict.fromkeys(("gelu_pytorch_tanh", "gelu"), ACTIVATIONS["gelu_pytorch_tanh"])
         return (
             *shape_fields(tied=True),
-            Fixed({"norm.offset": 1}),
+            Fixed({"norm.offset": 1}),  # files hold the gains of norms less 1
             Follows("embedding_scale", _width_root, lambda model: model["dim"] ** 0.5),
             *attention_fields(head_dim=256, kv_heads=16),
             all_biases(),
@@ -122,6 +122,7 @@ class Gemma2(ArchitectureComponent):
     harmless = HARMLESS
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys; without `layer_types`, layers 0, 2, 4, … have a window."""
         windows = LayerWindows(default=4096, rule=every_nth_is_full(2))
         return (*gemma_fields(windows, Rope(), caps=(50.0, 30.0)), Key("rms_norm_eps", "norm.eps", 1e-6))
 
@@ -138,6 +139,7 @@ class Gemma3Text(ArchitectureComponent):
     defaults: ClassVar[Config] = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys; without `layer_types`, every sixth layer or `sliding_window_pattern`-th is full."""
         pattern = "sliding_window_pattern"
         windows = LayerWindows(default=4096, rule=every_nth_is_full(pattern, 6), further=(pattern,))
         rope = RopeByWindow(

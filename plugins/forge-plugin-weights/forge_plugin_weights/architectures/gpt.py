@@ -17,6 +17,7 @@ LAYER = "gpt_neox.layers.{layer}"
 
 def gelu(key: str, default: str) -> Field:
     """Returns the key of the activation."""
+    # Of names that mean the same, an export has the first.
     options: dict[str, Flat] = {
         name: {"ffn.type": f"{TRANSFORMER}/gelu", "ffn.approximate": kind, "ffn.bias": True}
         for name, kind in (("gelu", "none"), ("gelu_new", "tanh"), ("gelu_pytorch_tanh", "tanh"), ("gelu_fast", "tanh"))
@@ -42,12 +43,13 @@ class GPT2(ArchitectureComponent):
     """GPT-2: learned positions, and matrices that files hold by columns."""
 
     name = "GPT2LMHeadModel"
+    # The published files have the names of `GPT2Model`, which the class with the head has as `transformer`.
     renames = {r"^(?!transformer\.|lm_head\.)": "transformer."}
     harmless = (
         *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
         *("n_ctx", "task_specific_params", "gradient_checkpointing", "reorder_and_upcast_attn"),
     )
-    ignored = ("*.attn.bias", "*.attn.masked_bias")
+    ignored = ("*.attn.bias", "*.attn.masked_bias")  # causal masks, which old versions saved
 
     def fields(self) -> Sequence[Field]:
         return (
@@ -76,6 +78,7 @@ class GPT2(ArchitectureComponent):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Transposes matrices, which `Conv1D` of `transformers` holds by columns; queries, keys and values are one."""
         ends = {"embedding.weight": "transformer.wte.weight", "positions.weight": "transformer.wpe.weight"}
         norms = {"attention_norm": "ln_1", "ffn_norm": "ln_2"}
         attention, theirs = [f"layers.{{layer}}.attention.{ours}" for ours in "qkv"], f"{BLOCK}.attn.c_attn"
@@ -111,9 +114,11 @@ class NeoXRope(Rope):
 
     @property
     def keys(self) -> Collection[str]:
+        """With the usual names, beside which later files have GPT-NeoX's."""
         return (*super().keys, *self.aliases)
 
     def read(self, config: Config) -> Flat:
+        """Reads a key under either name; raises `Unsupported` if both are there and differ."""
         own = dict(config)
         for alias, name in self.aliases.items():
             if alias in config and own.setdefault(name, config[alias]) != config[alias]:
@@ -127,7 +132,7 @@ class GPTNeoX(ArchitectureComponent):
 
     name = "GPTNeoXForCausalLM"
     harmless = ("classifier_dropout", "is_decoder", "gradient_checkpointing")
-    ignored = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
+    ignored = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")  # of old versions, likewise
 
     def fields(self) -> Sequence[Field]:
         residual = {value: {"residual": name} for value, name in ((True, "parallel"), (False, "sequential"))}
@@ -148,6 +153,7 @@ class GPTNeoX(ArchitectureComponent):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; queries, keys and values are one tensor, head by head, and the head is `embed_out`."""
         modules = {
             "attention_norm": "input_layernorm",
             "ffn_norm": "post_attention_layernorm",

@@ -44,6 +44,7 @@ class Stretched(Rope):
     """The position encoding, which is YaRN where no key specifies it."""
 
     def read(self, config: Config) -> Flat:
+        """Adds the YaRN of `GptOssConfig` where neither form is there."""
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or SCALING
         return super().read({**config, "rope_scaling": SCALING} if scaling is SCALING else config)
 
@@ -53,12 +54,14 @@ class Bound(Key):
     """A bound, which there is always: 0 has another meaning on our side."""
 
     def read(self, config: Config) -> Flat:
+        """Raises `Unsupported` for a bound that is not above 0."""
         bounds = super().read(config)
         if min(bounds.values()) <= 0:
             raise Unsupported(f"{self.theirs} = {config[self.theirs]!r}; a bound above 0 works")
         return bounds
 
     def write(self, model: Flat) -> Config:
+        """Raises `Unsupported` for 0: `GptOssExperts` bounds activations always."""
         config = super().write(model)
         if not all(config.values()):
             raise Unsupported(f"{self.ours} = {model[str(self.ours)]!r}, where it has a bound always")
@@ -75,6 +78,7 @@ class GptOss(ArchitectureComponent):
     training_only = BALANCE
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys; layers 0, 2, 4, … have a window where `layer_types` is missing."""
         return (
             *shape_fields(),
             *attention_fields(head_dim=64, kv_heads=8, rope=Stretched(theta=150000.0)),
@@ -82,18 +86,19 @@ class GptOss(ArchitectureComponent):
             Fixed({"attention.sinks": True}),
             LayerWindows(default=128, rule=every_nth_is_full(2)),
             Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
-            Fixed({"ffn.bias": True, "ffn.swiglu_offset": 1.0}),
+            Fixed({"ffn.bias": True, "ffn.swiglu_offset": 1.0}),  # gate * (up + 1) in `GptOssExperts`
             Key("swiglu_alpha", "ffn.swiglu_alpha", 1.702),
             Bound("swiglu_limit", "ffn.swiglu_limit", 7.0),
             Fixed({f"ffn.router.{key}": value for key, value in ROUTER.items()}),
             Key("num_local_experts", "ffn.experts", 128, other_names=("num_experts",)),
             Key("num_experts_per_tok", "ffn.router.top_k", 4),
             Key("intermediate_size", "ffn.hidden", 2880, derived=lambda model: default_hidden(model["dim"])),
-            Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),
+            Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),  # no layer is dense
             Key("rms_norm_eps", "norm.eps", 1e-5),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; gate and up projection are one tensor in turns, and experts' matrices are transposed."""
         sinks = Same(f"{OURS}.attention.sinks.weight", f"{LAYER}.self_attn.sinks")
         router = Same(f"{OURS}.ffn.router.{{tensor}}", f"{LAYER}.mlp.router.{{tensor}}")
         ours, theirs = f"{OURS}.ffn.experts", f"{LAYER}.mlp.experts"

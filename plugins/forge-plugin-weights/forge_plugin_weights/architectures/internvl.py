@@ -42,6 +42,7 @@ class Batched:
     leading: int
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns one part, a view of theirs without the dimensions of 1."""
         if match(self.ours, name) is None:
             return ()
         own = shapes[name]
@@ -68,6 +69,7 @@ class Sides(Field):
         return ("image_size", "patch_size")
 
     def read(self, config: Config) -> Flat:
+        """Reads squares only: the merger joins patches as in a square image."""
         size, patch = (
             _pair(value_of(config, key, default)) for key, default in (("image_size", 448), ("patch_size", 14))
         )
@@ -80,6 +82,7 @@ class Sides(Field):
         return {f"{ENCODER}.size": size, f"{ENCODER}.patch": patch[0]}
 
     def write(self, model: Flat) -> Config:
+        """Writes the patch as a pair, as `InternVLVisionConfig` saves it."""
         size, patch = list(setting(model, f"{ENCODER}.size")), setting(model, f"{ENCODER}.patch")
         if size[0] != size[1] or model.get(f"{ENCODER}.pixels"):
             raise Unsupported(f"{ENCODER}.size = {size}, where it is a square of whole patches always")
@@ -99,12 +102,14 @@ class ScaleStart(Field):
         return ("layer_scale_init_value",)
 
     def read(self, config: Config) -> Flat:
+        """Raises `Unsupported` for 0, by which Forge builds no factors."""
         start = value_of(config, "layer_scale_init_value", 0.1)
         if start <= 0:
             raise Unsupported(f"layer_scale_init_value = {start!r}; Forge has values above 0, and none for no factors")
         return {f"{ENCODER}.layer_scale": start}
 
     def write(self, model: Flat) -> Config:
+        """Raises `Unsupported` for 0: the published tower has the factors always."""
         if not (start := setting(model, f"{ENCODER}.layer_scale")):
             raise Unsupported(f"{ENCODER}.layer_scale = {start!r}, where it is above 0 always")
         return {"layer_scale_init_value": start}
@@ -119,15 +124,18 @@ class JoinedSide(Field):
         return ("downsample_ratio",)
 
     def read(self, config: Config) -> Flat:
+        """Reads 0.5 as 2 patches along a side, 4 in all."""
         ratio = value_of(config, "downsample_ratio", 0.5)
         if not ratio or 1 / ratio != round(1 / ratio):
             raise Unsupported(f"downsample_ratio = {ratio!r}, which is not one by a whole number")
         return {f"{ADAPTER}.merge": round(1 / ratio)}
 
     def write(self, model: Flat) -> Config:
+        """Writes one by the patches along a side."""
         return {"downsample_ratio": 1 / setting(model, f"{ADAPTER}.merge")}
 
     def resolve(self, model: Flat) -> Flat:
+        """Returns the width of the joined patches where `hidden` is 0."""
         hidden = model.get(f"{ADAPTER}.hidden")
         joined = model.get(f"{ADAPTER}.merge", 0) ** 2 * model.get(f"{ENCODER}.dim", 0)
         return {f"{ADAPTER}.hidden": joined} if hidden == 0 else {}
@@ -138,9 +146,10 @@ class ProjectorWidth(Field):
     """The width between the projector's matrices, which no key specifies: the language model's width."""
 
     def read(self, config: Config) -> Flat:
-        return {f"{ADAPTER}.hidden": value_of(config, "text_config", {}).get("hidden_size", 4096)}
+        return {f"{ADAPTER}.hidden": value_of(config, "text_config", {}).get("hidden_size", 4096)}  # Qwen2's default
 
     def write(self, model: Flat) -> Config:
+        """Writes nothing; raises `Unsupported` for a width other than the language model's."""
         if (hidden := setting(model, f"{ADAPTER}.hidden")) != (needed := setting(model, "language.dim")):
             raise Unsupported(f"{ADAPTER}.hidden = {hidden}, where it has the language model's {needed} always")
         return {}
@@ -168,6 +177,7 @@ class InternVLVision(Tower):
             ),
             Key("use_qk_norm", f"{ENCODER}.qk_norm", False),
             Key("attention_bias", f"{ENCODER}.attention_bias", False),
+            # `InternVLVisionModel` has an identity in place of the last norm if it pools.
             Choice("use_mean_pooling", {flag: {f"{ENCODER}.norm": not flag} for flag in (True, False)}, True),
             ScaleStart(),
             Sides(),
@@ -219,6 +229,7 @@ class InternVL(VisionLanguageModel):
     tower: ClassVar[Tower] = InternVLVision()
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys; features are all patches of the last layer."""
         return (
             Fixed({"type": WHOLE, "fusion.type": f"{VISION}/joint"}),
             LanguageTable(default="qwen2"),
@@ -233,6 +244,7 @@ class InternVL(VisionLanguageModel):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """As in the base class, but with the names of InternVL's tower, which differ from CLIP's and SigLIP's."""
         return (
             *language_rules(model, self.body, self.head),
             *tower_rules(model, self.tower_names),
@@ -240,6 +252,7 @@ class InternVL(VisionLanguageModel):
         )
 
     def adapter_rules(self) -> Sequence[Rule]:
+        """Returns the names of the projector: a norm and two matrices."""
         modules = {"norm": "layer_norm", "up": "linear_1", "down": "linear_2"}
         return [
             Same(f"{ADAPTER}.{ours}.{{tensor}}", f"multi_modal_projector.{theirs}.{{tensor}}")
@@ -247,4 +260,5 @@ class InternVL(VisionLanguageModel):
         ]
 
     def fillers(self, model: Flat) -> Sequence[Filler]:
+        """None: features come from the last block, so that Forge computes the whole tower."""
         return ()

@@ -41,6 +41,7 @@ class Granite(ArchitectureComponent):
             ),
             Key("embedding_multiplier", "embedding_scale", 1.0),
             Key("residual_multiplier", "residual_scale", 1.0),
+            # A divisor there, a factor here
             Converted("logits_scaling", "logit_scale", lambda divisor: 1 / divisor, lambda factor: 1 / factor, 1.0),
             Key("mlp_bias", "ffn.bias", False),
             *swiglu_fields(),
@@ -59,6 +60,7 @@ class SmolLM3(ArchitectureComponent):
     harmless = ("pretraining_tp", "max_window_layers")
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys; windows, if they are switched on, are in the layers without positions."""
         rope = RopeOfSomeLayers(theta=2e6)
         return (
             *shape_fields(tied=True),

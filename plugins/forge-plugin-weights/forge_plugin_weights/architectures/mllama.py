@@ -82,6 +82,7 @@ class Arrangements(Field):
         return ("supported_aspect_ratios", "max_num_tiles")
 
     def read(self, config: Config) -> Flat:
+        """Raises `Unsupported` unless `max_num_tiles` is the size of the largest arrangement."""
         pairs = [list(pair) for pair in value_of(config, "supported_aspect_ratios", ARRANGEMENTS)]
         most, named = max(rows * columns for rows, columns in pairs), value_of(config, "max_num_tiles", 4)
         if most != named:
@@ -89,6 +90,7 @@ class Arrangements(Field):
         return {f"{ENCODER}.arrangements": pairs}
 
     def write(self, model: Flat) -> Config:
+        """Writes both keys, the second by the first."""
         pairs = [list(pair) for pair in setting(model, f"{ENCODER}.arrangements")]
         return {"supported_aspect_ratios": pairs, "max_num_tiles": max(rows * columns for rows, columns in pairs)}
 
@@ -102,6 +104,7 @@ class Intermediate(Field):
         return ("intermediate_layers_indices", "vision_output_dim")
 
     def read(self, config: Config) -> Flat:
+        """Raises `Unsupported` for a block that is not there or named twice, and for any other width."""
         numbers = list(value_of(config, "intermediate_layers_indices", (3, 7, 15, 23, 30)))
         layers = value_of(config, DEPTH, 32)
         if any(not 0 <= number < layers for number in numbers) or len({*numbers}) < len(numbers):
@@ -112,6 +115,7 @@ class Intermediate(Field):
         return {f"{ENCODER}.intermediate": numbers}
 
     def write(self, model: Flat) -> Config:
+        """Writes the blocks, and the width: a hidden state of each, and the last one."""
         numbers = list(setting(model, f"{ENCODER}.intermediate"))
         width = setting(model, f"{ENCODER}.dim") * (1 + len(numbers))
         return {"intermediate_layers_indices": numbers, "vision_output_dim": width}
@@ -127,7 +131,9 @@ class TowerBlock:
     layers: int
 
     def parts(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Any]:
+        """Returns the part in `transformer`, or from block `layers` on in `global_transformer`."""
         def rename(theirs: str) -> str:
+            # The name begins with the block's number, which decides on the list.
             number = int(theirs.split(".", maxsplit=1)[0])
             own = theirs.removeprefix(f"{number}.")
             if number < self.layers:
@@ -163,6 +169,7 @@ class MllamaVision(Tower):
     }
 
     def fields(self) -> Sequence[Field]:
+        """Without the key `norm` of other towers, which this encoder does not have."""
         return (Fixed({"type": f"{VISION}/vision_tower"}), *self.tower())
 
     def tower(self) -> Sequence[Field]:
@@ -184,9 +191,11 @@ class MllamaVision(Tower):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the names of the tower alone, which have no prefix there."""
         return tiled_rules(model, "")
 
     def fillers(self, model: Flat) -> Sequence[Filler]:
+        """None: every block of this tower is computed."""
         return ()
 
 
@@ -235,6 +244,7 @@ def own_layers(crossing: Sequence[int], depth: int) -> list[int]:
     """
     crossing = sorted(crossing)
     own = [number - before for before, number in enumerate(crossing)]
+    # Two blocks in a row, or one behind the last layer: here each stands before a layer.
     behind = [number for number in crossing if number + 1 in crossing or not 0 <= number < depth - 1]
     if behind or len({*crossing}) < len(crossing):
         message = f"{TEXT}.{CROSS} = {crossing} of {depth} layers"
@@ -248,19 +258,22 @@ class CrossedLanguage(LanguageTable):
 
     @property
     def keys(self) -> Collection[str]:
+        """With the id of images, which has to be the first row behind the vocabulary."""
         return (*super().keys, "image_token_index", "image_token_id")
 
     def inner(self, config: Config) -> InnerTable:
+        """Returns the table as a Llama's: without layers of cross-attention, and with the defaults of this class."""
         llama = languages()["llama"]
         table: Config = {**OF_LANGUAGE, **value_of(config, TEXT, {})}
         if not table.get("rope_parameters"):
-            table = {"rope_theta": 500000.0, **table}
+            table = {"rope_theta": 500000.0, **table}  # the default of `MllamaTextConfig`, not of Llama's
         depth = table[DEPTH] - len(value_of(table, CROSS, CROSS_LAYERS))
         table = {**table, DEPTH: depth, TIED: False}  # transformers ties nothing, regardless of the key
         own = llama.part_of({**config, TEXT: {key: value for key, value in table.items() if key != CROSS}, TIED: False})
         return InnerTable(TEXT, LANGUAGE, llama, all_fields(llama), own, ("dropout", *OF_EVERY_MODEL))
 
     def read(self, config: Config) -> Flat:
+        """Reads a Llama and the fusion from one table, whose layers are numbered together."""
         model = read_table(self.inner(config))
         check_head(model)
         table: Config = {**OF_LANGUAGE, **value_of(config, TEXT, {})}
@@ -274,6 +287,7 @@ class CrossedLanguage(LanguageTable):
         return {**model, **fixed, **shared, f"{FUSION}.layers": crossing}
 
     def write(self, model: Flat) -> Config:
+        """Writes one table; raises `Unsupported` for a fusion with other sizes than its Llama."""
         own = language_of(model)
         if own.model_type != "llama":
             raise Unsupported(f"its language model is a Llama always, and this one is {own.model_type}")
@@ -287,11 +301,13 @@ class CrossedLanguage(LanguageTable):
         for key, needed in {**UNSAID, "head_dim": config["hidden_size"] // config["num_attention_heads"]}.items():
             if config.pop(key, needed) != needed:
                 raise Unsupported(f"{LANGUAGE}* has another {key} than {needed!r}, which it has always")
+        # Each block moves the layers behind it by one.
         crossing = [layer + number for number, layer in enumerate(sorted(setting(model, f"{FUSION}.layers")))]
         table = {**config, "model_type": "mllama_text_model", DEPTH: config[DEPTH] + len(crossing), CROSS: crossing}
         return {TEXT: table, "image_token_index": config["vocab_size"]}
 
     def resolve(self, model: Flat) -> Flat:
+        """Names the layers that have a block, in place of `every`, and derives widths from the language model."""
         changed = dict(super().resolve(model))
         known = {**model, **changed}
         if known.get(f"{FUSION}.type") != FIXED["type"]:
@@ -320,6 +336,7 @@ class Renumbered:
     head: str
 
     def parts(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Any]:
+        """None for the embedding, which `Mllama.rules` joins with the rows of images."""
         if name == "embedding.weight":  # its rows and the rows of images are one table there
             return ()
         return Renamed(self.rule, self._renamed).parts(name, shapes)
@@ -349,6 +366,7 @@ class Mllama(VisionLanguageModel):
     }
 
     def placeholders_from(self, config: Config) -> int:
+        """Returns the size of the vocabulary: the head has no row for the 8 markers behind it."""
         size: int = value_of(value_of(config, TEXT, {}), "vocab_size", OF_LANGUAGE["vocab_size"])
         return size
 
@@ -361,6 +379,7 @@ class Mllama(VisionLanguageModel):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; both kinds of layers are numbered together there, and apart here."""
         own, crossing = language_of(model), sorted(model[f"{FUSION}.layers"])
         numbers = {layer: layer + number for number, layer in enumerate(crossing)}
         blocks = [
@@ -377,4 +396,5 @@ class Mllama(VisionLanguageModel):
         )
 
     def fillers(self, model: Flat) -> Sequence[Filler]:
+        """None: every block of the tower is computed."""
         return ()

@@ -51,6 +51,7 @@ class Olmo2(ArchitectureComponent):
         return olmo_fields()
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Without the norms before attention and feed-forward part, which these models lack."""
         return (*ENDS, *POST_NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))
 
 
@@ -61,6 +62,7 @@ class Olmo3(ArchitectureComponent):
     name = "Olmo3ForCausalLM"
 
     def fields(self) -> Sequence[Field]:
+        # One base for both kinds of layers, of which those with a window are not stretched
         base = Rope(theta=500000.0)
         return (*olmo_fields(RopeByWindow(windows=WINDOWS, full=base, near=base, near_theta="rope_theta")), WINDOWS)
 

@@ -28,15 +28,18 @@ class PrefixLanguage(LanguageTable):
     """`text_config`: Gemma or Gemma 2. What makes its prompt bidirectional is a key of the fusion."""
 
     def architecture(self, config: Config) -> ArchitectureComponent:
+        """Raises `Unsupported` for any language model but Gemma and Gemma 2."""
         _check(value_of(config, TEXT, {}).get("model_type", self.default))
         return super().architecture(config)
 
     def inner(self, config: Config) -> InnerTable:
+        """Returns the table without the key of bidirectional prompts, which Gemma's fields would refuse."""
         table = super().inner(config)
         own = {key: value for key, value in table.config.items() if key != BOTH_WAYS}
         return attrs.evolve(table, config=own)
 
     def write(self, model: Flat) -> Config:
+        """Adds that key, and the positions of an image."""
         _check(language_of(model).model_type)
         config = super().write(model)
         return {**config, TEXT: {**config[TEXT], BOTH_WAYS: True, "num_image_tokens": _positions(model)}}
@@ -52,6 +55,7 @@ class PrefixTower(VisionTable):
     """`vision_config`: SigLIP's. The processor's file specifies how many positions an image has."""
 
     def write(self, model: Flat) -> Config:
+        """Adds the positions of an image to the processor's file, and the projection's width to the table."""
         config = super().write(model)
         further = {"image_seq_length": _positions(model), "processor_class": "PaliGemmaProcessor"}
         tower = {**config[TOWER], "projection_dim": setting(model, "language.dim")}
@@ -74,6 +78,7 @@ class ProjectedWidth(Field):
         return ("projection_dim",)
 
     def read(self, config: Config) -> Flat:
+        """Returns no key: raises `Unsupported` if the width is not the language model's."""
         width = value_of(config, "projection_dim", 2048)
         needed = value_of(config, TEXT, {}).get("hidden_size")
         if needed is not None and width != needed:
@@ -81,6 +86,7 @@ class ProjectedWidth(Field):
         return {}
 
     def write(self, model: Flat) -> Config:
+        """Writes the language model's width."""
         return {"projection_dim": setting(model, "language.dim")}
 
 
@@ -96,7 +102,7 @@ class PaliGemma(VisionLanguageModel):
     kept = ("image_token_index", "image_token_id", "hidden_size")
     image_token = "image_token_index"
     begins_with_image = True
-    left_out = ("vision_tower.vision_model.head.*",)
+    left_out = ("vision_tower.vision_model.head.*",)  # SigLIP's pooling head
     body, head, tower_names = "language_model.model.", "language_model.", "vision_tower.vision_model."
     renames = {
         r"^model\.language_model\.": "language_model.model.",
@@ -107,6 +113,7 @@ class PaliGemma(VisionLanguageModel):
     towers: ClassVar[Mapping[str, Any]] = {"siglip_vision_model": SiglipVision()}
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys; unlike other larger models, this one obeys the bound of its language model's logits."""
         return (
             Fixed({"type": WHOLE, "fusion.type": f"{VISION}/joint", "fusion.prefix": True}),
             PrefixLanguage(default="gemma", harmless=("num_image_tokens",), head_keys=("logit_soft_cap",)),

@@ -37,6 +37,7 @@ class PhiRope(Rope):
         return (*super().keys, ORIGINAL)
 
     def read(self, config: Config) -> Flat:
+        """Completes the forms by the factor, which is the ratio of two keys beside them."""
         forms = {key: self._whole(config, key) for key in ("rope_scaling", "rope_parameters")}
         return super().read({**config, **forms})
 
@@ -44,11 +45,13 @@ class PhiRope(Rope):
         form = config.get(key) or {}
         if form.get("rope_type", form.get("type")) not in NAMES:
             return form
+        # The key beside the form has precedence, as in `standardize_rope_params`; 4096 is the default of `Phi3Config`.
         original = config.get(ORIGINAL) or form.get(ORIGINAL) or 4096
         factor = form.get("factor") or config.get(LONGEST, original) / original
         return {**form, "rope_type": "longrope", ORIGINAL: original, "factor": factor}
 
     def write(self, model: Flat) -> Config:
+        """Writes two lengths in place of the factor; raises `Unsupported` if the longer one is not whole."""
         config = dict(super().write(model))
         if config["rope_parameters"]["rope_type"] != "longrope":
             return config
@@ -56,7 +59,7 @@ class PhiRope(Rope):
         longest = round(original * factor)
         if longest / original != factor:
             raise Unsupported(f"{self.path}.factor = {factor!r} times {original} is not a whole number of positions")
-        del config["rope_parameters"]["factor"]
+        del config["rope_parameters"]["factor"]  # transformers computes it from the lengths
         scaling = {name: config["rope_scaling"][name] for name in ("short_factor", "long_factor")}
         # transformers 4 refuses a fourth key.
         return {**config, "rope_scaling": {"type": "longrope", **scaling}, ORIGINAL: original, LONGEST: longest}
@@ -86,6 +89,7 @@ class Phi3(ArchitectureComponent):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; queries, keys and values are rows of one matrix, and so are gate and up projection."""
         attention = [f"layers.{{layer}}.attention.{ours}.weight" for ours in "qkv"]
         gates = [f"layers.{{layer}}.ffn.{ours}.weight" for ours in ("gate", "up")]
         fused = (

@@ -70,10 +70,12 @@ class SpatialRope(Rope):
     interleaved: bool
 
     def read(self, config: Config) -> Flat:
-        tables = {key: dict(config[key]) for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+        """Reads the sections from either form, and the rest as a plain encoding."""
+        tables = {key: dict(config[key]) for key in ("rope_scaling", "rope_parameters") if config.get(key)}  # copies
         sections, turns = self.sections, self.interleaved
         for table in tables.values():
             sections, turns = table.pop(SECTIONS, sections), table.pop(TURNS, turns)
+            # The name of old files for a plain encoding with sections
             for key in ("type", "rope_type"):
                 if table.get(key) == "mrope":
                     table[key] = "default"
@@ -83,6 +85,7 @@ class SpatialRope(Rope):
         return {**super().read({**config, **tables}), **own}
 
     def write(self, model: Flat) -> Config:
+        """Writes a plain encoding in both forms, and the sections in each."""
         if (turns := setting(model, f"{self.path}.interleaved")) != self.interleaved:
             raise Unsupported(f"{self.path}.interleaved = {turns!r}, where it is {self.interleaved} always")
         config = dict(super().write(model))
@@ -104,12 +107,14 @@ class NoWindows(Field):
         return ("use_sliding_window", "layer_types")
 
     def read(self, config: Config) -> Flat:
+        """Raises `Unsupported` if a layer has a window."""
         types = config.get("layer_types") or []
         if config.get("use_sliding_window") or any(type_ != FULL for type_ in types):
             raise Unsupported("use_sliding_window or layer_types gives layers windows; Forge has none here")
         return {"attention.window": 0}
 
     def write(self, model: Flat) -> Config:
+        """Writes the switch, by which `layer_types` has full attention in every layer."""
         if window := setting(model, "attention.window"):
             raise Unsupported(f"attention.window = {window!r}, where there is none")
         return {"use_sliding_window": False}
@@ -125,15 +130,18 @@ class WidthByHeads(Field):
 
     @property
     def written(self) -> Collection[str]:
+        """Empty: no export has `head_dim`, since `Qwen2_5_VLAttention` ignores it."""
         return ()
 
     def read(self, config: Config) -> Flat:
+        """Divides the width by the heads; raises `Unsupported` for a `head_dim` that differs from that."""
         width = value_of(config, "hidden_size", 8192) // value_of(config, "num_attention_heads", 64)
         if (given := value_of(config, "head_dim", width)) != width:
             raise Unsupported(f"head_dim = {given}, where it is hidden_size / num_attention_heads = {width} always")
         return {"attention.head_dim": width}
 
     def write(self, model: Flat) -> Config:
+        """Writes nothing; raises `Unsupported` for another width of heads."""
         width = setting(model, "dim") // setting(model, "attention.heads")
         if (given := setting(model, "attention.head_dim")) != width:
             raise Unsupported(f"attention.head_dim = {given}, where it is dim / attention.heads = {width} always")
@@ -156,7 +164,9 @@ class Qwen25Text(ArchitectureComponent):
     }
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys of Qwen2, but for windows, and with heads that divide the width."""
         rope = SpatialRope(theta=1e6, sections=(16, 24, 24), interleaved=False)
+        # Without the key `head_dim`, which `WidthByHeads` handles
         heads = [
             each
             for each in attention_fields(kv_heads=8, rope=rope)
@@ -232,12 +242,13 @@ class Qwen3MoEText(ArchitectureComponent):
             all_biases(),
             QWEN3_ATTENTION,
             *dense_layers(),
-            *router_fields(normalised=True),
+            *router_fields(normalised=True),  # regardless of the next key, which the class ignores
             Only("norm_topk_prob", True, "weights of the chosen experts add up to 1", write_it=False),
             Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; gate and up projections of all experts are one tensor, transposed."""
         ours, theirs = "layers.{layer}.ffn", "model.layers.{layer}.mlp"
         experts = (
             Same(f"{ours}.router.weight", f"{theirs}.gate.weight"),
@@ -259,6 +270,7 @@ class TowerTheta(Field):
         return ("rope_parameters",)
 
     def read(self, config: Config) -> Flat:
+        """Reads the base; raises `Unsupported` for any other key or type."""
         table = dict(value_of(config, "rope_parameters", {}))
         theta, type_ = table.pop("rope_theta", 10000.0), table.pop("rope_type", "axial")
         if table or type_ != "axial":
@@ -283,12 +295,14 @@ class TowerWindows(Field):
         return ("window_size", "fullatt_block_indexes")
 
     def read(self, config: Config) -> Flat:
+        """Reads both keys; numbers of blocks that the tower does not have are left out."""
         window, depth = value_of(config, "window_size", 112), value_of(config, "depth", 32)
         self._check(window, value_of(config, "patch_size", 14), value_of(config, "spatial_merge_size", 2))
         blocks = [number for number in value_of(config, "fullatt_block_indexes", (7, 15, 23, 31)) if number < depth]
         return {f"{ENCODER}.window": window, f"{ENCODER}.full_attention": blocks}
 
     def write(self, model: Flat) -> Config:
+        """Writes both keys; raises `Unsupported` for a window that cuts a feature."""
         window = setting(model, f"{ENCODER}.window")
         self._check(window, setting(model, f"{ENCODER}.patch"), setting(model, f"{ADAPTER}.merge"))
         return {"window_size": window, "fullatt_block_indexes": list(setting(model, f"{ENCODER}.full_attention"))}
@@ -308,12 +322,14 @@ class SquareTable(Field):
         return ("num_position_embeddings",)
 
     def read(self, config: Config) -> Flat:
+        """Reads the side, which is the root of the number of places."""
         count = value_of(config, "num_position_embeddings", 2304)
         if (side := isqrt(count)) ** 2 != count:
             raise Unsupported(f"num_position_embeddings = {count}, which is no square")
         return {f"{ENCODER}.table": side}
 
     def write(self, model: Flat) -> Config:
+        """Raises `Unsupported` for 0: the tower of Qwen3-VL has a table always."""
         if not (side := setting(model, f"{ENCODER}.table")):
             raise Unsupported(f"{ENCODER}.table = 0, where there is one always")
         return {"num_position_embeddings": side**2}
@@ -328,6 +344,7 @@ class DeepStack(Field):
         return ("deepstack_visual_indexes",)
 
     def read(self, config: Config) -> Flat:
+        """Reads the blocks, and adds the table of their adapters, which normalise squares of patches."""
         blocks = list(value_of(config, "deepstack_visual_indexes", (8, 16, 24)))
         if blocks != sorted({*blocks}):
             raise Unsupported(f"deepstack_visual_indexes = {blocks}; Forge takes blocks in ascending order, each once")
@@ -335,6 +352,7 @@ class DeepStack(Field):
         return {DEEPSTACK: blocks, **(self._adapter(merge) if blocks else {})}
 
     def write(self, model: Flat) -> Config:
+        """Writes the blocks; raises `Unsupported` for other adapters, which no key specifies."""
         blocks = list(setting(model, DEEPSTACK))
         for path, needed in self._adapter(setting(model, f"{ADAPTER}.merge")).items() if blocks else ():
             if setting(model, path) != needed:
@@ -355,6 +373,7 @@ class OutputWidth(Field):
         return ("out_hidden_size",)
 
     def write(self, model: Flat) -> Config:
+        """Writes the language model's width; reading takes that from `text_config`."""
         return {"out_hidden_size": setting(model, f"{LANGUAGE}dim")}
 
 
@@ -407,6 +426,7 @@ class Qwen25Vision(QwenVision):
     name = "Qwen2_5_VisionTransformerPretrainedModel"
 
     def tower(self) -> Sequence[Field]:
+        """Returns the keys; positions of a second are a key of the tower there, and of the language model here."""
         return (
             *self.shared(dim=3584, depth=32, hidden=3420, patch=14, norm="rmsnorm", gated=True),
             Fixed({f"{ENCODER}.patch_bias": False, f"{ENCODER}.table": 0, DEEPSTACK: []}),
@@ -423,6 +443,7 @@ class Qwen3Vision(QwenVision):
     name = "Qwen3VLVisionModel"
 
     def tower(self) -> Sequence[Field]:
+        """Returns the keys; the default table has 48 x 48 places, for images of any size."""
         return (
             *self.shared(dim=1152, depth=27, hidden=4304, patch=16, norm="layernorm", gated=False),
             Fixed({f"{ENCODER}.patch_bias": True, f"{ENCODER}.window": 0, f"{ENCODER}.full_attention": []}),
@@ -441,6 +462,7 @@ class Room(Field):
     """What a sequence has room for, which a table for images of any size must say: a long video, or some images."""
 
     def read(self, config: Config) -> Flat:
+        """Returns a room that a job changes as its data need; no key of theirs has it."""
         return {"vision.images_per_sequence": 16, "vision.patches_per_sequence": 16384}
 
 
@@ -458,6 +480,7 @@ class QwenVL(VisionLanguageModel):
     towers: ClassVar[Mapping[str, Tower]]
 
     def part_of(self, config: Config) -> Config:
+        """Puts the keys of the language model, which the first files have outside, into `text_config`."""
         if TEXT in config:
             return config
         inner = {key: value for key, value in config.items() if key not in OUTSIDE}
@@ -472,6 +495,8 @@ class QwenVL(VisionLanguageModel):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; the tower's names are the table that `forge_plugin_vision` converts states by."""
+        # Here, as the plugin is needed for these models only
         from forge_plugin_vision.qwen_names import BLOCK, FAMILIES
         from forge_plugin_vision.qwen_names import ENDS as TOWER_ENDS
 
@@ -492,6 +517,7 @@ class QwenVL(VisionLanguageModel):
         )
 
     def fillers(self, model: Flat) -> Sequence[Filler]:
+        """None: every block of the tower is computed."""
         return ()
 
 
@@ -508,6 +534,7 @@ class Qwen2_5_VL(QwenVL):  # noqa: N801
     towers: ClassVar[Mapping[str, Tower]] = {name: Qwen25Vision() for name in ("qwen2_5_vl_vision", "qwen2_5_vl")}
 
     def videos(self, model: Flat) -> Mapping[str, Any]:
+        """Frames at a rate, in groups as large as a patch; their times are in the positions."""
         sampling = {"type": "forge-plugin-images/fps", "multiple": model[f"{ENCODER}.frames"]}
         return {"timestamps": "positions", "sampling": {**sampling, **RATE}}
 
@@ -524,6 +551,7 @@ class Qwen3VL(QwenVL):
     towers: ClassVar[Mapping[str, Tower]] = {name: Qwen3Vision() for name in ("qwen3_vl_vision", "qwen3_vl")}
 
     def videos(self, model: Flat) -> Mapping[str, Any]:
+        """Frames spread evenly over a video; their times are text before each."""
         sampling = {"type": "forge-plugin-images/uniform", **RATE}
         return {"timestamps": "text", "timestamp_format": TIME_OF_FRAME, "sampling": sampling}
 

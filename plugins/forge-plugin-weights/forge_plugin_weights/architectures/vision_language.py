@@ -39,12 +39,14 @@ class SelectedLayer(Field):
         return ("vision_feature_layer",)
 
     def read(self, config: Config) -> Flat:
+        """Reads one index of a hidden state, counted from the end here."""
         layer = value_of(config, "vision_feature_layer", self.default)
         if not isinstance(layer, int):
             raise Unsupported(f"vision_feature_layer = {layer!r}; features of several layers side by side are missing")
         layers = value_of(config, "vision_config", {}).get("num_hidden_layers")
         if layer >= 0 and layers is None:
             raise Unsupported(f"vision_feature_layer = {layer}, and vision_config.num_hidden_layers is missing")
+        # There are `layers` + 1 hidden states: the input of the blocks is the first.
         return {f"{ENCODER}.select_layer": layer if layer < 0 else layer - layers - 1}
 
     def write(self, model: Flat) -> Config:
@@ -64,6 +66,7 @@ class SelectedTokens(Field):
         return ("vision_feature_select_strategy",)
 
     def read(self, config: Config) -> Flat:
+        """Returns no key: raises `Unsupported` unless every patch, and nothing else, has a feature."""
         strategy = value_of(config, "vision_feature_select_strategy", self.default)
         tower = value_of(config, "vision_config", {}).get("model_type", self.tower)
         if strategy != self._needed(tower == "clip_vision_model"):
@@ -72,6 +75,7 @@ class SelectedTokens(Field):
         return {}
 
     def write(self, model: Flat) -> Config:
+        """Writes `default`, by which transformers drops the first feature, for towers with a class token only."""
         return {"vision_feature_select_strategy": self._needed(setting(model, f"{ENCODER}.class_token"))}
 
     def _needed(self, has_class_token: bool) -> str:
@@ -93,6 +97,7 @@ class VisionLanguageModel(ArchitectureComponent):
     """What names of the tower begin with."""
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules of language model, tower and adapter, under the prefixes of the class."""
         return (
             *language_rules(model, self.body, self.head),
             *tower_rules(model, self.tower_names),
@@ -104,6 +109,7 @@ class VisionLanguageModel(ArchitectureComponent):
         raise NotImplementedError
 
     def fillers(self, model: Flat) -> Sequence[Filler]:
+        """Returns what lies behind the features in the tower, which `transformers` builds all the same."""
         return tower_fillers(model, self.tower_names)
 
 
@@ -117,7 +123,7 @@ class Llava(VisionLanguageModel):
     )
     kept: ClassVar[Collection[str]] = ("image_token_index", "image_token_id", "image_seq_length")
     image_token = "image_token_index"
-    left_out = ("vision_tower.vision_model.head.*",)
+    left_out = ("vision_tower.vision_model.head.*",)  # SigLIP's pooling head
     body, head, tower_names = "language_model.model.", "language_model.", "vision_tower.vision_model."
     renames: ClassVar[Mapping[str, str]] = {
         r"^model\.language_model\.": "language_model.model.",
@@ -141,6 +147,7 @@ class Llava(VisionLanguageModel):
         return SelectedLayer(), SelectedTokens()
 
     def processor_settings(self, config: Config) -> Mapping[str, Any]:
+        """Returns what `LlavaProcessor` needs to count the tokens of an image."""
         tower, strategy = config["vision_config"], config["vision_feature_select_strategy"]
         return {
             "processor_class": self.processor,
@@ -151,6 +158,7 @@ class Llava(VisionLanguageModel):
         }
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys of two tables, of the projector, and of which outputs of the tower are features."""
         activations = {
             theirs: {f"{ADAPTER}.activation": ours}
             for theirs, ours in (
@@ -164,6 +172,7 @@ class Llava(VisionLanguageModel):
         return (
             Fixed({"type": WHOLE, "fusion.type": f"{VISION}/joint"}),
             *self.tables(),
+            # Features are hidden states, which transformers takes before the last norm.
             Fixed({f"{ENCODER}.norm": False, f"{ADAPTER}.type": self.adapter}),
             Derived(f"{ADAPTER}.hidden", lambda model: model.get("language.dim", 0)),
             Choice("projector_hidden_act", activations, "gelu", f"{ADAPTER}.activation"),
@@ -199,6 +208,7 @@ class Idefics3(VisionLanguageModel):
     """The `model_type` of its tower."""
 
     def fields(self) -> Sequence[Field]:
+        # Some published files name the whole model here. An export has the first.
         towers = {name: Idefics3Vision() for name in (self.tower, "idefics3", "smolvlm")}
         return (
             Fixed({"type": WHOLE, "fusion.type": f"{VISION}/joint"}),

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from forge_core.config.load import to_toml
 from forge_core.contracts.components import ModelComponent
-from forge_kit.commands import parse_component
+from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.fields import Choice, Dropout, Fixed, Key, Only, Synonym, setting, value_of
 from forge_plugin_weights.kinds import OTHER, ArchitectureComponent, Config, Field, Filler, Flat, Rule, Unsupported
 from forge_plugin_weights.pixels import CLIP_MEAN, CLIP_STD, ENCODER, Pixels
@@ -41,7 +41,7 @@ ENDS: Mapping[str, str] = {
     "patch.bias": "embeddings.patch_embedding.bias",
     "class_token": "embeddings.class_embedding",
     "positions.weight": "embeddings.position_embedding.weight",
-    "pre_norm.{tensor}": "pre_layrnorm.{tensor}",
+    "pre_norm.{tensor}": "pre_layrnorm.{tensor}",  # CLIP's spelling
     "norm.{tensor}": "post_layernorm.{tensor}",
 }
 """Tensors before and after the blocks, likewise."""
@@ -60,12 +60,14 @@ class Size(Field):
         return ("image_size",)
 
     def read(self, config: Config) -> Flat:
+        """Reads the pixels, and the size that whole patches of them have."""
         given, patch = value_of(config, "image_size", self.default), value_of(config, "patch_size", self.patch)
         pixels = [given, given] if isinstance(given, int) else list(given)
         size = [side // patch * patch for side in pixels]
         return {f"{ENCODER}.size": size, **({f"{ENCODER}.pixels": pixels} if pixels != size else {})}
 
     def write(self, model: Flat) -> Config:
+        """Writes one number for squares, as the published files have it."""
         height, width = model.get(f"{ENCODER}.pixels") or setting(model, f"{ENCODER}.size")
         return {"image_size": height if height == width else [height, width]}
 
@@ -81,12 +83,14 @@ class PatchCount(Field):
         return ("num_patches",)
 
     def read(self, config: Config) -> Flat:
+        """Reads the sides in pixels of the square that the table is for."""
         count, patch = value_of(config, "num_patches", self.default), value_of(config, "patch_size", 16)
         if (side := isqrt(count)) ** 2 != count:
             raise Unsupported(f"num_patches = {count}, which is no square; Forge resizes tables of known sides")
         return {f"{ENCODER}.size": [side * patch] * 2}
 
     def write(self, model: Flat) -> Config:
+        """Raises `Unsupported` for a table that is not square."""
         sides = [side // setting(model, f"{ENCODER}.patch") for side in setting(model, f"{ENCODER}.size")]
         if sides[0] != sides[1]:
             raise Unsupported(f"{ENCODER}.size = {setting(model, f'{ENCODER}.size')}, where it is a square always")
@@ -102,9 +106,11 @@ class PoolingHead(Field):
         return ("vision_use_head",)
 
     def remark(self, config: Config) -> str:
+        """Reports that the head's tensors are left out of an import."""
         return "vision_use_head = True: the pooling head is left out" if config.get("vision_use_head") else ""
 
     def write(self, model: Flat) -> Config:
+        """Writes false, so that `transformers` builds no head, for which an export has no tensors."""
         return {"vision_use_head": False}
 
 
@@ -152,13 +158,13 @@ def tower_fillers(model: Flat, prefix: str) -> Sequence[Filler]:
     """
     width, hidden = model[f"{ENCODER}.dim"], model[f"{ENCODER}.hidden"]
     fillers: list[Filler] = []
-    first = model[f"{ENCODER}.layers"] + 1 + model[f"{ENCODER}.select_layer"]
+    first = model[f"{ENCODER}.layers"] + 1 + model[f"{ENCODER}.select_layer"]  # -1: none is left
     for layer in range(first, model[f"{ENCODER}.layers"]):
         for theirs in BLOCK.values():
             rows, columns = {"mlp.fc1": (hidden, width), "mlp.fc2": (width, hidden)}.get(theirs, (width, width))
             norm = theirs.startswith("layer_norm")
             here = f"{prefix}encoder.layers.{layer}.{theirs}"
-            fillers.append(Filler(f"{here}.weight", (width,) if norm else (rows, columns), float(norm)))
+            fillers.append(Filler(f"{here}.weight", (width,) if norm else (rows, columns), float(norm)))  # norms: 1
             fillers.append(Filler(f"{here}.bias", (rows,), 0.0))
     if not model[f"{ENCODER}.norm"]:
         fillers += [
@@ -192,24 +198,29 @@ class Tower(ArchitectureComponent):
         raise NotImplementedError
 
     def fields(self) -> Sequence[Field]:
+        """Returns the keys; whether features are normalised is a matter of the class, and no key."""
         return (
             Fixed({"type": TOWER, f"{ENCODER}.norm": self.norm}),
             *self.tower(),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the names of the tower alone, which all files have after `renames`."""
         return tower_rules(model, "vision_model.", flat_patches=self.flat_patches)
 
     def fillers(self, model: Flat) -> Sequence[Filler]:
+        """Returns what lies behind the features, which `transformers` builds all the same."""
         return tower_fillers(model, "vision_model.")
 
     def start_tables(self, model: Mapping[str, Any], load: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Makes the model one that sees images, since a tower cannot be trained alone, and loads the encoder only."""
         return {
             "model": {**model, "type": WHOLE},
             "checkpoint": {"load": [{**load, "include": [f"{ENCODER}.*"]}]},
         }
 
     def part_of_model(self, model: ModelComponent, catalog: Catalog) -> ModelComponent:
+        """Returns the encoder of a vision-language model as a model of its own type."""
         table = to_toml(model, catalog)
         if table["type"] != WHOLE:
             return model
@@ -217,6 +228,7 @@ class Tower(ArchitectureComponent):
         return parse_component(part, "model", ModelComponent, catalog)
 
     def has_tensor(self, name: str) -> bool:
+        """Whether it is a tensor of the encoder: adapter and language model are not exported."""
         return name.startswith(f"{ENCODER}.")
 
 
@@ -255,6 +267,7 @@ class SiglipVision(Tower):
     name = "SiglipVisionModel"
 
     def tower(self) -> Sequence[Field]:
+        """Returns the keys; a tower without a class token, for images of one size."""
         return (
             *encoder_fields(
                 heads=12, dim=768, hidden=3072, layers=12, patch=16, eps=1e-6, activation="gelu_pytorch_tanh"
@@ -275,6 +288,7 @@ class Siglip2Vision(Tower):
     flat_patches = True
 
     def tower(self) -> Sequence[Field]:
+        """Returns the keys; the table of positions is resized bilinearly to each image."""
         return (
             *encoder_fields(
                 heads=12, dim=768, hidden=3072, layers=12, patch=16, eps=1e-6, activation="gelu_pytorch_tanh"
@@ -296,6 +310,7 @@ class ClipVision(Tower):
     norm = False
 
     def tower(self) -> Sequence[Field]:
+        """Returns the keys; its processor resizes the shorter side and takes the middle."""
         return (
             *encoder_fields(heads=12, dim=768, hidden=3072, layers=12, patch=32, eps=1e-5, activation="quick_gelu"),
             Fixed({f"{ENCODER}.class_token": True, f"{ENCODER}.pre_norm": True, f"{ENCODER}.patch_bias": False}),
@@ -322,6 +337,7 @@ class Idefics3Vision(Tower):
     harmless = (*OF_EVERY_MODEL, "max_image_size", "size", "use_base_siglip")
 
     def tower(self) -> Sequence[Field]:
+        """Returns the keys; without a processor's file, an export has images in one piece."""
         return (
             *encoder_fields(
                 heads=16, dim=1152, hidden=3072, layers=12, patch=32, eps=1e-6, activation="gelu_pytorch_tanh"

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from forge_core.contracts.components import LossComponent
 from forge_core.contracts.data import IGNORED_LABEL, Batch
 from forge_core.contracts.runtime import LossOutput
-from forge_kit.modules import LinearHead
+from forge_kit.nn.modules import LinearHead
 from forge_testing.suites.base import explained
 from forge_testing.suites.parity import ParitySuite
 from forge_testing.tiny import VOCABULARY

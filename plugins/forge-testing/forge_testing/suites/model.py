@@ -20,9 +20,9 @@ from forge_core.contracts.model import Head, Model
 from forge_core.contracts.optimizer import roles_of
 from forge_core.engine.build import build_bare_model
 from forge_core.parallel.initialise import check_finite, materialise
-from forge_kit.batches import zero_batch
-from forge_kit.generation import Generates
-from forge_kit.taps import tap_points
+from forge_kit.nn.batches import zero_batch
+from forge_kit.nn.generation import Generates
+from forge_kit.nn.taps import tap_points
 from forge_testing.layouts import LAYOUTS
 from forge_testing.suites.base import explained
 from forge_testing.suites.parity import ParitySuite
@@ -92,7 +92,7 @@ class ModelSuite(ParitySuite):
         dtype = model(self._batch(model)).dtype
         assert dtype == torch.bfloat16, (
             f'with precision = "bf16", hidden states are {dtype}; give embeddings in context.dtype, and cast '
-            "parameters to the dtype of their inputs (forge_kit.modules does)"
+            "parameters to the dtype of their inputs (forge_kit.nn.modules does)"
         )
 
     def test_weights_are_used_in_the_compute_dtype(self, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class StageSuite(Suite):
         layer.forward = lambda carry, batch: tuple(tensor.cumsum(1) for tensor in forward(carry, batch))
         assert list(component.model_problems(model, Layout(component.dimensions, **degrees))), (
             "model_problems accepts a layer in which positions depend on each other and that does not say so; call "
-            "forge_kit.position_probe.undeclared_mixer(model)"
+            "forge_kit.nn.position_probe.undeclared_mixer(model)"
         )
 
     def test_it_keeps_the_names_of_parameters(self, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from forge_kit.report_sections import Block, Cell, ReportRun, ReportSection, Table, finite
+from forge_kit.tools.report_sections import Block, Cell, ReportRun, ReportSection, Table, finite
 from forge_plugin_runs.facts import manifest_of, read_run
 
 SHOWN = 20

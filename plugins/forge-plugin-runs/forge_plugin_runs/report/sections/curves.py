@@ -10,8 +10,8 @@ import numpy as np
 from attrs import evolve, frozen
 
 from forge_core.contracts.errors import JobError, did_you_mean
-from forge_kit.metrics import Metrics
-from forge_kit.report_sections import Block, Chart, Line, Paragraph, ReportRun, ReportSection
+from forge_kit.tools.metrics import Metrics
+from forge_kit.tools.report_sections import Block, Chart, Line, Paragraph, ReportRun, ReportSection
 
 TITLES = {
     "loss": "Training loss",

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from forge_core.config.mixture import weights_over_time
 from forge_core.data.order import whole_shares
-from forge_kit.report_sections import Bars, Block, Cell, ReportRun, ReportSection, Table
+from forge_kit.tools.report_sections import Bars, Block, Cell, ReportRun, ReportSection, Table
 
 COLORS = ("#4e79a7", "#9c755f", "#76b7b2", "#edc948", "#b07aa1", "#59a14f", "#ff9da7", "#8d949b")
 """Colours that differ from the colours of runs."""

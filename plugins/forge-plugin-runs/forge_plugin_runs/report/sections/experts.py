@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from forge_kit.report_sections import Block, Cell, HeatMap, ReportRun, ReportSection, Table
+from forge_kit.tools.report_sections import Block, Cell, HeatMap, ReportRun, ReportSection, Table
 
 LINES = 50
 """Lines with counts whose mean is shown: the last ones."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from forge_core.plugins.catalog import Catalog
-from forge_kit.report_sections import Block, Cell, Paragraph, ReportRun, ReportSection, Table
+from forge_kit.tools.report_sections import Block, Cell, Paragraph, ReportRun, ReportSection, Table
 from forge_plugin_runs.show import changed_keys
 
 OWN = ("job.name", "job.output")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from forge_kit.report_sections import Block, Cell, ReportRun, ReportSection, Table
+from forge_kit.tools.report_sections import Block, Cell, ReportRun, ReportSection, Table
 from forge_plugin_runs.facts import Run, read_run
 from forge_plugin_runs.words import count_text, size_text
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from forge_kit.report_sections import Block, Preformatted, ReportRun, ReportSection
+from forge_kit.tools.report_sections import Block, Preformatted, ReportRun, ReportSection
 
 
 @frozen(kw_only=True)

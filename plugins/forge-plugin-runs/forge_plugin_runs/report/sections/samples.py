@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from forge_kit.report_sections import Block, Preformatted, ReportRun, ReportSection
-from forge_kit.sampled_texts import last_samples
+from forge_kit.tools.report_sections import Block, Preformatted, ReportRun, ReportSection
+from forge_kit.tools.sampled_texts import last_samples
 
 SHOWN = 3
 """Steps of a run whose samples are shown: the last ones."""

@@ -124,7 +124,7 @@ class CachedVision(Vision):
         width: Any = self.encoder.width
         for image in images:
             shape = (self.tower.outputs, image.stop - image.start, width)
-            # Once for an image that occurs several times in a micro-batch.
+            # Once for an image that occurs several times in a micro-batch
             if image.key not in kept and (found := files.read(image.key, shape, self.tower.dtype)) is not None:
                 kept[image.key] = found
         return kept
@@ -145,7 +145,7 @@ class CachedVision(Vision):
         """Returns (B, P, W) for each output of the tower: features that are kept at their patches, zeros elsewhere."""
         rows, patches, device = *batch[PATCHES].shape[:2], batch[PATCHES].device
         sizes = (self.tower.outputs, rows, patches, self.encoder.width)
-        # Pinned, so that the host continues during the copy to the device.
+        # Pinned, so that the host continues during the copy to the device
         outputs = torch.zeros(sizes, dtype=self.tower.dtype, pin_memory=device.type == "cuda")  # type: ignore[arg-type]
         for image in images:
             if image.key in kept:
@@ -157,7 +157,7 @@ class CachedVision(Vision):
         if not missing:
             return 0
         rows = sorted({image.row for image in missing})
-        # In one copy, as the host waits for each.
+        # In one copy, as the host waits for each
         features = torch.stack([output.detach()[rows] for output in outputs]).cpu()
         once = {image.key: image for image in missing}.values()
         return sum(

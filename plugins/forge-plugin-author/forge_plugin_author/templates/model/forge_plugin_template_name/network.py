@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from forge_core.contracts.data import Batch
 from forge_core.contracts.model import Carry, Model, Role
-from forge_kit.modules import Embedding, LayerNorm, Linear, LinearHead
+from forge_kit.nn.modules import Embedding, LayerNorm, Linear, LinearHead
 
 
 class Attention(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from forge_core.contracts.runtime import ParallelStage
-from forge_kit.recomputing import Recomputing
+from forge_kit.nn.recomputing import Recomputing
 
 if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary

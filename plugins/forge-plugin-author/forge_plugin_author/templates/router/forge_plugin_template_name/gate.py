@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_kit.modules import Linear
+from forge_kit.nn.modules import Linear
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch

@@ -8,7 +8,7 @@ from attrs import field, frozen
 from attrs.validators import gt
 
 from forge_core.schedules import WarmupComponent, warmup
-from forge_kit.schedules import progress
+from forge_kit.optim.schedules import progress
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

@@ -31,7 +31,7 @@ def attention_pattern(
         k: (B, S, K, E), all keys in the order of the sequence.
         places: (B, n), the position of each query.
         batch: may hold `SPANS` and `DOCUMENTS`, of all positions.
-        mixing: what differs from plain causal attention: see `forge_kit.taps.MIXING`.
+        mixing: what differs from plain causal attention: see `forge_kit.nn.taps.MIXING`.
         sinks: (H,), scores without a value: weights then sum to less than 1.
     """
     scores = _scores(q, k, mixing)

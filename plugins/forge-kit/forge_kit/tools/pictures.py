@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.files import write_atomically
-from forge_kit.outputs import MARK
+from forge_kit.tools.outputs import MARK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

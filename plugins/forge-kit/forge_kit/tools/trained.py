@@ -29,7 +29,7 @@ from forge_core.parallel.initialise import DTYPES
 from forge_core.parallel.mesh import join_ranks, world_size
 from forge_core.plugins.catalog import Catalog, first_party
 from forge_core.plugins.manager import RunContext
-from forge_kit.checkpoints import load_model as load_weights
+from forge_kit.tools.checkpoints import load_model as load_weights
 
 WANTED = "a model takes ids of tokens, (S) or (B, S); model.tokenizer.encode(text) makes them"
 
@@ -51,7 +51,7 @@ class TrainedModel:
     context: RunContext = field(repr=False)
     """Where it was built: layout, mesh and device."""
     built: BuiltModel = field(repr=False)
-    """The model with its stages, and facts of all of it; `forge_kit.ranks.executor_of` runs it under every layout."""
+    """The model with its stages, and its facts; `forge_kit.tools.ranks.executor_of` runs it under every layout."""
     _catalog: Catalog = field(repr=False)
 
     @torch.no_grad()  # and not inference_mode: tables that modules keep from here on must serve training, too
@@ -65,7 +65,9 @@ class TrainedModel:
             (S, V) or (B, S, V) on the model's device, in float32 (float64 of a model in float64).
         """
         if self.context.layout.world_size > self.context.layout.replicate:
-            raise ForgeError(f"ranks share the model ({self.context.layout}): run it by forge_kit.ranks.executor_of")
+            raise ForgeError(
+                f"ranks share the model ({self.context.layout}): run it by forge_kit.tools.ranks.executor_of"
+            )
         try:
             rows = torch.as_tensor(ids, device=next(self.model.parameters()).device)
         except (TypeError, ValueError, RuntimeError):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from forge_core.contracts.optimizer import NamedParameter, NamedParameters
 from forge_core.parallel.mesh import local_part
-from forge_kit.groups import Groups, as_groups
-from forge_kit.whole_matrices import Matrix, WholeMatrices
+from forge_kit.optim.groups import Groups, as_groups
+from forge_kit.optim.whole_matrices import Matrix, WholeMatrices
 
 ROLES = ("matrix", "stack", "fused")
 """Roles of parameters that are matrices of hidden layers."""

@@ -28,7 +28,7 @@ belong to images, as in a vision tower, and not to the batch's tokens."""
 
 
 MIXING = frozenset({"window", "scale", "soft_cap", "sinks"})
-"""Variations of causal attention that `forge_kit.attention_pattern` supports, by the names of `TapPoint.mixing`."""
+"""Variations of causal attention that `forge_kit.nn.attention_pattern` supports, by the names of `TapPoint.mixing`."""
 
 
 def _known_mixing(_: object, attribute: Any, value: Mapping[str, float]) -> None:

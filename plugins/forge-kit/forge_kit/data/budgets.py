@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from attrs import evolve, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.data_files import ListsFiles, left_out_note
+from forge_kit.data.data_files import ListsFiles, left_out_note
 
 if TYPE_CHECKING:
     from forge_core.contracts.components import DatasetComponent
@@ -50,7 +50,7 @@ class Budgets:
     is_refused: bool = False
     """Whether training refuses to start with those."""
     left_out: Mapping[str, int] = field(factory=dict)
-    """What the source's folders hold and is no data of it, with how often (`forge_kit.data_files`)."""
+    """What the source's folders hold and is no data of it, with how often (`forge_kit.data.data_files`)."""
 
 
 @runtime_checkable

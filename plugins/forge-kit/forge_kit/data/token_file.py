@@ -22,7 +22,7 @@ import numpy as np
 from forge_core.contracts.data import Documents
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.launch.progress_beacon import report_progress
-from forge_kit.block_sums import BLOCK, SHIFT, CheckedBlocks, checked_map, range_fault, sums_of
+from forge_kit.data.block_sums import BLOCK, SHIFT, CheckedBlocks, checked_map, range_fault, sums_of
 
 MAGIC = b"FORGETOK"
 FORMAT = 1
@@ -234,7 +234,7 @@ class TokenFile:
         return self._ends
 
     def verify(self) -> None:
-        """See `forge_kit.budgets.Verifiable`."""
+        """See `forge_kit.data.budgets.Verifiable`."""
         self.ends()
         for start in range(0, len(self), PIECE):
             report_progress(f"verifying {_beside(self._stem, TOKENS)}", start, len(self))

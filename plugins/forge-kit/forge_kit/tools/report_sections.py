@@ -35,7 +35,7 @@ from attrs.validators import ge
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import ForgeError, JobError
-from forge_kit.metrics import Metrics, read_metrics
+from forge_kit.tools.metrics import Metrics, read_metrics
 
 if TYPE_CHECKING:
     import numpy as np

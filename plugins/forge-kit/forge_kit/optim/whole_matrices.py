@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from forge_kit.mesh import coordinate, layer_dimensions, place_of
+from forge_kit.nn.mesh import coordinate, layer_dimensions, place_of
 from forge_kit.torch_internals import flattened, is_strided
 
 Box = tuple[slice, ...]

@@ -15,10 +15,10 @@ from forge_core.config.keys import walk_components
 from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.plugins.catalog import Catalog
-from forge_kit.budgets import Budgets, check_budgets, measured_sources, report
-from forge_kit.commands import count
-from forge_kit.damage import Damage, decode_sources, default_workers
-from forge_kit.tables import columns
+from forge_kit.data.budgets import Budgets, check_budgets, measured_sources, report
+from forge_kit.data.damage import Damage, decode_sources, default_workers
+from forge_kit.tools.commands import count
+from forge_kit.tools.tables import columns
 
 if TYPE_CHECKING:
     from forge_core.job import Job

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 from attrs import define, frozen
 
 from forge_core.contracts.errors import ForgeError, JobError, Problem
-from forge_kit.budgets import sources_to_read
+from forge_kit.data.budgets import sources_to_read
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from forge_kit.direct_calls import directly_callable
+from forge_kit.nn.direct_calls import directly_callable
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill, VocabShard

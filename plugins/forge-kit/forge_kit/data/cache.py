@@ -28,7 +28,7 @@ from forge_core import report_progress
 from forge_core.checkpoint.storage import publish, sync
 from forge_core.contracts.errors import ForgeError
 from forge_core.files import write_atomically
-from forge_kit.block_sums import SUFFIX, write_sums
+from forge_kit.data.block_sums import SUFFIX, write_sums
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def cached_folder(
         resumable: whether `make` continues in a folder that a process left when it died (see `Progress`). One that
             raises an error leaves none.
         sums: whether each file gets the sums of its blocks beside it, by which readers find damage
-            (`forge_kit.block_sums`).
+            (`forge_kit.data.block_sums`).
 
     Raises:
         ForgeError: the cache cannot be written.

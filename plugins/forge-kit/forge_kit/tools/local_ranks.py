@@ -11,7 +11,7 @@ from forge_core.config.load import load_job
 from forge_core.contracts.errors import JobError
 from forge_core.launch.rank_process import LOGS
 from forge_core.launch.world import join_world
-from forge_kit.supervisor import run_ranks
+from forge_kit.tools.supervisor import run_ranks
 
 HEADING = "train"
 

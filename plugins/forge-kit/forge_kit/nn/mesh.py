@@ -48,7 +48,7 @@ def coordinate(rank: int, dimension: str, mesh: DeviceMesh) -> int:
             for part in parts:
                 number = number * arrangement.shape[names.index(part)] + place[part]
             return number
-    raise ForgeError(f"no mesh of this run has the dimension {dimension!r}; make one by `forge_kit.mesh.arrange`")
+    raise ForgeError(f"no mesh of this run has the dimension {dimension!r}; make one by `forge_kit.nn.mesh.arrange`")
 
 
 def place_of(rank: int, mesh: DeviceMesh) -> dict[str, int]:

@@ -28,8 +28,8 @@ from forge_core.contracts.run_end import Cause, End
 from forge_core.launch.failure_report import FailureReport
 from forge_core.launch.stop_requests import STOP_SIGNALS, StopRequests
 from forge_core.launch.world import ALIVE, CONTROL, LISTENING
-from forge_kit.control_group import MemoryGroup
-from forge_kit.run_owner import owner
+from forge_kit.tools.control_group import MemoryGroup
+from forge_kit.tools.run_owner import owner
 
 POLL_S = 0.05
 SIMULTANEOUS_S = 0.3

@@ -15,11 +15,11 @@ from forge_core.cli.command_line import positive
 from forge_core.contracts.errors import JobError
 from forge_core.job import LaunchSection
 from forge_core.launch.world import join_world
-from forge_kit.supervisor import run_ranks
+from forge_kit.tools.supervisor import run_ranks
 
 if TYPE_CHECKING:
     from forge_core.contracts.runtime import Executor
-    from forge_kit.trained import TrainedModel
+    from forge_kit.tools.trained import TrainedModel
 
 GRACE_S = 5.0
 """Seconds that ranks have to end after a request to stop: there is nothing to save."""
@@ -100,7 +100,7 @@ def executor_of(trained: TrainedModel) -> Executor:
 
     Each rank calls its `evaluate(batches, measure)` alike: by default for the plain cross-entropy. Batches have what
     training has (`input_ids` and `labels` (B, S)), of equal shape on all ranks, and S as the layout divides it
-    (`forge_kit.batches.length_multiple`).
+    (`forge_kit.nn.batches.length_multiple`).
 
     Args:
         trained: of `forge_core.load_model`.

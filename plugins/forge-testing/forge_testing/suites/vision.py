@@ -25,12 +25,12 @@ from torch.nn import functional as F
 from forge_core.contracts.data import Batch
 from forge_core.contracts.model import Model
 from forge_core.data.reading import collate
-from forge_kit.generation import Generates
+from forge_kit.nn.generation import Generates
 from forge_plugin_vision.kinds import GRIDS, PATCHES, SECONDS, VIDEO, Grid
 from forge_plugin_vision.modules.images import plain_grids
-from forge_plugin_vision.testing import RandomImages
 from forge_plugin_vision.vision import VisionLanguage
 from forge_testing.suites import ModelSuite
+from forge_testing.vision import RandomImages
 
 B, S = 4, 24
 

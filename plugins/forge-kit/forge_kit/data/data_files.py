@@ -21,8 +21,8 @@ from attrs import field, frozen
 
 from forge_core.checkpoint.run_folder import JOB, PROVENANCE
 from forge_core.checkpoint.storage import MANIFEST
-from forge_kit.cache import cache_root
-from forge_kit.outputs import FOLDER_MARK
+from forge_kit.data.cache import cache_root
+from forge_kit.tools.outputs import FOLDER_MARK
 
 RUNS, CHECKPOINTS, OUTPUTS = "run folders", "checkpoints", "folders that Forge wrote"
 SPECIAL, BROKEN, UNREADABLE = "pipes, sockets or devices", "broken links", "folders that cannot be read"

@@ -1,0 +1,1 @@
+"""Files of data: found, cached, checked, and read as tokens."""

@@ -1,0 +1,1 @@
+"""Parts of models, and what stages and tools need to know of a model."""

@@ -1,0 +1,1 @@
+"""Parts of optimizers and schedules."""

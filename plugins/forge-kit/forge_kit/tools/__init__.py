@@ -1,0 +1,1 @@
+"""What commands share: runs, trained models, ranks, outputs, tables and pictures."""
