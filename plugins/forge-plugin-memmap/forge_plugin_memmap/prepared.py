@@ -73,7 +73,6 @@ def read_prepared(folder: str | Path) -> Prepared | None:
         JobError: it is not finished, of another version, or its manifest is damaged.
     """
     folder = str(folder) or "."
-    # First: while both files are there, the manifest may not be complete
     if os.path.exists(os.path.join(folder, UNFINISHED)):
         raise JobError(f"{folder!r} is not finished; run the same forge-run data prepare command again to continue it")
     try:

@@ -69,6 +69,7 @@ class Measurement:
     """Library of matrix products, where there is a choice; see `forge_kit.nn.products.multiplied_by`."""
 
     def fastest(self) -> Kernel:
+        """Returns the kernel with the least time; of equal times, the one that is listed first."""
         return min(self.milliseconds, key=self.milliseconds.__getitem__)
 
     def among(self, kernels: Sequence[Kernel] | None) -> Measurement:
@@ -100,7 +101,9 @@ class Table:
         `among` are the kernels to choose from, if not all will do; without measurements the first of them is returned.
         """
         of_dtype = [row for row in self.rows if (row.device, row.dtype) == (device, dtype)]
+        # A row without a library is valid for each: only some dtypes have a choice on a CPU
         rows = [row.among(among) for row in of_dtype if row.products in ("", products)]
+        # None of the kernels to choose from may have been measured in a row
         rows = [row for row in rows if row.milliseconds]
         if not rows:
             unmeasured = f"nothing is measured for {dtype} on {device}"
@@ -138,6 +141,7 @@ def choose_backend(backend: Backend, context: BuildContext, head_dim: int, scori
         products = multiplied_by(context.dtype)
         among = scoring_kernels(device, scoring)
         return committed_table().choose(device, dtype, context.job.train.seq_len, head_dim, products, among)
+    # Not only in `problems`: with device = "auto" the device is not known before
     if problem := backend_problem(backend, device, dtype, scoring):
         raise JobError([Problem("model.attention.backend", f"{problem} (building {context.path})")])
     return Choice(backend, "set by the job")

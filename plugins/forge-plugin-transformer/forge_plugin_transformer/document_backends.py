@@ -77,6 +77,7 @@ class DocumentMeasurement:
         return sum(self.milliseconds[way]) / len(self.milliseconds[way])
 
     def fastest(self) -> Way:
+        """Returns the way with the least mean over document lengths."""
         return min(self.milliseconds, key=self.mean)
 
 
@@ -133,6 +134,7 @@ def choose_documents(
     matters = context.job.data.packing.needs_boundaries
     if documents == "auto":
         length = context.job.train.seq_len
+        # The measurements are of plain attention: a window changes the cost of each way, and sinks exclude ways
         if scoring.window_in(length) or scoring.sinks:
             choice = unmeasured(device, dtype, kernel, scoring)
         else:
@@ -154,6 +156,7 @@ def kernel_problems(backend: Backend, documents: WayOrAuto, job: Job, scoring: S
     if problem := backend_problem(backend, device, dtype, scoring):
         yield Problem("backend", problem)
         return
+    # The kernel that auto takes is chosen when the model is built; until then the preferred one stands for it
     among: Sequence[Kernel] = scoring_kernels(device, scoring) or ("torch",)
     if problem := documents_problem(documents, device, dtype, among[0] if backend == "auto" else backend, scoring):
         yield Problem("documents", problem)

@@ -80,6 +80,7 @@ def from_huggingface(name: str, parts: Mapping[str, str] = PARTS, layers: int | 
     if match is None:
         return _of_ends(name, _inverse(ENDS))
     number = int(match["number"])
+    # Modules of multi-token prediction have the numbers after the last layer
     if layers is None or number < layers:
         return f"layers.{number}.{_module(match, _inverse(parts))}"
     if match["module"] in COPIES:

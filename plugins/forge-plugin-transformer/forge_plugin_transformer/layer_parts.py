@@ -68,6 +68,7 @@ class GroupedQueryAttention(AttentionComponent):
     kernel for sequences of several lengths. auto: the fastest by the committed measurements."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks head counts (groups, tensor parallel), an even `head_dim`, and kernels on the job's device."""
         kv_heads = self.kv_heads or self.heads
         if self.heads % kv_heads:
             yield Problem("kv_heads", f"{kv_heads} does not divide heads, which is {self.heads}")
@@ -86,8 +87,10 @@ class GroupedQueryAttention(AttentionComponent):
         return Scoring(self.window, self.scale, self.soft_cap, self.sinks)
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
+        """Checks the encoding for the width of a head, and that `dim / heads`, where it is the width, is whole and even."""
         head_dim = self.head_dim or dim // self.heads
         yield from (problem.below("rope") for problem in self.rope.width_problems(head_dim))
+        # Set by the job, the heads need not have the width of the model together
         if self.head_dim:
             return
         if dim % self.heads:
@@ -97,6 +100,12 @@ class GroupedQueryAttention(AttentionComponent):
             yield Problem("heads", f"{message} dimensions; change one or set head_dim")
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns a `GroupedAttention`. Its kernel is chosen here, for the device, the dtype and `train.seq_len`.
+
+        Raises:
+            JobError: the job sets a kernel, or a way to keep documents apart, that the device or the dtype excludes.
+        """
+
         from forge_plugin_transformer.modules import attention
         from forge_plugin_transformer.modules.attention_core import AttentionCore
 
@@ -125,6 +134,7 @@ class GroupedQueryAttention(AttentionComponent):
             return None
         eps, offset = self.qk_norm_eps, self.qk_norm_offset
         if self.qk_norm == "all":
+            # A class apart: tensor-parallel ranks have the features of some heads, and add up the squares of all
             return norms.SplitRootMeanSquareNorm(heads * head_dim, eps=eps, offset=offset)
         return norms.RootMeanSquareNorm(head_dim, eps=eps, offset=offset)
 
@@ -143,6 +153,8 @@ class SwiGLU(FFNComponent):
     """Whether the three matrices have biases."""
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns three matrices of width `hidden`, or `default_hidden(dim)` if that is 0."""
+
         from forge_plugin_transformer.modules import feed_forward
 
         return feed_forward.GatedFeedForward(dim, self.hidden or default_hidden(dim), bias=self.bias, init=init)
@@ -165,6 +177,8 @@ class GEGLU(FFNComponent):
     """The activation by its tanh approximation (Gemma), or exactly."""
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns three matrices of width `hidden`, or `default_hidden(dim)` if that is 0."""
+
         from forge_plugin_transformer.modules import feed_forward
 
         hidden = self.hidden or default_hidden(dim)
@@ -183,6 +197,8 @@ class GELU(FFNComponent):
     """The activation by its tanh approximation (GPT-2), or exactly."""
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns two matrices of width `hidden`, or 4 `dim` if that is 0."""
+
         from forge_plugin_transformer.modules import feed_forward
 
         hidden = self.hidden or 4 * dim
@@ -199,6 +215,8 @@ class RMSNorm(NormComponent):
     """Added to the learned gain, which starts at 1 - offset. With 1 (Gemma), weight decay draws the gain to one."""
 
     def build(self, context: BuildContext, dim: int) -> nn.Module:
+        """Returns a module with one parameter, of the gain: (dim,)."""
+
         from forge_plugin_transformer.modules import norms
 
         return norms.RootMeanSquareNorm(dim, eps=self.eps, offset=self.offset)
@@ -214,6 +232,8 @@ class LayerNorm(NormComponent):
     """Whether a learned offset is added after the learned gain."""
 
     def build(self, context: BuildContext, dim: int) -> nn.Module:
+        """Returns a module with a gain (dim,) and, if `bias` is set, an offset (dim,)."""
+
         from forge_plugin_transformer.modules import norms
 
         return norms.CentredNorm(dim, eps=self.eps, bias=self.bias)

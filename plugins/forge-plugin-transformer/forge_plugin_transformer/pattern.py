@@ -34,10 +34,12 @@ class AttentionPattern(AttentionComponent):
     """`[model.attention.kinds.NAME]`: an attention of any `type`, with a name for `layers`."""
 
     def of_layers(self) -> Iterable[AttentionComponent]:
+        """Yields the components of all kinds, each once, however many layers have it."""
         for kind in self.kinds.values():
             yield from kind.of_layers()
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that every listed name has a table, and that a layer has every table."""
         for name in dict.fromkeys(self.layers):
             if name not in self.kinds:
                 message = f"there is no [model.attention.kinds.{name}]{did_you_mean(name, list(self.kinds))}"
@@ -47,10 +49,12 @@ class AttentionPattern(AttentionComponent):
                 yield Problem(f"kinds.{name}", "no layer has it; name it in `layers`, or leave the table out")
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
+        """Yields the problems of every kind, with paths below its table."""
         for name, kind in self.kinds.items():
             yield from (problem.below(f"kinds.{name}") for problem in kind.width_problems(dim))
 
     def depth_problems(self, layers: int) -> Iterable[Problem]:
+        """Checks that no listed name is beyond the last layer, and every kind by itself."""
         if len(self.layers) > layers:
             message = f"names the attention of {len(self.layers)} layers, and the model has {layers}"
             yield Problem("layers", f"{message}; list as many or fewer, which are repeated")
@@ -58,6 +62,11 @@ class AttentionPattern(AttentionComponent):
             yield from (problem.below(f"kinds.{name}") for problem in kind.depth_problems(layers))
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns the attention of layer `context.layer`, by its number modulo the length of `layers`.
+
+        Raises:
+            JobError: the kind cannot be built; the problems name its table.
+        """
         name = self.layers[(context.layer or 0) % len(self.layers)]
         try:
             return context.build(self.kinds[name], dim=dim, init=init)

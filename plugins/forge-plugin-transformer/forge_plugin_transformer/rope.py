@@ -40,6 +40,7 @@ class PlainRope(RopeComponent):
         return int(head_dim * self.partial_rotary_factor)
 
     def width_problems(self, head_dim: int) -> Iterable[Problem]:
+        """Checks that the rotated share of a head is an even number of dimensions, 2 or more."""
         rotated = self.rotated(head_dim)
         if self.partial_rotary_factor < 1 and (rotated < 2 or rotated % 2):
             message = f"{self.partial_rotary_factor} of {head_dim} dimensions are {rotated}, which are no pairs"
@@ -54,6 +55,7 @@ class PlainRope(RopeComponent):
         return 1.0
 
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:
+        """Returns tables for the R rotated dimensions only; `rotate` leaves the others as they are."""
         return self._tables(context, self.rotated(head_dim))
 
     def _tables(self, context: BuildContext, rotated: int) -> nn.Module:
@@ -70,6 +72,7 @@ class LinearRope(PlainRope):
     """Ratio of the extended length to the length that the model was trained on."""
 
     def frequencies(self, head_dim: int) -> list[float]:
+        """Divides all frequencies by `factor`, which equals dividing all positions by it."""
         return [frequency / self.factor for frequency in super().frequencies(head_dim)]
 
 
@@ -87,11 +90,13 @@ class Llama3Rope(PlainRope):
     """Sequence length, in tokens, that the model was first trained on."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the order of the bounds: interpolation divides by their difference."""
         if self.high_freq_factor <= self.low_freq_factor:
             message = f"{self.high_freq_factor} must be greater than low_freq_factor, which is {self.low_freq_factor}"
             yield Problem("high_freq_factor", message)
 
     def frequencies(self, head_dim: int) -> list[float]:
+        """Computes what `_compute_llama3_parameters` of transformers does."""
         return [self._stretch(frequency) for frequency in super().frequencies(head_dim)]
 
     def _stretch(self, frequency: float) -> float:
@@ -124,16 +129,20 @@ class YarnRope(PlainRope):
     """Whether the bounds of the ramp between kept and divided pairs are rounded outwards to whole pairs."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that kept pairs turn more often than divided ones, so that the ramp between them ascends."""
         if self.beta_fast <= self.beta_slow:
             yield Problem("beta_fast", f"{self.beta_fast} must be greater than beta_slow, which is {self.beta_slow}")
 
     def frequencies(self, head_dim: int) -> list[float]:
+        """Computes what `_compute_yarn_parameters` of transformers does: a linear ramp over the pairs."""
         first, last = self._ramp(head_dim)
+        # Equal bounds would divide by 0; the same number as in transformers
         span = (last - first) or 0.001
         plain = super().frequencies(head_dim)
         return [_interpolate(f, self.factor, 1 - (pair - first) / span) for pair, f in enumerate(plain)]
 
     def amplitude(self) -> float:
+        """Returns the attention factor: as set, or 0.1 ln(factor) + 1, with the weights `mscale` if both are set."""
         if self.attention_factor:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -152,10 +161,12 @@ class YarnRope(PlainRope):
         first, last = (self._pair_turning(turns, head_dim) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
+        # By dimensions and not by pairs, as in transformers, whose checkpoints are trained with it
         return max(first, 0), min(last, head_dim - 1)
 
     def _pair_turning(self, turns: float, head_dim: int) -> float:
         """Returns the (fractional) number of the pair that makes `turns` turns within the original length."""
+        # Pair i turns once in 2 pi theta^(2 i / R) positions: solved for i
         wavelength = self.original_max_position_embeddings / (2 * math.pi * turns)
         return head_dim * math.log(wavelength) / (2 * math.log(self.theta))
 
@@ -182,6 +193,7 @@ class LongRope(PlainRope):
     """Factor on cosine and sine at any length; 0: sqrt(1 + ln(factor) / ln(original length))."""
 
     def width_problems(self, head_dim: int) -> Iterable[Problem]:
+        """Checks that both lists have one factor for each rotated pair."""
         yield from super().width_problems(head_dim)
         pairs = self.rotated(head_dim) // 2
         for key in ("short_factor", "long_factor"):
@@ -195,6 +207,7 @@ class LongRope(PlainRope):
         return [plain / factor for plain, factor in zip(super().frequencies(head_dim), factors, strict=True)]
 
     def amplitude(self) -> float:
+        """Returns the attention factor, as set or derived: the same for short and for long sequences."""
         if self.attention_factor:
             return self.attention_factor
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
@@ -222,6 +235,7 @@ class DynamicRope(PlainRope):
     sequences are encoded as by `plain`."""
 
     def width_problems(self, head_dim: int) -> Iterable[Problem]:
+        """Checks that R > 2: the exponent R / (R - 2) of the base has no value for a single pair."""
         yield from super().width_problems(head_dim)
         if self.rotated(head_dim) <= 2:
             message = f"{self.rotated(head_dim)} rotated dimensions have one wavelength, which no base changes"
@@ -237,6 +251,7 @@ class DynamicRope(PlainRope):
         return self._base(head_dim, lengths.clamp(min=self.original_max_position_embeddings))
 
     def _base(self, head_dim: int, length: Any) -> Any:
+        # `length` is a number in training and a tensor (B,) in generation
         stretch = self.factor * length / self.original_max_position_embeddings - (self.factor - 1)
         return self.theta * stretch ** (head_dim / (head_dim - 2))
 
@@ -255,6 +270,8 @@ class NoRope(RopeComponent):
     """
 
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:
+        """Returns an encoding without frequencies, whose tables of width 0 make `rotate` return its input."""
+
         from forge_plugin_transformer.modules.rotary import Rotary
 
         return Rotary((), amplitude=1.0, **_of_job(context))

@@ -84,6 +84,8 @@ class PredictionWeight(TrainingHook):
     """Sets the weight of multi-token prediction before each step, by its schedule."""
 
     def on_step_begin(self, context: StepContext) -> None:
+        """Sets the weight of step `context.step`, which follows `context.step - 1` completed ones."""
+
         from forge_plugin_transformer.modules.multi_token import Predictions
 
         for module in context.model.modules():  # type: ignore[attr-defined]
@@ -134,6 +136,7 @@ class Transformer(ModelComponent):
     """`[model.mtp]`: modules that predict tokens after the next, in training. Without the table there are none."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks vocabulary, learned positions, multi-token prediction, and attention against width and depth."""
         if not self.vocab_size and job.data.tokenizer is None:
             message = "0 takes the tokenizer's size, but there is no [data.tokenizer]; add one or give the number"
             yield Problem("vocab_size", message)
@@ -146,10 +149,18 @@ class Transformer(ModelComponent):
             yield from (problem.below("mtp") for problem in self.mtp.problems(job))
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Returns a hook if the weight of multi-token prediction is a schedule; a constant needs none."""
+        # `Predictions` sets the weight of the first step when it is built, and a constant one stays
         scheduled = self.mtp is not None and isinstance(self.mtp.weight, SchedulerComponent)
         return [PredictionWeight()] if scheduled else []
 
     def build(self, context: BuildContext) -> Model:
+        """Returns a `TransformerModel`; each layer is built with its number in `context.layer`.
+
+        Raises:
+            JobError: the vocabulary's size is unknown, or less than the tokenizer's.
+        """
+
         from forge_plugin_transformer.modules.ends import PositionTable
         from forge_plugin_transformer.modules.model import TransformerModel
 
@@ -189,6 +200,7 @@ class Transformer(ModelComponent):
     def _build_block(self, here: BuildContext) -> Block:
         from forge_plugin_transformer.modules.block import Block
 
+        # Each layer has two matrices that write: the variance of their sum is so independent of the depth
         init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1))
         return Block(
             attention=here.at("attention").build(self.attention, dim=self.dim, init=init),
@@ -227,6 +239,7 @@ class Transformer(ModelComponent):
         )
 
     def _vocab_size(self, context: BuildContext) -> int:
+        # Checked here and not in `problems`: a tokenizer that is trained on the corpus has no size before
         known = context.tokenizer.vocab_size if context.tokenizer is not None else 0
         size = self.vocab_size or known
         if not size:

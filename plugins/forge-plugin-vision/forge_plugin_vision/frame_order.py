@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forge_plugin_vision.kinds import GRIDS, PATCHES
+from forge_plugin_vision.kinds import GRIDS, PATCHES, Grid
 
 if TYPE_CHECKING:
     from forge_plugin_vision.kinds import ImageFormat
@@ -45,7 +45,7 @@ def reordered(row: Row, form: ImageFormat, order: Order) -> Row:
     """
     patches, start = row[PATCHES].copy(), 0
     for clip, (entries, rows, columns) in enumerate(row[GRIDS].tolist()):
-        stop = start + entries * rows * columns
+        stop = start + Grid(entries, rows, columns).patches  # no product for tiles that are joined
         if entries > 1:  # neither an image nor tiles that are joined, whose number is negative
             # A patch has the values of its frames channel by channel.
             apart = patches[start:stop].reshape(entries, rows * columns, form.channels, form.frames, form.patch**2)

@@ -84,6 +84,8 @@ class QwenViT(VisionEncoderComponent):
             yield Problem("heads", message)
         if self.window % self.patch:
             yield Problem("window", f"{self.window} is no multiple of patch, which is {self.patch}")
+        if min(self.std) <= 0:
+            yield Problem("std", f"{list(self.std)} must be above 0, since pixels are divided by it")
         if not self.window and self.full_attention:
             message = f"{list(self.full_attention)} has no meaning without windows; set window, or leave it out"
             yield Problem("full_attention", message)

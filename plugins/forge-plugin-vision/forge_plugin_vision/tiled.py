@@ -80,6 +80,8 @@ class TiledViT(VisionEncoderComponent):
             yield Problem("arrangements", "a pair occurs twice, and an image could have either's encoding")
         if any(not 0 <= number < self.layers for number in self.intermediate):
             yield Problem("intermediate", f"{list(self.intermediate)}: there are {self.layers} layers, from 0")
+        elif len({*self.intermediate}) < len(self.intermediate):
+            yield Problem("intermediate", f"{list(self.intermediate)} names a block twice; name each once")
         if min(self.std) <= 0:
             yield Problem("std", f"{list(self.std)} must be above 0, since pixels are divided by it")
 

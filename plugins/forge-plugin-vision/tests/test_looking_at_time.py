@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from forge_core.contracts.components import DatasetComponent, ModelComponent
 from forge_core.engine.evaluation import evaluate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, ImageFormat, Looking, VisionLanguage, image_input
+from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Grid, ImageFormat, Looking, VisionLanguage, image_input
 from forge_plugin_vision.frame_order import reordered, shuffled, still
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
@@ -174,6 +174,16 @@ def test_frames_change_places_as_a_whole_and_images_and_filling_stay():
     frozen_row = reordered(row, form, still)[PATCHES][3:9].tolist()
     assert frozen_row == [[0, 0, 100, 100], [1, 1, 101, 101], [2, 2, 102, 102]] * 2
     assert (row[PATCHES][3:9] == clip).all()
+
+
+def test_a_clip_after_joined_tiles_is_found():
+    form = ImageFormat(patch=1, channels=1, frames=1)
+    tiles = Grid.of_tiles(1, 2, (4, 8))
+    clip = np.array([[0], [1], [2], [3]])
+    patches = np.concatenate([np.full((tiles.patches, 1), 50), clip]).astype(np.uint8)
+    row = {PATCHES: patches, GRIDS: np.array([tiles, (2, 1, 2)])}
+    turned = reordered(row, form, lambda clip, count: np.arange(count)[::-1])
+    assert turned[PATCHES][:, 0].tolist() == [50] * 48 + [2, 3, 0, 1]
 
 
 def test_an_order_is_a_function_of_row_and_clip_and_never_the_true_one():

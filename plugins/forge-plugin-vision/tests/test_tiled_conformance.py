@@ -44,6 +44,7 @@ MODEL = TestTiledVitAndJoint.component
         ({"arrangements": ((1, 1), (1, -1))}, at("arrangements", "pairs")),
         ({"arrangements": ((1, 2), (1, 2))}, at("arrangements", "twice")),
         ({"intermediate": (0, 2)}, at("intermediate", "[0, 2]", 2)),
+        ({"intermediate": (0, 0)}, at("intermediate", "[0, 0]", "twice")),
         ({"intermediate": (-1,)}, at("intermediate", "[-1]", 2)),
         ({"std": (0.5, 0.0, 0.5)}, at("std", "[0.5, 0.0, 0.5]", 0)),
         ({"intermediate": (0, 1), "tile": 4, "heads": 16, "std": (0.5, 0.5, 1e-9)}, None),

@@ -125,7 +125,7 @@ def _fault(path: Path, known: KnownDigest, sha256: str) -> str:
     if GIT_SHA1.fullmatch(known.value):
         kind, value = "Git SHA-1", _git_sha1(path)
     else:
-        kind, value = "SHA-256", sha256 or hashlib.sha256(path.read_bytes()).hexdigest()
+        kind, value = "SHA-256", sha256 or hashlib.sha256(path.read_bytes()).hexdigest()  # of small files
     if value == known.value:
         return ""
     advice = f"; download it again, or if the change is yours, remove its entry from {known.source}"

@@ -266,6 +266,7 @@ def _prove(
     from forge_plugin_weights.verifying import PublishedSide, TrainedSide, compare_logits, model_changes, random_batch
 
     published, trained = PublishedSide(folder, catalog, architecture), TrainedSide(weights.checkpoint, catalog)
+    # A part, such as a tower, has no counterparts of the model's other tensors.
     whole = set(published.shapes) == set(trained.shapes)
     back, names = ReadBack(published.places), weights.names_of(target)
     # The match of the files as they are read, so that a mistake of the one that wrote them shows
@@ -305,7 +306,7 @@ def read_checkpoint(
     pieces = _pieces(shared_index(checkpoint), names, match)
 
     def take(piece: Piece, memory: memoryview) -> None:
-        if piece.key is None:
+        if piece.key is None:  # bytes that are only hashed
             return
         box: Box = piece.key
         values = torch.frombuffer(memory, dtype=box.dtype).view(box.sizes)
@@ -440,6 +441,7 @@ def _config(
     # Several tokens that end a text stand in generation_config.json alone.
     ids = {name: value for name, value in _special_ids(run).items() if not isinstance(value, list)}
     table = {} if architecture.table else described[TEXT]
+    # An architecture without a table is a larger model, which has these keys in its language model's.
     known = origin if architecture.table else {**origin, **origin.get(TEXT, {})}
     text = {
         "max_position_embeddings": job.train.seq_len,

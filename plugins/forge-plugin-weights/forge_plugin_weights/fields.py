@@ -342,7 +342,7 @@ ROPES: Mapping[str, RopeType] = {
     "longrope": RopeType(
         component="forge-plugin-transformer/longrope",
         keys=("short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"),
-        unsaid={"attention_factor": 0.0},
+        unsaid={"attention_factor": 0.0},  # 0: from the factor, as in transformers without the key
     ),
     "yarn": RopeType(
         component="forge-plugin-transformer/yarn",
@@ -350,7 +350,7 @@ ROPES: Mapping[str, RopeType] = {
             *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
             *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
         ),
-        defaults={"beta_fast": 32.0, "beta_slow": 1.0},
+        defaults={"beta_fast": 32.0, "beta_slow": 1.0},  # of `_compute_yarn_parameters`
         unsaid={"attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0, "truncate": True},
     ),
 }
@@ -400,6 +400,7 @@ class Rope(Field):
             raise Unsupported(f"rope_type = {type_!r}; Forge has {', '.join(self.types)}")
         known = self.types[type_]
         theta = form.pop("rope_theta")
+        # Taken only where the architecture has a share: for others it is an unknown key.
         share = {} if self.share is None else {f"{self.path}.{SHARE}": form.pop(SHARE)}
         if type_ == "dynamic":  # as in transformers, regardless of the table
             form[ORIGINAL] = config.get(LONGEST)

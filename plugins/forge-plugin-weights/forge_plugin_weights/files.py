@@ -167,6 +167,7 @@ def _header(path: Path) -> Iterator[tuple[str, Place]]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             size = os.fstat(file.fileno()).st_size
+            # Before it is read: the length of a damaged file may be any number.
             if not 2 <= length <= min(HEADER_LIMIT, size - 8):
                 raise JobError(f"{path} is no safetensors file, or is truncated: its header would have {length} bytes")
             entries = json.loads(file.read(length))
@@ -219,7 +220,7 @@ def plan_files(folder: Path, shapes: Mapping[str, tuple[Shape, torch.dtype]], li
     room = limit
     for name, (shape, dtype) in shapes.items():
         size = math.prod(shape) * dtype.itemsize
-        if size > room and groups[-1]:
+        if size > room and groups[-1]:  # a tensor above the limit has a file to itself
             groups.append({})
             room = limit
         groups[-1][name] = shape, dtype
@@ -349,8 +350,10 @@ class Boxes:
             return
         inside, there = overlap
         place = self._places[part.theirs]
+        # A meta tensor has strides and no memory: they show where the part lies in the file.
         lies = part.of_theirs(torch.empty(place.shape, dtype=place.dtype, device="meta"))
         lies = (lies if part.offsets is None else lies.view(part.sizes))[there]
+        # The largest stride first, so that a block is one range of the file where that is possible
         order = sorted(range(lies.ndim), key=lies.stride().__getitem__, reverse=True)
         # Differences are computed in float64, which takes several times a block's bytes.
         limit = BLOCK // 16 if comparing and values.dtype != place.dtype else BLOCK

@@ -216,7 +216,7 @@ def import_folder(
     finite = FiniteCheck(source.places)
     with Reader() as reader:
         # First, since it takes longest: everything else runs in the meantime.
-        paths = [] if copy else source.files
+        paths = [] if copy else source.files  # copies are hashed when they are made
         digests = {path: reader.submit(path, finite.pieces(path), finite.look) for path in paths}
         job = imported_job(source, output, tokenizer, catalog)
         match = match_model(source, job, catalog)
@@ -261,6 +261,7 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
     }
     if tokenizer and source.architecture.has_text:
         table["data"]["tokenizer"] = _tokenizer_table(source)
+    # As text, so that its keys are checked like any job's
     return parse_job(tomli_w.dumps(table), str(source.folder / CONFIG), catalog, MODEL_TABLES)
 
 
@@ -305,6 +306,7 @@ def _tokenizer_table(source: Source) -> dict[str, Any]:
         raise JobError(f"{folder} has no tokenizer (tokenizer_config.json is missing); {hint}")
     # Without training, no document can end itself: what the key allows is refused again by start.toml.
     table = {"type": "forge-plugin-huggingface/auto", "path": str(folder), SPELLED: "warn"}
+    # There the beginning of text follows the image, and the dataset writes it.
     table |= {} if architecture.begins_with_image else {"begin_of_text": "auto"}
     first = architecture.placeholders_from(source.config)
     placeholders = [token for token, id_ in added_tokens(folder).items() if first is not None and id_ >= first]
@@ -319,6 +321,7 @@ def match_model(source: Source, job: Job, catalog: Catalog) -> Match:
 
 def model_shapes(job: Job, catalog: Catalog) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a job's parameters and persistent buffers by name, tied ones once."""
+    # On the meta device, where a model of any size takes no memory
     model, _ = build_bare_model(job, build_context(job, catalog, None))
     return {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
 

@@ -23,7 +23,7 @@ def describe_images(architecture: ArchitectureComponent, config: Config) -> Sequ
     try:
         model = flattened(read_config(architecture, config))
     except JobError:
-        return ()  # `describe` shows what is wrong
+        return ()  # `describe` reports the errors
     images = image_table(architecture.part_of(config), model)
     return images.lines() if images else ()
 
@@ -63,6 +63,7 @@ def _rows(
 
 def _inner_rows(table: InnerTable) -> tuple[Rows, bool]:
     rows, supported = _rows(table.architecture, table.fields, table.config, table.harmless)
+    # The part's fields name keys of its table, which are below a table of the larger model.
     return [
         [f"{table.name}.{key}", value, meaning.replace("model.", f"model.{table.path}")] for key, value, meaning in rows
     ], supported

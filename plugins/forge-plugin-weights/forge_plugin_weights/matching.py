@@ -64,7 +64,7 @@ def check_tensors(architecture: ArchitectureComponent, match: Match, found: Shap
         JobError: some are missing, are left over, or have another shape; lists them.
     """
     wanted = {part.theirs: part for part in match.all_parts()}
-    needed = [name for name, part in wanted.items() if not part.copy]
+    needed = [name for name, part in wanted.items() if not part.copy]  # files may lack copies
     missing = [name for name in needed if name not in found]
     unused = {*unused_tensors(architecture, match, found)}
     extra = [name for name in found if not (name in wanted or name in unused or fits_any(name, architecture.ignored))]

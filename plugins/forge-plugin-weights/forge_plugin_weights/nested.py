@@ -151,7 +151,7 @@ class LanguageTable(Field):
         return InnerTable(TEXT, LANGUAGE, architecture, all_fields(architecture), own, self.harmless)
 
     def read(self, config: Config) -> Flat:
-        """Reads the table by its architecture; raises `Unsupported` for what only a head alone does."""
+        """Reads the table by its architecture; raises `Unsupported` for a head that is not plain (`PLAIN_HEAD`)."""
         model = read_table(self.inner(config))
         check_head(model, self.head_keys)
         return model

@@ -59,6 +59,7 @@ class FiniteCheck:
         Raises:
             JobError: tensors that the model uses have numbers that are not finite; names them.
         """
+        # Tensors that an import leaves out may hold anything.
         if names := sorted(self._not_finite & set(used)):
             message = f"{listed(names)}: values are NaN or infinite"
             raise JobError(f"{folder}: {message}; the training that wrote them had diverged, or the files are damaged")

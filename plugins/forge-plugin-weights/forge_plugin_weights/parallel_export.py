@@ -98,7 +98,7 @@ def export_training(
     files = plan_files(unfinished, tensor_plan(target.match, dtypes), shard_bytes)
 
     def begin() -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
         unfinished.mkdir(parents=True)
         create(unfinished, files)  # at their final size, before any rank writes
 
@@ -117,7 +117,7 @@ def export_training(
     try:
         ranks.on_rank0(begin)
         writer = writer_of(files)
-        if global_rank() == 0:
+        if global_rank() == 0:  # no rank has a part of fillers
             for filler in target.match.fillers:
                 writer.fill(filler)
         all_parts(writer.write)
@@ -213,6 +213,7 @@ def _hand_over(tensor: Tensor, target: Target, name: str, use: Use, first: bool)
                     use(piece, whole.cpu(), offsets)
             continue
         part = OwnTensor.of(tensor)
+        # Replicas hold the same numbers, of which one is written.
         if first and part.is_first_copy:
             use(piece, local_part(tensor).detach().cpu(), part.offsets)
 

@@ -65,7 +65,7 @@ def processor_of(folder: Path) -> Mapping[str, Any]:
         if not isinstance(content, Mapping):
             raise JobError(f"{path} holds no object")
         settings = content if key is None else content.get(key)
-        if isinstance(settings, Mapping) and settings:
+        if isinstance(settings, Mapping) and settings:  # the second file may be without this table
             return settings
     return {}
 
@@ -75,6 +75,7 @@ def updated_processor(settings: Mapping[str, Any], known: Mapping[str, Any]) -> 
     if not known:
         return dict(settings)
     changed = {key: settings[key] for key in ("image_mean", "image_std", "resample") if key in known}
+    # Only the encoder's keys may have changed. Sizes and the like are keys of datasets, and stay as they came.
     return {**known, **changed}
 
 
@@ -138,6 +139,7 @@ class Pixels(Field):
 
     def further(self, model: Flat) -> Config:
         """Returns the keys that say which sizes images get."""
+        # `pixels` are the size of images that whole patches do not fill.
         side = max(model.get(f"{ENCODER}.pixels") or setting(model, f"{ENCODER}.size"))
         return _with_side(self.written, model, side)
 

@@ -117,7 +117,7 @@ class BlockScaled(Place):
         rows, columns = self.block
         # A row of blocks at a time, so that float32 is needed for that much only.
         for scale, start in zip(scales, range(0, len(wide), rows), strict=True):
-            factors = scale.repeat_interleave(columns)[: wide.shape[1]]
+            factors = scale.repeat_interleave(columns)[: wide.shape[1]]  # the last block may be partial
             wide[start : start + rows] = narrow[start : start + rows].float() * factors
         return wide
 
@@ -145,6 +145,7 @@ def wide_places(places: Mapping[str, Place], config: Config) -> dict[str, Place]
             wide[name] = BlockScaled(
                 place.file, place.start, dtype, place.shape, narrow=place, scales=scales, block=block
             )
+        # Scales are read with their matrix; by themselves they would be unknown tensors.
         elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in places):
             wide[name] = place
     return wide

@@ -101,7 +101,7 @@ class Reader:
                 if piece.size > len(room):
                     room = memoryview(bytearray(piece.size))
                 memory = room[: piece.size]
-                file.seek(piece.start)
+                file.seek(piece.start)  # pieces may overlap, or leave gaps where nothing is hashed
                 if not read_into(file, memory):
                     raise CheckpointError(f"{path} ends within a tensor; it is truncated")
                 report_progress("reading")  # or a watchdog would take a large file for a hang

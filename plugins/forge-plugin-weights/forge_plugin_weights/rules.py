@@ -95,6 +95,7 @@ class Convolution:
         side, frames = self.side, (self.frames,) if self.frames else ()
         # Ours has pixels channel by channel: theirs by pixels falls apart into as many strided parts.
         channels = values // (side**2 * (self.frames or 1))
+        # The same numbers in the same order, so that an import uses the bytes of the file
         if not self.flat:
             return [
                 Part(

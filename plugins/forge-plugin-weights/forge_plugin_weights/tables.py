@@ -136,7 +136,7 @@ def _form(architecture: ArchitectureComponent, model: ModelComponent, table: Fla
             contradicted.append(Problem("", str(error)))
             continue
         by_layer = [key for key, value in written.items() if isinstance(value, PerLayer)]
-        # Also within tables such as `rope_parameters`; the keys above, which a user has set, make a clearer message.
+        # Also within tables such as `rope_parameters`, unless a key outside of them shows the difference
         by_layer = by_layer or [key for key, value in written.items() if differs(value)]
         contradicted += [Problem("", f"{key} is one for all layers, not {written[key]}") for key in by_layer]
         config |= written

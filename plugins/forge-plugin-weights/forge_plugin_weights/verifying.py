@@ -285,7 +285,7 @@ class _LayerByLayer:
         job = attrs.evolve(side.job, parallel={}, train=attrs.evolve(side.job.train, precision="fp32", device="cpu"))
         self._side, self._given = side, batch
         self._model: Any = build_bare_model(job, build_context(job, catalog, None))[0].eval()
-        self._other_names = dict(self._model.tied_parameters())
+        self._other_names = dict(self._model.tied_parameters())  # stored under one name
         self._carry: Any = ()
 
     def hidden_states(self) -> Iterator[tuple[str, Tensor]]:

@@ -31,7 +31,7 @@ def choose_tokenizer(job: Iterable[str], type_: str | None, keys: Iterable[str])
     """
     paths = list(job)
     if type_ is not None and type_.endswith(".json"):
-        # A path stands for the type `file`; keys of the command line come later and win.
+        # A path stands for the type `file` with that path as its key.
         keys, type_ = [f"tokenizer.path={type_!r}", *keys], "file"
     given = [] if type_ is None else [f"tokenizer.type={type_!r}", *keys]
     table = "data.tokenizer" if paths else "tokenizer"

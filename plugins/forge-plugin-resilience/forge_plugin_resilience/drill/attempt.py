@@ -39,10 +39,12 @@ class Attempt:
         self.left: list[int] = []
         """Processes that were still there after its end, and were killed."""
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        # The last lines before a kill are then in the log
         environment |= {"PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "forge_core", *map(str, files)]
         command += ["--nproc", str(ranks)] if ranks > 1 else []
         _adopt_orphans(True)
+        # Children that this process had before are not the run's, and must not be killed with it
         self._other_children = {process.pid for process in _every_process() if process.parent == os.getpid()}
         self.began = time.time()
         with log.open("wb") as output:
@@ -71,6 +73,7 @@ class Attempt:
     def wait(self, deadline: Callable[[], float], show: Callable[[], object]) -> None:
         """Wait for its end, or until the time that `deadline` returns; `show` is called a few times a second."""
         shown = 0.0
+        # By the wall clock, which the records of the ranks have, and from which deadlines are made
         while (code := self._process.poll()) is None and time.time() < deadline():
             if time.time() - shown > 0.25:
                 shown = time.time()

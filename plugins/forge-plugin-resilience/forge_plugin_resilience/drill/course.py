@@ -41,6 +41,7 @@ class Case:
 
     @property
     def key(self) -> str:
+        """Names the job, the run and the folder of the case; `--only` takes it, too: `killed-1`."""
         return f"{self.fault.name}-{self.rank}"
 
     def title(self, subject: Subject) -> str:
@@ -68,6 +69,7 @@ def cases_of(subject: Subject, only: Sequence[str]) -> tuple[list[Case], dict[st
     refused: dict[str, str] = {}
     for name, cls in FAULTS.items():
         fault = cls()
+        # From the right: names have dashes, too (`frozen-at-end-1`)
         ranks = [case for case in only if case == name or case.rpartition("-")[0] == name]
         if only and not ranks:
             continue
@@ -122,7 +124,7 @@ class Course:
             longest_s=max(gaps),
             seconds=attempt.ended - attempt.began,
         )
-        self._baseline = self._baseline or made
+        self._baseline = self._baseline or made  # the first one stays the reference of all curves
         return made
 
     def estimate_s(self, cases: Sequence[Case]) -> float:
@@ -167,6 +169,7 @@ class Course:
         injected = self.subject.folder / key / INJECTED
 
         def deadline() -> float:
+            # A restart finds the record of the injection, too: its limit must not count from there
             marks = read_records(injected) if number == 1 else []
             if marks:
                 return marks[0].time + limit_s
@@ -187,7 +190,7 @@ class Course:
         """Give the same command again, as a user would."""
         moment, records = time.time(), len(self._records(case.key))
         attempt = self._run(files, case.key, 2, math.inf)
-        own = self._records(case.key)[records:]
+        own = self._records(case.key)[records:]  # both starts append to one file
         begun = [record for record in own if record.event == Event.BEGIN]
         steps = [record for record in own if record.event == Event.STEP]
         if case.fault.name == "damaged":

@@ -148,7 +148,7 @@ class Killed(OfSeveralRanks):
     ends = (ExitCode.FAILED, -signal.SIGKILL)
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
-        """Returns the end of the run if it was recorded as the kill of `rank`, and not of a rank that ended because of it."""
+        """Returns the end of the run if it was recorded as the kill of `rank`, and not of one that ended as a result."""
         return evidence.ended(Cause.KILLED, rank=rank)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
@@ -168,7 +168,7 @@ class Frozen(OfSeveralRanks):
         return "one process: there is no other rank to notice it" if subject.ranks == 1 else ""
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
-        """Returns the end of the run by either limit: `[launch]` determines whether silence or a hang is found first."""
+        """Returns the end of the run as silence or as a hang: the limits in `[launch]` determine which comes first."""
         return evidence.ended(Cause.SILENT, Cause.HANG, rank=rank)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
@@ -335,7 +335,7 @@ class SecondSignal(Fault):
     hits_all, missing = True, ""
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
-        """Returns the end by a signal, if there is a record of it: the second one leaves little time for any."""
+        """Returns the end by a signal if it was recorded; a run that ends at once need not record it."""
         return evidence.ended(Cause.SIGNAL)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
@@ -359,7 +359,7 @@ class InSave(Fault):
         return evidence.ended(Cause.KILLED, rank=rank)
 
     def before_commit(self, injection: Injection) -> None:
-        """Kill the process when the manifest is written too, and only the name of the folder is missing."""
+        """Kill the process when all files are written, the manifest too, and only the commit is missing."""
         injection.mark()
         os.kill(os.getpid(), signal.SIGKILL)
 

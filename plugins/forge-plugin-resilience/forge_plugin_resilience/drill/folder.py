@@ -48,6 +48,7 @@ class DrillFolder:
         if marker.exists():
             earlier = json.loads(marker.read_text())
             process = earlier["process"]
+            # A drill that was killed leaves its marker, so only a living process counts
             if process != os.getpid() and Path(f"/proc/{process}").exists():
                 raise ForgeError(f"{self.path} is in use by the drill of process {process}; give another by --out")
             files = self._files()

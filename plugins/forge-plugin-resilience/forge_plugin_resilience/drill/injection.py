@@ -63,6 +63,7 @@ class Injection:
         """Bytes of the largest file of the newest checkpoint; of this rank's weights if its files are elsewhere."""
         assert self._storage is not None
         steps = self._storage.steps()
+        # Before the first save there is no checkpoint to go by
         files = [each for each in self._storage.path(steps[-1]).iterdir() if each.is_file()] if steps else []
         return max((each.stat().st_size for each in files), default=self._weights)
 
@@ -102,6 +103,7 @@ class Injection:
             self._fault.prepare(self, context)
 
     def step_begins(self, context: StepContext) -> None:
+        """Call the fault before the step; limits on hangs apply from the step of the fault on."""
         if self._fault is not None:
             self._fault.before_step(self, context)
         if self._is_due(context.step):
@@ -109,6 +111,7 @@ class Injection:
             self._fault.at_begin(self, context)  # type: ignore[union-attr]
 
     def gradients_are_there(self, context: StepContext) -> None:
+        """Call the fault in its step, unless it has happened in this folder already."""
         if self._is_due(context.step):
             self._fault.at_gradients(self, context)  # type: ignore[union-attr]
 
@@ -120,9 +123,11 @@ class Injection:
         if self._is_due(context.step):
             self._fault.at_end(self, context)  # type: ignore[union-attr]
         if self._steps <= context.step < context.job.train.steps:
+            # Final: exit code 0, as of a run that has reached `train.steps`, and the same command does not train on
             context.request_stop(f"the drill's last step, {self._steps}", final=True)
 
     def training_ends(self, context: TrainContext) -> None:
+        """Call a fault that is due after the last step; limits on hangs apply from here on in any case."""
         self._limits_bind.set()
         if self._fault is not None and self._armed:
             self._fault.at_train_end(self, context)
@@ -190,7 +195,7 @@ class _Disturbed:
         if self.injection.pause_s:
             time.sleep(self.injection.pause_s)
         if self.injection.due_in_loss and hidden.requires_grad:
-            self.injection.due_in_loss = False
+            self.injection.due_in_loss = False  # once: a recomputation of the step, as by `sdc`, is right
             hidden.register_hook(self.injection.wrong_gradient)
         return self.inner(head, hidden, batch)
 

@@ -45,15 +45,18 @@ class Drill(Plugin):
 
     @hookimpl
     def forge_training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Also starts the reports of progress that keep limits on hangs from ending ranks before the fault is due."""
         self._injection.hold_limits()
         return [DrillSteps(self._injection)]
 
     @hookimpl(wrapper=True)
     def forge_build_loss(self) -> Generator[None, LossFunction, LossFunction]:
+        """Wraps the loss of the job, whichever component builds it, if the fault acts in it."""
         return self._injection.around_loss((yield))
 
     @hookimpl(wrapper=True)
     def forge_build_storage(self) -> Generator[None, Storage, Storage]:
+        """Changes the storage in place: a wrapper around it would be no `SpreadStorage` for the engine."""
         storage = yield
         self._injection.watch_storage(storage)
         return storage
@@ -68,6 +71,7 @@ class DrillSteps(TrainingHook):
         self._injection = injection
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Arm the fault, unless the folder has a record that it has happened."""
         self._injection.begin(context)
 
     def on_step_begin(self, context: StepContext) -> None:
@@ -77,15 +81,19 @@ class DrillSteps(TrainingHook):
         self._injection.gradients_are_there(context)
 
     def on_step_end(self, context: StepContext) -> None:
+        """Record the step and call the fault; after the last step of the drill, request the end of the run."""
         self._injection.step_ends(context)
 
     def on_checkpoint_begin(self, context: TrainContext) -> None:
+        """Record that a save begins: one without a later record `saved` has failed."""
         self._injection.note(Event.SAVE, context.step)
 
     def on_checkpoint_save(self, context: CheckpointContext) -> None:
+        """Record a committed checkpoint, which may be of an earlier step (`async_save`)."""
         self._injection.note(Event.SAVED, context.step)
 
     def on_rollback(self, context: TrainContext, step: int, reason: str) -> None:
+        """Record the step at which the run went back, and the step of the state that it has now."""
         self._injection.note(Event.ROLL_BACK, context.step, to=step)
 
     def on_train_end(self, context: TrainContext) -> None:

@@ -25,6 +25,7 @@ class Screen:
 
     def __init__(self, quiet: bool) -> None:
         """With `quiet`, progress goes to standard error, and no table is shown."""
+        # Without markup: messages of a run may have brackets, which rich would interpret
         self._console = Console(highlight=False, markup=False, emoji=False, stderr=quiet)
         self._status: Status | None = None
         self._begun = ""

@@ -119,6 +119,7 @@ class Subject:
             base.write_text(tomli_w.dumps(self.tables))
         top: dict[str, Any] = {
             "job": {"name": self.name(key), "output": str(self.folder / RUNS)},
+            # Saves by the clock would come at other steps in each run, and steps lost could not be compared
             "checkpoint": {"interval": self.interval, "interval_minutes": 0.0},
             "plugins": {TABLE: {"type": "forge-plugin-resilience/drill", "folder": str(layer.parent), **table}},
         }
@@ -135,6 +136,7 @@ class Subject:
         """Flip a bit in the middle of the largest file of the newest checkpoint of a run."""
         storage = storage_of(Path(run))
         newest = storage.path(storage.steps()[-1])
+        # No JSON file, which may not parse any more: in tensors only a digest shows a flipped bit
         largest = max(
             (path for path in newest.iterdir() if path.suffix != ".json"), key=lambda path: path.stat().st_size
         )

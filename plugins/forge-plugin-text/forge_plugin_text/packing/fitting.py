@@ -153,7 +153,7 @@ def _in_order(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     sizes = np.bincount(sequences)
     order = np.argsort(_small(sequences, len(sizes)), kind="stable")
     starts = np.cumsum(sizes) - sizes
-    # First pieces are distinct numbers, so this sort needs not be stable.
+    # First pieces are distinct numbers, so that this sort need not be stable.
     by_first = np.argsort(order[starts])
     sizes = sizes[by_first]
     bounds = np.concatenate([[0], np.cumsum(sizes)])

@@ -55,6 +55,7 @@ class PassThrough(nn.Module):
     """The identity on several tensors."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Taps read queries, keys and values here, with a cache and without one."""
         return tensors
 
 
@@ -125,6 +126,7 @@ class GroupedAttention(nn.Module):
             turns = tables(self.rotary, q.shape[1], batch)
             q, k, v = self.qkv(rotate(q, *turns), rotate(k, *turns), v)
             sinks = self._sinks(q)
+            # A core that a stage has put in need not take sinks, unless there are any
             mixed = self.core(q, k, v, batch) if sinks is None else self.core(q, k, v, batch, sinks)
             mixed = attend_in_spans(q, k, v, mixed, batch, self.scoring, sinks)
         return self.output(self.mixed(mixed).flatten(2), batch)
@@ -150,6 +152,7 @@ class GroupedAttention(nn.Module):
         """Attend with a cache. Each row is one document here, so `document_ids` are ignored."""
         positions = cache.positions(q, batch)
         turns = generation_tables(self.rotary, positions, batch)
+        # Cached with their encoding, so that earlier keys are not rotated once more for each token
         keys, values, mask = cache.extend(rotate(k, *turns), v, positions, cache.shared_mask(batch))
         mask = see_spans(mask, batch)
         q, keys, values = self.qkv(rotate(q, *turns), keys, values)
@@ -169,6 +172,7 @@ class GroupedAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def new_cache(self, batch_size: int, length: int) -> KVCache:
+        """With a window, the cache has room for the window and some spare positions, not for all `length`."""
         return KVCache(batch_size, length, self.scoring.window)
 
     def flops(self, seq_len: int) -> float:
@@ -181,15 +185,19 @@ class GroupedAttention(nn.Module):
         return 6.0 * weights + 6.0 * self.q.out_features * (2 * pairs / seq_len)
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
+        """Ranks divide the heads, with sinks and norms over all heads; a norm of each head is whole on all ranks."""
         plan = {"": "whole_input", "q": "column", "k": "column", "v": "column", "o": "row"}
         way = "split_features" if self.norm_all_heads else "replicate"
+        # An absent norm is an `nn.Identity`, which the plan need not name
         plan |= {name: way for name in ("q_norm", "k_norm") if [*getattr(self, name).parameters()]}
         return plan | ({"sinks": "column"} if self.scoring.sinks else {})
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Makes sinks (H,) a bias: by their shape they would have the role of a norm."""
         return {"sinks.weight": "bias"} if self.scoring.sinks else {}
 
     def sequence_mixers(self) -> Mapping[str, int]:
+        """Names the core. K is the number over all ranks: tensor parallel does not change `out_features`."""
         return {"core": self.k.out_features // self.head_dim}
 
     def tap_points(self) -> Mapping[str, TapPoint]:
@@ -200,6 +208,7 @@ class GroupedAttention(nn.Module):
         return points | {"pattern": TapPoint("core", "pattern", axes="heads", differentiable=False, mixing=mixing)}
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        """Returns the kernel, and the way to keep documents apart if the job does; nothing for a replaced core."""
         if not isinstance(self.core, AttentionCore):  # a stage has replaced it
             return []
         kernel, documents = self.core.choice, self.core.documents

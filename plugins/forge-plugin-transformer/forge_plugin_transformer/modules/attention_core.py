@@ -118,8 +118,10 @@ class AttentionCore(nn.Module):
             if q.device.type == "cpu":
                 return self._attend_segments(q, k, v, None, sinks)
             if q.dtype in FLASH_ON_CUDA and not scoring.sinks:
+                # Each row as a document: `varlen_attn` has windows, `scaled_dot_product_attention` has not
                 bounds = torch.arange(0, q.shape[0] * length + 1, length, dtype=torch.int32, device=q.device)
                 return self._attend_bounds(q, k, v, bounds)
+        # `gemm` leaves out by itself what is outside of the window
         mask = window_mask(length, window, q.device) if window and kernel != "gemm" else None
         return self._attend(q, k, v, mask, sinks)
 

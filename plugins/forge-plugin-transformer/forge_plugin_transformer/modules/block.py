@@ -51,6 +51,7 @@ class Block(nn.Module):
         self.ffn_post_norm = ffn_post_norm or nn.Identity()
 
     def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
+        """Returns the stream (x (B, S, D),) after both parts. `cache` is for the attention; None: there is none."""
         (x,) = carry
         after = self.middle(x + self._scaled(self.update("attention", x, batch, cache)))
         return (after + self._scaled(self.update("ffn", x if self.parallel else after, batch)),)
@@ -72,10 +73,12 @@ class Block(nn.Module):
         if not self.parallel:  # else there is no stream between the parts
             points["resid_mid"] = TapPoint("middle")
         for name, point in (("attention", "attn_out"), ("ffn", "mlp_out")):
+            # What is added to the stream: the norm's output where one follows the part
             has_norm = not isinstance(getattr(self, f"{name}_post_norm"), nn.Identity)
             points[point] = TapPoint(f"{name}_post_norm" if has_norm else name)
             points |= tap_points(getattr(self, name), name)
         return points
 
     def _scaled(self, x: Tensor) -> Tensor:
+        # No product with 1, which would cost a pass over x in each part
         return x if self.scale == 1 else x * self.scale

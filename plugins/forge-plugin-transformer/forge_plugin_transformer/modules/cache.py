@@ -36,9 +36,11 @@ class LayerCaches(dict[str, Any]):
 
     @property
     def joinable(self) -> bool:
+        """Whether the cache of every part can; a part of another distribution may have any cache."""
         return all(isinstance(cache, JoinsRows) and cache.joinable for cache in self.values())
 
     def joined(self, parts: Sequence[tuple[LayerCaches, Tensor]], columns: int, length: int) -> LayerCaches:
+        """Joins part by part. The direct copies of layers are kept: they do not depend on rows."""
         joined = [
             (name, cache.joined([(caches[name], rows) for caches, rows in parts], columns, length))
             for name, cache in self.items()
@@ -165,6 +167,7 @@ class Cache:
             self._positions = self._room(positions)
         tensors = self._extended([*new, positions])
         self.used = stop
+        # Known without another look only if `sees_all` has read these very positions
         if self._newest != []:
             self._newest = self._asked[1] if self._asked is not None and self._asked[0] is positions else None
         return tensors, mask
@@ -200,6 +203,7 @@ class Cache:
 
     @property
     def joinable(self) -> bool:
+        """True while the cache is empty, and then if its tensors are stored in this object."""
         # A class derived from this one may keep its tensors elsewhere.
         return self.used == 0 or len(self._stored) > 0
 
@@ -211,6 +215,7 @@ class Cache:
         """Returns a cache of rows of several; see `forge_kit.nn.generation.JoinsRows`."""
         new = self.emptied(sum(len(rows) for _, rows in parts), length)
         new.used = columns
+        # Rows are flush right; columns that a row does not have are padding, which no position sees
         new._held = min(max(cache._held for cache, _ in parts), columns, *([new.window - 1] if new.window else []))
         every = [new._room(tensor) for tensor in (*self._stored, self._positions)]
         every[-1].fill_(NO_POSITION)

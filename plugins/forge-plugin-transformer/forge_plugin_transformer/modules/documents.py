@@ -47,5 +47,6 @@ def document_bounds(document_ids: Tensor) -> Tensor:
     waits for the device once, for the number of documents.
     """
     begins = document_starts(document_ids).flatten().nonzero().flatten()
+    # Greater than the number of documents, so that B S, the last bound, occurs at least once
     length = max(FEWEST_BOUNDS, 1 << len(begins).bit_length())
     return F.pad(begins, (0, length - len(begins)), value=document_ids.numel()).int()

@@ -22,7 +22,9 @@ class ScaledEmbedding(Embedding):
         self.scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:
+        """(…) int64 to (…, D). The factor is rounded to the dtype of the rows before the product."""
         rows = super().forward(ids)
+        # A tensor of the rows' dtype, not a number, which would enter the product unrounded
         return rows * rows.new_full((), self.scale)
 
 
@@ -34,6 +36,7 @@ class BoundedHead(LinearHead):
         self.scale, self.cap = scale, cap
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """(…, D) to (…, V). Scales before the cap, so that `cap` bounds the result."""
         logits = super().logits(hidden) * self.scale
         return (logits / self.cap).tanh() * self.cap if self.cap else logits
 
@@ -42,6 +45,7 @@ class PositionTable(Embedding):
     """A learned vector for each position, (B, S) int64 to (B, S, D)."""
 
     def forward(self, positions: Tensor) -> Tensor:
+        """(B, S) int64 to (B, S, D); a number below 0 has the row of position 0."""
         # Padding on the left has negative positions, and nothing reads what it becomes.
         return super().forward(positions.clamp(min=0))
 
@@ -64,10 +68,12 @@ class PositionCount:
         """Returns the batch with `positions`, by default those after the ones before."""
         ids = batch["input_ids"]
         start, self._next = self._next, self._next + ids.shape[1]
+        # Last, so that the batch's own positions are used where it has them: rows with padding do
         return {"positions": torch.arange(start, self._next, device=ids.device).expand(len(ids), -1), **batch}
 
     @property
     def joinable(self) -> bool:
+        """Always: one number serves all rows, as their newest positions are in one column."""
         return True
 
     def joined(self, parts: Sequence[tuple[PositionCount, Tensor]], columns: int, length: int) -> PositionCount:

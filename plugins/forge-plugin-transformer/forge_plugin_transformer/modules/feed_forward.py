@@ -28,6 +28,7 @@ class GatedFeedForward(nn.Module):
         self.down = Linear(hidden, dim, bias=bias, std=init.residual)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(B, S, D) to (B, S, D), each position by itself; nothing of `batch` is used."""
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
     def activation(self, gate: Tensor) -> Tensor:
@@ -35,9 +36,11 @@ class GatedFeedForward(nn.Module):
         return F.silu(gate)
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
+        """Ranks divide the hidden features; `down` sums their parts of the result."""
         return {"": "whole_input", "gate": "column", "up": "column", "down": "row"}
 
     def tap_points(self) -> Mapping[str, TapPoint]:
+        """The hidden features (B, S, hidden) after the product with the gate, as `down` receives them."""
         return {"mlp_hidden": TapPoint("down", "input", axes="hidden")}
 
 
@@ -50,6 +53,7 @@ class GELUGatedFeedForward(GatedFeedForward):
         self.approximate = approximate
 
     def activation(self, gate: Tensor) -> Tensor:
+        """Returns gelu(gate), by its tanh approximation or exactly."""
         return F.gelu(gate, approximate=self.approximate)
 
 
@@ -64,10 +68,13 @@ class PlainFeedForward(nn.Module):
         self.down = Linear(hidden, dim, bias=bias, std=init.residual)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(B, S, D) to (B, S, D), each position by itself; nothing of `batch` is used."""
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
+        """Ranks divide the hidden features; `down` sums their parts of the result."""
         return {"": "whole_input", "up": "column", "down": "row"}
 
     def tap_points(self) -> Mapping[str, TapPoint]:
+        """The hidden features (B, S, hidden) after the activation."""
         return {"mlp_hidden": TapPoint("down", "input", axes="hidden")}

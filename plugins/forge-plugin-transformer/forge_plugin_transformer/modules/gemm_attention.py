@@ -135,6 +135,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns gradients of q, k and v; the gradients of k and v accumulate over the blocks in float32 or wider."""
     blocks, groups, scale = _blocks(q, k, scoring.window), k.shape[2], scoring.factor(q.shape[3])
+    # Contiguous whatever the layout of q, as blocks of positions are written into it by `out`
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(2, (groups, -1))
     grad, q, k, v = (_fold(tensor, groups) for tensor in (grad, q, k, v))
     grad_k, grad_v = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
@@ -152,6 +153,7 @@ def attend_backward(
             grad_scores *= _slope(q[:, rows], k[:, keys], scoring)
         torch.mul(_by_position(grad_scores @ k[:, keys], grad_q), scale, out=grad_q[:, block.positions])
         grad_k[:, keys] += grad_scores.mT @ q[:, rows]
+    # Scaled after the sum over blocks, and rounded once
     grad_k, grad_v = (_unfold(t, groups) for t in (grad_k.mul_(scale).to(k.dtype), grad_v.to(v.dtype)))
     return grad_q.flatten(2, 3), grad_k, grad_v
 
@@ -267,6 +269,7 @@ def _probabilities(
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     of_rows = sinks.to(wide.dtype).repeat(len(q) // len(sinks), width)
     normalisers = torch.logaddexp(wide.logsumexp(-1), of_rows).unsqueeze(-1)
+    # In place: `scores` may be a part of `kept`, from which the backward pass reads it
     return scores.copy_((wide - normalisers).exp_()), normalisers
 
 
@@ -279,6 +282,7 @@ def _scores(q: Tensor, k: Tensor, scoring: Scoring, out: Tensor | None = None) -
 
 def _slope(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
     """Derivative of capped scores by the scores: (N, W R, T)."""
+    # 1 - tanh², where tanh is the capped score divided by the cap
     return 1 - _scores(q, k, scoring).div_(scoring.soft_cap).square_()
 
 

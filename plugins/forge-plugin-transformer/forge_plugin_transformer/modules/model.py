@@ -58,20 +58,24 @@ class TransformerModel(KeepsTies):
         self.tie()
 
     def prepare_sequences(self, batch: Batch) -> Batch:
+        """Adds the ids and labels of later positions in a training step of multi-token prediction."""
         if not isinstance(self.mtp, Predictions) or "labels" not in batch:  # another pipeline rank has the predictions
             return batch
         return self.mtp.look_ahead(batch)
 
     def sequence_entries(self) -> Sequence[str]:
+        """Names the entries (B, S, K) of multi-token prediction, which a batch need not have."""
         return [IDS, LABELS]
 
     def prepare(self, batch: Batch) -> Batch:
+        """Adds the entries that the parts need; one that several layers share is made once."""
         batch = self.prepare_sequences(batch)
         for _, part in self._parts():
             batch = parts.prepare(part, batch)
         return batch
 
     def embed(self, batch: Batch) -> Carry:
+        """Adds learned positions, if there are any, to the tokens' embeddings: without `positions`, 0 to S - 1."""
         ids = batch["input_ids"]
         x = self.embedding(ids)
         if self.positions is None:
@@ -80,7 +84,9 @@ class TransformerModel(KeepsTies):
         return (x + self.positions(numbers),)
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
+        """Applies the last norm, and in a training step multi-token prediction to its result."""
         hidden = self.norm(carry[0])
+        # Again, for callers that have not prepared the batch; it is unchanged if it has the entries
         batch = self.prepare_sequences(batch)
         if self.mtp is None or IDS not in batch:
             return hidden
@@ -96,6 +102,7 @@ class TransformerModel(KeepsTies):
         return LayerCaches(counts | caches)
 
     def decode(self, batch: Batch, cache: Mapping[str, Any]) -> Tensor:
+        """Decodes one position by direct copies of the layers, which need fewer calls, and several by the layers."""
         if POSITIONS in cache:
             batch = cache[POSITIONS].numbered(batch)
         layers: dict[str, Any] = dict(self.layers.items())
@@ -111,37 +118,47 @@ class TransformerModel(KeepsTies):
     # --- queries of the engine and the stages --------------------------------------------------------------------
 
     def flops(self, seq_len: int) -> float:
+        """Counts the parts of all blocks, and the head once more for each module of multi-token prediction."""
         heads = 1 + len(list(self._predictions()))
         return sum(parts.flops(part, seq_len) for _, part in self._parts()) + 6.0 * self.head.weight.numel() * heads
 
     def layer_flops(self, seq_len: int) -> Sequence[float]:
+        """Returns the sum over each layer's parts, without multi-token prediction, which is no layer."""
         return [sum(parts.flops(getattr(layer, name), seq_len) for name in PARTS) for layer in self.layers.values()]
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Gives tables the role of an embedding, and a tied head none, as it is listed as the embedding."""
         roles: dict[str, Role] = {f"{name}.weight": "embedding" for name in self._tables()}
         for name, part in (*self._parts(), ("norm", self.norm)):
             roles |= parts.roles(name, part)
         return roles if self.tied else roles | {"head.weight": "head"}
 
     def tied_parameters(self) -> Mapping[str, str]:
+        """A tied head is listed under the embedding's name."""
         return {"head.weight": "embedding.weight"} if self.tied else {}
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        """Ranks divide the rows of tables and head; norms compute on each rank's positions, parts by their plans."""
         plan: dict[str, Any] = dict.fromkeys(self._tables(), "vocab_embedding")
         for name, part in self._parts():
             plan |= parts.tensor_parallel_plan(name, part)
+            # A norm that a block does not have is an `nn.Identity`, which the plan need not name
             if name.endswith(("norm", "projection")) and next(part.parameters(), None) is not None:
                 plan[name] = "sequence"
+        # Their head runs inside of `finish`, after which the positions are gathered for the model's own loss
         objective = {} if self.mtp is None else {"mtp.objective": "whole_input"}
         return plan | objective | {"norm": "sequence", "head": "vocab_head"}
 
     def sequence_mixers(self) -> Mapping[str, int]:
+        """Returns the mixers of all blocks, of multi-token prediction too."""
         return dict(chain.from_iterable(parts.sequence_mixers(name, part).items() for name, part in self._parts()))
 
     def expert_stacks(self) -> Sequence[str]:
+        """Returns the stacks of all blocks, of multi-token prediction too."""
         return list(chain.from_iterable(parts.expert_stacks(name, part) for name, part in self._parts()))
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
+        """With multi-token prediction, the embedding is in both ends: it looks up later tokens."""
         return self._tables(), ["norm", "head", *(["embedding", "mtp"] if self.mtp is not None else [])]
 
     def fsdp_units(self) -> Sequence[Sequence[str]]:
@@ -153,15 +170,18 @@ class TransformerModel(KeepsTies):
         return [ends[0], *([name] for name in blocks), *ends[1:]]
 
     def tap_points(self) -> Mapping[str, TapPoint]:
+        """Embedding and last norm, with the points of every layer as `layers.N.NAME`."""
         points = {"embed": TapPoint("embedding")}
         for number, layer in self.layers.items():
             points |= tap_points(layer, f"layers.{number}", f"layers.{number}")
         return points | {"final_norm": TapPoint("norm")}
 
     def further_blocks(self) -> list[str]:
+        """The blocks of multi-token prediction, which `finish` runs."""
         return self._prediction_blocks()
 
     def float8_exempt(self) -> Sequence[str]:
+        """Exempts the head, the projections of multi-token prediction, and what the parts exempt."""
         inner = chain.from_iterable(parts.float8_exempt(name, part) for name, part in self._parts())
         joins = [f"{name}.projection" for name in self._prediction_blocks()]
         return [*inner, *joins, "head"]

@@ -63,6 +63,8 @@ class PredictionBlock(Block):
         self.norm = norm
 
     def forward(self, hidden: Tensor, embedded: Tensor, batch: Batch) -> Tensor:  # type: ignore[override]
+        """Returns the normalised states (B, S, D), from the states of the previous module and the embeddings ahead."""
+        # In the order of `eh_proj` in DeepSeek-V3's weights; equation 21 of the paper has the states first
         both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
         (x,) = super().forward((self.projection(both),), batch)
         return self.norm(x)
@@ -79,6 +81,7 @@ class Objective(nn.Module):
         self._loss = loss
 
     def forward(self, hidden: Tensor, head: LinearHead, batch: Batch, number: int) -> LossOutput:
+        """`number` counts from 0: the labels are `number` + 1 positions later than the model's."""
         return self._loss(head, hidden, {**batch, "labels": batch[LABELS][..., number]})
 
 
@@ -103,6 +106,7 @@ class Predictions(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.objective = Objective(loss)
         self._weights, self._auxiliary = weights, auxiliary
+        # A constant weight is set only here, as no hook exists for it
         self.begin_step(0)
         auxiliary.summarise(TARGETS, mean_losses)
 

@@ -27,12 +27,14 @@ class RootMeanSquareNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Fills the weight so that the gain, offset + weight, is 1."""
         fill.constant(1.0 - self.offset)
 
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, D) to (…, D). On a CPU, the way depends on the number of positions and on gradients."""
         gain = self.gain(x.dtype)
         if x.device.type == "cpu":
             if x.ndim > 2 and x.shape[1] == 1 and type(x) is Tensor and not torch.is_grad_enabled():
@@ -64,6 +66,7 @@ class SplitRootMeanSquareNorm(RootMeanSquareNorm):
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, D or this rank's features) to the same; the mean is over all D features in both cases."""
         if x.shape[-1] == self.dim:
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -86,12 +89,14 @@ class CentredNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Fills the gain with 1 and the offset with 0."""
         fill.constant(1.0 if name == "weight" else 0.0)
 
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, D) to (…, D), by torch's kernel, which accumulates in float32 or wider."""
         bias = None if self.bias is None else cast(self.bias, x.dtype)
         return F.layer_norm(x, self.weight.shape, cast(self.weight, x.dtype), bias, self.eps)
 
@@ -148,6 +153,7 @@ class _CPUNorm(torch.autograd.Function):
         wide, grad_wide = (t.to(scale.dtype).flatten(0, -2) for t in (x, grad))
         scale = scale.flatten(0, -2)
         product = grad_wide * wide
+        # A product instead of a sum over rows, which would need the scaled rows in memory first
         grad_weight = (scale.mT @ product).squeeze(0)
         mean = (product @ weight.to(scale.dtype)[:, None]).mul_(scale.pow(3)).div_(-x.shape[-1])
         grad_x = (grad_wide * weight).mul_(scale).addcmul_(wide, mean)

@@ -42,4 +42,5 @@ def count_operator(forward: Any, backward: Any, windows_at: tuple[int, int]) -> 
 def _products(q: Sequence[int], v: Sequence[int], window: int) -> float:
     """FLOPs of scores and mixing, from the shapes q (B, S, H, E) and v (B, S, K, V)."""
     batch, length, heads, width = q
+    # 2 for a multiplication and an addition
     return 2 * batch * heads * visible_pairs(length, window) * (width + v[3])

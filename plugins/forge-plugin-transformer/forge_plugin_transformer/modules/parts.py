@@ -32,6 +32,7 @@ def prepare_decode(part: nn.Module, batch: Batch, cache: Any) -> Batch:
 
 def flops(part: nn.Module, seq_len: int) -> float:
     """Returns FLOPs a token, forward and backward: the part's own count, else 6 an element of its matrices."""
+    # 2 an element in the forward pass, 4 in the backward pass
     own: float | None = _ask(part, "flops", None, seq_len)
     return 6.0 * sum(p.numel() for p in part.parameters() if p.ndim > 1) if own is None else own
 
@@ -43,6 +44,7 @@ def roles(name: str, part: nn.Module) -> dict[str, Role]:
 
 
 def _role(name: str, dimensions: int) -> Role:
+    # By name first: the biases of a stack have as many dimensions as a matrix
     if name.endswith("bias"):
         return "bias"
     shapes: Mapping[int, Role] = {1: "norm", 2: "matrix"}

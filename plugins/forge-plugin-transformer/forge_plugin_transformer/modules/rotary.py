@@ -30,6 +30,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if width < x.shape[-1]:
         return torch.cat([rotate(x[..., :width], cos, sin), x[..., width:]], -1) if width else x
     wide = cast(x, cos.dtype)
+    # Both halves of a pair at once: `roll` exchanges them, and `sin` has their signs
     return cast(torch.addcmul(wide * cos, wide.roll(width // 2, -1), sin), x.dtype)
 
 
@@ -107,16 +108,20 @@ class Rotary(nn.Module):
         self.frequencies = tuple(frequencies)
         self.amplitude = amplitude
         self.dtype = torch.promote_types(dtype, torch.float32)
+        # Equal for equal tables, so that layers find the tables of a batch that another layer has made
         content = repr((self.frequencies, amplitude, self.dtype)).encode()
         self.key = f"rotary {hashlib.blake2b(content, digest_size=8).hexdigest()}"
         shape = (length, 1, 2 * len(self.frequencies))
+        # In no checkpoint: `init_buffers` computes them from the settings
         self.register_buffer("cos", torch.empty(shape, dtype=self.dtype), persistent=False)
         self.register_buffer("sin", torch.empty(shape, dtype=self.dtype), persistent=False)
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Is never called, as there are only buffers."""
         raise AssertionError(f"a rotary encoding has no parameter {name}")
 
     def init_buffers(self, device: torch.device) -> None:
+        """Takes the tables that equal encodings of the process share, and makes them the first time."""
         self.cos, self.sin = _shared_tables(self.frequencies, self.amplitude, len(self.cos), self.dtype, device)
 
     def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -165,6 +170,7 @@ class LengthRotary(Rotary):
         self.frequencies_at, self.length = frequencies_at, length
 
     def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `Rotary.forward`; without `positions`, the frequencies are the ones for sequences of `length`."""
         if positions is not None or length == self.length:
             return super().forward(length, positions)
         frequencies = tuple(self.frequencies_at(length))
@@ -198,6 +204,7 @@ class TwoRangeRotary(LengthRotary):
         self._short, self._long = (tuple(frequencies_at(longest)) for longest in (limit, limit + 1))
 
     def rates_at(self, lengths: Tensor) -> Tensor:
+        """Chooses the set row by row: a batch may have rows on both sides of `limit`."""
         short, long = (_angle_rates(frequencies, lengths.device) for frequencies in (self._short, self._long))
         return torch.where((lengths > self.limit)[:, None], long, short)
 
@@ -218,6 +225,7 @@ class GrowingBaseRotary(LengthRotary):
         self.base_at = base_at
 
     def rates_at(self, lengths: Tensor) -> Tensor:
+        """Returns base^(-2i / R) for pair i, with the base of each row's length."""
         pairs = len(self.frequencies)
         exponents = torch.arange(pairs, dtype=torch.float64, device=lengths.device) / -pairs
         return self.base_at(lengths.to(torch.float64))[:, None] ** exponents

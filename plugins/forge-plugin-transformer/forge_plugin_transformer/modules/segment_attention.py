@@ -57,6 +57,7 @@ def segment_attention(
     """
     width, v = v.shape[-1], padded(v, k, kernel)
     options = scoring.window_in(q.shape[1]), scoring.scale, scoring.soft_cap
+    # With a cap the backward pass needs the scores, too, and recomputes both
     keep = torch.is_grad_enabled() and not scoring.soft_cap
     return narrowed(_attend(q, k, v, document_ids, kernel, keep, sinks, *options)[0], width)
 
@@ -97,6 +98,7 @@ def in_blocks(start: int, stop: int, window: int, block: int, device: torch.devi
         return
     for begin in range(start, stop, block):
         end, first = min(begin + block, stop), max(start, begin - window + 1)
+        # True of a first block only, as blocks are not shorter than the window: plain causal attention
         mask = None if end - start <= window else _band(end - begin, end - first, window, device)
         yield Segment(slice(begin, end), slice(first, end), mask)
 
@@ -165,12 +167,15 @@ class Flash:
     """torch's flash kernel; saves the logarithm of each softmax's normaliser."""
 
     def block(self, window: int) -> int:
+        """Smaller blocks than a window would leave out more of the pairs outside of it, and need more calls."""
         return max(window, WINDOW_BLOCK)
 
     def kept_size(self, q: Tensor, k: Tensor, window: int) -> int:
+        """One number for each query and head: W x H of each of the B rows."""
         return q.shape[:3].numel()
 
     def kept(self, q: Tensor) -> Tensor:
+        """Allocates one number for each query and head, float32 or wider, as the kernel returns them."""
         return q.new_empty(q.shape[:3].numel(), dtype=torch.promote_types(q.dtype, torch.float32))
 
     def forward(
@@ -183,6 +188,7 @@ class Flash:
         scoring: Scoring,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        """With sinks, scales the kernel's result (`add_sinks`), and saves the normalisers that include them."""
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         out, sums = flash_on_cpu(
             q, k, v, is_causal=mask is None, attn_mask=_additive(mask, q), scale=scoring.given_scale
@@ -206,6 +212,7 @@ class Flash:
         scoring: Scoring,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Needs no special case for sinks, as `out` and the saved normalisers include them."""
         grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
         normalisers, causal, additive = kept.view(q.shape[:3]), mask is None, _additive(mask, q)
         grads = flash_on_cpu_backward(
@@ -218,6 +225,7 @@ class Flash:
 def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
     if mask is None:
         return None
+    # Called directly, the kernel takes masks that are added; torch converts bool ones a level above it
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask.logical_not(), -torch.inf)
 
 
@@ -225,9 +233,11 @@ class Gemm:
     """Blocks of plain matrix products; saves the probabilities of segments that are not too long."""
 
     def block(self, window: int) -> int:
+        """None: it divides long segments itself, and its blocks stay within the window."""
         return 0
 
     def kept_size(self, q: Tensor, k: Tensor, window: int) -> int:
+        """The probabilities that its blocks compute; 0 for segments longer than `KEEP_UP_TO`."""
         return gemm_attention.kept_size(q, k, window) if q.shape[1] <= gemm_attention.KEEP_UP_TO else 0
 
     def kept(self, q: Tensor) -> Tensor:
@@ -245,6 +255,7 @@ class Gemm:
         scoring: Scoring,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        """Saves the probabilities; with an empty `kept`, the backward pass recomputes them."""
         return gemm_attention.attend(q, k, v, mask, kept, scoring, sinks)
 
     def backward(
@@ -259,6 +270,7 @@ class Gemm:
         scoring: Scoring,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Does not read `out`: the probabilities are enough, saved or recomputed."""
         return gemm_attention.attend_backward(grad, q, k, v, mask, kept, scoring, sinks)
 
 
@@ -300,6 +312,7 @@ def _attend(
     out, kept = q.new_empty(*q.shape[:3], v.shape[3]), way.kept(q) if keep else q.new_empty(0)
     normalisers = empty_normalisers(q, sinks)
     q, k, v, whole_out, *sums = _joined(document_ids, q, k, v, out, *([] if sinks is None else [normalisers]))
+    # The joined result and normalisers are views: what is written there is in `out` and `normalisers`
     for queries, keys, mask in _segments(q, document_ids, kernel, window):
         part_q, part_k, part_v = q[:, queries], k[:, keys], v[:, keys]
         begin, end = end, end + (way.kept_size(part_q, part_k, window) if keep else 0)

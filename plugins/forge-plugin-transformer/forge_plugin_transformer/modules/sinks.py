@@ -28,12 +28,14 @@ class HeadSinks(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads))
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Draws sinks from N(0, std²), with the deviation of the layer's inner matrices."""
         fill.normal(self.std)
 
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
     def forward(self, dtype: torch.dtype) -> Tensor:
+        """Returns the sinks (H,) in `dtype`; with tensor parallel, of this rank's heads."""
         return self.weight.to(dtype)
 
 

@@ -62,6 +62,7 @@ def softmax_attention(
     elif mask is not WHOLE:
         scores = scores.masked_fill(mask.logical_not().unsqueeze(2), -torch.inf)
     if sinks is not None:
+        # A key more, whose weight is dropped after the softmax, as it has no value
         column = sinks.to(scores.dtype).view(1, groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype)
@@ -78,8 +79,10 @@ def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: 
     k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (k, v))
     factor = scoring.factor(q.shape[-1])
     if mask is WHOLE:
+        # With beta = 0 torch ignores the first argument, whatever it contains; only the factor is of use here
         scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.mT, beta=0, alpha=factor)
     else:
+        # The product adds the mask: one operation where a call costs as much as the arithmetic
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask.logical_not(), -torch.inf)
         scores = torch.baddbmm(bias.expand(rows, groups, 1, -1).flatten(0, 1), q, k.mT, alpha=factor)
     return torch.bmm(scores.softmax(-1), v).view(rows, 1, -1, width)

@@ -106,6 +106,7 @@ def attend_in_spans(
     index = rows[..., None, None].expand(-1, -1, *q.shape[2:])
     # Not with the kernel of causal attention, which may take no mask, or as many queries as keys only.
     both = torch_attention(q.gather(1, index), k, v, mask, scoring=scoring, sinks=sinks)
+    # Positions of no span are written as well, with their own values, so that shapes do not depend on the data
     return mixed.scatter(1, index, both.where(is_within[..., None, None], mixed.gather(1, index)))
 
 

@@ -83,6 +83,7 @@ def attention_fields(
             default=by_width if head_dim is None else head_dim,
             derived=lambda model: model["dim"] // model["attention.heads"],
         ),
+        # Two models are the same whatever keys have that nothing uses.
         Irrelevant("attention.output_bias", True, {"attention.bias": False}),
         Irrelevant("attention.qk_norm_eps", 1e-6, {"attention.qk_norm": False}),
         Synonym("attention.qk_norm", "head", True),

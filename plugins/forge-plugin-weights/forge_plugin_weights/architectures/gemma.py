@@ -58,7 +58,8 @@ def gemma_fields(windows: LayerWindows, rope: Field, *, caps: tuple[float | None
     """
     return (
         *shape_fields(tied=True),
-        Fixed({"norm_placement": "both", "norm.offset": 1}),
+        Fixed({"norm_placement": "both", "norm.offset": 1}),  # files hold the gains of norms less 1
+        # No key has this factor: it is the root of the width always.
         Follows("embedding_scale", _width_root, lambda model: model["dim"] ** 0.5),
         *attention_fields(head_dim=256, kv_heads=4, rope=rope),
         all_biases(),

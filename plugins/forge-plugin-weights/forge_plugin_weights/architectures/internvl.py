@@ -202,8 +202,8 @@ def tower_rules(model: Flat, prefix: str) -> Sequence[Rule]:
     return (
         Convolution(f"{ENCODER}.patch.weight", f"{patch}.weight", side=model[f"{ENCODER}.patch"]),
         Same(f"{ENCODER}.patch.bias", f"{patch}.bias"),
-        Batched(f"{ENCODER}.class_token", f"{prefix}embeddings.cls_token", 2),
-        Batched(f"{ENCODER}.positions.weight", f"{prefix}embeddings.position_embeddings", 1),
+        Batched(f"{ENCODER}.class_token", f"{prefix}embeddings.cls_token", 2),  # (1, 1, W)
+        Batched(f"{ENCODER}.positions.weight", f"{prefix}embeddings.position_embeddings", 1),  # (1, 1 + P, W)
         Same(f"{ENCODER}.norm.{{tensor}}", f"{prefix}layernorm.{{tensor}}"),
         *(
             Same(f"{ENCODER}.blocks.{{layer}}.{ours}", f"{prefix}encoder.layer.{{layer}}.{theirs}")

@@ -132,6 +132,7 @@ class TowerBlock:
 
     def parts(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Any]:
         """Returns the part in `transformer`, or from block `layers` on in `global_transformer`."""
+
         def rename(theirs: str) -> str:
             # The name begins with the block's number, which decides on the list.
             number = int(theirs.split(".", maxsplit=1)[0])
@@ -313,11 +314,11 @@ class CrossedLanguage(LanguageTable):
         if known.get(f"{FUSION}.type") != FIXED["type"]:
             return changed
         heads, depth = known[f"{FUSION}.heads"], known.get(f"{LANGUAGE}layers", 0)
-        every = known.get(f"{FUSION}.every") or 4
+        every = known.get(f"{FUSION}.every") or 4  # the default of the fusion
         layers = known.get(f"{FUSION}.layers") or range(every - 1, depth, every)
         return {
             **changed,
-            f"{FUSION}.every": ABSENT,
+            f"{FUSION}.every": ABSENT,  # `layers` has what it stands for
             f"{FUSION}.layers": sorted(layers),
             f"{FUSION}.kv_heads": known[f"{FUSION}.kv_heads"] or heads,
             f"{FUSION}.head_dim": known[f"{FUSION}.head_dim"] or known.get(f"{LANGUAGE}dim", 0) // heads,

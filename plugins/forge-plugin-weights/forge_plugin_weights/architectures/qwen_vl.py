@@ -153,6 +153,7 @@ class Qwen25Text(ArchitectureComponent):
     """The language model of Qwen2.5-VL: Qwen2 with another position encoding."""
 
     name = "Qwen2_5_VLTextModel"
+    # The first two have no effect, as `NoWindows` refuses windows.
     harmless = ("sliding_window", "max_window_layers", "vision_token_id")
     training_only = ("attention.rope.positions_per_second",)  # said by the tower's table
     defaults: ClassVar[Config] = {
@@ -404,7 +405,7 @@ class QwenVision(Tower):
             Key("temporal_patch_size", f"{ENCODER}.frames", 2),
             Key("spatial_merge_size", f"{ADAPTER}.merge", 2),
             Only("in_channels", 3, "images are red, green and blue"),
-            Only("in_chans", 3, "images are red, green and blue", write_it=False),
+            Only("in_chans", 3, "images are red, green and blue", write_it=False),  # in published files
             Only("hidden_act", "silu" if gated else "gelu_pytorch_tanh", "the tower has no other"),
             Derived(f"{ADAPTER}.hidden", block_width),
             OutputWidth(),
@@ -462,7 +463,7 @@ class Room(Field):
     """What a sequence has room for, which a table for images of any size must say: a long video, or some images."""
 
     def read(self, config: Config) -> Flat:
-        """Returns a room that a job changes as its data need; no key of theirs has it."""
+        """Returns defaults, which no key of theirs has; a job changes them for its data."""
         return {"vision.images_per_sequence": 16, "vision.patches_per_sequence": 16384}
 
 
@@ -531,6 +532,7 @@ class Qwen2_5_VL(QwenVL):  # noqa: N801
     body, tower_names = "model.", "visual."
     renames = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
     language = LanguageTable(default="qwen2_5_vl_text", only=Qwen25Text())
+    # The second is the name of towers in the first files.
     towers: ClassVar[Mapping[str, Tower]] = {name: Qwen25Vision() for name in ("qwen2_5_vl_vision", "qwen2_5_vl")}
 
     def videos(self, model: Flat) -> Mapping[str, Any]:

@@ -174,6 +174,7 @@ class Llava(VisionLanguageModel):
             *self.tables(),
             # Features are hidden states, which transformers takes before the last norm.
             Fixed({f"{ENCODER}.norm": False, f"{ADAPTER}.type": self.adapter}),
+            # `LlavaMultiModalProjector` has no key for the width between its matrices.
             Derived(f"{ADAPTER}.hidden", lambda model: model.get("language.dim", 0)),
             Choice("projector_hidden_act", activations, "gelu", f"{ADAPTER}.activation"),
             Key("multimodal_projector_bias", f"{ADAPTER}.bias", True),

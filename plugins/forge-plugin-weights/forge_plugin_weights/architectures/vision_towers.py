@@ -180,8 +180,9 @@ class Tower(ArchitectureComponent):
     table = "vision_config"
     has_text = False
     harmless: ClassVar[Collection[str]] = OF_EVERY_MODEL
-    left_out = ("vision_model.head.*", f"{OTHER}*")
+    left_out = ("vision_model.head.*", f"{OTHER}*")  # the pooling head, and all that is no tower
     ignored = ("*.position_ids",)
+    # It leaves blocks out, in whose places an export has fillers.
     training_only = ("vision.encoder.select_layer",)
     # Alone, in a pair with a text tower, or in a larger model, whose tensors outside of the tower are left out.
     renames = {
@@ -220,7 +221,7 @@ class Tower(ArchitectureComponent):
         }
 
     def part_of_model(self, model: ModelComponent, catalog: Catalog) -> ModelComponent:
-        """Returns the encoder of a vision-language model as a model of its own type."""
+        """Returns the encoder of a vision-language model as a `vision_tower`, and any other model as it is."""
         table = to_toml(model, catalog)
         if table["type"] != WHOLE:
             return model
