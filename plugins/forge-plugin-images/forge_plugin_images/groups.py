@@ -37,8 +37,8 @@ Group = tuple[str, Mapping[str, Member]]
 class GroupedFiles:
     """Groups of files as records: the keys of the group's JSON, if any, and each file by its ending.
 
-    `image` is the group's first image, `video` its first video, `sound` its first sound and `text` its text,
-    unless its JSON has keys of these names.
+    `image` is the group's first image, `video` its first video, `sound` its first sound and `text` its text. Where its
+    JSON has a key of the same name, the file counts.
     """
 
     index: Path
@@ -100,13 +100,15 @@ MEMBERS = ""
 
 
 def _values(place: str, members: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    # The JSON first, in whatever order the files come: of two values of a key the later one counts
+    for ending, member in members.items():
+        if f".{ending}".endswith(JSON):
+            yield from json_object(_bytes(member), f"{place}.{ending}").items()
     yield MEMBERS, members
     for ending, member in members.items():
         if f".{ending}".endswith(TEXTS):
             text = _decoded(place, ending, _bytes(member))
             yield from ((key, text) for key in ("text", ending))
-        elif f".{ending}".endswith(JSON):
-            yield from json_object(_bytes(member), f"{place}.{ending}").items()
     for key, endings in (("image", IMAGES), ("video", VIDEOS), ("sound", SOUNDS)):
         own = [ending for ending in members if f".{ending}".endswith(endings)]
         # The value of a member is its ending, which `image` looks up among the members.

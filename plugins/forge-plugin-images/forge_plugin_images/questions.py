@@ -45,7 +45,7 @@ def images_of(row: Row, first: int, stop: int) -> dict[str, np.ndarray]:
 
     Images behind a prompt must not be there: a model may take the positions that follow from all images of a row.
     """
-    sizes = row[GRIDS].prod(-1)
+    sizes = np.array([Grid(*grid).patches for grid in row[GRIDS].tolist()])  # no product for tiles that are joined
     patches = int(sizes[:first].sum()), int(sizes[:stop].sum())
     ranges = {PATCHES: patches, GRIDS: (first, stop), SECONDS: (first, stop)}
     return {name: _moved(row[name], *ranges[name]) for name in ranges if name in row}

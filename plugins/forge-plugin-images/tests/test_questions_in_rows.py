@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from forge_core.contracts.errors import DataError
-from forge_plugin_images.questions import questions_of
-from forge_plugin_vision import GRIDS, PATCHES, SECONDS, VIDEO, Joint, VisionLanguage
+from forge_plugin_images.questions import images_of, questions_of
+from forge_plugin_vision import GRIDS, PATCHES, SECONDS, VIDEO, Grid, Joint, VisionLanguage
 from forge_testing.refusals import naming
 from forge_testing.vision import tiny_language, tiny_vision
 
@@ -43,6 +43,14 @@ def test_each_answer_is_asked_with_what_is_before_it_and_with_the_images_up_to_t
     assert first.entries(row)[PATCHES][:, 0].tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 0, 0]
     assert first.entries(row)[SECONDS].tolist() == [1, 0, 0]
     assert third.entries(row)[PATCHES].tolist() == row[PATCHES].tolist()
+
+
+def test_an_image_in_joined_tiles_has_its_patches():
+    tiles = Grid.of_tiles(1, 2, (4, 8))
+    patches = np.concatenate([np.full((tiles.patches, 3), 7), np.full((4, 3), 9)])
+    row = {PATCHES: patches, GRIDS: np.array([tiles, (1, 2, 2)])}
+    assert (images_of(row, 0, 1)[PATCHES][:, 0] == [7] * 48 + [0] * 4).all()
+    assert (images_of(row, 1, 2)[PATCHES][:, 0] == [9] * 4 + [0] * 48).all()
 
 
 def test_documents_of_a_packed_row_have_their_own_images():

@@ -145,6 +145,17 @@ def test_a_document_of_a_shard_names_its_images_by_their_endings(build, tmp_path
     assert list(row["input_ids"][:6]) == [*b"a", -1, -1, *b"b", -1, -1]
 
 
+@pytest.mark.parametrize("endings", [("txt", "json"), ("json", "txt")], ids=" before ".join)
+def test_a_file_of_a_group_counts_before_a_key_of_its_json(tmp_path, endings):
+    members = {"txt": b"of the file", "json": b'{"text": "of the JSON", "image": "elsewhere.png", "width": 8}'}
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        for ending in endings:
+            add(archive, f"0.{ending}", members[ending])
+        add(archive, "0.png", image(0))
+    values = ImageText(path=str(tmp_path / "shard.tar")).records()[0].values
+    assert (values["text"], values["image"], values["width"]) == ("of the file", "png", 8)
+
+
 def test_what_a_group_lacks_is_named(build, tmp_path):
     with tarfile.open(tmp_path / "shard.tar", "w") as archive:
         add(archive, "0.png", image(0))

@@ -83,6 +83,8 @@ class SAESink(Sink):
         known = {name: sizes for part in gather_objects(own) for name, sizes in part.items()}
         coders = {}
         for name, target in self.targets.items():
+            if name not in known:  # nothing has passed this point yet, on any rank
+                continue
             width, latents, outputs = known[name]
             if self.owners.owns(name):
                 coders[name] = trainers[name].coder

@@ -13,6 +13,9 @@ from torch import Tensor
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_taps.reading import points_in, read_point, read_tokens, steps_with
 
+CACHE = ".cache"
+"""Folder inside the new one, in which `datasets` makes what it saves then."""
+
 Export = Callable[[Sequence[Path], Path], Iterator[str]]
 """(folders of steps, folder to write) -> lines for the user."""
 
@@ -49,8 +52,8 @@ def export_arrow(steps: Sequence[Path], out: Path) -> Iterator[str]:
     first = {name: read_point(having[0], name) for name, having in points.items()}
     features = {name: _sequence(datasets, tensor[0].numel(), tensor) for name, tensor in first.items()}
     features |= {name: datasets.Value("int64") for name in read_tokens(steps[0])}
-    dataset = datasets.Dataset.from_generator(rows, features=datasets.Features(features), cache_dir=str(out / ".cache"))
-    _save(dataset, out)
+    dataset = datasets.Dataset.from_generator(rows, features=datasets.Features(features), cache_dir=str(out / CACHE))
+    _save(dataset, out, out)
     yield f"{len(dataset):,} tokens: {out}"
 
 
@@ -85,17 +88,17 @@ def export_saelens(steps: Sequence[Path], out: Path) -> Iterator[str]:
                 for activations, tokens in zip(values, ids, strict=True):
                     yield {point: activations, "token_ids": tokens}
 
-        dataset = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(out / ".cache"))
-        _save(dataset, out / point)
+        dataset = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(out / CACHE))
+        _save(dataset, out / point, out)
         yield f"{point}: {len(dataset):,} sequences of {length} x {width}: {out / point}"
 
 
-def _save(dataset: Any, folder: Path) -> None:
+def _save(dataset: Any, folder: Path, out: Path) -> None:
+    """Writes a dataset, and removes the cache from which it is made, which is in the new folder `out`."""
     import shutil
 
     dataset.save_to_disk(str(folder))
-    for cache in (folder / ".cache", folder.parent / ".cache"):
-        shutil.rmtree(cache, ignore_errors=True)
+    shutil.rmtree(out / CACHE, ignore_errors=True)
 
 
 def _length(steps: Sequence[Path]) -> int:

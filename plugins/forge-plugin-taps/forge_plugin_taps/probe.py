@@ -65,6 +65,9 @@ class Probe(SinkComponent):
         if self.target in OPEN and not self.classes and job.data.tokenizer is None:
             reason = f"without a tokenizer, the number of classes of {self.target!r} is not known"
             yield Problem("classes", f"{reason}; set it")
+        if job.train.global_batch_size < 2:
+            reason = "of the one sequence of a step, which is held out, a probe learns nothing"
+            yield Problem("held_out", f"{reason}; train.global_batch_size must be at least 2")
         stages = job.parallel.values()
         others = [sink for stage in stages for sink in getattr(stage, "sinks", {}).values()]
         if sum(isinstance(sink, Probe) and sink.folder == self.folder for sink in others) > 1:

@@ -135,8 +135,12 @@ def test_an_earlier_checkpoint_some_positions_and_an_edit_of_the_command(inside,
 def test_numpy_arrow_and_saelens_read_a_store(inside, capsys):
     import datasets
 
+    Path(".cache").mkdir()
+    Path(".cache/mine").write_text("of the user")  # beside the new folders, and named as the cache inside them
     for form in ("npz", "arrow", "saelens"):
         assert main(["inside", "taps", "export", "acts", "--to", form]) == 0
+    assert Path(".cache/mine").read_text() == "of the user"
+    assert not list(Path().glob("acts-*/**/.cache"))
     first = steps_of(Path("acts"))[0]
     arrays = np.load("acts-npz/step-1.npz")
     assert np.array_equal(arrays["layers.0.z"], read_point(first, "layers.0.z").numpy())

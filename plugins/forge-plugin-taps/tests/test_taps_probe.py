@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from safetensors.torch import load_file
 from scipy.optimize import minimize
 from scipy.special import log_softmax
@@ -112,6 +113,12 @@ def test_two_probes_in_one_folder_are_refused(tmp_path):
         at("parallel.taps.sinks.a.folder", "'x'"),
         at("parallel.taps.sinks.b.folder", "'x'"),
     )
+
+
+def test_steps_of_one_sequence_are_refused_as_none_is_left_to_learn_from(tmp_path):
+    one = job(tmp_path, sinks={"a": Probe(target="position")})
+    one = evolve(one, train=evolve(one.train, global_batch_size=1, micro_batch_size=1))
+    check_problems(problems_of(one), at("parallel.taps.sinks.a.held_out", "train.global_batch_size", 2))
 
 
 class Tokens:

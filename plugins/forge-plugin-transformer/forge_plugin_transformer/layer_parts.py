@@ -87,7 +87,7 @@ class GroupedQueryAttention(AttentionComponent):
         return Scoring(self.window, self.scale, self.soft_cap, self.sinks)
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
-        """Checks the encoding for the width of a head, and that `dim / heads`, where it is the width, is whole and even."""
+        """Checks the encoding for the width of a head, and that a derived width, `dim / heads`, is whole and even."""
         head_dim = self.head_dim or dim // self.heads
         yield from (problem.below("rope") for problem in self.rope.width_problems(head_dim))
         # Set by the job, the heads need not have the width of the model together
@@ -105,7 +105,6 @@ class GroupedQueryAttention(AttentionComponent):
         Raises:
             JobError: the job sets a kernel, or a way to keep documents apart, that the device or the dtype excludes.
         """
-
         from forge_plugin_transformer.modules import attention
         from forge_plugin_transformer.modules.attention_core import AttentionCore
 
@@ -154,7 +153,6 @@ class SwiGLU(FFNComponent):
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Returns three matrices of width `hidden`, or `default_hidden(dim)` if that is 0."""
-
         from forge_plugin_transformer.modules import feed_forward
 
         return feed_forward.GatedFeedForward(dim, self.hidden or default_hidden(dim), bias=self.bias, init=init)
@@ -178,7 +176,6 @@ class GEGLU(FFNComponent):
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Returns three matrices of width `hidden`, or `default_hidden(dim)` if that is 0."""
-
         from forge_plugin_transformer.modules import feed_forward
 
         hidden = self.hidden or default_hidden(dim)
@@ -198,7 +195,6 @@ class GELU(FFNComponent):
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Returns two matrices of width `hidden`, or 4 `dim` if that is 0."""
-
         from forge_plugin_transformer.modules import feed_forward
 
         hidden = self.hidden or 4 * dim
@@ -216,7 +212,6 @@ class RMSNorm(NormComponent):
 
     def build(self, context: BuildContext, dim: int) -> nn.Module:
         """Returns a module with one parameter, of the gain: (dim,)."""
-
         from forge_plugin_transformer.modules import norms
 
         return norms.RootMeanSquareNorm(dim, eps=self.eps, offset=self.offset)
@@ -233,7 +228,6 @@ class LayerNorm(NormComponent):
 
     def build(self, context: BuildContext, dim: int) -> nn.Module:
         """Returns a module with a gain (dim,) and, if `bias` is set, an offset (dim,)."""
-
         from forge_plugin_transformer.modules import norms
 
         return norms.CentredNorm(dim, eps=self.eps, bias=self.bias)

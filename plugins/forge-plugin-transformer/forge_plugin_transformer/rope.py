@@ -142,7 +142,7 @@ class YarnRope(PlainRope):
         return [_interpolate(f, self.factor, 1 - (pair - first) / span) for pair, f in enumerate(plain)]
 
     def amplitude(self) -> float:
-        """Returns the attention factor: as set, or 0.1 ln(factor) + 1, with the weights `mscale` if both are set."""
+        """Returns the attention factor: as set, else 0.1 ln(factor) + 1, or its ratio for both `mscale` keys."""
         if self.attention_factor:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -271,7 +271,6 @@ class NoRope(RopeComponent):
 
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:
         """Returns an encoding without frequencies, whose tables of width 0 make `rotate` return its input."""
-
         from forge_plugin_transformer.modules.rotary import Rotary
 
         return Rotary((), amplitude=1.0, **_of_job(context))

@@ -85,7 +85,6 @@ class PredictionWeight(TrainingHook):
 
     def on_step_begin(self, context: StepContext) -> None:
         """Sets the weight of step `context.step`, which follows `context.step - 1` completed ones."""
-
         from forge_plugin_transformer.modules.multi_token import Predictions
 
         for module in context.model.modules():  # type: ignore[attr-defined]
@@ -160,7 +159,6 @@ class Transformer(ModelComponent):
         Raises:
             JobError: the vocabulary's size is unknown, or less than the tokenizer's.
         """
-
         from forge_plugin_transformer.modules.ends import PositionTable
         from forge_plugin_transformer.modules.model import TransformerModel
 
@@ -200,7 +198,7 @@ class Transformer(ModelComponent):
     def _build_block(self, here: BuildContext) -> Block:
         from forge_plugin_transformer.modules.block import Block
 
-        # Each layer has two matrices that write: the variance of their sum is so independent of the depth
+        # Each layer adds to the stream twice: scaled so, the variance of the sum does not grow with the depth
         init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1))
         return Block(
             attention=here.at("attention").build(self.attention, dim=self.dim, init=init),

@@ -41,6 +41,7 @@ def write_card(
         evaluation: the last one that the checkpoint records.
         origin: what the run's model was imported from; empty for others.
     """
+    # One that came with the model's files is the publisher's.
     if (folder / CARD).exists():
         return
     rows = [

@@ -389,6 +389,7 @@ def tensor_plan(match: Match, dtypes: Mapping[str, torch.dtype]) -> dict[str, tu
 
 def _by_number(name: str) -> list[tuple[int, str]]:
     """A key that sorts layer 10 behind layer 9."""
+    # Pairs, since a number and a text do not compare
     return [(int(part), "") if part.isdecimal() else (0, part) for part in name.split(".")]
 
 

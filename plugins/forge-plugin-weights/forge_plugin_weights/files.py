@@ -240,6 +240,7 @@ def _plan(path: Path, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> FileP
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)  # spaces, which JSON ignores
     header = len(text).to_bytes(8, "little") + text
+    # Offsets in the header count from its end, and places from the start of the file.
     starts = {name: len(header) + entries[name]["data_offsets"][0] for name in tensors}
     places = {name: Place(path, starts[name], dtype, shape) for name, (shape, dtype) in tensors.items()}
     return FilePlan(path.name, header, places)

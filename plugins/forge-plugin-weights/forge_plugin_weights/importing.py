@@ -306,7 +306,7 @@ def _tokenizer_table(source: Source) -> dict[str, Any]:
         raise JobError(f"{folder} has no tokenizer (tokenizer_config.json is missing); {hint}")
     # Without training, no document can end itself: what the key allows is refused again by start.toml.
     table = {"type": "forge-plugin-huggingface/auto", "path": str(folder), SPELLED: "warn"}
-    # There the beginning of text follows the image, and the dataset writes it.
+    # In PaliGemma the beginning of text follows the image: the dataset writes it there.
     table |= {} if architecture.begins_with_image else {"begin_of_text": "auto"}
     first = architecture.placeholders_from(source.config)
     placeholders = [token for token, id_ in added_tokens(folder).items() if first is not None and id_ >= first]
@@ -333,7 +333,7 @@ def check_copies(source: Source, match: Match) -> None:
         for part in parts:
             if not part.copy or part.theirs not in source.places:
                 continue
-            # Files may hold a copy, which would be lost here if it were another tensor.
+            # A copy is not imported, so that other values in it would be lost.
             if not source.places[part.theirs].equals(source.places[original.theirs]):
                 message = f"{part.theirs} and {original.theirs} are one tensor by config.json, and differ in the files"
                 raise JobError(f"{source.folder}: {message} ({name}); is tie_word_embeddings wrong?")

@@ -121,7 +121,7 @@ def _names(layers: Sequence[Flat]) -> Sequence[str]:
         name = next((name for name, other in named if other == own), "")
         if not name:
             name = _described(own)
-            alike = sum(other.rstrip("0123456789") == name for other, _ in named)
+            alike = sum(other.rstrip("0123456789") == name for other, _ in named)  # the next of these gets a number
             name = f"{name}{alike + 1}" if alike else name
             named.append((name, own))
         names.append(name)

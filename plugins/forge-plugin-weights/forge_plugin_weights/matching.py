@@ -49,6 +49,7 @@ def match_names(architecture: ArchitectureComponent, model: Flat, shapes: Shapes
     Raises:
         JobError: the architecture has no tensor for one of Forge's.
     """
+    # Every rule is tried on every tensor, since copies come from further rules for the same one.
     rules = architecture.rules(model)
     parts = {name: [part for rule in rules for part in rule.parts(name, shapes)] for name in shapes}
     # A copy is not enough, as files may lack it.

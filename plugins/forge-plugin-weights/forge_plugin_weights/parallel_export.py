@@ -204,8 +204,7 @@ def _hand_over(tensor: Tensor, target: Target, name: str, use: Use, first: bool)
     for piece in target.match.parts[name]:
         if not piece.written:
             continue
-        # This rank's rows are spread over theirs: whole slices are gathered, and the first rank of the mesh writes
-        # them.
+        # This rank's rows are spread over theirs: whole slices are gathered, which the mesh's first rank writes.
         if not piece.in_rows and isinstance(tensor, DTensor):
             first = not any(tensor.device_mesh.get_coordinate() or ())
             for whole, offsets in _gathered(tensor):

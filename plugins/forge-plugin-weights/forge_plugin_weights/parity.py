@@ -94,4 +94,5 @@ def write_parity(
         "computed": attrs.asdict(computed) if computed is not None else None,
         "versions": {name: importlib.metadata.version(name) for name in DISTRIBUTIONS},
     }
+    # Written last: a record is there only if nothing was wrong.
     (folder / PARITY).write_text(json.dumps(record, indent=1) + "\n")

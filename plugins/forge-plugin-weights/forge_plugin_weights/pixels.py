@@ -207,6 +207,7 @@ def video_processor(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
         settings: the keys of the image processor.
         name: the class of the video processor, whose bounds of frames and pixels remain its own.
     """
+    # Mean, resampling and patches are the same for images and frames.
     shared = {key: value for key, value in settings.items() if key not in OF_IMAGES}
     size = settings.get("size", {})  # of every frame, or bounds of the area of images
     return {"video_processor_type": name, **shared, **({"size": size} if "height" in size else {})}
@@ -426,7 +427,7 @@ def _by_aspect(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable
         differences.append(f"their tiles are {settings['size']} there, and {size} by config.json")
     if settings.get("min_patches", 1) != 1:
         differences.append(f"they have at least {settings['min_patches']} tiles there")
-    if most < 2:
+    if most < 2:  # one tile, without an overview
         return ImageTable({"resize": "stretch", "tile_text": IMG_TEXT}, differences, image_token=IMG_TOKEN)
     keys = {"resize": "aspect", "max_tiles": most, "overview": "last", "tile_text": IMG_TEXT}
     return ImageTable(keys, differences, most + 1, IMG_TOKEN)  # and the overview

@@ -98,7 +98,7 @@ class Reader:
             for piece in _with_gaps(pieces, size) if hashed else pieces:
                 if self._ended.is_set():  # between pieces, as a file may take minutes
                     raise CancelledError
-                if piece.size > len(room):
+                if piece.size > len(room):  # kept for pieces to come
                     room = memoryview(bytearray(piece.size))
                 memory = room[: piece.size]
                 file.seek(piece.start)  # pieces may overlap, or leave gaps where nothing is hashed

@@ -272,9 +272,8 @@ def compare_logits(
     probabilities, others = first.log_softmax(-1), second.log_softmax(-1)
     divergence = (probabilities.exp() * (probabilities - others)).sum(-1).mean().item()
     same = (first.argmax(-1) == second.argmax(-1)).double().mean().item()
-    return LogitDifference(
-        layers, (first - second).abs().max().item(), max(divergence, 0.0), same
-    )  # rounding may make it negative
+    # Rounding may make the divergence of equal models slightly negative.
+    return LogitDifference(layers, (first - second).abs().max().item(), max(divergence, 0.0), same)
 
 
 class _LayerByLayer:

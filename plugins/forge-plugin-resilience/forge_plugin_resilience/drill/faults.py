@@ -148,7 +148,7 @@ class Killed(OfSeveralRanks):
     ends = (ExitCode.FAILED, -signal.SIGKILL)
 
     def finding(self, evidence: Evidence, rank: int) -> Finding | None:
-        """Returns the end of the run if it was recorded as the kill of `rank`, and not of one that ended as a result."""
+        """Returns the end of the run if it was recorded as the kill of `rank`, the first rank to end."""
         return evidence.ended(Cause.KILLED, rank=rank)
 
     def at_gradients(self, injection: Injection, context: StepContext) -> None:

@@ -76,6 +76,7 @@ class Stretch:
 
     def split(self, step: int) -> Stretch:
         """Keep the steps up to `step`, and return a stretch of the others."""
+        # Seconds of single steps are not in the file, so the steps of a line count as equally long
         share = (step - self.first + 1) / (self.last - self.first + 1)
         middle = self.begin + share * (self.end - self.begin)
         kept = {name: share * seconds for name, seconds in self.classes.items()}
@@ -140,6 +141,7 @@ class Attempt:
         """Whether it ended, and neither at its last step nor by request."""
         if self.running:
             return False
+        # The batch script has seen more: after a node failure the run itself has recorded nothing
         if self.slurm.get("kind"):
             return self.slurm["kind"] not in PLANNED
         return self.end is None or self.end.code not in (ExitCode.FINISHED, ExitCode.STOPPED)
@@ -182,6 +184,7 @@ class Account:
 
     @property
     def lifetime(self) -> float:
+        """Seconds from `began` to `ended`, with the time in queues and between starts."""
         return self.ended - self.began
 
     @property
@@ -202,10 +205,12 @@ class Account:
 
     @property
     def failures(self) -> int:
+        """Starts that ended neither at the last step nor by request; a running one is none."""
         return sum(attempt.failed for attempt in self.attempts)
 
     @property
     def ranks(self) -> int:
+        """Ranks of the last start that has recorded them; 1 if none has."""
         return next((each.facts["ranks"] for each in reversed(self.attempts) if "ranks" in each.facts), 1)
 
     def restarts(self, failed: bool = True) -> list[float]:
@@ -225,6 +230,7 @@ class Account:
 
     @property
     def saves(self) -> list[Save]:
+        """The saves of all starts, in order; those that never became a checkpoint too."""
         return [save for attempt in self.attempts for save in attempt.saves]
 
     @property
@@ -237,6 +243,7 @@ class Account:
         """Median seconds of training between two saves, or from a start to its first; None before the first."""
         gaps = []
         for attempt in self.attempts:
+            # `t` is when a save let training continue: what it blocked is not training
             times = [attempt.ready or attempt.began, *(save.t for save in attempt.saves)]
             pairs = zip(times, times[1:], attempt.saves, strict=False)
             gaps += [later - save.blocked_s - earlier for earlier, later, save in pairs]
@@ -277,6 +284,7 @@ def account_of(
 def _with_silent_starts(events: list[Mapping[str, Any]], slurm: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Add lines for SLURM jobs that ended before training began."""
     known = {_slurm_key(event) for event in events if event.get("event") == "start"}
+    # With the name of the job as the line `start` of a run has it
     silent = [each for each in slurm if _slurm_key({**each, "job": f"SLURM {each.get('job')}"}) not in known]
     for each in silent:
         if not each.get("began") or not each.get("ended"):
@@ -287,6 +295,7 @@ def _with_silent_starts(events: list[Mapping[str, Any]], slurm: Sequence[Mapping
         )
         start = f"slurm-{each.get('job')}-{each.get('restart')}"
         facts = {"job": f"SLURM {each.get('job')}", "restart": each.get("restart", 0), "began": each["began"]}
+        # All of it counts as initialisation, since no step was made
         spent = {Phase.IMPORTS: each["ended"] - each["began"]}
         code = ExitCode.FAILED if each.get("code") is None else each["code"]
         facts_of_end = {"code": code, "cause": Cause.of(code), "reason": each.get("reason", "")}
@@ -323,6 +332,7 @@ class _Accountant:
             self._begin(event)
         elif kind == "fault":
             self._faults.append(event)
+        # Lines that an earlier process still wrote after the next start would count the same time twice
         elif self._attempts and event.get("start") == self._attempts[-1].facts["start"]:
             self._continue(event)
 
@@ -335,7 +345,7 @@ class _Accountant:
         attempt = Attempt(number=number, facts=event, began=began, ended=began, slurm=slurm)
         attempt.step = int(event.get("from_step") or 0)
         attempt.stretches += _gap(last, attempt)
-        if event.get("from_step") is not None:
+        if event.get("from_step") is not None:  # no step: it ended before it loaded a checkpoint
             self._go_on_from(attempt.step)
         self._attempts.append(attempt)
 
@@ -378,6 +388,7 @@ class _Accountant:
         self._saved = save.step if committed else self._saved
 
     def _written(self, event: Mapping[str, Any], attempt: Attempt) -> None:
+        # The newest one of that step, which may have been saved before the run went back
         save = next((each for each in reversed(attempt.saves) if each.step == event["step"]), None)
         if save is not None:
             save.committed, save.write_s, save.size = True, event.get("write_s"), event.get("bytes")
@@ -399,7 +410,7 @@ class _Accountant:
                 if stretch.first <= step < stretch.last:
                     _divide(attempt, stretch, step)
                 if stretch.last <= step:
-                    stretch.classes["productive"] = stretch.classes.pop("undone", 0.0)
+                    stretch.classes["productive"] = stretch.classes.pop("undone", 0.0)  # the roll-back is lost itself
                     self._live.append((attempt, stretch))
         for attempt, stretch in lost:
             attempt.lost_steps += stretch.count
@@ -415,7 +426,7 @@ class _Accountant:
                 self._live.append((attempt, stretch))
                 stretch = _divide(attempt, stretch, step)
             beyond.append((attempt, stretch))
-        return beyond[::-1]
+        return beyond[::-1]  # by rising steps again
 
     def result(self, from_step: int | None, now: float | None, end: End | None) -> Account:
         last = self._attempts[-1] if self._attempts else None
@@ -424,6 +435,7 @@ class _Accountant:
         elif last is not None and now is None and last.end is None:
             self._go_on_from(self._saved)  # it died: its steps since the last save are lost by now
         for attempt in self._attempts:
+            # After the above: lost steps are no longer productive, and do not enter the mean
             _set_first_step_apart(attempt)
         if last is not None and now is not None:
             last.running = True
@@ -452,6 +464,7 @@ def _classes(event: Mapping[str, Any], attempt: Attempt, length: float) -> dict[
     for phase, seconds in (event.get("s") or {}).items():
         classes[_class_of(phase, starting=event["event"] == "ready")] += seconds
     if event["event"] == "ready" and attempt.began > attempt.facts.get("began", attempt.began):
+        # `_begin` has moved the begin of the start: what lies before it belongs to the start before
         classes["initialisation"] -= attempt.began - attempt.facts["began"]
     classes["other"] += length - sum(classes.values())  # of rounding, unless lines are missing
     return {name: seconds for name, seconds in classes.items() if seconds}
@@ -472,12 +485,14 @@ def _gap(last: Attempt | None, attempt: Attempt) -> list[Stretch]:
     began = attempt.slurm.get("began") or end
     queued = attempt.facts.get("queued_s")
     begin = last.ended if last is not None else min(began, end) - (queued or 0.0)
+    # From the begin of the SLURM job to the begin of the process
     launch = max(0.0, end - max(began, begin))
     left = end - launch - begin
     dead = 0.0
     if last is not None and last.end is None:
         dead = min(left, max(0.0, last.slurm.get("ended", 0.0) - last.ended))
     if queued is None:
+        # Without SLURM's figure, all time between two recorded jobs is the queue's, and other time is none of it
         queued = left - dead if last is None or (last.slurm.get("ended") and attempt.slurm) else 0.0
     queue = min(left - dead, queued)
     parts = {"silent": dead, "down": left - dead - queue, "queue": queue, "initialisation": launch}
@@ -508,6 +523,7 @@ def _extend(attempt: Attempt, name: str, end: float) -> None:
 def _set_first_step_apart(attempt: Attempt) -> None:
     """Move the additional time of the first step, compared with the others, to a separate class."""
     steps = [stretch for stretch in attempt.stretches if stretch.event == "steps" and stretch.count]
+    # The hook writes a separate line for the first step of a start
     if len(steps) < 2 or steps[0].count != 1 or "productive" not in steps[0].classes:
         return
     others = [stretch for stretch in steps[1:] if "productive" in stretch.classes]

@@ -31,6 +31,7 @@ def command(argv: list[str]) -> int:
         parser, "forge-run profile goodput runs/big", "forge-run profile goodput runs/big --picture goodput.png"
     )
     options = parser.parse_args(argv)
+    # Before the runs are read, which may take long
     if options.picture is not None:
         options.picture = output_file(options.picture, "--picture", FORMATS)
     runs = [read_run(folder) for folder in options.runs]

@@ -49,6 +49,7 @@ class Disk(TrainingHook):
         self._samples: deque[Sample] = deque(maxlen=REMEMBERED)
 
     def on_checkpoint_save(self, context: CheckpointContext) -> None:
+        """Look at the disk on rank 0 and warn if it will be full, once in this process."""
         if self._rank != 0 or self._warned:
             return
         sample = look(context.path, context.step)
@@ -82,8 +83,11 @@ def look(path: Path, step: int) -> Sample | None:
     except OSError:
         return None
     size = size_of(path)
+    # Some file systems, such as btrfs, make inodes as needed, and report 0 of 0
     files = disk.f_favail if disk.f_files else 1 << 62
+    # Folders of unfinished saves have a suffix, which is no digit
     count = sum(other.name.partition("-")[2].isdigit() for other in path.parent.glob("step-*"))
+    # Not `f_bfree`, which includes blocks that are reserved for root
     free = disk.f_bavail * disk.f_frsize, files
     return Sample(t=time.time(), step=step, size=size, count=count, free=free) if size[1] else None
 

@@ -26,6 +26,7 @@ DIGITS = 4
 def process_began(latest: float) -> float:
     """Returns when this process began, in Unix seconds, and `latest` at most, also where the system does not say."""
     try:
+        # Field 22 of proc(5), `starttime`, in ticks since boot; the name of the program, before it, may hold spaces
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         running = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):  # not Linux
@@ -91,6 +92,7 @@ class EventLog:
         self.sync()
 
     def _open(self) -> None:
+        # O_APPEND: no line is overwritten, even if a second process writes to the same file
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # half a line, of a process that was killed
@@ -107,7 +109,7 @@ class EventLog:
         try:
             action()
         except OSError as error:
-            if not self._warned:
+            if not self._warned:  # once: each further line would fail in the same way
                 text = f"{self._path}: {error.strerror}; training continues, and the lines are written when possible"
                 warnings.warn(text, stacklevel=2)
                 self._warned = True

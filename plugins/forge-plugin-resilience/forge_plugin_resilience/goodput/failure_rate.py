@@ -32,7 +32,7 @@ def expected_mtbf(exposure: float, failures: int, ranks: int, gpu_years: float =
     prior = gpu_years * YEAR / ranks
     factors = np.linspace(-FARTHEST, FARTHEST, POINTS)  # logarithms of the rate, relative to the prior's
     logarithms = failures * factors - exposure / prior * np.exp(factors) - np.abs(factors) / WIDTH
-    weights = np.exp(logarithms - logarithms.max())
+    weights = np.exp(logarithms - logarithms.max())  # without the maximum, all of them may underflow to 0
     return prior * math.exp(-float(np.average(factors, weights=weights)))
 
 
@@ -50,7 +50,7 @@ def mtbf_interval(exposure: float, failures: int, confidence: float = 0.9) -> tu
 def gamma_quantile(shape: int, probability: float) -> float:
     """Returns a quantile of Gamma(shape, 1), half the quantile of chi-square(2 shape), for an integer `shape` >= 1."""
     low, high = 0.0, shape + 10.0 * math.sqrt(shape) + 50.0
-    for _ in range(200):
+    for _ in range(200):  # more halvings than float64 has digits
         middle = (low + high) / 2
         low, high = (middle, high) if _gamma_cdf(shape, middle) < probability else (low, middle)
     return (low + high) / 2
@@ -88,4 +88,5 @@ def effective_time(interval: float, blocked: float, restart: float, mtbf: float)
         restart: seconds from a failure until training continues, including the time until it is noticed, R.
         mtbf: mean seconds between failures, M.
     """
+    # `expm1`: the exponent may be small, and e^x - 1 would then lose most digits
     return interval / (math.expm1((interval + blocked) / mtbf) * (mtbf + restart))

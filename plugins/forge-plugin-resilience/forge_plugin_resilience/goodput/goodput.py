@@ -43,6 +43,7 @@ class Goodput(TrainingHook):
             yield Problem("", "a run has one events.jsonl, and one hook that writes it: remove the other goodput")
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Open the file on rank 0 and write how long the start took. Collective: hosts are gathered."""
         from forge_core.parallel.mesh import gather_objects, global_rank, world_size
         from forge_plugin_resilience.goodput.events import EVENTS, EventLog, host_name
         from forge_plugin_resilience.goodput.slurm_facts import slurm_facts
@@ -54,8 +55,10 @@ class Goodput(TrainingHook):
         assert context.folder is not None
         self._log = log = EventLog(context.folder / EVENTS, context.seconds)
         self._gone = 0.0
+        # Before this start has a line: the file then holds earlier starts only
         self._productive, self._run_began = _earlier(context.folder / EVENTS, context.step, log.began)
         facts = {"began": log.began, "ranks": world_size(), "hosts": hosts, "from_step": context.step, **slurm_facts()}
+        # At the begin of the process, so that imports are part of the start
         log.write("start", log.began, **facts, version=_version())
         log.add("ready", context.seconds, lambda phase: True, step=context.step)
         self._step, self._saved = context.step, context.step
@@ -67,10 +70,12 @@ class Goodput(TrainingHook):
         self._saving: int | None = None
 
     def on_checkpoint_begin(self, context: TrainContext) -> None:
+        """Note the step of the save; its line follows when it is committed, or else before the next step."""
         if self._log is not None:
             self._saving = context.step
 
     def on_step_begin(self, context: StepContext) -> None:
+        """Write the line of a save that has begun and is not committed: with `async_save` it is in the background."""
         if self._log is None:
             return
         if self._first is None:
@@ -86,6 +91,7 @@ class Goodput(TrainingHook):
             self._in_background[step] = sum(seconds.values()) - blocked
 
     def on_step_end(self, context: StepContext) -> None:
+        """Log the productive share so far, and write a line about the steps if it is due."""
         if self._log is None:
             return
         seconds = context.seconds
@@ -105,12 +111,14 @@ class Goodput(TrainingHook):
         return productive / max(self._log.now(total) - self._run_began, 1e-9)
 
     def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
+        """Write the steps before the evaluation, then the evaluation."""
         if self._log is not None:
             seconds = context.seconds
             self._note_steps(seconds)
             self._log.add("evaluation", seconds, lambda phase: phase == Phase.EVALUATION, step=context.step)
 
     def on_checkpoint_save(self, context: CheckpointContext) -> None:
+        """Write the line of a save; of one in the background, a line `written` without seconds, when it is whole."""
         if self._log is None:
             return
         from forge_plugin_resilience.goodput.disk import size_of
@@ -127,6 +135,7 @@ class Goodput(TrainingHook):
         self._log.sync()
 
     def on_rollback(self, context: TrainContext, step: int, reason: str) -> None:
+        """Write what was undone, and take those steps out of the productive time that the metric counts."""
         if self._log is None:
             return
         from forge_plugin_resilience.goodput.accounting import account_of
@@ -137,13 +146,16 @@ class Goodput(TrainingHook):
         facts = {"from": context.step, "to": step, "why": reason}
         self._log.add("undone", seconds, lambda phase: phase == Phase.GOING_BACK, step=context.step, **facts)
         assert context.folder is not None
+        # With `now`, since the run continues: without it, steps after the last save would count as lost
         now = account_of(read_events(context.folder / EVENTS), now=0.0).classes["productive"]
         self._gone = self._productive + sum(seconds.get(phase, 0.0) for phase in COMPUTING) - now
 
     def on_train_end(self, context: TrainContext) -> None:
+        """Write the end with what `end.json` will have, and close the file."""
         self._end(context, context.end())
 
     def on_exception(self, context: TrainContext, error: BaseException) -> None:
+        """Write the end by the failure report of rank 0, and close the file."""
         from forge_core.launch.failure_report import report_of
 
         self._end(context, report_of(0, error).end(context.step))
@@ -151,6 +163,7 @@ class Goodput(TrainingHook):
     def _end(self, context: TrainContext, end: End) -> None:
         if self._log is not None:
             self._note_steps(context.seconds)
+            # Times and the step are in the line anyway
             facts = {key: value for key, value in asdict(end).items() if key not in ("started", "ended", "step")}
             self._log.add("end", context.seconds, lambda phase: True, step=self._step, saved=self._saved, **facts)
             self._log.close()

@@ -58,6 +58,7 @@ class Interval(TrainingHook):
     """Upper bound, unless a save takes longer than a tenth of it: ten times the duration of a save is the lower one."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Requires the hook `goodput`, whose file has the failures, and refuses keys that save by another rule."""
         from forge_plugin_resilience.goodput.goodput import Goodput
 
         if not any(isinstance(hook, Goodput) for hook in job.hooks.values()):
@@ -74,6 +75,7 @@ class Interval(TrainingHook):
             yield Problem("", f"checkpoint.interval is {checkpoint.interval}, and {own}: {hint}")
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Check the keys of `[checkpoint]` again, and start the clock of the first save."""
         from forge_core.parallel.mesh import global_rank, world_size
 
         if problems := list(self._other_clocks(context.job)):  # hooks that come from Python have not been checked
@@ -88,9 +90,11 @@ class Interval(TrainingHook):
         self._seconds, self._told = 60 * self.first_minutes, 0.0
 
     def on_checkpoint_begin(self, context: TrainContext) -> None:
+        """Note that a save has begun; what it cost is known at the next step."""
         self._begun = True
 
     def on_step_begin(self, context: StepContext) -> None:
+        """Read the history once; after a save, take the time that it kept training waiting, and choose again."""
         if not self._decides:
             return
         if self._history is None:
@@ -102,6 +106,7 @@ class Interval(TrainingHook):
             self._choose()
 
     def on_step_end(self, context: StepContext) -> None:
+        """Request a save from rank 0 once the interval is over; the engine makes it one of all ranks."""
         if self._decides:
             if self.clock() - self._saved_at >= self._seconds:
                 context.request_checkpoint()
@@ -113,6 +118,7 @@ class Interval(TrainingHook):
         from forge_plugin_resilience.goodput.events import EVENTS, read_events
 
         assert context.folder is not None
+        # With `now`, as this run continues: its steps since the last save are not lost
         self._history = account_of(read_events(context.folder / EVENTS), now=0.0)
         if not self._history.attempts:
             warnings.warn(f"hooks.interval: {EVENTS} has no start of this run: failures do not count", stacklevel=2)
@@ -128,6 +134,7 @@ class Interval(TrainingHook):
 
         assert self._history is not None
         blocked, account = median(self._durations), self._history
+        # The history was read once; this start's time since then is added
         running = account.exposure + self.clock() - self._began
         mtbf = expected_mtbf(running, account.failures, self._ranks, self.gpu_years)
         longest = 60 * self.longest_minutes

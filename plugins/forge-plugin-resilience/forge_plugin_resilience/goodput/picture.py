@@ -44,9 +44,10 @@ def draw(account: Account, path: Path, title: str) -> None:
 def make_figure(account: Account, title: str) -> Figure:
     """Draw steps over time with saves and lost stretches, the starts as bars, and the shares of the classes."""
     with quiet_style():
+        # The strip above the rectangle is for the heading, which the layout does not consider
         layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.885), hspace=0.06)
         figure = Figure(figsize=(13, 7.2), dpi=120, layout=layout)
-        FigureCanvasAgg(figure)
+        FigureCanvasAgg(figure)  # attaches itself to the figure, as pyplot would do
         _heading(figure, account, title)
         grid = figure.add_gridspec(3, 1, height_ratios=(4.6, 1.0, 0.7))
         steps, bar, shares = (figure.add_subplot(grid[row, 0]) for row in range(3))
@@ -129,7 +130,7 @@ def _bar(axes: Axes, account: Account, unit: float, name: str) -> None:
     for attempt in account.attempts:
         x = (attempt.began - account.began) / unit
         axes.plot([x, x], [0, 1.12], color=INK, linewidth=0.8, clip_on=False)
-        if len(account.attempts) <= 40:
+        if len(account.attempts) <= 40:  # more numbers would overlap
             axes.text(x, 1.14, f" {attempt.number}", fontsize=8, color=GREY, va="bottom")
     axes.set_ylim(0, 1)
     axes.set_yticks([])

@@ -107,7 +107,7 @@ def _failure_facts(account: Account, gpu_years: float) -> dict[str, Any]:
         "count": account.failures,
         "exposure_s": account.exposure,
         "mtbf_s": account.exposure / account.failures if account.failures else None,
-        "mtbf_90_s": [low, high if math.isfinite(high) else "inf"],
+        "mtbf_90_s": [low, high if math.isfinite(high) else "inf"],  # JSON has no infinity
         "expected_mtbf_s": expected_mtbf(account.exposure, account.failures, account.ranks, gpu_years),
         "restart_s": account.restart_s,
     }
@@ -167,6 +167,7 @@ def headline(facts: Mapping[str, Any]) -> str:
 def _class_rows(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     yield ["time", "share", "class"]
     for name, seconds in facts["classes"].items():
+        # Smaller shares would be printed as 0.0 %
         if seconds >= 0.0005 * facts["lifetime_s"] or name in ("productive", LOST):
             words = CLASSES[name]
             if name == LOST and facts["lost_steps"]:

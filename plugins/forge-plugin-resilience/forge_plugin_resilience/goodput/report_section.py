@@ -34,6 +34,7 @@ class GoodputSection(ReportSection):
     place: ClassVar[float] = 70.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        """Yields bars and classes of all runs together, then the starts of each; nothing if no run has events."""
         accounts = [(run, account) for run in runs if (account := _account(run))]
         if not accounts:
             return
@@ -57,6 +58,7 @@ def _account(run: ReportRun) -> RunAccount | None:
 
 
 def _sizes(facts: Mapping[str, Any]) -> list[float]:
+    # `other` is what rounding leaves, and may be below 0
     return [sum(max(0.0, facts["classes"][name]) for name in names) for _, names in GROUPS.values()]
 
 

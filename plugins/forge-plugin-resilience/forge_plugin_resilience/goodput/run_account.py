@@ -95,6 +95,7 @@ def read_run(folder: Path) -> RunAccount:
 
 
 def _is_interval(hook: dict[str, Any]) -> bool:
+    # Resolved jobs name types with their distribution
     return str(hook.get("type", "")).rpartition("/")[2] == "interval"
 
 

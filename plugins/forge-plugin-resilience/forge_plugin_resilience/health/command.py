@@ -76,7 +76,7 @@ def _join(device: torch.device, size: int) -> None:
     from forge_core.parallel.mesh import make_mesh
 
     if size > 1:
-        make_mesh(Layout(replicate=size), device)
+        make_mesh(Layout(replicate=size), device)  # any layout does for collectives over all ranks
 
 
 def _gpu(device: torch.device) -> tuple[str, list[str]]:
@@ -102,6 +102,7 @@ def report(rows: Sequence[Any], links: Sequence[Link], slow: float, hook: Links)
     cells, wrong = [("rank", "host", "GPU", "matrix product", "state")], []
     for rank, row in enumerate(rows):
         name, faults = row["gpu"]
+        # A rank alone is compared with itself, and so never slow
         others = [other["matmul_ms"] for number, other in enumerate(rows) if number != rank] or [row["matmul_ms"]]
         states = list(faults)
         if row["matmul_ms"] > slow * statistics.median(others):

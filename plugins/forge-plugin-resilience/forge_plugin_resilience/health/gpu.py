@@ -39,6 +39,7 @@ class GPU(TrainingHook):
     """On a fault: refuse to start, or save and stop with exit code 75; or warn and continue."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Reports a job on the CPU, and a machine without NVML, when the job is checked."""
         if job.train.device == "cpu":
             yield Problem("", 'train.device is "cpu", so there is no GPU to watch; leave this hook out')
             return
@@ -49,6 +50,7 @@ class GPU(TrainingHook):
             yield Problem("", f"{error}; {hint}")
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Read the GPU once, refuse a faulty one or warn of it, and start the thread with this first reading."""
         from forge_core.parallel.mesh import global_rank
 
         device = next(context.model.parameters()).device
@@ -75,10 +77,12 @@ class GPU(TrainingHook):
         return device_of(load_nvml(), device)
 
     def on_step_end(self, context: StepContext) -> None:
+        """Request a stop if the thread has found a fault; the thread itself must not, as it may do so at any time."""
         if self._found and self.on_fault == "stop":
             context.request_stop(f"{self._name}: {', '.join(self._found)}")
 
     def on_train_end(self, context: TrainContext) -> None:
+        """Let the thread end. Without a join: a query that never returns would keep the process."""
         self._over.set()
 
     def on_exception(self, context: TrainContext, error: BaseException) -> None:
@@ -100,4 +104,4 @@ class GPU(TrainingHook):
     def _note(self, found: list[str]) -> None:
         for text in found:
             warnings.warn(f"{self._name}: {text}", stacklevel=2)
-        self._found = self._found + found
+        self._found = self._found + found  # a new list, as the main thread may be reading the old one

@@ -75,10 +75,12 @@ class Links(TrainingHook):
             yield Problem("", "a single rank has no links to others; leave this hook out, or start several ranks")
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Measure once; on a wrong sum, raise a `ForgeError` on every rank. Collective."""
         if (text := self._measure(context)) and self.on_fault == "stop":
             raise ForgeError(f'{text}; leave the machine out, or set on_fault = "warn"')
 
     def on_step_end(self, context: StepContext) -> None:
+        """Measure again after every `interval_steps` steps; on a wrong sum, save and stop. Collective."""
         if not self.interval_steps or context.step % self.interval_steps:
             return
         if (text := self._measure(context)) and self.on_fault == "stop":
@@ -122,6 +124,7 @@ def measure_links(device: torch.device, size_mb: float, rounds: int) -> list[Lin
         if rank in ranks:
             seconds, right = _sum(partial(dist.all_reduce, group=group), ranks, device, size_mb)
             measured.append((tuple(ranks), 2 * (len(ranks) - 1) / len(ranks) * size_mb / 1e3 / seconds, right))
+        # NCCL keeps buffers on the GPU for each group
         dist.destroy_process_group(group) if rank in ranks else None
     units = list(machines.values()) if len(machines) > 1 else [[each] for each in range(len(hosts))]
     for pairs in pairings(len(units), rounds):
@@ -161,6 +164,7 @@ def _sum(
     expected = pattern * len(ranks) + sum(rank % PERIOD + 1 for rank in ranks)
     fastest, right = float("inf"), True
     for number in range(REPEATS + 1):
+        # Each rank adds another number, so that a sum that lacks a rank, or has one twice, is not right
         tensor = pattern + (global_rank() % PERIOD + 1)
         _wait(device)
         began = time.perf_counter()
@@ -202,6 +206,7 @@ def pairings(count: int, rounds: int) -> Iterator[list[tuple[int, int]]]:
 
 def slow_links(links: Sequence[Link], part: float, least: float) -> list[str]:
     """Which links are slow, in words; a rank or machine that is in all of them is named."""
+    # Pairs apart from whole machines, whose links are faster
     kinds: Mapping[bool, list[Link]] = {
         pair: [link for link in links if (len(link.ranks) == 2) is pair] for pair in (True, False)
     }

@@ -105,6 +105,7 @@ class Device:
         except self._nvml.NVMLError as error:
             if error.value in (self._nvml.NVML_ERROR_NOT_SUPPORTED, self._nvml.NVML_ERROR_TIMEOUT):
                 return None
+            # A container may not read all counters, and a link number that this GPU lacks is an invalid argument
             if error.value in (self._nvml.NVML_ERROR_NO_PERMISSION, self._nvml.NVML_ERROR_INVALID_ARGUMENT):
                 return None
             raise
@@ -115,7 +116,7 @@ def device_of(nvml: Any, device: torch.device) -> Device:
     import torch
 
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"  # torch leaves the prefix out
     return Device(nvml, nvml.nvmlDeviceGetHandleByUUID(name.encode()))
 
 
@@ -142,6 +143,7 @@ def warnings_of(before: Reading | None, now: Reading) -> list[str]:
     is_narrow = (now.pcie_width or 0) < (now.pcie_full_width or 0)
     if is_narrow and (before is None or before.pcie_width != now.pcie_width):
         found.append(f"its PCIe link has {now.pcie_width} of {now.pcie_full_width} lanes")
+    # Counters count from the load of the driver on: a first reading has errors of earlier programs
     if before is not None and now.pcie_replays > before.pcie_replays:
         found.append(f"{now.pcie_replays - before.pcie_replays} packets were sent again over PCIe")
     if before is not None and now.nvlink_errors > before.nvlink_errors:

@@ -76,6 +76,7 @@ class Stragglers(TrainingHook):
             yield Problem("", "a single rank waits for nobody; leave this hook out, or start several ranks")
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Start the meter. In the main thread, which the meter then samples."""
         self._in_a_row: dict[int, int] = {}
         self._since: dict[int, int] = {}
         self._noise = Noise()
@@ -83,6 +84,7 @@ class Stragglers(TrainingHook):
         self._mark: tuple[int, float, float] | None = None
 
     def on_step_end(self, context: StepContext) -> None:
+        """Exchange measurements every `every` steps; the first of these steps only sets the mark. Collective."""
         if context.step % self.every:
             return
         now, waited = time.monotonic(), self._waits.seconds
@@ -92,6 +94,7 @@ class Stragglers(TrainingHook):
         self._mark = (context.step, time.monotonic(), self._waits.seconds)
 
     def on_train_end(self, context: TrainContext) -> None:
+        """Stop the meter, whose thread would sample on for as long as the process lives."""
         self._waits.stop()
 
     def on_exception(self, context: TrainContext, error: BaseException) -> None:
@@ -117,6 +120,7 @@ class Stragglers(TrainingHook):
             self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1 if rank in slow else 0
             if self._in_a_row[rank] == 1:
                 self._since[rank] = context.step - steps
+            # Equal and not at least: a rank that stays slow is named once
             if self._in_a_row[rank] == self.steps:
                 context.log(FAULTY_RANK, rank)
                 if global_rank() == 0:
@@ -134,6 +138,7 @@ class WaitMeter:
         self._thread.start()
 
     def stop(self) -> None:
+        """End the thread at its next sample, `SAMPLE_S` from now at most."""
         self._over.set()
 
     def _run(self) -> None:
@@ -148,6 +153,7 @@ class WaitMeter:
 
 def waits(frame: object) -> bool:
     """Whether a thread stands inside torch.distributed."""
+    # The innermost frames: a wait in a collective is there, and walking a whole stack takes the interpreter's lock
     frames = islice(walk_stack(frame), 12) if frame is not None else ()  # type: ignore[arg-type]
     return any("/torch/distributed/" in inner.f_code.co_filename for inner, _ in frames)
 
@@ -157,6 +163,7 @@ def matmul_ms(device: torch.device) -> float:
     import torch
 
     size = MATMUL.get(device.type, MATMUL["cpu"])
+    # On a CPU, bfloat16 may be emulated, which takes many times as long
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     one = torch.ones(size, size, device=device, dtype=dtype)
     fastest = float("inf")

@@ -41,9 +41,11 @@ class CheckedExecutor:
         self._micro_batches = count * context.layout.token_ranks
 
     def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
+        """Evaluates by the inner executor, without a check: no weights depend on it."""
         return self._inner.evaluate(batches, measure)
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
+        """Compute a step; if it is due, twice on all ranks, and a third time if they differ on any. Collective then."""
         if not self._plugin.checked.due:
             return self._inner.train_step(batches, denominator)
         before = Before(self._model, self._context.device)
@@ -111,6 +113,7 @@ class CheckedExecutor:
         checked.digests = [value for _, _, value in every]
         suspects, faults, mended = _culprits(apart), [], True
         for rank, (not_first, not_second, _) in enumerate(every):
+            # The third computation agrees with neither: nothing shows which one is right
             if not_first and not_second:
                 mended = False
                 what = f"three computations of step {checked.step} gave three results ({not_first[0]})"
@@ -155,6 +158,7 @@ class Computation:
 
     @property
     def all(self) -> Figures:
+        """Both, for one digest; a name of `local` gets the prefix `own `, as a gradient may be in both."""
         return {**self.shared, **{f"own {name}": value for name, value in self.local.items()}}
 
 
@@ -211,6 +215,7 @@ class Before:
         self._model, self._device = model, device
         self._generator = torch.get_rng_state()
         self._device_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        # A forward pass may change buffers, such as running statistics, as it advances the generators
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     @torch.no_grad()

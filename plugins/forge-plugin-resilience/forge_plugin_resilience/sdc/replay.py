@@ -122,9 +122,11 @@ def _compute(options: argparse.Namespace, run: Path, scratch: Path, rank: int) -
 def replay_job(job: dict[str, Any], options: argparse.Namespace, result: Path) -> dict[str, Any]:
     """The job of a run, to be trained in the folder of `result` and to end at the step."""
     job["job"] = {**job.get("job", {}), "output": str(result.parent), "name": "replay"}
+    # Not the run's storage: the replay must neither save into it nor delete from it
     kept = ("load", "verify")
     job["checkpoint"] = {key: value for key, value in job.get("checkpoint", {}).items() if key in kept}
     job["checkpoint"] |= {"interval": 0, "interval_minutes": 0.0}
+    # Other loggers may write to a service, as if the run had gone back
     job["loggers"] = {"console": {"type": "forge-run/console", "style": "off"}}
     own = "forge-plugin-resilience/replicas"
     hooks = {name: table for name, table in job.get("hooks", {}).items() if table.get("type", name) != own}

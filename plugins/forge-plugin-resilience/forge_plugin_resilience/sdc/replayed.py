@@ -45,11 +45,13 @@ class Replayed(TrainingHook):
         return []
 
     def on_step_begin(self, context: StepContext) -> None:
+        """Let the plugin `sdc`, if the job has it, check the step `at`."""
         if context.step == self.at:
             for plugin in _checks(context.job):
                 plugin.checked.due = True  # after the plugin's own hook, which comes before all `[hooks]`
 
     def on_gradients(self, context: StepContext) -> None:
+        """Note the step; at the step `at`, write the result and end the process before the update. Collective."""
         assert context.output is not None
         assert context.grad_norm is not None
         sums, counts = context.output.per_sequence

@@ -48,6 +48,7 @@ class Replicas(TrainingHook):
             yield Problem("", f"there are no copies to compare: the layout is {layout}, so replicate is 1; {hint}")
 
     def on_step_end(self, context: StepContext) -> None:
+        """Compare if due, at the end of the step, since saves come after it. Collective."""
         interval, last = context.job.checkpoint.interval, context.step == context.job.train.steps
         if last or context.step % self.every == 0 or (interval and context.step % interval == 0):
             self._compare(context)
@@ -58,6 +59,7 @@ class Replicas(TrainingHook):
         from forge_plugin_resilience.sdc.digests import bit_sums, digest
 
         sums = bit_sums(_tensors(context))
+        # One digest of a rank first: the sums of all tensors would be megabytes in a large model
         every = gather_objects((digest(sums.items()), socket.gethostname()))
         groups = copies(_layout(context.job, len(every)))
         wrong = {rank: one for ranks in groups for rank, one in odd_ones([every[rank][0] for rank in ranks], ranks)}

@@ -44,15 +44,18 @@ class SDC(Plugin):
 
     @hookimpl
     def forge_validate_job(self, job: Job) -> Iterable[Problem]:
+        """Requires deterministic kernels or a tolerance where the job names CUDA."""
         if job.train.device == "cuda":
             yield from self._not_repeatable(job)
 
     @hookimpl
     def forge_training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Adds `Watch`, by which the executor learns the number of the step."""
         return [Watch(plugin=self)]
 
     @hookimpl(wrapper=True)
     def forge_build_executor(self, context: BuildContext, model: Model) -> Generator[None, Executor, Executor]:
+        """Wraps the executor of the job, whichever component builds it; raises a `JobError` as `forge_validate_job`."""
         from forge_core import JobError
         from forge_plugin_resilience.sdc.checked import CheckedExecutor
 
@@ -77,14 +80,17 @@ class Watch(TrainingHook):
     plugin: SDC
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Drop the lines of steps that this start computes again."""
         if record := _record(context):
             record.start(context.step)
 
     def on_step_begin(self, context: StepContext) -> None:
+        """Set the number of the step, and whether it is checked, before the executor computes it."""
         checked = self.plugin.checked
         checked.step, checked.due, checked.digests = context.step, context.step % self.plugin.every == 0, []
 
     def on_step_end(self, context: StepContext) -> None:
+        """Log the faults of a checked step and add its line to the record."""
         from forge_kit.tools.metrics import FAULTY_RANK
 
         checked = self.plugin.checked

@@ -91,11 +91,12 @@ class Replay:
         middle = statistics.median(self.losses)
         # The median deviation of a normal distribution times 1.4826 is its standard deviation.
         spread = 1.4826 * statistics.median(abs(loss - middle) for loss in self.losses)
+        # `not <=`, so that NaN stands out. Losses that are nearly equal have hardly any spread: hence the second bound
         outliers = [loss for loss in self.losses if not loss <= middle + max(6 * spread, 0.25 * middle)]
         near = (loss for step, (loss, _) in self.recorded.items() if self.step - BEFORE <= step < self.step)
         usual = [loss for loss in near if math.isfinite(loss)]
         before = f"the {len(usual)} steps before had {statistics.fmean(usual):.4f}" if usual else "it is the first step"
-        if outliers and 2 * len(outliers) < len(self.losses):
+        if outliers and 2 * len(outliers) < len(self.losses):  # else the median is one of them
             count = f"{len(outliers)} of {len(self.losses)} sequences stand{'s' if len(outliers) == 1 else ''} out"
             return [f"DATA: {count}, from {min(outliers):.4f} on; the median is {middle:.4f}; {before}."]
         if usual and not middle <= statistics.fmean(usual) + max(4 * statistics.pstdev(usual), 0.1 * usual[-1]):

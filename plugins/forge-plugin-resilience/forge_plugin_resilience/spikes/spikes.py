@@ -80,6 +80,7 @@ class Spikes(TrainingHook):
     """The last roll-back as (step gone back to, step at which); empty before the first."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the action can be taken: by the limit of skipped steps, by retention, and by planned saves."""
         if len(set(self.watch)) < len(self.watch):
             yield Problem("watch", f"names a value twice: {', '.join(self.watch)}")
         if self.action in ("skip", "roll_back"):
@@ -102,6 +103,7 @@ class Spikes(TrainingHook):
             yield Problem("action", "there will be no checkpoint to go back to; set checkpoint.interval")
 
     def on_gradients(self, context: StepContext) -> None:
+        """Judge the values of the step, and request to leave out its update. Waits for the device once."""
         # Later ones are made again, after a hook has put back a state with its step
         self.unusable = [steps for steps in self.unusable if steps[1] < context.step]
         self._values = _read(context, self.watch)
@@ -117,6 +119,7 @@ class Spikes(TrainingHook):
             context.skip_update(self._reason)
 
     def on_step_end(self, context: StepContext) -> None:
+        """Keep the values of an update that was made; on a spike, distrust the weights before it, and act."""
         context.log("spikes/roll_backs", self.roll_backs)
         if not context.skipped:
             self._keep_values()
@@ -132,6 +135,7 @@ class Spikes(TrainingHook):
             self._act(context, reason)
 
     def on_rollback(self, context: TrainContext, step: int, reason: str) -> None:
+        """Distrust the checkpoints that were left behind, also where another hook has requested the roll-back."""
         self.row = 0
         self.last_roll_back = [step, context.step]
         self._distrust(step + 1, context.step - 1)

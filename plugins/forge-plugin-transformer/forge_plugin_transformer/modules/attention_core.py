@@ -121,7 +121,7 @@ class AttentionCore(nn.Module):
                 # Each row as a document: `varlen_attn` has windows, `scaled_dot_product_attention` has not
                 bounds = torch.arange(0, q.shape[0] * length + 1, length, dtype=torch.int32, device=q.device)
                 return self._attend_bounds(q, k, v, bounds)
-        # `gemm` leaves out by itself what is outside of the window
+        # `gemm` leaves out the pairs outside of the window by itself
         mask = window_mask(length, window, q.device) if window and kernel != "gemm" else None
         return self._attend(q, k, v, mask, sinks)
 

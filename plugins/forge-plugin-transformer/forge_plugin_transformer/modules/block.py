@@ -73,7 +73,7 @@ class Block(nn.Module):
         if not self.parallel:  # else there is no stream between the parts
             points["resid_mid"] = TapPoint("middle")
         for name, point in (("attention", "attn_out"), ("ffn", "mlp_out")):
-            # What is added to the stream: the norm's output where one follows the part
+            # The tensor that is added to the stream: the norm's output where one follows the part
             has_norm = not isinstance(getattr(self, f"{name}_post_norm"), nn.Identity)
             points[point] = TapPoint(f"{name}_post_norm" if has_norm else name)
             points |= tap_points(getattr(self, name), name)

@@ -117,7 +117,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", torch.empty(shape, dtype=self.dtype), persistent=False)
 
     def init_parameter(self, name: str, fill: Fill) -> None:
-        """Is never called, as there are only buffers."""
+        """Raises AssertionError, as there are no parameters to fill."""
         raise AssertionError(f"a rotary encoding has no parameter {name}")
 
     def init_buffers(self, device: torch.device) -> None:

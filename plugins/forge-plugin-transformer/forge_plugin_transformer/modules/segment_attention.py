@@ -312,7 +312,7 @@ def _attend(
     out, kept = q.new_empty(*q.shape[:3], v.shape[3]), way.kept(q) if keep else q.new_empty(0)
     normalisers = empty_normalisers(q, sinks)
     q, k, v, whole_out, *sums = _joined(document_ids, q, k, v, out, *([] if sinks is None else [normalisers]))
-    # The joined result and normalisers are views: what is written there is in `out` and `normalisers`
+    # The joined result and normalisers are views: writing to them fills `out` and `normalisers`
     for queries, keys, mask in _segments(q, document_ids, kernel, window):
         part_q, part_k, part_v = q[:, queries], k[:, keys], v[:, keys]
         begin, end = end, end + (way.kept_size(part_q, part_k, window) if keep else 0)

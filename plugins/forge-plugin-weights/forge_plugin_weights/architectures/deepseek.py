@@ -53,7 +53,7 @@ def prediction_rules(block: int, number: int) -> Sequence[Rule]:
         Same(f"{own}.{ours}.weight", f"model.layers.{number}.{theirs}.weight") for ours, theirs in PREDICTION.items()
     ]
     for rule in layer_rules():
-        # Stack) | Both consist of two names, so that a rule with other names is made as easily.
+        # Both kinds have two names and nothing else, so that `type(rule)(*names)` makes the rule of the block.
         assert isinstance(rule, Same | Stack)
         names = rule.ours.replace("layers.{layer}", own), rule.theirs.replace("{layer}", str(number))
         rules.append(type(rule)(*names))
@@ -126,7 +126,7 @@ class KimiK2(DeepSeekV3):
     """Kimi-K2, a DeepSeek-V3 with a `model_type` that `transformers` needs the publisher's code for."""
 
     def fields(self) -> Sequence[Field]:
-        """Adds a field that refuses exports, which have the `model_type` that `transformers` can load."""
+        """Adds a field that refuses exports: they are `deepseek_v3`, for which `transformers` has a class."""
         return (*super().fields(), ExportedAs("deepseek_v3", "transformers has no class for kimi_k2"))
 
 

@@ -83,7 +83,7 @@ def attention_fields(
             default=by_width if head_dim is None else head_dim,
             derived=lambda model: model["dim"] // model["attention.heads"],
         ),
-        # Two models are the same whatever keys have that nothing uses.
+        # Without biases or norms these keys change nothing, so that models are equal whatever they are.
         Irrelevant("attention.output_bias", True, {"attention.bias": False}),
         Irrelevant("attention.qk_norm_eps", 1e-6, {"attention.qk_norm": False}),
         Synonym("attention.qk_norm", "head", True),
@@ -179,7 +179,6 @@ class Qwen2(ArchitectureComponent):
     }
 
     def fields(self) -> Sequence[Field]:
-        """Returns the keys; biases of queries, keys and values are there without one."""
         return (
             *shape_fields(),
             *attention_fields(kv_heads=32),
@@ -213,5 +212,4 @@ class Qwen3(ArchitectureComponent):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
-        """Returns the rules; queries and keys have norms."""
         return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))

@@ -45,6 +45,7 @@ class Stretched(Rope):
 
     def read(self, config: Config) -> Flat:
         """Adds the YaRN of `GptOssConfig` where neither form is there."""
+        # An empty table is as a missing one here.
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or SCALING
         return super().read({**config, "rope_scaling": SCALING} if scaling is SCALING else config)
 

@@ -21,6 +21,7 @@ from forge_plugin_weights.layer_fields import Window
 from forge_plugin_weights.rules import Rows, Same
 
 LAYER = "model.layers.{layer}"
+# `Phi3Config` takes the last two for the first.
 NAMES = ("longrope", "su", "yarn")
 """Names that LongRoPE has in configurations of Phi-3."""
 

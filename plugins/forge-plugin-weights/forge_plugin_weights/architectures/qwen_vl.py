@@ -496,7 +496,7 @@ class QwenVL(VisionLanguageModel):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
-        """Returns the rules; the tower's names are the table that `forge_plugin_vision` converts states by."""
+        """Returns the rules; the names of tower and merger are in `forge_plugin_vision.qwen_names`."""
         # Here, as the plugin is needed for these models only
         from forge_plugin_vision.qwen_names import BLOCK, FAMILIES
         from forge_plugin_vision.qwen_names import ENDS as TOWER_ENDS

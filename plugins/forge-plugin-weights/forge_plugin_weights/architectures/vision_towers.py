@@ -158,7 +158,7 @@ def tower_fillers(model: Flat, prefix: str) -> Sequence[Filler]:
     """
     width, hidden = model[f"{ENCODER}.dim"], model[f"{ENCODER}.hidden"]
     fillers: list[Filler] = []
-    first = model[f"{ENCODER}.layers"] + 1 + model[f"{ENCODER}.select_layer"]  # -1: none is left
+    first = model[f"{ENCODER}.layers"] + 1 + model[f"{ENCODER}.select_layer"]  # with -1 there is none
     for layer in range(first, model[f"{ENCODER}.layers"]):
         for theirs in BLOCK.values():
             rows, columns = {"mlp.fc1": (hidden, width), "mlp.fc2": (width, hidden)}.get(theirs, (width, width))
