@@ -25,7 +25,8 @@ usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
        forge-run COMMAND …
 
 Trains a job. Job files are layered from left to right; overrides come last.
-COMMAND --help describes a command; --version lists what is installed.
+COMMAND --help describes a command, --version lists what is installed. Words in
+brackets make commands of their own: forge-run inside lens.
 
 """
 
@@ -123,15 +124,15 @@ def help_text(catalog: Catalog, group: str = "") -> str:
         name, _, member = offer.type.removeprefix(group).partition(" ")
         heading, text = command_summary(offer.value)
         commands = sections.setdefault(heading, {})
-        if not member:
-            is_known = offer.distribution.name in (CORE, first_party()["command"].get(offer.type))
-            commands[name] = text if is_known else f"{text} (from {offer.distribution})"
-        elif not catalog.matching("command", name):
-            commands[name] = f"{commands[name]}, {member}" if name in commands else member
+        if member:
+            text = f"{commands.get(name, '')}[{member}]"
+        elif offer.distribution.name not in (CORE, first_party()["command"].get(offer.type)):
+            text += f" (from {offer.distribution})"
+        commands[name] = f"{text} "
     lines = []
     for heading, commands in sections.items():
         lines += [f"{heading or 'more'}:"] * (bool(commands) and not group)
-        lines += [f"  {name:<13} {text}" for name, text in commands.items()]
+        lines += [f"  {name:<13} {text}".rstrip() for name, text in commands.items()]
     listed = "\n".join(lines)
     return listed if group else USAGE + listed
 

@@ -33,13 +33,15 @@ def positive(text: str) -> int:
 class _Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts = cleandoc(text).split("\n\n")
-        return "\n\n".join(part if part.startswith(EXAMPLES) else textwrap.fill(part, width) for part in parts)
+        return "\n\n".join(
+            part.replace("\n", "\n  ") if part.startswith(EXAMPLES) else textwrap.fill(part, width) for part in parts
+        )
 
 
 def with_examples(parser: argparse.ArgumentParser, *commands: str) -> None:
     """Show example commands at the end of a parser's help, one per line; options cannot be abbreviated."""
     parser.allow_abbrev = False  # an abbreviation changes its meaning with each new option
-    parser.formatter_class, parser.epilog = _Help, "\n  ".join([EXAMPLES, *commands]).replace("%", "%%")
+    parser.formatter_class, parser.epilog = _Help, "\n".join([EXAMPLES, *commands]).replace("%", "%%")
 
 
 def parse_job_arguments(
@@ -61,7 +63,7 @@ def parse_job_arguments(
     parser.add_argument_group("overrides", f"--section.key=value …: {keys}")
     takes_value = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
     # Separated first: argparse does not know the keys of a job, and would take the file after one for its value.
-    own, overrides, rest = list[str](), list[str](), list(argv)
+    own, overrides, rest = list[str](), list[str](), ["/dev/stdin" if word == "-" else word for word in argv]
     while rest:
         word = rest.pop(0)
         key = word.lstrip("-+").partition("=")[0]

@@ -16,6 +16,7 @@ from forge_core.contracts.errors import CheckpointError, ExitCode, JobError, Non
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
 from forge_testing.refusals import lacks
 
+ROOT = Path(__file__).parents[2]
 Run = Callable[..., tuple[int, str, str]]
 HEAVY = {"torch", "numpy", "rich"}
 LIGHT = {"forge_core.config.structure", "packaging", "pluggy", *HEAVY}
@@ -188,6 +189,16 @@ def test_a_full_standard_output_is_named_and_not_the_disk_of_the_job() -> None:
     assert done.returncode == ExitCode.FAILED
     assert not lacks(done.stderr, os.strerror(errno.ENOSPC), "standard output")
     assert "job.output" not in done.stderr
+
+
+def test_a_job_may_come_by_standard_input(tmp_path: Path) -> None:
+    job = (ROOT / "configs/smoke.toml").read_text()
+    command = [sys.executable, "-m", "forge_core", "check", "-", "--train.seq_len=0"]
+    done = subprocess.run(command, input=job, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == ExitCode.BAD_JOB
+    assert not lacks(done.stderr, "train.seq_len", 0)
+    done = subprocess.run(command[:-1], input=job, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class TestHelpAndVersion:

@@ -105,7 +105,7 @@ def test_every_hint_about_commands_names_one_that_there_is() -> None:
     [
         (["ls"], "'ls' is no command and no job file; did you mean 'runs'?"),
         (["export"], "did you mean 'weights export RUN'?"),
-        (["check", "-"], "jobs are not read from standard input"),
+        (["-", "--nproc=2"], "standard input can be read once; write the job to a file"),
         (["run", "--gpus", "2"], "--gpus: unknown option; in Forge it is --nproc"),
         (["run", "--learning_rate=3e-4"], "in Forge it is optimizer.lr"),
     ],

@@ -23,7 +23,7 @@ HEADING = "extend"
 
 
 def command(argv: list[str]) -> int:
-    """Explain a section, component or key; see also `explain schema`.
+    """Explain a section, component or key.
 
     The command lists keys with their types, defaults and allowed values.
     """

@@ -106,6 +106,7 @@ class Row:
 
     @classmethod
     def of(cls, storage: Storage, step: int, method: How) -> Row:
+        """Check a checkpoint by `method`. A manifest that cannot be read is a fault of the row, and raises nothing."""
         path = storage.path(step)
         try:
             manifest = read_manifest(path)
@@ -119,6 +120,7 @@ class Row:
         return cls(step, manifest, size, faults)
 
     def cells(self) -> list[str]:
+        """Returns the columns of the list; `?` for entries of a manifest that cannot be read."""
         if not self.manifest:
             return [str(self.step), "?", _size(self.size), "?", "", "damaged"]
         saved = datetime.fromtimestamp(self.manifest["time"]).strftime("%Y-%m-%d %H:%M:%S")
@@ -284,6 +286,7 @@ def _prune(options: argparse.Namespace, storage: Storage) -> int:
     retention = Retention(**{name: table[name] for name in fields_dict(Retention) if name in table})
     doomed = Checkpoints(storage, retention, "full").to_prune()
     staying = [step for step in storage.steps() if step not in doomed]
+    # By digests, though it takes long: sizes do not show every damage, and deleting is for good
     faults = [Row.of(storage, step, "full").faults for step in staying] if doomed else []
     if doomed and all(faults):
         raise CheckpointError(f"nothing is deleted, since none of what would stay is intact: {faults[-1][0]}")

@@ -47,6 +47,7 @@ class Parts(LoadComponent):
     shows it: `model.attention.rope.*`. Without one, another `theta`, number of heads or `eps` is refused."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that `path` may hold a checkpoint; whether one is intact shows in `find`."""
         path = Path(self.path)
         # Only before the run begins: later it needs these weights no more, and they may be gone.
         if (run_folder(job) / JOB).exists() or may_hold_checkpoints(path):
@@ -59,6 +60,7 @@ class Parts(LoadComponent):
             yield Problem("path", f"{self.path!r} is {what}")
 
     def find(self, job: Job) -> tuple[Path, Mapping[str, Any]]:
+        """Returns folder and manifest of the checkpoint, verified as `checkpoint.verify` has it."""
         from forge_core.checkpoint.resume import locate  # late, like all that imports torch
 
         return locate(Path(self.path), job.checkpoint.verify)
@@ -66,12 +68,14 @@ class Parts(LoadComponent):
     def load(
         self, found: Any, table: str, context: BuildContext, model: Model, outline: Outline
     ) -> tuple[Collection[str], Iterable[str]]:
+        """Load what `find` has returned; see `forge_plugin_checkpoints.loading.load`, which imports torch."""
         from forge_plugin_checkpoints.loading import load
 
         folder, manifest = found
         return load(self, table, folder, manifest, context, model, outline)
 
     def names(self) -> Collection[str]:
+        """Returns the names that the patterns select in the checkpoint, by its index alone."""
         from forge_core.checkpoint.resume import locate
         from forge_core.checkpoint.tensors import read_index
         from forge_kit.tools.checkpoints import evaluated_names

@@ -125,6 +125,7 @@ class Run:
         from forge_kit.tools.supervisor import Supervisor
 
         folder, began = Path(self.job.job.output) / self.job.job.name, self.step()
+        # `never` is for the first start: a restart continues from what that one has saved
         resume = "auto" if self.starts and self.resume == "never" else self.resume
         self.starts += 1
         command = [sys.executable, "-m", "forge_core", "run", *self.arguments, f"--resume={resume}", "--nproc=1"]

@@ -95,6 +95,7 @@ def _send(control: socket.socket, command: Sequence[str], env: Mapping[str, str]
     """Tell a spare process what to become; returns whether it was there."""
     numbers = [str(number) for number in descriptors]
     places = {name: numbers.index(value) for name, value in env.items() if name.endswith("_FD") and value in numbers}
+    # Without `python -m forge_core`, which this process replaces by `runpy`; descriptors arrive under other numbers
     table = {"arguments": list(command[3:]), "environment": dict(env), "descriptors": places}
     text = json.dumps(table).encode()
     try:

@@ -59,6 +59,7 @@ def most_chunk_tokens(device: torch.device) -> int:
 def default_chunk_tokens(device: torch.device, vocab_size: int) -> int:
     """Positions per chunk for a vocabulary of that size (this rank's slice of it): fewer, the larger it is."""
     most_bytes = LOGITS_BYTES.get(device.type, LOGITS_BYTES_ELSEWHERE)
+    # 4 bytes a logit: the softmax is computed in float32
     return max(FEWEST_CHUNK_TOKENS, min(most_chunk_tokens(device), most_bytes // (4 * vocab_size)))
 
 
@@ -101,6 +102,7 @@ def chunked(
             batch = {**batch, "labels": labels.flatten()[learned_L]}
         objective = make(head, batch, workspace)
         metrics: dict[str, Tensor] = {}
+        # Around all chunks, so that weights are gathered, and their gradient is reduced, once
         with head.whole(hidden.dtype) as weights:
             # The rows of the largest weight are the vocabulary: of a linear head, and of one in parts at least.
             rows = chunk_tokens or default_chunk_tokens(hidden.device, max(map(len, weights), default=1))
@@ -140,6 +142,7 @@ class Task:
     """Metrics of the objective, summed over the chunks; filled by the forward pass."""
 
     def chunks(self, length: int) -> Iterator[slice]:
+        """Yields the ranges of up to `chunk` positions that cover `length`; the last may be shorter."""
         return (slice(start, min(start + self.chunk, length)) for start in range(0, length, self.chunk))
 
 
@@ -153,6 +156,7 @@ class _Chunked(torch.autograd.Function):
         projection = projection_of(task, hidden_TD, needs)
         total, losses_T = _sweep(task, projection, hidden_TD)
         ctx.mark_non_differentiable(losses_T)
+        # The gradients exist already, for an objective with the gradient 1: nothing of the vocabulary's size is saved
         ctx.save_for_backward(*projection.gradients())
         ctx.dtypes = [tensor.dtype for tensor in (hidden_TD, *weights)]
         return total, losses_T

@@ -70,6 +70,7 @@ def distillation_loss(
             workspace=workspace,
         )
 
+    # Not `learned_only`: the teacher's states are of all positions, and `rows` must select the same ones
     distilled = chunked(objective, chunk_tokens, auxiliary)
 
     def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
@@ -92,12 +93,18 @@ class DistillationObjective:
 
     @torch.no_grad()
     def chunk(self, logits_CV: Tensor, rows: slice) -> Chunk:
+        """Returns both objectives mixed by `weight`; the losses are the cross-entropy alone.
+
+        Raises:
+            ForgeError: the teacher has a vocabulary of another size.
+        """
         hard = self.cross_entropy.chunk(logits_CV, rows)
         soft_C, gradient_CV = self._divergence(logits_CV, self.teacher_logits(rows), self.valid_T[rows])
         objective = torch.lerp(hard.objective, soft_C.sum(), self.weight)
         metrics = {**hard.metrics, "loss/distillation": soft_C.sum()}
 
         def gradient() -> Tensor:
+            # In place, in the memory of the cross-entropy's softmax, which is free from here on
             return hard.gradient_CV().mul_(1 - self.weight).add_(gradient_CV, alpha=self.weight)
 
         return Chunk(objective, hard.losses_C, metrics, gradient)

@@ -40,6 +40,7 @@ class ChunkedCrossEntropy(LossComponent):
     et al. 2022, section 5: 1e-4). Logged unweighted as `loss/z_loss`; the reported loss does not contain it."""
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """Yields the positions of a chunk. The vocabulary, which may lower their number, is not known here."""
         from forge_plugin_losses.chunked import most_chunk_tokens
 
         if self.chunk_tokens:
@@ -49,6 +50,7 @@ class ChunkedCrossEntropy(LossComponent):
             yield "loss", f"chunks of at most {most_chunk_tokens(context.device)} positions", why
 
     def build(self, context: BuildContext) -> LossFunction:
+        """Returns the loss; a term whose weight is 0 is neither computed nor logged."""
         from forge_plugin_losses.chunked import chunked_loss
 
         return chunked_loss(
@@ -80,6 +82,7 @@ class Distillation(ChunkedCrossEntropy):
     """Divides the logits of both models; higher values raise the weight of tokens that the teacher finds unlikely."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Refuses layouts that divide what a teacher needs whole, and a path that does not exist."""
         yield from super().problems(job, layout)
         for dimension, split in WHOLE.items():
             if getattr(layout, dimension) > 1:
@@ -92,14 +95,22 @@ class Distillation(ChunkedCrossEntropy):
             yield Problem("teacher", message)
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Returns the hook that refuses another checkpoint of the teacher when the run is resumed."""
         return [SameTeacher(teacher=self.teacher)]
 
     def build(self, context: BuildContext) -> LossFunction:
+        """Loads the teacher, whole on every rank. Collective.
+
+        Raises:
+            CheckpointError: there is no intact checkpoint.
+            JobError: the teacher has another tokenizer, or its model needs components that are not installed.
+        """
         from forge_plugin_losses.distilled import distillation_loss
         from forge_plugin_losses.teacher import load_trained
 
         teacher = load_trained(Path(self.teacher), context)
         fingerprint = teacher.manifest["provenance"].get("tokenizer")
+        # A manifest without a fingerprint, of a run without a tokenizer, has nothing to compare
         if context.tokenizer is not None and fingerprint not in (None, context.tokenizer.fingerprint()):
             message = f"{teacher.checkpoint} was trained with another tokenizer: its ids mean other texts"
             raise JobError([Problem("loss.teacher", f"{message}; train both with the same one")])
@@ -127,8 +138,14 @@ class SameTeacher(TrainingHook):
     checkpoint: str = field(init=False, default="")
 
     def on_train_begin(self, context: Any) -> None:
+        """Compares the checkpoint that `teacher` names now with the one of the run so far.
+
+        Raises:
+            CheckpointError: they differ.
+        """
         from forge_plugin_losses.teacher import find_trained
 
+        # Called after the state was loaded, if the run continues
         current = str(find_trained(Path(self.teacher))[0])
         before, self.checkpoint = self.checkpoint, current
         if before and before != current:
@@ -138,8 +155,10 @@ class SameTeacher(TrainingHook):
             )
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the path as the job has it, and the checkpoint that was found there."""
         return {"teacher": self.teacher, "checkpoint": self.checkpoint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignores the state if the job names another path: that change is intended."""
         if state["teacher"] == self.teacher:
             self.checkpoint = state["checkpoint"]

@@ -59,6 +59,7 @@ class CrossEntropyObjective:
     z_loss: float = 0.0
 
     def chunk(self, logits_CV: Tensor, rows: slice) -> Chunk:
+        """Collective if the vocabulary is split; `rows` selects labels only, as the logits are the chunk's already."""
         at = self._normalise(logits_CV, self.labels_T[rows])
         losses_C = (at.logsumexp_C - at.target_C).where(at.valid_C, 0)
         objective, metrics, even = losses_C.sum(), {}, None
@@ -78,8 +79,10 @@ class CrossEntropyObjective:
         torch.softmax(wide_CV, -1, out=softmax_CV)
         # The softmax of the largest logit is 1 / Σ exp(l - max); logsumexp would compute all exponentials again.
         local_C = wide_CV.amax(-1) - softmax_CV.amax(-1).log_()
+        # Collectives where the vocabulary is split, from here on: all of its ranks must reach them in one order
         logsumexp_C = combine_logsumexp(local_C, self.shard)
         valid_C = labels_C != IGNORED_LABEL
+        # An ignored label is no valid index: any other one serves, as its loss is masked
         index_C, inside_C = local_labels(labels_C.where(valid_C, 0), self.shard)
         target_C = combine_gathered(wide_CV.gather(-1, index_C[:, None])[:, 0], inside_C, self.shard)
         share_C = (local_C - logsumexp_C).exp_()

@@ -56,6 +56,7 @@ class LinearProjection(Projection):
         self._gradients = [self._to_hidden_TD, *gradients]
 
     def logits(self, rows: slice) -> Tensor:
+        """Writes into memory that the next chunk overwrites."""
         hidden_CD = self._hidden_TD[rows]
         out = self._scratch("logits", (len(hidden_CD), len(self._weight_VD)))
         if self._bias_V is None:
@@ -63,6 +64,7 @@ class LinearProjection(Projection):
         return torch.addmm(self._bias_V, hidden_CD, self._weight_VD.t(), out=out)
 
     def accumulate(self, rows: slice, gradient_CV: Tensor) -> None:
+        """Rounds the gradient to the dtype of the hidden states, in which the products are computed."""
         if self._to_bias_V is not None:
             self._to_bias_V += gradient_CV.sum(0)
         if gradient_CV.dtype != self._hidden_TD.dtype:
@@ -74,6 +76,7 @@ class LinearProjection(Projection):
             self._accumulate_weight(self._to_weight_VD, gradient_CV.t(), self._hidden_TD[rows])
 
     def _accumulate_weight(self, total_VD: Tensor, gradient_VC: Tensor, hidden_CD: Tensor) -> None:
+        # In one operation where dtypes agree; products in bf16 are added to the float32 sum apart
         if total_VD.dtype == hidden_CD.dtype:
             total_VD.addmm_(gradient_VC, hidden_CD)
         else:
@@ -83,6 +86,7 @@ class LinearProjection(Projection):
         return self._workspace.empty(name, shape, self._hidden_TD.dtype, self._hidden_TD.device)
 
     def gradients(self) -> Sequence[Tensor | None]:
+        """Returns the sums themselves, not copies; a bias counts as a second weight."""
         return self._gradients
 
 
@@ -95,12 +99,15 @@ class GraphProjection(Projection):
         self._to_weights = _zeros_for(task.weights, needs[1:])
 
     def logits(self, rows: slice) -> Tensor:
+        """Builds the graph of one chunk, which `accumulate` consumes; the result has no graph."""
+        # The forward pass of an autograd function runs without gradients, and this head needs a graph
         with torch.set_grad_enabled(any(self._needs)):
             self._hidden_CD = self._hidden_TD[rows].detach().requires_grad_(self._needs[0])
             self._logits_CV = self._head.logits(self._hidden_CD)
         return self._logits_CV.detach()
 
     def accumulate(self, rows: slice, gradient_CV: Tensor) -> None:
+        """Differentiates the chunk's graph, and frees it."""
         inputs = (self._hidden_CD, *self._weights)
         needed = [tensor for tensor, need in zip(inputs, self._needs, strict=True) if need]
         gradients = iter(torch.autograd.grad(self._logits_CV, needed, gradient_CV.to(self._logits_CV.dtype)))
@@ -111,6 +118,7 @@ class GraphProjection(Projection):
                 total.add_(next(gradients))
 
     def gradients(self) -> Sequence[Tensor | None]:
+        """Returns the sums themselves, not copies, in the order of the head's weights."""
         return [self._to_hidden_TD, *self._to_weights]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from forge_plugin_transformer import huggingface_names
 
 PARTS: Mapping[str, str] = {
+    # Norms and feed-forward part are named as in Llama; `attention_norm` has no dot, and stays
     **{ours: theirs for ours, theirs in huggingface_names.PARTS.items() if not ours.startswith("attention.")},
     "attention.q": "self_attn.q_proj",
     "attention.q_down": "self_attn.q_a_proj",

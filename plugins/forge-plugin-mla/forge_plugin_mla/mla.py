@@ -56,6 +56,7 @@ class MultiHeadLatentAttention(AttentionComponent):
     """How the documents of a packed sequence are kept apart, as for `gqa`: mask, segments, varlen, or auto."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks heads with tensor parallel, the rotated width, values against keys, and kernels on the device."""
         if self.heads % layout.tp:
             yield Problem("heads", f"{self.heads} does not divide by the tensor-parallel degree {layout.tp}")
         if self.qk_rope_head_dim % 2:
@@ -68,6 +69,7 @@ class MultiHeadLatentAttention(AttentionComponent):
         yield from kernel_problems(self.backend, self.documents, job)
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
+        """Checks the encoding for `qk_rope_head_dim`; no width follows from `dim` here."""
         return (problem.below("rope") for problem in self.rope.width_problems(self.qk_rope_head_dim))
 
     @property
@@ -76,6 +78,11 @@ class MultiHeadLatentAttention(AttentionComponent):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns a `LatentAttention`. Its kernel is chosen here, for heads of N + P, the device and the dtype.
+
+        Raises:
+            JobError: the job sets a kernel, or a way to keep documents apart, that the device or the dtype excludes.
+        """
         from forge_plugin_mla.modules.latent_attention import LatentAttention, Widths
         from forge_plugin_transformer.modules.attention_core import AttentionCore
 

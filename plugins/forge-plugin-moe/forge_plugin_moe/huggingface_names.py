@@ -50,6 +50,7 @@ def from_huggingface(
         key = match["key"] if match else ""
         layer = _layer(int(match["number"]), layers) if match else ""
         if key == "experts.gate_up_proj":
+            # Stacked along the outputs, the gate first
             renamed[f"{layer}.experts.gate.weight"], renamed[f"{layer}.experts.up.weight"] = tensor.chunk(2, dim=1)
         elif key == "experts.down_proj":
             renamed[f"{layer}.experts.down.weight"] = tensor
@@ -91,6 +92,7 @@ def _to_huggingface(
         match = _OURS.fullmatch(name)
         key = match["key"] if match else ""
         if match and key in stacks | others:
+            # Modules of multi-token prediction have the numbers after the last layer
             after = 0 if match["layers"] == "layers" else _known(layers, name)
             layer = f"model.layers.{int(match['number']) + after}.mlp"
         if key in stacks:

@@ -73,10 +73,12 @@ class TopKRouter(BalancedRouter):
     """Groups that a token may go to: those with the largest score."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that a token may go to no more groups than there are."""
         if self.top_groups > self.groups:
             yield Problem("top_groups", f"{self.top_groups} of {self.groups} groups; lower it, or raise groups")
 
     def expert_problems(self, experts: int) -> Iterable[Problem]:
+        """Checks that the groups are equal, and that the best `top_groups` of them have K experts."""
         open_to = experts // self.groups * self.top_groups
         if experts % self.groups:
             yield Problem("groups", f"{self.groups} groups do not divide {experts} experts equally")
@@ -97,6 +99,7 @@ class SoftmaxTopK(TopKRouter):
     (gpt-oss)."""
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        """Returns a router with parameters (E, dim) and, if `bias` is set, (E,)."""
         from forge_plugin_moe.modules.topk import SoftmaxRouter
 
         return SoftmaxRouter(self, context, dim, experts)
@@ -118,6 +121,7 @@ class SigmoidTopK(TopKRouter):
     """Change of a bias after an update. 0: never."""
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        """Returns a router with a parameter (E, dim); its bias (E,) is a buffer, so that no optimizer changes it."""
         from forge_plugin_moe.modules.topk import SigmoidRouter
 
         return SigmoidRouter(self, context, dim, experts)
@@ -135,10 +139,12 @@ class ExpertChoice(LinearRouter):
     """Mean number of experts of a token: an expert takes this times the positions of a sequence / E."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Refuses packings that isolate documents: an expert chooses among all tokens of a sequence."""
         if job.data.packing.isolates:
             yield Problem("type", isolation_problem("experts choose"))
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        """Returns a router with E choices for each token: -1 for each expert that skips it."""
         from forge_plugin_moe.modules.expert_choice import ExpertChoiceRouter
 
         return ExpertChoiceRouter(self, context, dim, experts)
@@ -155,10 +161,12 @@ class Hash(RouterComponent):
     """Experts of a token, K."""
 
     def expert_problems(self, experts: int) -> Iterable[Problem]:
+        """Checks that there are K experts."""
         if self.top_k > experts:
             yield Problem("top_k", f"{self.top_k} of {experts} experts; lower it")
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        """Returns a router without parameters, whose hash depends on the number of the layer."""
         from forge_plugin_moe.modules.hashing import HashRouter
 
         return HashRouter(self.top_k, context.layer or 0, experts)
@@ -211,6 +219,7 @@ class MoE(FFNComponent):
     their sizes. auto: the first where it runs."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the shared gate, capacity with isolated documents, and the router with this number of experts."""
         if self.shared_gate and not self.shared_experts:
             yield Problem("shared_gate", "is for shared experts, and there are none; set shared_experts")
         if self.capacity_factor and job.data.packing.isolates:
@@ -218,7 +227,9 @@ class MoE(FFNComponent):
         yield from (problem.below("router") for problem in self.router.expert_problems(self.experts))
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns a `MoELayer`, or `dense` in the layers that `first_dense` and `every` exclude."""
         assert context.layer is not None
+        # Counted from the first layer that may have experts, so that `every` does not depend on `first_dense`
         if context.layer < self.first_dense or (context.layer - self.first_dense + 1) % self.every:
             return context.build(self.dense, dim=dim, init=init)
         from forge_plugin_moe.modules.layer import MoELayer

@@ -55,6 +55,8 @@ class ActivationCheckpointing(ParallelComponent):
     """For auto: gigabytes (10⁹ bytes) that a rank may use. Default: free memory of its device at the start."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks `every` against the layers, `memory_gb` against the mode, and `full` with compiled blocks under tp."""
+        # Of models that have such a key; others are not built when a job is checked
         layers = getattr(job.model, "layers", None)
         if isinstance(layers, int) and self.every > layers:
             yield Problem("every", f"{self.every}, but the model has {layers} layers; lower it, or leave the stage out")
@@ -64,6 +66,7 @@ class ActivationCheckpointing(ParallelComponent):
             yield Problem("mode", FAILS_IN_TORCH)
 
     def build(self, context: BuildContext) -> ParallelStage:
+        """Returns a stage that chooses what auto means when it is applied, after the stages that split the model."""
         from forge_plugin_parallel.checkpointing_stage import CheckpointingStage
 
         return CheckpointingStage(self, context)

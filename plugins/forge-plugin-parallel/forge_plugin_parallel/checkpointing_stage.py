@@ -37,6 +37,7 @@ class CheckpointingStage(ParallelStage):
                 raise JobError([Problem("parallel.activation_checkpointing.mode", f"auto takes {FAILS_IN_TORCH}")])
         if mode != "none":
             contexts = Contexts.of(mode, self._context)
+            # Numbered on each rank from 0, over its own layers and then its further blocks
             for number, block in enumerate(blocks_of(model)):
                 if number % self._component.every == 0:
                     block.forward = Checkpointed.of(block, contexts)

@@ -93,23 +93,30 @@ class ContextParallel(ParallelComponent):
 
     @property
     def waits_in_blocks(self) -> str:
+        """With `ring` only, which sends and receives in turns."""
         in_turns = self.method == "ring" and self.degree > 1
         return "it sends keys and values from rank to rank, which torch.compile does not trace" if in_turns else ""
 
     def degrees(self) -> Mapping[str, int | str]:
+        """`degree` ranks with the same sequences, and different positions of them."""
         return {"cp": self.degree}
 
     def divided_axes(self) -> Mapping[str, Collection[str]]:
+        """Positions, in the order of the entry `places`: a rank may have two chunks of a sequence."""
         return {"cp": ("positions",)}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that a sequence divides into equal pieces: one for each rank, or two where chunks are mirrored."""
+        # `ring` and `all_gather` give each rank two chunks, which balance under a causal mask
         pieces = self.degree * (1 if self.method == "ulysses" else 2)
+        # Sequence parallel divides the positions of a rank once more
         split = pieces * layout.tp
         if job.train.seq_len % split:
             why = f"{pieces} pieces" if layout.tp == 1 else f"{pieces} pieces x tp {layout.tp} = {split}"
             yield Problem("degree", f"{why} do not divide train.seq_len = {job.train.seq_len}; change one of them")
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Refuses models that mix positions where the stage replaces nothing, and attention beyond the method."""
         if layout.cp == 1:
             return
         if not model.sequence_mixers():
@@ -137,6 +144,7 @@ class ContextParallel(ParallelComponent):
 
     def _heads_problems(self, heads: int, layout: Layout) -> Iterable[Problem]:
         left = heads // layout.tp
+        # A remainder of the first division is a problem of tp, which reports it
         if heads % layout.tp == 0 and left % layout.cp:
             who = f"each of {layout.tp} tensor-parallel ranks has" if layout.tp > 1 else "the model has"
             message = f"{who} {left} key/value heads, which {layout.cp} ranks cannot share equally"

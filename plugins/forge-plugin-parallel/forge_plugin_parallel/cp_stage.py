@@ -63,6 +63,7 @@ class ContextParallelStage(ParallelStage):
             self._divided = {*TOKENS, *entries}
         else:
             self._by_shape = type(model).prepare_sequences is not Model.prepare_sequences
+        # Kept by their places, as generation puts them back for each call (`OwnMixers`)
         own: dict[tuple[nn.Module, str], nn.Module] = {}
         for name in model.sequence_mixers():
             parent, _, key = name.rpartition(".")
@@ -127,6 +128,7 @@ def rank_positions(ranks: int, length: int, balanced: bool, device: torch.device
     if not balanced:
         return positions.view(ranks, -1)
     chunks = positions.view(2 * ranks, -1)
+    # Rank r has the chunks r and 2 ranks - 1 - r
     return torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], 1)
 
 
@@ -163,6 +165,7 @@ class Ring(_Mixer):
     """Attention with keys and values sent around the ring of ranks; see `ring_attention`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
+        """Collective: every rank takes all turns, also those in which causality hides the whole block."""
         return ring_attention(q, k, v, self._positions(batch), self.group, self.mixing, sinks)
 
 
@@ -170,6 +173,7 @@ class Gathered(_Mixer):
     """Attention with the keys and values of all ranks gathered on each."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
+        """Collective; its backward pass sums the gradients of keys and values over ranks, and scatters them."""
         positions = self._positions(batch)
         k, v = (all_gather(tensor, 1, self.group) for tensor in (k, v))
         return attend(q, k, v, positions[self.rank], RankPositions.concatenate(positions), self.mixing, sinks)
@@ -183,9 +187,11 @@ class Exchange(nn.Module):
         self.mixer, self.group = mixer, group
 
     def prepare(self, batch: Batch) -> Batch:
+        """Leaves the batch as it is: the mixer receives another one, of entries that have all positions."""
         return batch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
+        """Collective: the mixer computes whole sequences with H / ranks query heads."""
         q, k, v = (all_to_all(tensor, 2, 1, self.group) for tensor in (q, k, v))
         # The sinks of this rank's heads; other ranks compute the gradients for the other heads.
         own = [] if sinks is None else [sinks.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]]

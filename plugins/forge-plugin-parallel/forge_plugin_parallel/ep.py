@@ -51,9 +51,11 @@ class ExpertParallel(ParallelComponent):
 
     @property
     def waits_in_blocks(self) -> str:
+        """The host reads the sizes of the all-to-all in every layer with experts."""
         return "it waits for how many tokens go to each rank" if self.degree > 1 else ""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the ranks divide `shard` x `cp`, that no other dimension divides tokens, and equal nodes."""
         ranks = layout.shard * layout.cp
         if ranks % self.degree:
             message = f"{self.degree} does not divide shard {layout.shard} x cp {layout.cp} = {ranks}"
@@ -71,6 +73,7 @@ class ExpertParallel(ParallelComponent):
         """Dimensions of other stages that hold different tokens, or that lie between `shard` and `cp`."""
         divided = [dimension for dimension, size in layout.sizes if size > 1]
         names = [dimension.name for dimension in divided]
+        # Ranks of `shard` and `cp` are rearranged together, which needs them side by side in the mesh
         inside = names[names.index("shard") : names.index("cp")] if {"shard", "cp"} <= {*names} else []
         other = [dimension.name for dimension in divided if dimension.divides_tokens] + inside
         return [name for name in dict.fromkeys(other) if name not in ("replicate", "shard", "cp")]
@@ -80,6 +83,7 @@ class ExpertParallel(ParallelComponent):
         return [ranks for ranks in range(2, self.degree) if self.degree % ranks == 0]
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Checks that there are experts, and that the ranks can share them equally."""
         from forge_plugin_parallel.ep_stage import stack_problems
 
         return stack_problems(model, self.degree)

@@ -69,6 +69,7 @@ class Exchange:
         if overlap_fn is not None and not self.overlap:
             overlap_fn()
         ranks = dist.get_world_size(self.group)
+        # Rounded down, so that -1, no expert, stays -1
         owners = torch.div(chosen, self.experts, rounding_mode="floor")
         ranks_of = _each_once(owners)
         # Counts first: all-to-all needs the sizes on both sides before tokens can be sent.
@@ -78,9 +79,11 @@ class Exchange:
         trip, theirs = self._sizes(chosen, rows, asked, offered)
 
         dispatch = Dispatch.to_groups(ranks_of, ranks, sum(trip.sent))
+        # Numbers relative to the receiver's first expert; -1 for the choices that others compute
         first = ranks_of.flatten().index_select(0, dispatch.choices).unsqueeze(1) * self.experts
         local = chosen.index_select(0, dispatch.sources) - first
         local = local.where((local >= 0) & (local < self.experts), -1)
+        # 32 bits at least, as expert numbers travel in the same tensor
         weights = dispatch.to_rows(weights.to(torch.promote_types(weights.dtype, torch.float32)))
         # Before the tokens, as they are small; tokens then stay in flight while `overlap_fn` runs.
         weights, chosen = _SendChoices.apply(weights, local, trip)  # type: ignore[no-untyped-call]
@@ -98,6 +101,7 @@ class Exchange:
             copies = round(tokens * after / before)
             shares = [len(part) for part in torch.arange(copies).tensor_split(ranks)]
             return _Trip(shares, shares, self.group), chosen.numel() if rows is None else rows
+        # The one wait of the exchange: all counts in one transfer
         sent, received, theirs = torch.stack([asked[:, 0], *offered.unbind(1)]).tolist()
         return _Trip(sent, received, self.group), sum(theirs)
 
@@ -158,6 +162,7 @@ class _SendChoices(torch.autograd.Function):
 
 def _each_once(owners: Tensor) -> Tensor:
     """(T, K) with each owner of a token once, and -1 for repetitions."""
+    # Sorted, so that equal owners are neighbours
     ordered, _ = owners.sort(1)
     again = ordered[:, 1:] == ordered[:, :-1]
     return torch.cat([ordered[:, :1], ordered[:, 1:].masked_fill(again, -1)], 1)

@@ -61,6 +61,7 @@ def expert_mesh(context: BuildContext, experts: Mapping[str, int]) -> DeviceMesh
     layout = context.layout
     sizes: dict[str, int] = {}
     for name, size in layout.degrees.items():
+        # `edp` and the experts' dimensions take the ranks of `shard` and `cp`, in the place of `cp`
         if name == "cp":
             sizes |= {"edp": layout.shard * layout.cp // math.prod(experts.values()), **experts}
         elif name != "shard":
@@ -120,6 +121,7 @@ class ExpertParallelStage(ParallelStage):
     def _part(self, parameter: Tensor) -> DTensor:
         """The parameter with dimension 0 split over the ranks, on top of the split by tp; without communication."""
         local = local_part(parameter)
+        # On the meta device, so only the shape counts: values are drawn after all stages
         own = torch.empty(local.shape[0] // self._ranks, *local.shape[1:], dtype=local.dtype, device=local.device)
         mesh: DeviceMesh = self._mesh["ep"]
         placements: list[Placement] = [Shard(0)]

@@ -61,10 +61,13 @@ class FSDP(ParallelComponent):
     copied to the device when it is computed. Takes the least memory of the device, and much time."""
 
     def degrees(self) -> Mapping[str, int | str]:
+        """`shard` may be "auto": all ranks that no other dimension takes."""
         return {"replicate": self.replicate, "shard": self.shard}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks where `replicate` lies in the mesh, and keys that have no effect or fail with this layout."""
         outside = [dimension.name for dimension, size in layout.sizes if dimension.divides_tokens and size > 1]
+        # The mesh of FSDP2 is (replicate, shard), where all other dimensions of tokens are part of `shard`
         if "replicate" in outside and outside[0] != "replicate":
             yield Problem("replicate", f"the dimension {outside[0]} lies outside its copies; leave replicate out")
         if self.reduce_every_micro_batch and micro_batches(job, layout)[0] == 1:

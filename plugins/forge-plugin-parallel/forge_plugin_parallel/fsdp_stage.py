@@ -176,6 +176,7 @@ def _precision(dtype: torch.dtype, narrow: bool) -> MixedPrecisionPolicy:
     """
     wide = torch.promote_types(dtype, torch.float32)
     gathered = torch.bfloat16 if narrow else dtype
+    # Inputs are never cast: activations have the compute dtype from the embedding on
     if gathered == wide:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=wide, cast_forward_inputs=False)

@@ -37,6 +37,7 @@ class ShardedGeneration(JointGeneration):
         self._units, self._group = units, group
 
     def next_logits(self, batch: Batch, cache: Any) -> Tensor:
+        """Collective, as it gathers the units; frees all of them afterwards, even after an error."""
         try:
             return self.inner.next_logits(batch, cache)
         finally:
@@ -45,6 +46,7 @@ class ShardedGeneration(JointGeneration):
                 unit.reshard()
 
     def all_done(self, done: bool) -> bool:
+        """Collective: a minimum over the ranks, which end together."""
         # A rank that stopped would leave the others waiting for its shards.
         device = next(self.model.parameters()).device if dist.get_backend(self._group) == "nccl" else "cpu"
         flag = torch.tensor(int(self.inner.all_done(done)), device=device)
@@ -129,6 +131,7 @@ class PipelinedGeneration(JointGeneration):
         """Names of the entries of the batch that is being decoded, by which a carry may have more tensors."""
 
     def next_logits(self, batch: Batch, cache: Any) -> Tensor:
+        """Collective: runs this rank's sections in order; the last rank then broadcasts the logits."""
         # Images too are read by every section: the first one encodes them, others may mask by where they stand.
         self._entries = tuple(sorted(batch))
         owners, rank, shape = self._pipeline.owners, self._pipeline.rank, batch["input_ids"].shape
@@ -145,10 +148,12 @@ class PipelinedGeneration(JointGeneration):
         return self._shared(state, shape)
 
     def cache_limits(self) -> set[int]:
+        """Collective: the union of the limits of all ranks' sections."""
         # Sections may have different kinds of layers: all start over at the same token, as they pass on equal shapes.
         return set().union(*self._everyones(self.inner.cache_limits()))
 
     def joins_rows(self, cache: Any) -> bool:
+        """Collective: true if it is on every rank."""
         return all(self._everyones(self.inner.joins_rows(cache)))
 
     def _everyones(self, own: Any) -> list[Any]:
@@ -193,6 +198,7 @@ class PipelinedGeneration(JointGeneration):
             forms: list[Any] = [None if own is None else [(own.shape, own.dtype)]]
             dist.broadcast_object_list(forms, group=self._pipeline.group, group_src=last)
             self._forms[key] = forms[0]
+        # Broadcast, not computed on each rank: equal bits, from which all draw the same tokens
         logits = self._empty(key)[0] if own is None else own.contiguous()
         dist.broadcast(logits, group=self._pipeline.group, group_src=last)
         return logits
@@ -205,6 +211,7 @@ class PipelinedGeneration(JointGeneration):
 @contextmanager
 def _only(model: Any, section: Section, carry: Carry) -> Iterator[None]:
     """A context in which the model consists of one section of the layers that this rank has."""
+    # An earlier stage may have set these on the object: they are put back, and not only removed
     own = {name: vars(model)[name] for name in ("embed", "finish") if name in vars(model)}
     layers = model.layers
     if not section.first:

@@ -62,6 +62,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, list | tuple):
         yield from value
+    # Not into classes and modules, from which everything in the process can be reached
     elif not isinstance(value, type | ModuleType):
         yield from getattr(value, "__dict__", {}).values()
         yield from (getattr(value, f.name, None) for f in attrs.fields(type(value))) if attrs.has(type(value)) else ()

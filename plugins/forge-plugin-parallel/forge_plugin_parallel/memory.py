@@ -123,6 +123,7 @@ def optimizer_bytes(model: Model, context: BuildContext) -> Bytes:
         optimizer = context.build(context.job.optimizer, parameters=NamedParameters(parts))
         for part in parts:
             part.parameter.grad = torch.empty_like(part.parameter) if part.parameter.requires_grad else None
+        # The first step creates the state: no optimizer has it before
         optimizer.step()
     return sum(t.untyped_storage().nbytes() for state in optimizer.state.values() for t in _tensors(state))
 
@@ -151,6 +152,7 @@ def device_memory(device: torch.device) -> Bytes:
     """Returns bytes that this rank can still allocate on its device; on a CPU, its share of the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    # Ranks on one host share its memory equally
     return host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

@@ -74,6 +74,7 @@ class Budget:
         try:
             state = _state(model, context)
             activations = _activations(model, component.every, context)
+        # Of any kind, as the model, the loss and the optimizer may be code of any plugin
         except Exception as error:
             message = f"auto cannot estimate what this job takes: {type(error).__name__}: {error}"
             hint = 'take "selective" or "full"'
@@ -93,6 +94,7 @@ class Budget:
         return next((mode for mode in MODES if self.total(mode) <= self.available), MODES[-1])
 
     def total(self, mode: str) -> Bytes:
+        """Returns the bytes that a rank needs with this mode."""
         return sum(self.state.values()) + self.activations[mode]
 
     def __str__(self) -> str:
@@ -125,6 +127,7 @@ def _state(model: Model, context: BuildContext) -> dict[str, Bytes]:
         return sizes
     fsdp = next((stage for stage in context.job.parallel.values() if isinstance(stage, FSDP)), FSDP())
     adds_up = micro_batches(context.job, context.layout)[0] > 1 and not fsdp.reduce_every_micro_batch
+    # With offload they are in the host's memory, and the budget is for the device's
     elsewhere = fsdp.offload and context.device.type != "cpu"
     split = {name: 0 if elsewhere else size // shards for name, size in sizes.items()}
     whole = {"gathered": _gathered(model, fsdp.reshards(context.layout), context.dtype)}
@@ -241,6 +244,7 @@ def _saved_by_blocks(model: Model, carry: Carry, batch: Batch, context: BuildCon
     known: dict[str, dict[str, Bytes]] = {}
     sizes = []
     for block in model.layers.values():
+        # Printed modules and shapes stand for a block's structure: measuring each of many equal layers takes long
         structure = f"{block} {[(key, tuple(parameter.shape)) for key, parameter in block.named_parameters()]}"
         if structure not in known:
             known[structure] = {mode: _saved(block, mode, carry, batch, context) for mode in MODES}

@@ -72,6 +72,7 @@ class PipelineExecutor:
         self._step: _Step | None = None
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
+        """Runs torch's schedule over all micro-batches. Collective; every rank returns the sums of the last one."""
         # Before `around`: the first micro-batch of a shape runs a separate forward pass to learn the carry's shapes.
         schedule = self._schedule_for(len(batches), self._carry_of(batches[0]))
         self._step = _Step([self._prepared(batch) for batch in batches], denominator)
@@ -86,6 +87,7 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
+        """Runs micro-batches one by one, without a schedule. Collective; all ranks return the sums of the last one."""
         shapes = self._carry_of(batches[0])
         outputs = []
         with around(self._stages, self._model, backward=False, last=True):

@@ -75,10 +75,12 @@ class PipelineParallel(ParallelComponent):
 
     @property
     def splits_backward(self) -> bool:
+        """True for schedules of `SPLIT_BACKWARD`; a single rank runs none."""
         return self.degree > 1 and self.schedule in SPLIT_BACKWARD
 
     @property
     def brings_executor(self) -> bool:
+        """False for a single rank, whose micro-batches the job's own executor runs."""
         return self.degree > 1
 
     def micro_batches_alive(self, count: int) -> float:
@@ -101,12 +103,14 @@ class PipelineParallel(ParallelComponent):
         return {"pp": self.degree}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the number of stages, the release of torch, the parameters' dtype, and the number of micro-batches."""
         if self.layers and len(self.layers) != self.stages:
             yield Problem("layers", f"has {len(self.layers)} entries, and there are {self.stages} stages")
         wanted = {**dict.fromkeys(ONE_STAGE, 1), **dict.fromkeys(V_SHAPED, 2)}.get(self.schedule)
         if wanted and self.stages_per_rank not in (0, wanted):
             message = f"{self.stages_per_rank}, but {self.schedule} has {wanted} a rank"
             yield Problem("stages_per_rank", f"{message}; leave it out, or take another schedule")
+        # From the metadata of the distribution: jobs are checked without importing torch
         release = version("torch")
         if self.splits_backward and not splits_backward(release):
             message = f"{self.schedule} divides the backward pass, which torch {release} cannot do with this model"
@@ -116,6 +120,7 @@ class PipelineParallel(ParallelComponent):
                 f"{self.schedule} accumulates gradients itself, and with parameters in bf16 it would do so in bf16"
             )
             yield Problem("schedule", f"{message}; take another schedule")
+        # Otherwise there is no such number, and the check of the batch size reports that
         if job.train.global_batch_size % layout.data_parallel == 0:
             yield from self._micro_batch_problems(micro_batches(job, layout)[0])
 
@@ -131,6 +136,7 @@ class PipelineParallel(ParallelComponent):
             yield Problem("schedule", f"{message}; {hint}")
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Checks that the model can be cut, has enough layers, and that ties do not exclude a split backward pass."""
         if layout.pp == 1:
             return
         if model.ends() is None:
@@ -159,6 +165,7 @@ class PipelineParallel(ParallelComponent):
                     yield Problem("schedule", f"{message}, which are one parameter, are in one stage; {hint}")
 
     def build(self, context: BuildContext) -> ParallelStage:
+        """Returns a stage that does nothing for a single rank."""
         if self.degree == 1:
             return ParallelStage()
         from forge_plugin_parallel.pp_stage import PipelineParallelStage

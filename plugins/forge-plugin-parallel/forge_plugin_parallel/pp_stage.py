@@ -87,10 +87,16 @@ class PipelineParallelStage(ParallelStage):
         return model
 
     def describe(self) -> str:
+        """Returns the schedule, and the number of layers of each stage, in order."""
         counts = ", ".join(str(len(section.layers)) for section in self._pipeline.sections)
         return f"{self._component.schedule}, stages of {counts} layers"
 
     def executor(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]) -> Executor:
+        """Returns the executor of the pipeline's schedule.
+
+        Raises:
+            JobError: the loss holds a model that is divided among the ranks of the pipeline.
+        """
         from forge_plugin_parallel.pipeline_executor import PipelineExecutor
 
         check_loss(loss, self._pipeline.group)
@@ -197,6 +203,7 @@ class Absent(nn.Module):
         self._message = f"pipeline rank {rank} does not have {name}"
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises ForgeError: a call means that code ran on a rank to which it does not belong."""
         raise ForgeError(self._message)
 
 

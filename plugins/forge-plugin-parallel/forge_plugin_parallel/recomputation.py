@@ -52,6 +52,7 @@ class Checkpointed:
                 return self.forward(*args, **kwargs)
             selective: dict[str, Any] = {"context_fn": SELECTIVE} if self.contexts.selective else {}
             return checkpoint(self.forward, *args, use_reentrant=False, **selective, **kwargs)
+        # Not reentrant, since that kind supports neither `context_fn` nor tensors within tuples
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
 
     def _has_backward(self, args: tuple[Any, ...]) -> bool:

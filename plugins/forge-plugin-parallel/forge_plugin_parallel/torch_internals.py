@@ -66,14 +66,17 @@ class Stage(pipelining.PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Allocates the micro-batch's buffers for activations: from here on they are in use."""
         _move(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Allocates the micro-batch's buffers for gradients, if it receives any."""
         _move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        """Returns torch's operations, with zeros for gradients that are None."""
         # torch 2.11 refuses to send a gradient that is None, where 2.13 sends zeros.
         if not hasattr(self, "_get_grad_send_meta") and bwd_chunk_id in self.bwd_cache:
             pairs = zip(self.bwd_cache[bwd_chunk_id], self.args_recv_info[bwd_chunk_id], strict=False)
@@ -87,15 +90,18 @@ class Stage(pipelining.PipelineStage):
         return torch.zeros_like(buffer, device=self.device, requires_grad=False)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Allocates the buffers that gradients of a next stage on this same rank are copied to."""
         _move(self.grad_recv_info[mb_index], self.device)  # a gradient that is None becomes zeros there
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Drops the received activations after use; what the backward pass needs is held by its graph."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _move(self.args_recv_info[fwd_chunk_id], torch.device("meta"))
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Drops the received gradients, and the graph of the loss, after use."""
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
             # torch's schedules hold all losses of a step, and the graph of a loss holds the stage's received tensors.
@@ -103,6 +109,7 @@ class Stage(pipelining.PipelineStage):
         _move(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Computes the gradients of weights of a split backward pass, with a single recomputation."""
         # torch computes the gradients of one group of weights after the other, and a checkpointed block would be
         # recomputed for each: eight times for a block with experts, once in a group of executions.
         with GraphExecGroup():

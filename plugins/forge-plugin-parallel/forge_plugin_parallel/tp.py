@@ -44,14 +44,17 @@ class TensorParallel(ParallelComponent):
         return {"tp": self.degree}
 
     def divided_axes(self) -> Mapping[str, Collection[str]]:
+        """Heads and hidden features; with sequence parallel, positions between blocks too."""
         return {"tp": ("heads", "hidden", "rest") if self.sequence_parallel else ("heads", "hidden")}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that sequence parallel divides a sequence into equal parts."""
         if self.sequence_parallel and job.train.seq_len % self.degree:
             message = f"{self.degree} does not divide train.seq_len = {job.train.seq_len}"
             yield Problem("degree", f"{message}; change one, or set sequence_parallel = false")
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Checks the model's plan, and that the ranks divide each dimension that it splits."""
         from forge_plugin_parallel.tp_plan import plan_problems
 
         return plan_problems(model, self.degree)

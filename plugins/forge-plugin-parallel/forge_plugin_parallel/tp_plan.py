@@ -46,6 +46,7 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
         if module not in named:
             problem = Problem("", f"the plan of {kind} does not name {module!r}, which has parameters")
             problems.setdefault(NUMBER.sub("*", module), problem)
+        # An unknown way, which is reported above
         elif module not in ways:
             continue
         elif key == "bias" and not ways[module].bias:
@@ -78,6 +79,7 @@ def _pair_problems(kind: str, ways: Mapping[str, Way]) -> Iterator[Problem]:
     holders = {name for name, way in ways.items() if way.holder}
     problems: dict[str, Problem] = {}
     for name, way in ways.items():
+        # The empty name is the model itself, which is around every module
         holder = next((h for h in holders if name.startswith(f"{h}.") or (name == h) or not h), None)
         if way.inside and holder is None:
             message = f"the plan of {kind} has {way.name} for {name!r}, and whole_input for no module around it"
@@ -94,6 +96,7 @@ def _pair_problems(kind: str, ways: Mapping[str, Way]) -> Iterator[Problem]:
 def _size_message(name: str, shape: Sequence[int], dimension: int | None, ranks: int) -> str:
     if dimension is None or shape[dimension] % ranks == 0:
         return ""
+    # The last dimension of a weight is its inputs, one column each
     across = dimension % len(shape) == len(shape) - 1
     message = f"{name} has {shape[dimension]} {'columns' if across else 'rows'}"
     return f"{message}, which {ranks} ranks cannot share equally; change one of them"

@@ -73,6 +73,7 @@ class SplitModule(nn.Module):
     tp_ranks: Ranks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward pass, with this rank's parts of the parameters."""
         with local_parameters(self):
             return super().forward(*args, **kwargs)
 
@@ -81,6 +82,7 @@ class RowModule(SplitModule):
     """x Wᵀ with this rank's columns of W, summed over ranks; then the bias, once."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, S, this rank's inputs) to (B, s, outputs); the bias is added to the sum."""
         with local_parameters(self):
             bias = parameters_of(self).get("bias")
             if bias is None:
@@ -93,6 +95,7 @@ class PartialRowModule(SplitModule):
     """x Wᵀ with this rank's columns of W, a part of a sum that is made elsewhere; one rank alone adds the bias."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward pass; rank 0 adds the bias, and all others 0 times the bias."""
         with local_parameters(self):
             bias = parameters_of(self).get("bias")
             if bias is not None and self.tp_ranks.rank:
@@ -104,6 +107,7 @@ class EmbeddingModule(SplitModule):
     """Looks up the ids within this rank's rows, with zeros for all others; the sum over ranks is the embedding."""
 
     def forward(self, ids: Tensor) -> Tensor:
+        """(B, S) int64 to this rank's positions of the embeddings: (B, s, D)."""
         with local_parameters(self):
             weight: Any = self.weight
             rows = weight.shape[0]
@@ -117,11 +121,13 @@ class HeadModule(SplitModule):
     """A `Head` with this rank's rows of the vocabulary."""
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Returns (…, v) with loss parallel, otherwise all V words, gathered."""
         logits = super().logits(hidden)  # type: ignore[misc]
         return logits if self.tp_ranks.loss_parallel else gather_equal(logits, -1, self.tp_ranks.group)
 
     @contextmanager
     def whole(self, dtype: torch.dtype | None = None) -> Iterator[Sequence[Tensor]]:
+        """Yields this rank's rows of the weights: whole with regard to other shardings, not to the vocabulary."""
         with local_parameters(self), super().whole(dtype) as weights:  # type: ignore[misc]
             yield weights
 
@@ -130,6 +136,7 @@ class WholeInputModule(SplitModule):
     """Gathers all positions of its first argument."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Gathers x (B, s, D) to (B, S, D); its gradient is summed over the ranks."""
         return super(SplitModule, self).forward(self.tp_ranks.enter(x), *args, **kwargs)
 
 
@@ -137,6 +144,7 @@ class PartialOutputModule(SplitModule):
     """Sums its output over the ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the sum over ranks of what the module computes on each."""
         return self.tp_ranks.leave_partial(super(SplitModule, self).forward(*args, **kwargs))
 
 
@@ -144,6 +152,7 @@ class SplitFeaturesModule(SplitModule):
     """Computes with some of the features of its input; what its `sum_features` returns is summed over the ranks."""
 
     def sum_features(self, x: Tensor) -> Tensor:
+        """Returns the sum over the features of all ranks: (…, 1)."""
         own = super().sum_features(x)  # type: ignore[misc]
         # Each rank continues with different features: the sum's gradients differ by rank, and are summed, too.
         return fan_out(all_reduce(own, self.tp_ranks.group), self.tp_ranks.group)

@@ -26,18 +26,22 @@ class Groups(TrainingHook):
 
     @property
     def session(self) -> Session:
+        """The connection of this process, which the stage makes and shares with its hooks."""
         session: Session = self.settings.session
         return session
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Connect; join the others too, unless groups meet at the end of rounds: then `outer.Outer` joins."""
         self.session.open(context)
         if self.session.every_step:
             self.join(context)
 
     def on_step_begin(self, context: StepContext) -> None:
+        """Let the sums of this step be sums over groups, until its gradients are complete."""
         self.session.begin_step()
 
     def on_gradients(self, context: StepContext) -> None:
+        """Agree on the update, which all groups that take part make, or none."""
         session = self.session
         session.in_step = False
         if not session.every_step:  # groups meet at the end of a round: see `outer.Outer`
@@ -50,6 +54,7 @@ class Groups(TrainingHook):
             context.log(name, value)
 
     def on_step_end(self, context: StepContext) -> None:
+        """Compare weights if due; then join the others for the next step, or leave if this group is to stop."""
         if not self.session.every_step or context.step >= context.job.train.steps:
             return
         every = self.settings.check_every
@@ -64,6 +69,7 @@ class Groups(TrainingHook):
         self.session.close()
 
     def on_exception(self, context: TrainContext, error: BaseException) -> None:
+        """Leave at once: the others would wait for this group until `timeout_s`."""
         self.session.close()
 
     def join(self, context: TrainContext) -> None:

@@ -40,10 +40,12 @@ class Outer(TrainingHook):
             yield Problem("", "a job has one hook diloco or local_sgd at most")
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Prepare, then join; a group that is behind takes the state of another one."""
         self.prepare(context.model)
         self._join(context)
 
     def on_step_end(self, context: StepContext) -> None:
+        """Meet the other groups once for each set of parameters that is due after this step."""
         parameters = dict(context.model.named_parameters())
         for names in self.due(context.step, parameters):
             self._meet(context, {name: parameters[name] for name in names})
@@ -110,11 +112,13 @@ class LocalSGD(Outer):
     """
 
     def offer(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        """Returns copies of the weights, since sums over groups are made in place."""
         from forge_core.parallel.mesh import local_part
 
         return [local_part(parameter.detach()).clone() for parameter in parameters.values()]
 
     def accept(self, parameters: Mapping[str, Tensor], averages: Sequence[Tensor]) -> None:
+        """Replace the weights by their means."""
         from forge_core.parallel.mesh import local_part
 
         for parameter, average in zip(parameters.values(), averages, strict=True):
@@ -146,22 +150,26 @@ class DiLoCo(Outer):
         self.momentum: dict[str, Tensor] = {}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Requires in addition that `fragments` divides `sync_every`."""
         yield from super().problems(job, layout)
         if self.sync_every % self.fragments:
             message = f"{self.fragments} does not divide sync_every = {self.sync_every}"
             yield Problem("fragments", f"{message}: parts meet in equal distances")
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns `commits`, and `start.NAME` and `momentum.NAME` for each parameter."""
         start = {f"start.{name}": tensor for name, tensor in self.start.items()}
         momentum = {f"momentum.{name}": tensor for name, tensor in self.momentum.items()}
         return {"commits": self.commits, **start, **momentum}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the tensors as they come, whole and on the host; `offer` places them like their parameters."""
         self.commits = state["commits"]
         self.start = {n.removeprefix("start."): t for n, t in state.items() if n.startswith("start.")}
         self.momentum = {n.removeprefix("momentum."): t for n, t in state.items() if n.startswith("momentum.")}
 
     def prepare(self, model: nn.Module) -> None:
+        """Add starting points, and momentum of 0, for parameters that no checkpoint had."""
         import torch
 
         for name, parameter in model.named_parameters():
@@ -169,6 +177,7 @@ class DiLoCo(Outer):
             self.momentum.setdefault(name, torch.zeros_like(parameter.detach()))
 
     def due(self, step: int, parameters: Mapping[str, Tensor]) -> Iterable[Sequence[str]]:
+        """Returns one fragment every `sync_every / fragments` steps, in turn: parameters that follow each other."""
         part, names = self.sync_every // self.fragments, list(parameters)
         if step % part:
             return []
@@ -181,17 +190,20 @@ class DiLoCo(Outer):
         return [[name for name, end in zip(names, ends, strict=True) if end == number]]
 
     def offer(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        """Returns the outer gradients: weights at the last agreement less the present ones."""
         from forge_core.parallel.mesh import local_part
 
         self._place(parameters)
         return [local_part(self.start[name]) - local_part(p.detach()) for name, p in parameters.items()]
 
     def accept(self, parameters: Mapping[str, Tensor], averages: Sequence[Tensor]) -> None:
+        """Step from the last agreement by the mean outer gradient; training continues from there."""
         from forge_core.parallel.mesh import local_part
 
         for (name, parameter), change in zip(parameters.items(), averages, strict=True):
             start, momentum = local_part(self.start[name]), local_part(self.momentum[name])
             momentum.mul_(self.outer_momentum).add_(change)
+            # Nesterov momentum as `torch.optim.SGD` has it, without dampening
             start.sub_(change + self.outer_momentum * momentum, alpha=self.outer_lr)
             local_part(parameter.detach()).copy_(start)
 

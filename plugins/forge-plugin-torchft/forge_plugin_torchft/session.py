@@ -296,6 +296,7 @@ class Session:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
+        """Begin a step: sums are over groups until `in_step` is reset, and the first counts are its tokens."""
         self.in_step, self._fed = True, []
 
     def sum(self, tensor: Tensor) -> None:

@@ -99,6 +99,7 @@ class TorchFT(ParallelComponent):
         return not (is_loopback(urlsplit(self.lighthouse).hostname or "") and is_loopback(self.reached_at))
 
     def part_of_batch(self) -> tuple[int, int]:
+        """Returns the part of this group; without a number, which `problems` reports, the first one."""
         return max(0, self.number), self.groups
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
@@ -125,9 +126,11 @@ class TorchFT(ParallelComponent):
             yield Problem("start_wait_s", f"{self.start_wait_s:g} is longer than wait_s = {self.wait_s:g}")
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Adds `Groups`; hooks of a job that agree in rounds are listed by the job itself."""
         return [Groups(settings=self)]
 
     def build(self, context: BuildContext) -> ParallelStage:
+        """Also makes the digest of all that groups must have in common, which they compare when they meet."""
         # Not `repr(job)`: paths of data, and where a run writes, may differ between machines.
         job = context.job
         parts = (job.job.seed, job.train, job.model, job.optimizer, job.scheduler, job.loss, periodic(job))
@@ -144,15 +147,18 @@ class TorchFTStage(ParallelStage):
         self._settings, self._session = settings, settings.session
 
     def describe(self) -> str:
+        """Returns group, lighthouse, and whether other machines reach the ports, none of which has a secret."""
         this = self._settings
         reach = "open to the network without a secret" if this.open_to_network else "on loopback only"
         return f"group {this.number} of {this.groups}, lighthouse {this.lighthouse}, {reach}"
 
     def sum_over_runs(self, sums: Tensor) -> int:
+        """Sum over the groups that take part; outside of training steps, and with rounds, this group is alone."""
         session = self._session
         return session.sum_counts(sums) if session.in_step and session.every_step else 1
 
     def complete_gradients(self, model: Model) -> None:
+        """Sum gradients over groups; stages that are applied later have completed them in the group."""
         from forge_core.parallel.mesh import sum_gradients
 
         if self._session.in_step and self._session.every_step:

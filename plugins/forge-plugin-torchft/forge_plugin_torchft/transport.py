@@ -89,6 +89,7 @@ def write_state(file: BinaryIO, state: State, key: bytes) -> None:
     file.write(line)
     file.write(code.digest())
     for part in parts.values():
+        # As bytes, since numpy has no bfloat16
         data = part.reshape(-1).view(torch.uint8).numpy().data
         code.update(data)
         file.write(data)
@@ -151,11 +152,13 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
             def log_message(self, format: str, *args: Any) -> None:
                 """Nothing: requests are no news for the user."""
 
+        # An empty address is every interface; port 0 lets the system choose
         self._server = ThreadingHTTPServer(("127.0.0.1" if is_loopback(host) else "", 0), Handler)
-        self._server.daemon_threads = True
+        self._server.daemon_threads = True  # a reply to a group that has died must not keep this process alive
         threading.Thread(target=self._server.serve_forever, name="torchft-state", daemon=True).start()
 
     def metadata(self) -> str:
+        """Returns the address of this rank's server, which torchft passes to a group that is behind."""
         return f"http://{self._host}:{self._server.server_address[1]}/"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
@@ -169,10 +172,17 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
             self._ready.notify_all()
 
     def disallow_checkpoint(self) -> None:
+        """Drop the state: later requests wait for the next call of `serve`."""
         with self._ready:
             self._served = None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Fetch the state of update `step` from the rank of this number in another group.
+
+        Raises:
+            SecretError: that group has another secret, or what came was not written with it.
+            ForgeError: it has no state of this update within its time limit.
+        """
         url = urlsplit(metadata)
         connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=timeout.total_seconds())
         with closing(connection):
@@ -192,6 +202,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         return {"user": {"default": received}, "torchft": {"step": step, "batches_committed": 0}}
 
     def shutdown(self, wait: bool = True) -> None:
+        """Stop the server and free its port; replies under way end with the process."""
         self._server.shutdown()
         self._server.server_close()
 

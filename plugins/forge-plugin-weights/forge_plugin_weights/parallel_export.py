@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import frozen
@@ -45,6 +45,7 @@ from forge_plugin_weights.importing import ORIGIN
 from forge_plugin_weights.kinds import Part, Shapes
 from forge_plugin_weights.parity import ReadBack, merged, write_parity
 
+T = TypeVar("T")
 Use = Callable[[Part, Tensor, Sequence[int]], None]
 GATHERED = 1 << 22
 """Bytes of a slice that is gathered."""
@@ -109,10 +110,27 @@ def export_training(
 
     first = _first_holders(own)
 
-    def all_parts(use: Use) -> None:
+    def all_parts(use: Use, end: Callable[[], T]) -> list[T]:
+        """Hand all parts over, then call `end` on every rank, or raise together what failed on some."""
+        faults: list[Exception] = []
+
+        def unless_failed(part: Part, values: Tensor, offsets: Sequence[int]) -> None:
+            # A full disk of one rank waits: raised here, it would leave the others alone in a collective
+            if not faults:
+                try:
+                    use(part, values, offsets)
+                except Exception as error:
+                    faults.append(error)
+
+        def ended() -> T:
+            if faults:
+                raise faults[0]
+            return end()
+
         for name in target.match.parts:  # in one order on all ranks: gathering is collective
             if name in own:
-                _hand_over(own[name], target, name, use, first[name] == global_rank())
+                _hand_over(own[name], target, name, unless_failed, first[name] == global_rank())
+        return ranks.on_all(ended)
 
     try:
         ranks.on_rank0(begin)
@@ -120,15 +138,13 @@ def export_training(
         if global_rank() == 0:  # no rank has a part of fillers
             for filler in target.match.fillers:
                 writer.fill(filler)
-        all_parts(writer.write)
         # All ranks have synced their parts before rank 0 finishes, and before any rank reads.
-        ranks.on_all(writer.close)
+        all_parts(writer.write, writer.close)
         ranks.on_rank0(finish)
         if verify:
             # By the headers on the disk and not by the plan, so that these are verified, too
             back = ReadBack(places_in(unfinished))
-            all_parts(back.compare)
-            results = ranks.on_all(back.close)
+            results = all_parts(back.compare, back.close)
             ranks.on_rank0(lambda: write_parity(unfinished / PROVENANCE, merged(results), target.match.parts))
         ranks.on_rank0(lambda: publish(unfinished, folder))
     except BaseException:  # Ctrl-C, too

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import transformers
 
 from forge_core import Catalog, Trainer
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import CheckpointError, JobError
 from forge_plugin_moe import MoE
 from forge_plugin_parallel import FSDP, ExpertParallel, PipelineParallel, TensorParallel
 from forge_plugin_schedule_free import ScheduleFreeAdamW
@@ -20,7 +22,7 @@ from forge_plugin_weights import Export
 from forge_plugin_weights.exporting import export_run
 from forge_testing import tiny_job
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import at, check_problems, problems_of
+from forge_testing.refusals import at, check_problems, lacks, problems_of
 
 DENSE = Transformer(
     dim=32, layers=2, vocab_size=32, ffn=SwiGLU(hidden=48), attention=GroupedQueryAttention(heads=4, kv_heads=2)
@@ -71,6 +73,24 @@ def test_ranks_write_what_one_process_would(tmp_path):
         offline = json.loads((tmp_path / f"expected {number}/forge/parity.json").read_text())["tensors"]
         assert record == offline, f"{name}: each rank reads back its part"
         assert len(record["rounded"]) > 5
+
+
+def test_a_disk_that_is_full_for_one_rank_ends_the_export_on_all(tmp_path, monkeypatch):
+    """The others are on their way to a collective, in which they would wait for it."""
+
+    def fails(rank: int) -> str:
+        def write(writer: object, *arguments: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        if rank == 1:
+            monkeypatch.setattr("forge_plugin_weights.files.Boxes.write", write)
+        with pytest.raises(CheckpointError) as caught:
+            run(tmp_path / "full", TIED, {"tp": TensorParallel(degree=2)}, Export())
+        return str(caught.value)
+
+    for message in run_on_ranks(2, fails):
+        assert not lacks(message, "rank 1", os.strerror(errno.ENOSPC))
+    assert not list(tmp_path.glob("full/**/*.safetensors"))
 
 
 def test_steps_are_exported_and_the_newest_kept(tmp_path):

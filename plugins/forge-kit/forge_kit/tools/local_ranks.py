@@ -14,6 +14,8 @@ from forge_core.launch.world import join_world
 from forge_kit.tools.supervisor import run_ranks
 
 HEADING = "train"
+STDIN = "/dev/stdin"
+"""What `-` stands for among job files."""
 
 
 def command(argv: list[str]) -> int:
@@ -34,6 +36,8 @@ def command(argv: list[str]) -> int:
     if not (world := join_world()).alone:
         already = f"this process is one of {world.size} ranks already"
         raise JobError(f"--nproc starts ranks, and {already}; leave it out, or start one process only")
+    if STDIN in files:
+        raise JobError("each rank reads the job again, and standard input can be read once; write the job to a file")
     # Before the ranks start: each of them would report the same error.
     job = load_job(*files, overrides=overrides, world_size=options.nproc)
     logs = Path(job.job.output) / job.job.name / LOGS

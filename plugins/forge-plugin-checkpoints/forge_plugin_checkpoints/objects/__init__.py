@@ -54,6 +54,7 @@ class Objects(StorageComponent):
     """Further arguments of the protocol's client in fsspec, such as `endpoint_url` of `s3`. No secrets."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the URL, the client of its protocol, and that no option holds a secret. Does not reach the store."""
         protocol, separator, rest = self.url.partition("://")
         if not separator or not rest.strip("/"):
             yield Problem("url", f"must be like s3://bucket/folder/{{job}}, got {self.url!r}")
@@ -83,6 +84,7 @@ class Objects(StorageComponent):
             yield Problem("url", f"the client of {protocol}:// is not installed: {hint}")
 
     def build(self, context: BuildContext) -> Storage:
+        """Opens the bucket of this run; files go through `cache`, by default a folder of the run."""
         from forge_plugin_checkpoints.objects.bucket import Bucket
         from forge_plugin_checkpoints.objects.storage import ObjectStorage
 

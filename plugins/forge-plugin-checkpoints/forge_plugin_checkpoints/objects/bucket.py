@@ -84,7 +84,7 @@ class Bucket:
         for attempt in range(self._retries + 1):
             try:
                 return action()
-            except FileNotFoundError:
+            except FileNotFoundError:  # an answer, which another attempt would not change
                 raise
             except Exception as error:  # clients raise whatever their HTTP library raises
                 if attempt == self._retries:
@@ -153,6 +153,7 @@ class Bucket:
         part = max(self._part, -(-size // MOST_PARTS))
         at_once = max(1, self._parallel // threads)
         wanted = {"chunksize": part, "max_concurrency": at_once}
+        # Clients take different settings, and refuse others
         put = getattr(self._fs, "_put_file", self._fs.put_file)
         known = inspect.signature(put).parameters
         settings: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
@@ -317,7 +318,7 @@ def _md5(local: Path, part: int, in_parts: bool) -> str:
     with local.open("rb") as file:
         taken = limit
         while taken == limit:
-            digest, taken = hashlib.md5(usedforsecurity=False), 0
+            digest, taken = hashlib.md5(usedforsecurity=False), 0  # a FIPS build refuses MD5 otherwise
             while block := file.read(min(BLOCK, limit - taken)):
                 digest.update(block)
                 taken += len(block)

@@ -35,6 +35,7 @@ class ObjectStorage(SpreadStorage):
         self._lock = threading.Lock()
 
     def join(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Check that each rank can write to the bucket; raises a `CheckpointError` on all ranks if one cannot."""
         mark, fault = uuid.uuid4().hex, ""
         try:
             self._bucket.check_access()
@@ -48,9 +49,10 @@ class ObjectStorage(SpreadStorage):
     # --- saving --------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
+        """Also deletes the step's manifest in the bucket, so that the step is not committed while it is written."""
         self._forget(step)
         if self._rank == 0:
-            self._bucket.remove(f"step-{step}/{MANIFEST}")
+            self._bucket.remove(f"step-{step}/{MANIFEST}")  # a save that dies must not leave it to files of two saves
             self.clear()
         # A folder for each rank: `publish` takes all of it
         unfinished = self._unfinished(step)
@@ -59,6 +61,7 @@ class ObjectStorage(SpreadStorage):
         return unfinished
 
     def publish(self, step: int) -> None:
+        """Upload all files of this rank; rank 0 writes the manifest only after this."""
         names = sorted(path.name for path in self._unfinished(step).iterdir())
         self._upload(step, names)
 
@@ -67,6 +70,7 @@ class ObjectStorage(SpreadStorage):
         self._bucket.in_parallel(lambda n: self._bucket.upload(folder / n, f"step-{step}/{n}", threads), names)
 
     def commit(self, step: int) -> Path:
+        """Upload the manifest from rank 0; then move the files of this rank into the cache, for later reads."""
         if self._rank == 0:
             self._upload(step, [MANIFEST])
         # Local files are kept until the next commit: a run that ended and is resumed here downloads nothing
@@ -74,7 +78,7 @@ class ObjectStorage(SpreadStorage):
         folder.mkdir(parents=True, exist_ok=True)
         for path in self._unfinished(step).iterdir():
             path.replace(folder / path.name)
-            self._checked.add((step, path.name))
+            self._checked.add((step, path.name))  # written by this process, so there is nothing to verify
         shutil.rmtree(self._unfinished(step), ignore_errors=True)
         for other in self._cache.glob("step-*"):
             if other.name not in (folder.name, folder.name + UNFINISHED):
@@ -82,11 +86,13 @@ class ObjectStorage(SpreadStorage):
         return folder
 
     def discard(self, step: int) -> None:
+        """Delete the objects unless the manifest is there: the step is committed then, and only an answer was lost."""
         shutil.rmtree(self._unfinished(step), ignore_errors=True)
         if self._rank == 0 and not self._bucket.exists(f"step-{step}/{MANIFEST}"):
             self._bucket.remove_folder(f"step-{step}")
 
     def clear(self) -> None:
+        """Delete on rank 0 what has no manifest, and uploads in parts that were never finished."""
         if self._rank == 0:
             self._bucket.abort_uploads()
             for folder, committed in self._folders():
@@ -96,6 +102,7 @@ class ObjectStorage(SpreadStorage):
     # --- reading -------------------------------------------------------------------------------------------------
 
     def steps(self) -> Sequence[int]:
+        """Returns committed steps from the bucket at each call: one listing, and one request for each step."""
         return sorted(int(name.removeprefix("step-")) for name, committed in self._folders() if committed)
 
     def _folders(self) -> list[tuple[str, bool]]:
@@ -105,9 +112,11 @@ class ObjectStorage(SpreadStorage):
         return list(zip(folders, committed, strict=True))
 
     def folder(self, step: int) -> Path:
+        """Returns the step's folder in the cache, in which files may be missing until `fetch`."""
         return self._cache / f"step-{step}"
 
     def size(self, step: int, name: str) -> int:
+        """Returns the size in the bucket, from a listing that is kept; nothing is downloaded."""
         with self._lock:  # one listing for all threads
             if name not in self._sizes.get(step, {}):
                 self._sizes[step] = self._bucket.sizes(f"step-{step}")
@@ -116,6 +125,7 @@ class ObjectStorage(SpreadStorage):
         return self._sizes[step][name]
 
     def fetch(self, step: int, names: Sequence[str]) -> None:
+        """Download what the cache lacks or has damaged. Each file is verified once in this process."""
         self.folder(step).mkdir(parents=True, exist_ok=True)
         self._bucket.in_parallel(lambda name: self._fetch(step, name), names)
 
@@ -155,12 +165,14 @@ class ObjectStorage(SpreadStorage):
     @contextmanager
     def _only_one(self, local: Path) -> Iterator[None]:
         with open(local.with_name(f".{local.name}.lock"), "w") as lock:
+            # Between processes, as ranks are; the system releases it if this one dies
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     # --- deleting ------------------------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
+        """Delete the step from the bucket on rank 0, and from the cache of this machine."""
         if self._rank == 0:
             self._bucket.remove(f"step-{step}/{MANIFEST}")  # first: half a checkpoint never looks like one
             self._bucket.remove_folder(f"step-{step}")

@@ -57,13 +57,16 @@ class Tiered(StorageComponent):
             yield Problem("durable.type", "must be a storage that outlives the machines, such as local or objects")
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """Yields a line about the places of checkpoints."""
         where = f"in memory ({self.fast}), copies on {self.copies} other machine{'' if self.copies == 1 else 's'}"
         yield "checkpoints", f"{where}, every {self.durable_every}th also kept", context.type_of(self.durable)
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Adds the check of memory, which needs the model and the optimizer."""
         return [MemoryCheck(copies=self.copies)]
 
     def build(self, context: BuildContext) -> Storage:
+        """Makes the storage with a folder in memory for this run alone."""
         from forge_plugin_checkpoints.tiered.storage import TieredStorage
 
         assert context.folder is not None
@@ -83,6 +86,7 @@ class MemoryCheck(TrainingHook):
     copies: int = 1
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Compare an estimate of a checkpoint with the memory; the first save repeats it with the true size."""
         from forge_plugin_checkpoints.tiered.memory import check_room, estimated_state, local_ranks
 
         check_room(local_ranks() * estimated_state(context.model, context.optimizer), self.copies)

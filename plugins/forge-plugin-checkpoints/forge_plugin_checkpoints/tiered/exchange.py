@@ -41,7 +41,7 @@ class Peer:
 
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
-    request_queue_size = 128
+    request_queue_size = 128  # many ranks connect at once when they restart or save
 
     def handle_error(self, *_: object) -> None:
         """The other side sees the connection end, and reports it."""
@@ -64,6 +64,7 @@ class Exchange:
             timeout = TIMEOUT_S
 
             def handle(self) -> None:
+                # Bounded, as the other side has not shown the secret yet
                 request = json.loads(self.rfile.readline(1 << 16))
                 if not hmac.compare_digest(request["secret"], secret):
                     return

@@ -82,6 +82,10 @@ class TieredStorage(SpreadStorage):
     # --- available checkpoints -------------------------------------------------------------------------------------
 
     def join(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Find the steps of which all files are still available, and choose the machines that get copies.
+
+        The first call starts this rank's server and makes a process group for saves to the durable storage.
+        """
         if self._exchange is None:
             self._exchange = Exchange(this_node(), self._places, lambda step: self._unfinished(step, "copies"))
             if dist.is_initialized() and dist.get_world_size() > 1:
@@ -94,6 +98,7 @@ class TieredStorage(SpreadStorage):
         for rank, peer in enumerate(self._peers):
             machines.setdefault(peer.node, []).append(rank)
         self._choose_targets(machines)
+        # One rank of a machine reports for it: its ranks share the folder
         leads = self._rank == machines[own.node][0]
         held = gather(self._held() if leads else {})
         holders: dict[tuple[int, str], dict[str, list[int]]] = {}
@@ -104,10 +109,12 @@ class TieredStorage(SpreadStorage):
         verdicts: dict[tuple[int, str], _Verdict] = {}
         for judged in gather(self._judge(holders) if leads else {}):
             verdicts |= judged
+        # By time: of two checkpoints of one step, as after a run that started over, the later one counts
         whole = sorted((key for key in verdicts if not verdicts[key].missing), key=lambda key: verdicts[key].time)
         self._memory = {step: _InMemory(digest, holders[step, digest]) for step, digest in whole}
         if isinstance(self._durable, SpreadStorage):
             self._durable.join(gather)
+        # Rank 0's list for all, which must agree: a network file system may show other ranks other folders
         self._durable_steps = list(gather(list(self._durable.steps()) if self._rank == 0 else [])[0])
         self._checked.clear()
         self._describe_losses(verdicts)
@@ -154,6 +161,7 @@ class TieredStorage(SpreadStorage):
                 self._warn(f"step {step} in memory is lost: no machine of this run has {files}; {back}")
 
     def steps(self) -> Sequence[int]:
+        """Returns whole steps in memory and durable ones; without `join`, memory is this machine's only."""
         if self._exchange is None:  # alone: this machine's checkpoints and the durable ones
             self._durable_steps = list(self._durable.steps())
             held = {step: (digest, names) for (step, digest), names in self._held().items()}
@@ -165,11 +173,13 @@ class TieredStorage(SpreadStorage):
         return len(_read(self._fast / f"step-{step}")["files"]) + 1
 
     def folder(self, step: int) -> Path:
+        """Returns the folder in memory; for a step that is not there, the folder of the durable storage."""
         return self._fast / f"step-{step}" if step in self._memory else self._durable.path(step)
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
+        """Also reports a durable save that failed since the last call, as `on_failure` has it."""
         if fault := self._fault:
             self._fault = ""
             if self._section.on_failure == "stop":
@@ -180,11 +190,12 @@ class TieredStorage(SpreadStorage):
         shutil.rmtree(self._fast / f"step-{step}", ignore_errors=True)
         for kind in ("own", "copies"):
             shutil.rmtree(self._unfinished(step, kind), ignore_errors=True)
-        self._fast.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._fast.mkdir(parents=True, exist_ok=True, mode=0o700)  # every user can read /dev/shm
         self._unfinished(step, "own").mkdir(parents=True)
         return self._unfinished(step, "own")
 
     def publish(self, step: int) -> None:
+        """Copy the files of this rank to its target machines. The first call checks the memory by their true size."""
         folder = self._unfinished(step, "own")
         self._own = step, sorted(path.name for path in folder.iterdir())
         if not self._fits:
@@ -201,6 +212,7 @@ class TieredStorage(SpreadStorage):
                     raise CheckpointError(f"{name} could not be copied to {peer.node}: {error}") from error
 
     def commit(self, step: int) -> Path:
+        """Move own files and received copies to their place. One rank of each machine fetches the manifest for it."""
         final = self._fast / f"step-{step}"
         final.mkdir(exist_ok=True)
         own, copies = self._unfinished(step, "own"), self._unfinished(step, "copies")
@@ -223,12 +235,14 @@ class TieredStorage(SpreadStorage):
         return not nodes or nodes.index(nodes[self._rank]) == self._rank
 
     def discard(self, step: int) -> None:
+        """Remove the step from this machine, also if this rank has committed it."""
         for kind in ("own", "copies"):
             shutil.rmtree(self._unfinished(step, kind), ignore_errors=True)
         shutil.rmtree(self._fast / f"step-{step}", ignore_errors=True)  # some ranks may have committed it
         self._memory.pop(step, None)
 
     def clear(self) -> None:
+        """Remove all but the newest checkpoint from memory; if its turn has come, begin to write it durably."""
         # All ranks have committed the newest one now: only it stays, and files on their way to the durable storage
         newest = max(self._memory, default=None)
         if newest is not None:
@@ -239,6 +253,7 @@ class TieredStorage(SpreadStorage):
         self._memory = {step: held for step, held in self._memory.items() if step == newest}
 
     def delete(self, step: int) -> None:
+        """Delete the step in memory and durably, for commands; within a run, nothing."""
         if self._exchange is not None:
             return  # during a run, memory has the newest only, and the durable storage deletes by itself
         shutil.rmtree(self._fast / f"step-{step}", ignore_errors=True)
@@ -279,7 +294,7 @@ class TieredStorage(SpreadStorage):
         try:
             self._save_durably(step)
         except Exception as error:
-            self._fault = str(error)
+            self._fault = str(error)  # raised by the next `begin`, in the main thread
 
     def _save_durably(self, step: int) -> None:
         manifest = _read(self._staged) if self._rank == 0 else {"files": {}}
@@ -296,6 +311,7 @@ class TieredStorage(SpreadStorage):
             self._writing = None
 
     def close(self) -> None:
+        """Write the newest checkpoint durably if it is not, then remove the run's folder in memory."""
         self._wait()
         newest = max(self._memory, default=None)
         if newest is not None and newest not in self._durable_steps:
@@ -311,6 +327,7 @@ class TieredStorage(SpreadStorage):
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def size(self, step: int, name: str) -> int:
+        """Returns the size by the manifest in memory; a file that no machine has counts as missing."""
         if step in self._memory:
             entry = _read(self.folder(step))["files"].get(name)
             if entry is None or (self._memory[step].holders and name not in self._memory[step].holders):
@@ -321,6 +338,7 @@ class TieredStorage(SpreadStorage):
         return (self._durable.path(step) / name).stat().st_size
 
     def fetch(self, step: int, names: Sequence[str]) -> None:
+        """Bring missing or damaged files from other machines, or from the durable storage."""
         if step in self._memory:
             self.folder(step).mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor(min(4, len(names)) or 1) as pool:

@@ -107,6 +107,7 @@ class ForgeLMM(lmms):  # type: ignore[misc]  # the harness has no types
         return results
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Returns the answers in the order of the requests; those with equal settings are generated together."""
         texts: list[str] = [""] * len(requests)
         groups: dict[GenerationSettings, list[int]] = {}
         for number, request in enumerate(requests):
@@ -121,11 +122,13 @@ class ForgeLMM(lmms):  # type: ignore[misc]  # the harness has no types
         return texts
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
+        """Raises a `JobError`: tasks of several rounds are not supported."""
         raise JobError("tasks of several rounds are not asked; choose others by --tasks")
 
     # --- prompts ---------------------------------------------------------------------------------------------------
 
     def _settings(self, given: Mapping[str, Any]) -> GenerationSettings:
+        # Nearly all tasks have these settings, and would be refused for them
         kept = {
             name: value
             for name, value in given.items()
@@ -254,5 +257,6 @@ def _image(visual: Any) -> BytesImage:
         message = f"a task shows {str(visual)[:60]!r}, which is no image"
         raise JobError(f"{message}; videos and sounds of lmms-eval are not asked, so leave its task out")
     data = io.BytesIO()
+    # PNG has no CMYK, and both formats keep every pixel as it is
     visual.save(data, "PNG" if visual.mode in ("1", "L", "LA", "I", "P", "RGB", "RGBA") else "TIFF")
     return BytesImage("image of a task", data.getvalue())

@@ -89,6 +89,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     @property
     def eot_token_id(self) -> int:
+        """Ends generation, pads rows, and stands for the beginning of text where the tokenizer has none."""
         return self._tokenizer.end_of_text
 
     @property
@@ -123,6 +124,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return self._chats.chat_template if self._chats is not None else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Returns a conversation as text; raises a `ForgeError` unless the model was wrapped with `chat`."""
         if self._chats is None:
             raise ForgeError("chats were not asked for when the model was wrapped; pass chat=True to ForgeLM")
         return self._chats.chat_text(chat_history, goes_on=not add_generation_prompt)
@@ -154,9 +156,11 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Returns the log-probability of each whole text, in windows of which each scores its tokens once."""
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for request in requests:
+            # One token of context between windows, as the harness' own models have it
             parts = get_rolling_token_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self._length, 1)
             own = [make_disjoint_window(part) for part in parts]
             windows += [(None, context, continuation) for context, continuation in own]
@@ -223,6 +227,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     # --- generation ------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Returns the answers in the order of the requests; those with equal settings are generated together."""
         texts: list[str] = [""] * len(requests)
         groups: dict[GenerationSettings, list[tuple[list[int], int]]] = {}
         for number, request in enumerate(requests):
@@ -231,6 +236,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             groups.setdefault(settings, []).append((self._prompt(context, settings), number))
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generation") as bar:
             for settings, group in groups.items():
+                # Rows of a batch are then of like length, and memory that does not suffice shows at once
                 group.sort(key=lambda pair: -len(pair[0]))
                 # Greedy rows take the place of rows that have ended; sampled rows stay in fixed batches.
                 together = list(batches(group, self._rows)) if settings.temperature else [group]
@@ -251,7 +257,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         if room < 1:
             message = f"{settings.max_tokens} tokens to generate leave no room for a prompt in {self._length} positions"
             raise JobError(f"{message}; choose a larger --max-length, or fewer by --gen-kwargs max_gen_toks=…")
-        return (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+        return (self.tok_encode(context) or [self.prefix_token_id])[-room:]  # the harness cuts on the left, too
 
     def _generate(self, prompts: Sequence[list[int]], settings: GenerationSettings) -> list[str]:
         sampling = Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)

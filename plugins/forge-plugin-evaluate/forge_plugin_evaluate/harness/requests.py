@@ -51,6 +51,7 @@ def rows_of(requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], max_le
         tokens = (*context, *continuation)[-(max_length + 1) :]
         inputs = tuple(tokens[:-1])
         rows.setdefault(inputs, Row(inputs)).scored.append(Scored(number, tuple(continuation)))
+    # Memory that does not suffice shows in the first batch then
     return sorted(rows.values(), key=lambda row: -len(row.inputs))
 
 
@@ -83,6 +84,7 @@ class GenerationSettings:
         until = given.get("until") or ()
         temperature = float(given.get("temperature") or 0.0)
         sampled = given.get("do_sample")
+        # A temperature alone means sampling
         if sampled is None:
             sampled = temperature > 0
         return cls(

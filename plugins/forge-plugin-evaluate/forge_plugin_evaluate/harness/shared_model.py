@@ -73,6 +73,7 @@ class SharedLM(ForgeLM):
         """Requests of `generate_until` whose texts this rank has generated."""
 
     def get_model_info(self) -> dict[str, Any]:
+        """Counts the parameters of the whole model, of which this rank has a part."""
         return {**super().get_model_info(), "model_num_parameters": sum(self._trained.built.outline.sizes.values())}
 
     # --- log-probabilities -----------------------------------------------------------------------------------------
@@ -140,6 +141,7 @@ class SharedLM(ForgeLM):
     # --- generation ------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Generate this rank's share, and return the texts of all ranks. Collective."""
         _check_same([request.args for request in requests])
         own = super().generate_until(requests, disable_tqdm)
         texts = gather_objects({number: text for number, text in enumerate(own) if number in self._generated})
@@ -192,5 +194,5 @@ def scored(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Te
 def _check_same(requests: Any) -> None:
     """Check that all ranks have the same requests: they add up their partial results for each request."""
     digest = hashlib.sha256(repr(requests).encode()).hexdigest()
-    if len(set(gather_objects(digest))) > 1:
+    if len(set(gather_objects(digest))) > 1:  # on all ranks alike, so that none waits for another
         raise ForgeError("ranks have different requests; give all of them the same tasks, data and versions of Python")

@@ -39,12 +39,14 @@ class File(TaskComponent):
         return Path(self.path).name.split(".")[0]
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Reads the whole file, so that every bad line shows when the job is checked."""
         try:
             self.load()
         except DataError as error:
             yield Problem("path", str(error))
 
     def load(self) -> Sequence[Item]:
+        """Returns `limit` items at equal distances in the file, or all of them."""
         items = read_items(Path(self.path))
         count = min(self.limit or len(items), len(items))
         return [items[number * len(items) // count] for number in range(count)]
@@ -99,6 +101,7 @@ def _item(line: str) -> Item:
         raise ValueError("choices is not a list of at least one text")
     if blank := [number for number, choice in enumerate(choices) if not choice.strip()]:
         raise ValueError(f"choice {blank[0]} is blank")
+    # `true` of JSON is an int in Python
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         raise ValueError(f"answer is {answer!r}, not a number from 0 to {len(choices) - 1}")
     return Item(context, tuple(choices), answer)

@@ -48,6 +48,7 @@ class Modules(MadeTask):
 
     def _item(self, draw: random.Random, number: int) -> Item:
         where = Counter(function.name for function in _functions())
+        # A name that several modules have would have several right answers
         function = draw.choice([function for function in _functions() if where[function.name] == 1])
         has_name = {module for module in MODULES if hasattr(importlib.import_module(module), function.name)}
         others = draw.sample([module for module in MODULES if module not in has_name], CHOICES - 1)
@@ -63,6 +64,7 @@ class Signatures(MadeTask):
         known = [function for function in _functions() if function.signature and function.summary]
         enough = {module for module, count in Counter(f.module for f in known).items() if count >= CHOICES}
         function = draw.choice([function for function in known if function.module in enough])
+        # One with the same summary would be right, too
         beside = [f for f in known if f.module == function.module and f.summary != function.summary]
         others = draw.sample(beside, CHOICES - 1) if len(beside) >= CHOICES - 1 else beside
         context = f"# {function.summary}\ndef"

@@ -140,6 +140,7 @@ class ChoiceRows:
         ids = np.full(self.length, self.padding, np.int64)
         labels = np.full(self.length, IGNORED_LABEL, np.int64)
         ids[: row.positions] = tokens[:-1]
+        # Labels are shifted already: position p has the token after it
         labels[row.positions - row.learned : row.positions] = tokens[-row.learned :]
         return {"input_ids": ids, "labels": labels, ROW: np.array(index, np.int64)}
 

@@ -43,6 +43,7 @@ def metrics_of(items: Sequence[Item], log_probabilities: np.ndarray, names: Sequ
             start += len(item.choices)
         metrics[name] = float(values.mean())
         if len(items) > 1:
+            # Of a sample (ddof 1), as lm-evaluation-harness has it
             metrics[f"{name}_stderr"] = float(values.std(ddof=1)) / math.sqrt(len(items))
     return metrics
 

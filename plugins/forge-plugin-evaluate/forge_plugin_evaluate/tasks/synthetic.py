@@ -36,6 +36,7 @@ class MadeTask(TaskComponent):
     """Seed of the items. Any other seed makes other items of the same kind."""
 
     def load(self) -> Sequence[Item]:
+        """Draws the items from a generator that depends on the seed and the name of the class alone."""
         # By a text and not by a number: `random` hashes it with SHA-512, so tasks of one seed share no numbers.
         draw = random.Random(f"{type(self).__name__} {self.seed}")  # noqa: S311  # no secret
         return [self._item(draw, number) for number in range(self.items)]
@@ -53,6 +54,7 @@ def choose(draw: random.Random, context: str, answer: str, others: Sequence[str]
 
 def _words(draw: random.Random, count: int) -> list[str]:
     """Different words of three random letters."""
+    # A dict, since the order in a set depends on the process, and items must be the same on every rank
     words: dict[str, None] = {}
     while len(words) < count:
         words["".join(draw.choices(ascii_lowercase, k=3))] = None
@@ -86,7 +88,7 @@ class Induction(MadeTask):
     def _item(self, draw: random.Random, number: int) -> Item:
         length = self.lengths[number % len(self.lengths)]
         row = _words(draw, length)
-        again = draw.randrange(1, length)
+        again = draw.randrange(1, length)  # not 0, where nothing is repeated yet
         others = draw.sample(row[:again] + row[again + 1 :], CHOICES - 1)
         return choose(draw, " ".join(row + row[:again]), f" {row[again]}", [f" {word}" for word in others])
 
@@ -100,6 +102,7 @@ class Recall(MadeTask):
 
     def _item(self, draw: random.Random, number: int) -> Item:
         length = self.lengths[number % len(self.lengths)]
+        # Numbers of two digits, so that no answer is longer than another
         table = dict(zip(_words(draw, length), draw.sample(range(10, 100), length), strict=True))
         asked = draw.choice(list(table))
         others = draw.sample([value for word, value in table.items() if word != asked], CHOICES - 1)

@@ -48,6 +48,7 @@ class Tasks(EvaluationComponent):
     """Prefix of the names of the metrics. Empty: the name of this table."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks for a tokenizer and for distinct names; items are encoded in `build`."""
         if job.data.tokenizer is None:
             yield Problem("", "tasks are text, which needs a tokenizer; add [data.tokenizer], or leave this out")
         for label, count in Counter(task.label for task in self.tasks).items():
@@ -56,6 +57,7 @@ class Tasks(EvaluationComponent):
                 yield Problem("tasks", f"{message}; give all but one another `name`")
 
     def build(self, context: BuildContext) -> Evaluation:
+        """Load and encode all items, so that one that is too long fails before the first step. Collective."""
         from forge_core.parallel.mesh import gather_objects
 
         if context.tokenizer is None:  # an evaluation given from Python has not been checked

@@ -71,7 +71,7 @@ class BatchStep:
             signal.signal(number, self._pass_on)
         self._srun = subprocess.Popen(command)
         code = self._wait(a_task_failed)
-        return code if code >= 0 else 128 - code
+        return code if code >= 0 else 128 - code  # as a shell has it: 143 after SIGTERM
 
     def _wait(self, a_task_failed: Callable[[], bool]) -> int:
         assert self._srun is not None
@@ -112,6 +112,7 @@ def main(argv: Sequence[str]) -> int:
         requeue=tuple(filter(None, options.requeue.split(","))), max_idle_restarts=options.max_idle_restarts
     )
     log = log_file()
+    # All attempts write to one log: earlier ones are before this place
     offset = log.stat().st_size if log else 0
     if other := other_job(run, scheduler.own_job(os.environ)):
         print(
@@ -206,6 +207,7 @@ def _last_sign(run: Path, began: float) -> float:
 
 
 def _end(run: Path, attempt: Attempt) -> None:
+    # In this order: killed in between, this process leaves two lines and not none
     append_attempt(run, attempt)
     (run / FOLDER / CURRENT).unlink(missing_ok=True)
     print(f"forge-run submit: {attempt.reason}; {attempt.action}", file=sys.stderr, flush=True)

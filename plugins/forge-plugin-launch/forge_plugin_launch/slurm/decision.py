@@ -173,6 +173,7 @@ def _same_error(attempt: Attempt, before: Sequence[Attempt]) -> str:
 
 
 def _plain(error: str) -> str:
+    # Addresses, ports and ranks in a message differ from one start to the next
     return _NUMBERS.sub("#", error)
 
 

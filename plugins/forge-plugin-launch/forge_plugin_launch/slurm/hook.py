@@ -41,6 +41,7 @@ class Slurm(TrainingHook):
     slowest_save_s: float = field(default=0.0, init=False)
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Ask SLURM for the end of the allocation, on rank 0, and write the first record of progress."""
         from forge_core.parallel.mesh import global_rank
         from forge_plugin_launch.slurm.scheduler import own_job
 
@@ -67,6 +68,7 @@ class Slurm(TrainingHook):
         self._last = now
 
     def on_step_end(self, context: StepContext) -> None:
+        """Request a stop if the end is near, after SLURM was asked again."""
         now = time.monotonic()
         self._ends[context.step] = now
         if self._end is None or now + self.margin < self._end:
@@ -84,6 +86,7 @@ class Slurm(TrainingHook):
         return max(LEAST_MARGIN_S, 2 * self.slowest_save_s + 2 * max(self._steps, default=0.0))
 
     def on_checkpoint_save(self, context: CheckpointContext) -> None:
+        """Measure the save, and record the step as the newest checkpoint."""
         # From the end of the saved step to the commit, so that a save in the background counts as long as it takes
         if context.step in self._ends:
             self.slowest_save_s = max(self.slowest_save_s, time.monotonic() - self._ends[context.step])

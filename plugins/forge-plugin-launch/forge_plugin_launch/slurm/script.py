@@ -47,6 +47,7 @@ class RunScript:
             f"--max-idle-restarts={self.cluster.max_idle_restarts}",
             f"--requeue={','.join(self.cluster.requeue)}",
         ]
+        # -P: a file of the working directory must not replace a module that this program imports
         attempt = [sys.executable, "-P", "-m", "forge_plugin_launch.slurm.attempt", str(self.run), *policy, "--"]
         # Not --kill-on-bad-exit: ranks that saved exit with 75 one after the other, and the first would have the others
         # killed before their last output. Nor --wait, which would kill the remaining tasks some time after the first

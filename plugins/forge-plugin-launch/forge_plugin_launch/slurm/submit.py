@@ -139,6 +139,7 @@ class Submission:
                 words = [*self.overrides]
                 job = load_job(*files, overrides=words, catalog=catalog, world_size=self.cluster.world_size)
                 if not any(isinstance(hook, Slurm) for hook in job.hooks.values()) and "slurm" not in job.hooks:
+                    # Read again with the hook, so that its defaults are checked with the job
                     words.append(HOOK)
                     job = load_job(*files, overrides=words, catalog=catalog, world_size=self.cluster.world_size)
             except JobError as error:

@@ -116,17 +116,20 @@ class LatentAttention(nn.Module):
         q = self.q_up(self.q_norm(self.q_down(x))) if self.widths.q_latent else self.q(x)
         nope, rope = q.unflatten(-1, (-1, self.widths.key)).split([self.widths.nope, self.widths.rope], -1)
         q = torch.cat([nope, self._turned(rope, turns)], -1)
+        # On queries: the core multiplies scores by E^-0.5 and nothing else
         return q if self.score_factor == 1 else q * self.score_factor
 
     def _compressed(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(B, S, D) -> c (B, S, C) and r (B, S, P)."""
         latent, rope = self.kv_down(x).split([self.widths.kv_latent, self.widths.rope], -1)
+        # Only the latent has a norm, as in DeepSeek's code
         return self.kv_norm(latent), self._turned(rope.unsqueeze(2), turns).squeeze(2)
 
     def _expanded(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Latents (B, T, C) and key parts (B, T, P) -> keys (B, T, H, E) and values (B, T, H, V)."""
         both = self.kv_up(latent).unflatten(-1, (-1, self.widths.nope + self.widths.value))
         nope, v = both.split([self.widths.nope, self.widths.value], -1)
+        # No memory for each head before the concatenation, which some kernels need
         shared = rope.unsqueeze(2).expand(-1, -1, nope.shape[2], -1)
         return torch.cat([nope, shared], -1), v
 
@@ -142,6 +145,7 @@ class LatentAttention(nn.Module):
     # --- generation ----------------------------------------------------------------------------------------------
 
     def new_cache(self, batch_size: int, length: int) -> LatentCache:
+        """The cache has room for all `length` positions: there is no window."""
         return LatentCache(batch_size, length)
 
     def prepare_decode(self, batch: Batch, cache: Any) -> Batch:
@@ -155,6 +159,7 @@ class LatentAttention(nn.Module):
         turns = generation_tables(self.rotary, positions, batch)
         cached, mask = cache.extend(*self._compressed(x, turns), positions, cache.shared_mask(batch))
         q = self._queries(x, turns)
+        # By number of queries: a prompt has many for each key, for which expanding keys once is less work
         if absorbs(q.shape[1], cached.shape[1], self.widths):
             return self._attend_absorbed(q, cached, mask, cache)
         return self._attend_expanded(q, cached, mask)
@@ -177,6 +182,7 @@ class LatentAttention(nn.Module):
         q = q * (q.shape[-1] / self.widths.key) ** 0.5  # scores are divided by the root of the width that they have
         heads = q.shape[2]
         rows, shared = q.flatten(1, 2).unsqueeze(2), cached.unsqueeze(2)  # heads as further queries, for any kernel
+        # Rows are ordered by position, then by head, and so is the mask
         mixed = torch_attention(rows, shared, shared, mask.repeat_interleave(heads, 2))
         mixed = mixed.squeeze(2).unflatten(1, (-1, heads))[..., : self.widths.kv_latent]
         return torch.einsum("bshc,chv->bshv", mixed, to_values)
@@ -199,6 +205,7 @@ class LatentAttention(nn.Module):
         return [*(["q_down"] if self.widths.q_latent else []), "kv_down"]
 
     def sequence_mixers(self) -> Mapping[str, int]:
+        """Names the core, which receives expanded keys and values: as many heads of them as of queries."""
         return {"core": self.heads}
 
     def tap_points(self) -> Mapping[str, TapPoint]:
@@ -211,6 +218,7 @@ class LatentAttention(nn.Module):
         return points | {"kv_latent": TapPoint("kv_norm", axes="whole")}
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        """Returns the kernel, whether it pads values, and how documents are kept apart; nothing for a replaced core."""
         if not isinstance(self.core, AttentionCore):  # a stage has put another in its place
             return []
         kernel, documents = self.core.choice, self.core.documents

@@ -22,6 +22,7 @@ class LatentCache(Cache):
 
     def __init__(self, batch_size: int, length: int, window: int = 0) -> None:
         super().__init__(batch_size, length, window)
+        # Here and not in the module, as weights do not change during a generation, and do between two
         self._up: Tensor | None = None
 
     def extend(
@@ -36,6 +37,7 @@ class LatentCache(Cache):
         return cached, mask
 
     def emptied(self, batch_size: int, length: int) -> LatentCache:
+        """Keeps the projection of `up_projection`, which is the same for all rows."""
         new = super().emptied(batch_size, length)
         new._up = self._up
         return new
@@ -57,6 +59,7 @@ def absorbs(new: int, cached: int, widths: Widths) -> bool:
     A single query does; the queries of a prompt do not.
     """
     up = widths.kv_latent * (widths.nope + widths.value)
+    # Multiplications for each head and row
     absorbed = new * up + new * cached * 2 * (widths.kv_latent + widths.rope)
     expanded = cached * up + new * cached * 2 * widths.key
     return absorbed < expanded

@@ -69,6 +69,7 @@ class Balance(nn.Module):
             self.register_buffer("load", torch.empty(experts, dtype=torch.float64))
 
     def init_buffers(self, device: torch.device) -> None:
+        """Starts without counts, which make the loss of the first step 0."""
         if self._component.batch_balance:
             self.load.zero_()
 
@@ -98,6 +99,7 @@ class Balance(nn.Module):
             value = (self._relative(self.load).to(mean) * mean).sum()
             weights = self._attach(weights, value, "batch", one.batch_balance)
         if one.micro_batch_balance:
+            # `mean` is divided by the positions of all pieces, and this loss is of this rank's piece alone
             value = (self._relative(counts.sum(0)) * mean.mean(0) * self._sequences.pieces).sum()
             weights = self._attach(weights, value, "micro_batch", one.micro_batch_balance)
         return weights
@@ -107,11 +109,13 @@ class Balance(nn.Module):
         return counts / set_means(counts, self.sets).clamp(min=torch.finfo(counts.dtype).tiny)
 
     def _attach(self, weights: Tensor, value: Tensor, scope: str, weight: float) -> Tensor:
+        # One value for each micro-batch, of which the objective has the mean; the others are sums over sequences
         unit: Unit = "layer" if scope == "micro_batch" else "sequence"
         name, weight = f"moe/{scope}_balance", weight * self._share
         return self._auxiliary.attach(weights, value, unit=unit, name=name, weight=weight)
 
     def after_update(self) -> None:
+        """Keeps the counts of the step for the loss of the next one, if there was an update."""
         if self._component.batch_balance:
             counted = self._auxiliary.counted(CHOSEN, self._layer)
             self.load.copy_(counted.where(counted.any(), self.load))  # no counts: the update was skipped

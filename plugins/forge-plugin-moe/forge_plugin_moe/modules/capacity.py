@@ -41,6 +41,7 @@ def largest(scores: Tensor, count: int | Tensor, sequences: Sequences, batch: Ba
     `count` is one number for all, or (B, E). Of equal scores, the first positions of the sequence are taken.
     """
     everywhere = sequences.whole(scores, batch)
+    # Every rank sorts the whole sequence, so that all agree; stable, so that ties do not depend on the device
     best = everywhere.argsort(dim=1, descending=True, stable=True)
     among = torch.arange(best.shape[1], device=best.device).unsqueeze(-1)
     within = among < (count.unsqueeze(1) if isinstance(count, Tensor) else count)
@@ -75,6 +76,7 @@ def within_capacity(
     else:
         length = weights.shape[1] * sequences.pieces
         capacity = max(1, math.ceil(factor * length * weights.shape[2] / experts))
+    # The last column takes the choices of no expert, and is cut off afterwards
     wanted = torch.full((*weights.shape[:2], experts + 1), -math.inf, device=weights.device, dtype=weights.dtype)
     wanted.scatter_(2, chosen.where(chosen >= 0, experts), weights.detach())
     taken = largest(wanted[..., :experts], capacity, sequences, batch)

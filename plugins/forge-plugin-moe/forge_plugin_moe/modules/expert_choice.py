@@ -29,6 +29,13 @@ class ExpertChoiceRouter(LinearScores):
         self.experts_per_token = min(component.capacity_factor, experts)
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns weights and numbers (B, S, E): expert e at place e, or weight 0 and number -1 if it skips the token.
+
+        Collective over the ranks that share a sequence.
+
+        Raises:
+            ForgeError: the batch has `document_ids`.
+        """
         refuse_documents(batch)
         logits = self.logits(x)
         probabilities = logits.softmax(-1)

@@ -53,6 +53,7 @@ class StackedLinear(nn.Module):
         weight = self.weight.to(x.dtype)
         if self.grouped:
             return _GroupedProduct.apply(x, weight, ends)
+        # The host needs the sizes here, and so waits for a GPU
         parts = x.split(_sizes(ends, len(x)))
         return torch.cat([F.linear(rows, own) for rows, own in zip(parts, weight.unbind(), strict=True)])
 
@@ -124,6 +125,7 @@ class _CastingProduct(torch.autograd.Function):
         of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
         by_expert = (tensor.split(ctx.sizes) for tensor in (x, grad.contiguous(), of_x))
         for rows, grads, of_rows, own, of_own in zip(*by_expert, weight, of_weight, strict=True):
+            # Without rows, too: the product is then 0, and the memory of `of_weight` is not initialised
             if for_weight:
                 of_own.copy_(grads.mT @ rows)
             if for_x and len(rows):
@@ -146,6 +148,7 @@ def _opaque_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 @_opaque_product.register_fake
 def _shape_of_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    # A stack of matrices for rows of `a`, or (gradients of weights) a matrix for each group of columns
     groups = () if b.ndim == 3 else ends.shape
     return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
@@ -203,6 +206,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """(T, D), weights and choices (T, K), to (T, D)."""
         if overlap_fn is not None:
+            # Nothing is in flight on a single rank
             overlap_fn()
         if rows is None:
             planned = isinstance(chosen, FakeTensor)  # then the number is unknown, and all choices are the bound

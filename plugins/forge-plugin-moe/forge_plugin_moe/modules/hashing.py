@@ -24,6 +24,8 @@ class HashRouter(nn.Module):
         self._salt, self._experts = layer + 1, experts
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns weights 1 / K and numbers (B, S, K): K consecutive experts, from the hash of the token's id."""
+        # More than vocabularies have words, so that no two layers hash the same number
         number = batch["input_ids"] + self._salt * 1_000_003
         for _ in range(3):
             number = number * FACTOR % PRIME

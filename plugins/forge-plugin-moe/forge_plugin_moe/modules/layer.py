@@ -74,7 +74,13 @@ class MoELayer(nn.Module):
         return bool(self._capacity)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(B, S, D) to (B, S, D). Capacity limits experts in training mode only.
+
+        Raises:
+            ForgeError: with a capacity, the batch has `document_ids`.
+        """
         weights, chosen = self.router(x, batch)
+        # Without -1 the number of choices is known, so that the host need not wait to count them
         rows = None if getattr(self.router, "leaves_out", False) else chosen.numel()
         if self._capacity and self.training:
             refuse_documents(batch)
@@ -98,6 +104,7 @@ class MoELayer(nn.Module):
 
     def _count_dropped(self, chosen: Tensor, kept: Tensor) -> None:
         wanted = chosen >= 0
+        # Each rank counts its piece of a sequence; divided by the pieces, the sum over ranks is their mean
         shares = (wanted & ~kept).sum((1, 2)) / (wanted.sum((1, 2)).clamp(min=1) * self._sequences.pieces)
         self._auxiliary.metric(DROPPED, shares.double().sum(), unit="sequence")
 
@@ -105,6 +112,7 @@ class MoELayer(nn.Module):
 
     def flops(self, seq_len: int) -> float:
         """6 per weight that a token is multiplied by: weights of its experts, of shared experts, and of the router."""
+        # Of one expert: dimension 0 of a stack counts experts
         expert = sum(parameter[0].numel() for parameter in self.experts.parameters() if parameter.ndim > 2)
         others = [self.router, self.shared, self.shared_gate]
         always = sum(p.numel() for module in others if module is not None for p in module.parameters() if p.ndim > 1)
@@ -112,6 +120,7 @@ class MoELayer(nn.Module):
         return 6.0 * (float(per_token) * expert + always)
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        """Router and shared gate are routers; a bias of a stack, (E, n), is no matrix. Shared experts go by shape."""
         roles: dict[str, Role] = {f"router.{name}": "router" for name, _ in self.router.named_parameters()}
         if self.shared_gate is not None:
             roles["shared_gate.weight"] = "router"
@@ -121,6 +130,7 @@ class MoELayer(nn.Module):
         }
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
+        """Ranks divide the hidden features of each expert, route all tokens alike, and sum once, at `output`."""
         plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "output": "partial_output"}
         plan |= {"experts.gate": "column_stack", "experts.up": "column_stack", "experts.down": "partial_row"}
         if self.shared is not None:
@@ -145,13 +155,17 @@ class MoELayer(nn.Module):
         return points
 
     def expert_stacks(self) -> Sequence[str]:
+        """Names the routed experts; with expert parallel, every rank has the shared ones whole."""
         return ["experts"]
 
     def float8_exempt(self) -> Sequence[str]:
+        """Exempts router and shared gate: a rounded score may send a token to another expert."""
+        # `named_modules` begins with the router itself, whose name is empty
         routing = [f"router.{name}".rstrip(".") for name, _ in self.router.named_modules()]
         return routing if self.shared_gate is None else [*routing, "shared_gate"]
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        """Returns the backend of the experts' products, and with it why the host waits on a GPU."""
         return [("experts", self.backend, f"{self._why}{self._waits()}")]
 
     def _waits(self) -> str:
@@ -188,8 +202,10 @@ def _load_metrics(name: str, loads: Sequence[Tensor]) -> dict[str, Tensor]:
     for load in loads:
         shares = load / load.sum().clamp(min=1)
         used.append(load.any())
+        # Tensors throughout: the host would wait for a number
         dead.append((load == 0).sum() * used[-1])
         fullest.append(shares.max() * len(load))
+        # Relative to the entropy of equal shares, so that 1 is balance for any number of experts
         entropy = -torch.xlogy(shares, shares).sum()
         entropies.append(entropy / math.log(len(load)) if len(load) > 1 else used[-1].to(entropy))
     return {

@@ -52,12 +52,14 @@ class LinearScores(nn.Module):
         return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype))
 
     def tap_points(self) -> Mapping[str, TapPoint]:
+        """The logits (B, S, E), before any bias that only balances: equal on all tensor-parallel ranks."""
         return {"router_logits": TapPoint("scored", axes="whole")}
 
     def penalise(self, weights: Tensor, logits: Tensor) -> Tensor:
         """Returns the weights with the z-loss attached."""
         if not self._z_loss:
             return weights
+        # Of the whole sequence: the sum over its pieces is then the mean, on any number of ranks
         length = logits.shape[1] * self.sequences.pieces
         value = logits.logsumexp(-1).square().sum() / length
         name, weight = "moe/z_loss", self._z_loss * self.share

@@ -37,6 +37,7 @@ class Sequences:
 
     def add_up(self, values: Tensor) -> Tensor:
         """Returns (B, …) summed over the pieces of each sequence."""
+        # A copy, as the reduction is in place
         total = values.detach().clone()
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
@@ -54,6 +55,7 @@ class Sequences:
         if self._group is None:
             return values.detach()
         whole = values.new_zeros(values.shape[0], self.pieces * values.shape[1], values.shape[2])
+        # Each position is on one rank and 0 on all others, so that the sum has every value unrounded
         whole.scatter_(1, _index(batch, values), values.detach())
         dist.all_reduce(whole, group=self._group)
         return whole
@@ -66,5 +68,6 @@ def _index(batch: Batch, values: Tensor) -> Tensor:
 def tally(chosen: Tensor, experts: int) -> Tensor:
     """(B, S, K), -1 being none, to (B, E), float32: how often each sequence chose each expert."""
     flat = chosen.flatten(1)
+    # float32 is exact here: a sequence has fewer than 2^24 choices
     counts = torch.zeros(len(flat), experts, device=chosen.device)
     return counts.scatter_add_(1, flat.clamp(min=0), (flat >= 0).float())

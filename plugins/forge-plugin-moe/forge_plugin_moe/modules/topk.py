@@ -76,19 +76,23 @@ class SoftmaxRouter(TopKModule):
         self.bias = nn.Parameter(torch.empty(experts)) if component.bias else None
 
     def init_parameter(self, name: str, fill: Fill) -> None:
+        """Fills the bias with 0."""
         if name == "weight":
             super().init_parameter(name, fill)
         else:
             fill.constant(0.0)
 
     def linear(self, x: Tensor) -> Tensor:
+        """Adds the learned bias, which is rounded to the dtype of x like the weight."""
         logits = super().linear(x)
         return logits if self.bias is None else logits + self.bias.to(x.dtype)  # rounded like the weight
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns weights and numbers of each token's K experts, (B, S, K), with the losses attached."""
         logits = self.logits(x)
         probabilities = logits.softmax(-1)
         chosen = self.select(probabilities.detach())
+        # The softmax over the chosen logits equals their probabilities divided by their sum, and is more exact
         if self.component.normalise == "after":
             weights = logits.gather(-1, chosen).softmax(-1)
         else:
@@ -124,9 +128,11 @@ class SigmoidRouter(TopKModule):
         self._biases = context.auxiliary.counter(BIAS, self.layer, unit="layer")
 
     def init_buffers(self, device: torch.device) -> None:
+        """Starts with biases of 0."""
         self.bias.zero_()
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns weights and numbers of each token's K experts, (B, S, K), with the losses attached."""
         logits = self.logits(x)
         return self.route(logits, logits.sigmoid())
 
@@ -140,12 +146,14 @@ class SigmoidRouter(TopKModule):
                 K others has closed ones too, with weights of 0, which no loss and no bias counts.
         """
         self._biases.add(self.bias)
+        # The bias takes part in the choice only: weights are gathered from the scores
         preferences = scores.detach() + self.bias
         if closed is not None:
             preferences = preferences.masked_fill(closed, -torch.inf)
         chosen = self.select(preferences)
         weights = scores.gather(-1, chosen)
         if self.component.normalise:
+            # Sigmoids may all round to 0; the number is from DeepSeek-V3's code
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = self.penalise(weights * self.component.scaling, logits)
         shares = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
@@ -160,6 +168,7 @@ class SigmoidRouter(TopKModule):
         """Raise the bias of experts with less than the mean load of their set, and lower the bias of others."""
         if self.component.bias_rate:
             load = self.auxiliary.counted(CHOSEN, self.layer)
+            # By the sign, so that a step does not depend on the number of tokens (Wang et al. 2024)
             missing = set_means(load, self.balance.sets) - load
             self.bias += self.component.bias_rate * missing.sign().to(self.bias.dtype)
 

@@ -89,6 +89,7 @@ class Attempt:
 
     def kill(self) -> None:
         """Kill all its processes, stopped ones too."""
+        # Until none is left: one of them may start another in the meantime
         while processes := self._processes():
             for number in processes:
                 with suppress(ProcessLookupError):

@@ -63,7 +63,7 @@ def command(argv: list[str]) -> int:
                 screen.result(results[-1])
             finished = True
         finally:
-            failed = finished and not all(result.held for result in results)
+            failed = finished and not all(result.held for result in results)  # a drill that is interrupted leaves no files
             if others := folder.close(keep=options.keep or failed):
                 screen.say(f"files in {subject.folder} that the drill did not make were kept: {listed(others, 5)}")
     if options.json:

@@ -399,6 +399,7 @@ class _Accountant:
         lost = self._beyond(event["to"])
         for _, stretch in lost:
             stretch.lose("undone")
+        # Kept, since a later start may continue from a checkpoint before this roll-back
         self._gone_back.append((event["from"], lost))
 
     def _go_on_from(self, step: int) -> None:

@@ -50,7 +50,7 @@ class GPU(TrainingHook):
             yield Problem("", f"{error}; {hint}")
 
     def on_train_begin(self, context: TrainContext) -> None:
-        """Read the GPU once, refuse a faulty one or warn of it, and start the thread with this first reading."""
+        """Read the GPU; raise a `ForgeError` or warn if it has faults already, and start the thread."""
         from forge_core.parallel.mesh import global_rank
 
         device = next(context.model.parameters()).device
@@ -77,7 +77,7 @@ class GPU(TrainingHook):
         return device_of(load_nvml(), device)
 
     def on_step_end(self, context: StepContext) -> None:
-        """Request a stop if the thread has found a fault; the thread itself must not, as it may do so at any time."""
+        """Request a stop for faults that the thread has found, at the point of a step where ranks agree on it."""
         if self._found and self.on_fault == "stop":
             context.request_stop(f"{self._name}: {', '.join(self._found)}")
 

@@ -71,6 +71,7 @@ class Device:
     def read(self) -> Reading:
         """The present state. Takes some milliseconds; on a GPU that has fallen off the bus, it may take for ever."""
         nvml, ask, handle = self._nvml, self._ask, self._handle
+        # Rows that were replaced already, the first two numbers, are no faults any more
         _, _, pending, failed = ask(nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
         reasons = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         counters = range(nvml.NVML_NVLINK_ERROR_COUNT)
@@ -143,7 +144,7 @@ def warnings_of(before: Reading | None, now: Reading) -> list[str]:
     is_narrow = (now.pcie_width or 0) < (now.pcie_full_width or 0)
     if is_narrow and (before is None or before.pcie_width != now.pcie_width):
         found.append(f"its PCIe link has {now.pcie_width} of {now.pcie_full_width} lanes")
-    # Counters count from the load of the driver on: a first reading has errors of earlier programs
+    # Counters began before this run: a first reading has errors of earlier programs, too
     if before is not None and now.pcie_replays > before.pcie_replays:
         found.append(f"{now.pcie_replays - before.pcie_replays} packets were sent again over PCIe")
     if before is not None and now.nvlink_errors > before.nvlink_errors:

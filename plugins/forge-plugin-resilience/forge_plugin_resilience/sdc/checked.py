@@ -41,7 +41,7 @@ class CheckedExecutor:
         self._micro_batches = count * context.layout.token_ranks
 
     def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
-        """Evaluates by the inner executor, without a check: no weights depend on it."""
+        """Evaluates by the inner executor, without a check, as no weights depend on it."""
         return self._inner.evaluate(batches, measure)
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:

@@ -59,7 +59,6 @@ class Replicas(TrainingHook):
         from forge_plugin_resilience.sdc.digests import bit_sums, digest
 
         sums = bit_sums(_tensors(context))
-        # One digest of a rank first: the sums of all tensors would be megabytes in a large model
         every = gather_objects((digest(sums.items()), socket.gethostname()))
         groups = copies(_layout(context.job, len(every)))
         wrong = {rank: one for ranks in groups for rank, one in odd_ones([every[rank][0] for rank in ranks], ranks)}

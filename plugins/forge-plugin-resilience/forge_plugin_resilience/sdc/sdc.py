@@ -100,7 +100,7 @@ class Watch(TrainingHook):
                 context.log(FAULTY_RANK, fault.rank)
             if record := _record(context):
                 record.add(checked)
-        checked.step, checked.due = 0, False
+        checked.step, checked.due = 0, False  # an evaluation or a dry run is not checked
 
 
 def _record(context: TrainContext) -> Record | None:
