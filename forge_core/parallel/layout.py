@@ -95,7 +95,7 @@ def batch_problems(job: Job, layout: Layout) -> Iterator[Problem]:
 
 
 def micro_batches(job: Job, layout: Layout) -> tuple[int, int]:
-    """(number, size) of the micro-batches of one rank in one step."""
+    """(number, size) of the micro-batches of one rank in one step; none where `batch_problems` has a problem."""
     share = job.train.global_batch_size // (layout.data_parallel * layout.run[1])
-    size = job.train.micro_batch_size or share
+    size = job.train.micro_batch_size or share or 1
     return share // size, size

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from forge_core import dump_job, load_job
 from forge_core.contracts.layout import Layout
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
@@ -17,6 +18,7 @@ from forge_core.parallel.stages import apply_stages, order_stages
 from forge_core.plugins.catalog import Catalog
 from forge_kit.nn.modules import LayerNorm
 from forge_plugin_adamw import AdamW
+from forge_plugin_moe import ExpertChoice, MoE
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_parallel.memory_budget import MODES, Budget, _activations
 from forge_plugin_parallel.pp import splits_backward
@@ -253,3 +255,20 @@ def test_a_model_that_needs_values_is_named(monkeypatch):
     monkeypatch.setattr(LayerNorm, "forward", lambda self, x: forward(self, x) * x.max().item())
     with refuses("parallel.activation_checkpointing.mode"):
         built(automatic(), model=TinyModel())
+
+
+def test_experts_that_choose_among_all_positions_of_a_sequence_are_measured_under_cp():
+    """They look up the places of a rank's positions, which the measured batch therefore has."""
+    experts = evolve(MODEL, layers=2, ffn=MoE(experts=4, hidden=16, router=ExpertChoice()))
+    parallel = {"cp": ContextParallel(degree=2), **automatic()}
+    assert (
+        run_on_ranks(2, lambda rank: checkpointed(built(parallel, model=experts, precision="bf16")))
+        == [["none"] * 2] * 2
+    )
+
+
+@pytest.mark.parametrize("stage", [FSDP(reduce_every_micro_batch=True), PipelineParallel(degree=2)])
+def test_a_batch_smaller_than_its_ranks_is_one_problem_of_the_batch(stage):
+    wanted = job({"it": stage}, global_batch_size=2, micro_batch_size=0)
+    with refuses("train.global_batch_size", 2, 4):
+        load_job(dump_job(wanted, Catalog.installed()), world_size=4 * getattr(stage, "degree", 1))

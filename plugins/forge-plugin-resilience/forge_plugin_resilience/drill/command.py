@@ -63,7 +63,8 @@ def command(argv: list[str]) -> int:
                 screen.result(results[-1])
             finished = True
         finally:
-            failed = finished and not all(result.held for result in results)  # a drill that is interrupted leaves no files
+            # Not of a drill that was interrupted, which leaves no files
+            failed = finished and not all(result.held for result in results)
             if others := folder.close(keep=options.keep or failed):
                 screen.say(f"files in {subject.folder} that the drill did not make were kept: {listed(others, 5)}")
     if options.json:

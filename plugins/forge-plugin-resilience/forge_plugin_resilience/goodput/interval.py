@@ -142,7 +142,8 @@ class Interval(TrainingHook):
             self._seconds = best_interval(blocked, mtbf, account.restart_s, longest)
             why = f"failures are expected every {duration(mtbf)}, and a restart takes {duration(account.restart_s)}"
         else:
-            self._seconds = max(10 * blocked, min(longest, blocked / float(self.overhead)))  # the bounds of `best_interval`
+            # Within the bounds of `best_interval`
+            self._seconds = max(10 * blocked, min(longest, blocked / float(self.overhead)))
             why = f"saves shall take {100 * float(self.overhead):g} % of the time"
         if abs(self._seconds - self._told) > NEWS * self._told:
             text = f"a checkpoint every {duration(self._seconds)}: a save keeps training waiting for"
