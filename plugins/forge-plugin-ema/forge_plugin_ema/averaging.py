@@ -30,6 +30,7 @@ def with_average(optimizer: torch.optim.Optimizer, ema: EMA) -> torch.optim.Opti
     if isinstance(optimizer, HasEvaluationWeights):
         name = type(optimizer).__name__
         raise ForgeError(f"plugins.ema: {name} has its own weights for evaluation; leave out one of the two")
+    # Not an object around it: schedules, hooks and checkpoints use its own groups and state
     kind: Any = type(optimizer)
     optimizer.__class__ = type(f"Averaged{kind.__name__}", (Averaging, kind), {"ema": ema})
     return optimizer
@@ -42,6 +43,7 @@ class Averaging(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+        """Step, then move each average by 1 - decay towards its parameter, unless `found_inf` prevents the update."""
         averages = self._averages
         # Before the step, so that an average starts from the initial weights; a parameter may have been frozen so far.
         for group in self.param_groups:
@@ -64,17 +66,21 @@ class Averaging(torch.optim.Optimizer):
     def eval(self) -> None:
         """Swap parameters and averages, in place."""
         for parameter, average in self._averages.items():
+            # One at a time, so that memory for a single parameter suffices
             weights = parameter.detach().clone()
             parameter.copy_(average)
             average.copy_(weights)
 
     def train(self) -> None:
+        """Swaps them again: an exchange brings the trained weights back to the bit."""
         self.eval()
 
     def evaluation_weights(self) -> dict[Tensor, Tensor]:
+        """Returns the averages: of parameters that trained in at least one step so far."""
         return dict(self._averages)
 
     def load_evaluation_weights(self, weights: Mapping[Tensor, Tensor]) -> None:
+        """Takes averages from a checkpoint; `step` begins one for each parameter that has none there."""
         self._averages.update(weights)
 
     @property

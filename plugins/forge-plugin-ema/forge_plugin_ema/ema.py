@@ -34,6 +34,7 @@ class EMA(Plugin):
 
     @hookimpl
     def forge_validate_job(self, job: Job) -> Iterable[Problem]:
+        """Refuses parameters in bf16, and optimizers that have weights for evaluation already."""
         if job.optimizer.parameter_dtype == "bf16":
             reason = "an average of parameters in bf16 would be kept in bf16, where its small changes are lost"
             yield Problem("plugins.ema", f"{reason}; keep parameters in float32, or leave the plugin out")
@@ -43,6 +44,7 @@ class EMA(Plugin):
 
     @hookimpl(wrapper=True)
     def forge_build_optimizer(self) -> Generator[None, torch.optim.Optimizer, torch.optim.Optimizer]:
+        """Lets the optimizer be built by its own component, and makes it average (`with_average`)."""
         from forge_plugin_ema.averaging import with_average
 
         optimizer = yield

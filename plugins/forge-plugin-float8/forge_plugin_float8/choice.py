@@ -72,6 +72,7 @@ def _part_problems(model: Model, changed: Sequence[str], ranks: int) -> Iterator
     for name in changed:
         way = next((way for pattern, way in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if way in ("column", "row"):
+            # The weight is (out, in): `column` divides its rows, `row` its columns
             size = model.get_parameter(f"{name}.weight").shape[way == "row"]
             if size % (MULTIPLE * ranks):
                 sizes.setdefault((size, "columns" if way == "row" else "rows"), []).append(name)
@@ -98,6 +99,7 @@ def short(names: Sequence[str]) -> str:
     """Join names that differ in their first number only: `layers.0-3,5.ffn.up`."""
     numbers: dict[tuple[str, str], list[int]] = {}
     for name in names:
+        # The pattern has a group: the parts are before, number, after; without a number, before alone
         before, *rest = NUMBER.split(name, maxsplit=1)
         numbers.setdefault((before, "".join(rest[1:])), []).extend(int(number) for number in rest[:1])
     return ", ".join(f"{before}{_ranges(indices)}{after}" for (before, after), indices in numbers.items())

@@ -55,9 +55,12 @@ class Float8(ParallelComponent):
     """Whether `fsdp` gathers weights in float8, which halves its communication. Needs GPUs and `tensorwise`."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the precision, the tokens of a micro-batch, over which gradients of weights sum, and `all_gather`."""
         if job.train.precision == "fp64":
             yield Problem("", 'has no use for train.precision = "fp64": take "bf16" or "fp32", or leave the stage out')
+        # Rows of the products on one rank: `cp` leaves it a part of each sequence
         tokens = micro_batches(job, layout)[1] * job.train.seq_len // layout.cp
+        # That recipe computes gradients of weights in the compute precision, which takes any number of tokens
         if tokens % MULTIPLE and self.recipe != "rowwise_with_gw_hp":
             message = (
                 f"a rank has {tokens} tokens a micro-batch, and gradients of weights sum over a multiple of {MULTIPLE}"
@@ -77,11 +80,13 @@ class Float8(ParallelComponent):
             yield Problem("all_gather", NO_GLOO)
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Checks `exclude`, that a layer is left to convert, and sizes of parts under tensor parallelism."""
         from forge_plugin_float8.choice import model_problems
 
         return model_problems(model, self.exclude, layout)
 
     def build(self, context: BuildContext) -> ParallelStage:
+        """Imports torchao only here: a job is checked without it."""
         from forge_plugin_float8.stage import Float8Stage
 
         return Float8Stage(self, context)

@@ -60,6 +60,7 @@ def multiply_in_float8(layer: nn.Module, config: Float8LinearConfig) -> None:
     layer.__class__ = _derived(base)
 
 
+# One class for each base: with a class for each layer, equal blocks would be compiled separately
 @cache
 def _derived(base: Any) -> Any:
     return type(base.__name__, (Float8Linear, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
@@ -84,6 +85,7 @@ class Product(torch.autograd.Function):
         inputs: ProcessGroup | None,
         outputs: ProcessGroup | None,
     ) -> Tensor:
+        """(M, k) and (k, n) -> (M, n). `inputs` and `outputs`: ranks that divide K and N; None: they are whole."""
         ctx.save_for_backward(x_MK, weight_KN)
         ctx.config, ctx.inputs, ctx.outputs = config, inputs, outputs
         # A scale spans the dimension that the product sums over: K here, N for the inputs' gradient, M for the weights'
@@ -94,6 +96,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """(M, n) -> gradients of x (M, k) and of the weight (k, n); None where not needed."""
         x_MK, weight_KN = ctx.saved_tensors
         c, role = ctx.config, GemmInputRole
         grad_x_MK = grad_weight_KN = None
@@ -143,6 +146,7 @@ def _largest(amax: Tensor, groups: Iterable[ProcessGroup | None]) -> Tensor:
 def multiplication(config: Float8LinearConfig) -> LinearMMConfig:
     """Settings of the three products, in the form that torchao's tensors carry."""
     products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    # The last two: results are not in float8, and sizes are multiples of 16 already, so nothing is padded
     return LinearMMConfig(
         *(ScaledMMConfig(config.emulate, product.use_fast_accum, False, False) for product in products)
     )

@@ -131,6 +131,7 @@ class Audit:
             [PartOfRank(changed[n], n in nonzero, nonzero.get(n, False), rates[n]) for n in names if n in rates]
             for names in self.parts.values()
         ]
+        # One message for all parts of the stage
         everywhere = gather_objects([_together(facts) for facts in own])
         together = [_together(facts) for facts in zip(*everywhere, strict=True)]
         return {part: facts for part, facts in zip(self.parts, together, strict=True) if not facts.changed}
@@ -184,6 +185,7 @@ def digest(tensor: Tensor) -> Tensor:
     for chunk in bits.split(CHUNK):
         wide = chunk.long()
         mixed = wide ^ (wide >> 29)  # or else the signs of two float64, 2**63 each, would cancel
+        # The factor distinguishes chunks that have changed places
         total = total * 31 + (mixed * factors[: len(chunk)]).sum()
     return total
 

@@ -78,6 +78,7 @@ class Freeze(Plugin):
     # --- the job ---------------------------------------------------------------------------------------------------
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the lengths of the stages: only the last may have none, and all must fit into `train.steps`."""
         *earlier, last = self.stages
         for number, stage in enumerate(earlier):
             if stage.steps is None:
@@ -97,6 +98,7 @@ class Freeze(Plugin):
     # Outside of the wrappers of other plugins: adapters that they add have names too.
     @hookimpl(wrapper=True, tryfirst=True)
     def forge_build_model(self, component: ModelComponent, context: BuildContext) -> Generator[None, Model, Model]:
+        """Selects the parameters of the whole model, and freezes it as in the stage that trains most."""
         model = yield
         if component is context.job.model:  # and not a model inside of it
             self._select(model)
@@ -115,6 +117,7 @@ class Freeze(Plugin):
         let_heads_train_alone(model)
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """One hook, which switches between the stages and checks that they change what they train."""
         from forge_plugin_freeze.hook import StagedFreezing
 
         return [StagedFreezing(freeze=self)]

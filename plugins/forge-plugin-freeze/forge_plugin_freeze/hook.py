@@ -27,6 +27,7 @@ class StagedFreezing(TrainingHook):
         self._audit: Audit | None = None
 
     def on_step_begin(self, context: StepContext) -> None:
+        """Switches before the first step of a stage, and of this process, which may have resumed within one."""
         number = self.freeze.stage_of(context.step)
         if number != self._stage:
             self._stage = number
@@ -34,10 +35,12 @@ class StagedFreezing(TrainingHook):
             self._audit = self._new_audit(context)
 
     def on_gradients(self, context: StepContext) -> None:
+        """Notes the gradients before the update, after which they are gone."""
         if self._audit is not None and self._audit.is_due(context.step):
             self._audit.note_gradients()
 
     def on_step_end(self, context: StepContext) -> None:
+        """Checks the weights. Which steps are checked follows from the step, so all ranks join the collectives."""
         if self._audit is not None and self._audit.is_due(context.step):
             self._audit.look(context)
             if self._audit.done:

@@ -84,6 +84,7 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _names(model: Model) -> Mapping[str, Sequence[str]]:
+    # `named_parameters` lists a tied parameter under its first name alone, and patterns may match any of them
     others = ties(model)
     return {
         name: (name, *(other for other, first in others.items() if first == name))

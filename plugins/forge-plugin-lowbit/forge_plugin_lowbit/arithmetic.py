@@ -53,6 +53,8 @@ def adamw(
         beta2: decay of `square`.
         eps: added to the root of `square`.
     """
+    # No AMSGrad (None), decoupled weight decay (True), and no stochastic rounding by torchao (False), whose random bits
+    # would depend on the layout
     single_param_adam(
         parameter, gradient, step, average, square, None, lr, beta1, beta2, weight_decay, eps, True, False
     )

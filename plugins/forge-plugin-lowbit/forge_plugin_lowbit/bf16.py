@@ -57,15 +57,19 @@ class BF16Moments:
         self._stochastic = stochastic
 
     def empty(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Both moments like the parameter in shape and layout, in bfloat16."""
         return {slot: contiguous_like(parameter, torch.bfloat16) for slot in MOMENTS}
 
     def update(self, parameter: Tensor) -> Callable[..., None]:
+        """Returns `adamw_stochastic`, or torchao's update, whose copies into bfloat16 round to the nearest."""
         return adamw_stochastic if self._stochastic else adamw
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """Flat: elements do not depend on each other, so that one kernel serves parameters of all shapes."""
         return (-1,)
 
     def inputs(self, parameter: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """Both moments, flat; for stochastic rounding also key and place of the random bits."""
         moments = tuple(state[slot].view(-1) for slot in MOMENTS)
         if not self._stochastic:
             return moments

@@ -42,11 +42,13 @@ class Blocks:
 
     def shrunk(self, shape: Sequence[int], factor: int) -> tuple[int, ...]:
         """Shape of a tensor with one number for `factor` elements of a parameter (…, rows, columns) or a part of it."""
+        # In units of `self.rows` rows: a block, or a code, may span several of them
         *others, rows, columns = shape
         return *others, rows // self.rows, columns * self.rows // factor
 
     def cuts_none(self, offsets: Sequence[int], sizes: Sequence[int], columns: int) -> bool:
         """Whether a part of a parameter with `columns` columns consists of whole blocks."""
+        # Blocks that span rows need all columns
         if self.rows > 1 and sizes[-1] != columns:
             return False
         unit = self.size if self.rows == 1 else columns
@@ -99,6 +101,7 @@ def cut_problem(blocks: Mapping[Tensor, Blocks], names: Mapping[Tensor, str], pa
     more = f", and so with {len(cut) - 1} more" if len(cut) > 1 else ""
     message = f"a rank has {part}, which is not made of whole blocks of {size} elements{more}"
     hint = "add such parameters to optimizer.exclude"
+    # The first of these is the largest that all parameters allow
     for smaller in (size >> shift for shift in range(1, size.bit_length()) if size >> shift >= SMALLEST):
         if not any(_cut(parameter, Blocks.of(parameter.shape, smaller), parts) for parameter, _ in cut):
             hint = f"set it to {smaller}, or {hint}"
@@ -125,6 +128,7 @@ def sharded_parts(ranks: int) -> Parts:
 
     def parts(parameter: Tensor) -> Iterator[Box]:
         rows, *others = parameter.shape
+        # As `torch.chunk` divides: the last ranks may have fewer rows, or none
         share = -(-rows // ranks)
         for start in range(0, rows, share):
             yield slice(start, min(rows, start + share)), *(slice(0, size) for size in others)
@@ -139,6 +143,7 @@ def split_like(parameter: Tensor, blocks: Blocks, factor: int, dtype: torch.dtyp
         return torch.empty(shape, dtype=dtype, device=parameter.device)
     own = parameter.to_local()
     memory = torch.empty(blocks.shrunk(own.shape, factor), dtype=dtype, device=own.device)
+    # Shape and stride are given, as DTensor would infer them from equal parts; a check would be a collective
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         memory, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride

@@ -59,6 +59,7 @@ def _write_8(elements: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> 
 
 
 def _read_4(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+    # The upper half of a code is the first element of the pair, as torchao packs them
     apart = torch.stack([codes >> 4, codes & 0b1111], dim=-1).flatten(1)
     return quant_utils.dequant_with_qmap(apart, table, scales)
 

@@ -75,6 +75,7 @@ class _QuantisedAdamW(_LowBitAdamW):
             return
         names: dict[Tensor, str] = {item.parameter: item.name for item in NamedParameters.of(model)}
         blocks = quantised_blocks(names, self.block_size, self.min_size, self.exclude)
+        # `cp` ranks hold the same parameters, over which `fsdp` shards too
         problem = cut_problem(blocks, names, sharded_parts(layout.shard * layout.cp))
         if problem is not None:
             yield problem
@@ -101,6 +102,7 @@ class AdamW8bit(_QuantisedAdamW):
     """
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        """Codes of one byte, for the average of squares into a table without negative values."""
         from forge_plugin_lowbit.formats import EIGHT_BIT
 
         return self.over(EIGHT_BIT, context, parameters)
@@ -119,6 +121,7 @@ class AdamW4bit(_QuantisedAdamW):
     """Elements that share a scale; a power of two."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        """Codes of half a byte, for the average of squares into a linear table without zero."""
         from forge_plugin_lowbit.formats import FOUR_BIT
 
         return self.over(FOUR_BIT, context, parameters)
@@ -132,6 +135,7 @@ class AdamWFloat8(_QuantisedAdamW):
     """
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        """Elements in float8 and a scale for each block; there is no table."""
         from forge_plugin_lowbit.formats import FLOAT8
 
         return self.over(FLOAT8, context, parameters)
@@ -153,6 +157,7 @@ class AdamWBF16(_LowBitAdamW):
     change where the change is below 1/512 of it, as it is with `betas[1]` above 0.998."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        """Moments of every parameter are in bfloat16, whatever its shape: there are no blocks that ranks could cut."""
         from forge_plugin_lowbit.bf16 import BF16AdamW
 
         groups = parameters.groups(self.weight_decay)

@@ -98,21 +98,26 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _step(self, parameter: Tensor, settings: Sequence[Any]) -> None:
         state = self.state[parameter]
         if not state:
+            # On the CPU, where it is read in each update without waiting for the device
             state[STEP] = torch.tensor(0.0)
             state |= {slot: tensor.zero_() for slot, tensor in self._moments.empty(parameter).items()}
+        # Also without elements: the ranks of a parameter agree on its number of updates
         state[STEP] += 1
         own = local_part(parameter.detach())
         if not own.numel():
             return
         parts = {slot: local_part(tensor) for slot, tensor in state.items()}
         shape = self._moments.shape(parameter)
+        # `contiguous` copies where it must; the result is then copied back at the end
         weights, gradient = own.contiguous().view(shape), local_part(parameter.grad).reshape(shape)
         function, inputs = self._moments.update(parameter), self._moments.inputs(parameter, parts)
         if own.dtype == torch.bfloat16:
             function = self._rounded.setdefault(function, rounded(function))
             inputs = (*self._rounding.of(parameter, parts[STEP], "parameters"), *inputs)
+        # A plan computes with fake tensors, for which a kernel would be compiled in vain
         if self._compile and not isinstance(own, FakeTensor):
             if function not in self._compiled:
+                # fullgraph: an error, and not a slow optimizer, if the update cannot be compiled as a whole
                 self._compiled[function] = torch.compile(function, fullgraph=True)
             function = self._compiled[function]
             _for_any_length(weights, gradient, *inputs)
@@ -122,6 +127,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `forge_core.contracts.optimizer.PlacesState`."""
+        # Allocated as a fresh optimizer would, so that shapes are compared with what this job's settings need
         known = {STEP: torch.tensor(0.0), **self._moments.empty(parameter)}
         memory = known.get(slot)
         if memory is None or (memory.shape, memory.dtype) != (size, dtype):

@@ -88,6 +88,7 @@ class QuantisedMoments:
         self._quantised = _over(format)
 
     def empty(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Codes and scales on the ranks that hold their blocks, or two float32 tensors like the parameter."""
         blocks = self._blocks.get(parameter)
         if blocks is None:
             return {slot: contiguous_like(parameter, torch.float32) for slot in MOMENTS}
@@ -96,12 +97,15 @@ class QuantisedMoments:
         return codes | scales
 
     def update(self, parameter: Tensor) -> Callable[..., None]:
+        """Returns one function for all quantised parameters, and torchao's update for the others."""
         return self._quantised if parameter in self._blocks else adamw
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """(blocks, size of a block), or flat for a parameter whose moments are float32."""
         return (-1, self._blocks[parameter].size) if parameter in self._blocks else (-1,)
 
     def inputs(self, parameter: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """Codes (blocks, codes of a block) and scales (blocks,) of each moment, and the tables; or flat moments."""
         if parameter not in self._blocks:
             return tuple(state[slot].view(-1) for slot in MOMENTS)
         codes = self._blocks[parameter].size // self._format.packed
@@ -137,6 +141,7 @@ def _over(format: Format) -> Callable[..., None]:
 def _check_globs(globs: Sequence[str], names: list[str], mesh: DeviceMesh | None) -> None:
     pipeline = pipeline_group(mesh)
     if pipeline is not None:
+        # A glob may be for parameters of other pipeline ranks
         names = [name for part in gather_objects(names, pipeline) for name in part]
     problems = [
         Problem(f"optimizer.exclude.{number}", f"{glob!r} fits no parameter{did_you_mean(glob, names)}")

@@ -46,10 +46,13 @@ class Rounding:
 
     def of(self, parameter: Tensor, step: Tensor, purpose: str) -> tuple[Tensor, Tensor]:
         """Returns key and place for `random_bits`. Each `purpose` has different bits."""
+        # `step` is on the CPU, so this does not wait for the device
         number = 0 if isinstance(step, FakeTensor) else int(step)
         text = f"{self._seed}:{purpose}:{number}:{self._names[parameter]}"
+        # Not `hash`, which Python seeds differently in each process
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         halves = [int.from_bytes(half, "little") for half in (digest[:4], digest[4:])]
+        # A tensor, as a kernel would be compiled again for each number
         return torch.tensor(halves).to(parameter.device, non_blocking=True), self._places[parameter]
 
 
@@ -82,6 +85,7 @@ def random_bits(place: Tensor, key: Tensor, count: int) -> Tensor:
         number = number + (left % inner + first) * stride
         left = left // inner
     number = number + (left + place[0, 0]) * place[0, 2]
+    # With the upper half of the index: a stack of experts may have more than 2^32 elements
     return _mix(_mix((number & WORD) ^ key[0]) ^ (number >> 32) ^ key[1])
 
 
@@ -100,6 +104,8 @@ def round_with(x: Tensor, bits: Tensor) -> Tensor:
         x: float32.
         bits: 16 random bits for each element.
     """
+    # bfloat16 is the upper half of float32; a carry out of the lower half rounds away from zero
     words = x.view(torch.int32)
     rounded = ((words + bits.to(torch.int32)) & -0x10000).view(torch.float32)
+    # The sum of the bits of infinity and others would be NaN
     return torch.where(torch.isfinite(x), rounded, x).bfloat16()

@@ -71,6 +71,7 @@ class MLflowLogger:
         self._outbox = Outbox(run.folder / UNSENT, self._deliver, BATCH, f"MLflow at {uri}", keep)
 
     def log(self, record: Mapping[str, Any]) -> None:
+        """Puts the numbers of a line into the outbox, and counts of layers as a file; never waits for the server."""
         if not is_sent(record, self._component.interval):
             return
         step, at = record["step"], int(1000 * record.get("time", time.time()))
@@ -91,9 +92,11 @@ class MLflowLogger:
         self._outbox.save()
 
     def end(self, code: int, reason: str) -> None:
+        """Keeps status and reason for `close`, which delivers them after everything else."""
         self._status, self._reason = STATUS.get(ExitCode(code), "FAILED"), reason
 
     def close(self) -> None:
+        """Delivers the end of the run last. What the server does not take in `timeout_s` stays in the run folder."""
         self._outbox.put({"status": self._status, "reason": self._reason})
         if left := self._outbox.close(self._component.timeout_s):
             message = f"MLflow did not take everything: {left} deliveries are in {self._tracked.folder / UNSENT}"

@@ -40,6 +40,7 @@ class MLflow(TrackerComponent):
     """Longest wait for the server, at the start, where it then is an error, and at the end, where it is a warning."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the packages are installed that MLflow needs for a database file."""
         if self.uri(job.job.output).startswith("sqlite:") and not (find_spec("sqlalchemy") and find_spec("alembic")):
             message = 'a SQLite file needs SQLAlchemy: pip install "forge-plugin-mlflow[sqlite]"'
             yield Problem("tracking_uri", f"{message}, or give the address of a server")
@@ -50,6 +51,7 @@ class MLflow(TrackerComponent):
         return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default
 
     def build(self, context: BuildContext) -> Logger:
+        """Imports MLflow only here: a job is checked without it."""
         from forge_plugin_mlflow.logger import MLflowLogger
 
         return MLflowLogger(self, context)

@@ -47,6 +47,7 @@ class Outbox:
         self._thread.start()
 
     def put(self, item: Item) -> None:
+        """Append an item and wake the thread; does not wait for the delivery."""
         with self._changed:
             self._waiting.append(item)
             self._changed.notify_all()
@@ -65,6 +66,7 @@ class Outbox:
         with self._changed:
             self._ends_at = time.monotonic() + patience_s
             self._changed.notify_all()
+        # A call that still waits for the server is abandoned: its items are saved, and may so be delivered twice
         self._thread.join(patience_s)
         self.save()
         return len(self._waiting)
@@ -74,8 +76,9 @@ class Outbox:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._ends_at is not None)
+                # Left in the queue until they are delivered: `save` must include the ones on their way
                 items = [self._waiting[i] for i in range(min(self._batch, len(self._waiting)))]
-            if not items:
+            if not items:  # `close` was called, and nothing is left
                 return
             try:
                 self._deliver(items)

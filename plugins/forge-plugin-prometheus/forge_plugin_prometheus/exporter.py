@@ -37,6 +37,7 @@ class GrownNumber(Collector):
         self._name, self._text, self._labels, self.value = name, text, labels, 0.0
 
     def collect(self) -> Iterable[Metric]:
+        """Yields the present value; called for each scrape, in a thread of the server, and for the textfile."""
         family = CounterMetricFamily(self._name, self._text, labels=[*self._labels])
         family.add_metric([*self._labels.values()], self.value)
         yield family
@@ -48,6 +49,7 @@ class PrometheusLogger:
     def __init__(self, component: Prometheus, run: str, folder: Path) -> None:
         self._component, self._folder = component, folder
         self._labels = {"run": run, **component.labels}
+        # Not the library's global one, which adds figures of the process and keeps gauges of an earlier run
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, GrownNumber] = {}
@@ -68,6 +70,7 @@ class PrometheusLogger:
                 advice = "set another port (0: any free one), or host"
                 raise ForgeError(f"{where} cannot be listened on: {error.strerror or error}; {advice}") from error
             host, port = self._server[0].server_address[:2]
+            # With port 0 the address is known from here on only
             (self._folder / PLACE).write_text(json.dumps({"url": f"http://{host!s}:{port}/metrics"}) + "\n")
         try:
             self._write()
@@ -97,14 +100,17 @@ class PrometheusLogger:
         self._write()
 
     def close(self) -> None:
+        """Stops the endpoint and removes the file with its address; the textfile stays."""
         if self._server is not None:
             server, thread = self._server
+            # First, as it waits for the loop that uses the socket
             server.shutdown()
             server.server_close()
             thread.join()
             (self._folder / PLACE).unlink(missing_ok=True)
 
     def _state(self, state: str) -> None:
+        # All of them, so that the previous state becomes 0 instead of staying at 1
         for name in STATES:
             self._set("forge_run_state", name == state, "1 for the state in which the run is", state=name)
 
@@ -128,6 +134,7 @@ class PrometheusLogger:
 
     def _set(self, name: str, value: float, text: str, **labels: str) -> None:
         if name not in self._gauges:
+            # At its first value: lines alone show which numbers a run has
             self._gauges[name] = Gauge(name, text, [*self._labels, *labels], registry=self._registry)
         self._gauges[name].labels(**self._labels, **labels).set(value)
 

@@ -43,6 +43,7 @@ class Prometheus(LoggerComponent):
     """Further labels of every number, for example `{ cluster = "a" }`."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the numbers are shown somewhere, and names of the textfile and of labels."""
         if not self.host and not self.textfile:
             yield Problem("host", "neither an endpoint nor a textfile: set host, or textfile")
         if self.textfile and not self.textfile.endswith(".prom"):
@@ -57,6 +58,7 @@ class Prometheus(LoggerComponent):
                 yield Problem(f"labels.{name}", f"{name!r} must be a word of letters, digits and _{own}")
 
     def build(self, context: BuildContext) -> Logger:
+        """Imports Prometheus' library only here: a job is checked without it."""
         from forge_plugin_prometheus.exporter import PrometheusLogger
 
         assert context.folder is not None

@@ -30,7 +30,8 @@ class ExactModes(torch.optim.Optimizer):
 
     @torch.no_grad()
     def eval(self) -> None:
-        if self._trained:
+        """Stores y and puts x in its place. Without effect in evaluation mode."""
+        if self._trained:  # parameters are x already
             return
         for parameter, average in self._averages():
             self._trained[parameter] = parameter.detach().clone()
@@ -38,11 +39,13 @@ class ExactModes(torch.optim.Optimizer):
 
     @torch.no_grad()
     def train(self) -> None:
+        """Puts back y as it was stored, to the bit. Without effect in training mode."""
         for parameter, trained in self._trained.items():
             parameter.copy_(trained)
         self._trained.clear()
 
     def evaluation_weights(self) -> dict[Tensor, Tensor]:
+        """Computes x of the parameters that have been stepped; in training mode only, when parameters are y."""
         return dict(self._averages())
 
     def load_evaluation_weights(self, weights: Mapping[Tensor, Tensor]) -> None:
@@ -54,8 +57,10 @@ class ExactModes(torch.optim.Optimizer):
         for group in self.param_groups:
             beta = group["betas"][0] if "betas" in group else group["momentum"]
             for parameter in group["params"]:
+                # `in` first: the state is a defaultdict, in which a look-up would leave an empty entry
                 z = self.state[parameter].get("z") if parameter in self.state else None
                 if z is not None:
+                    # From y = β x + (1 - β) z
                     yield parameter, torch.lerp(parameter.detach(), z, 1 - 1 / beta)
 
 

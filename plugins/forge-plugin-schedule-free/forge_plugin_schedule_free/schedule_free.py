@@ -62,11 +62,13 @@ class ScheduleFreeAdamW(ScheduleFree):
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Points at `betas` where the average of squared gradients spans much of the run."""
         steps, kept = context.job.train.steps, self.betas[1]
+        # An average of decay β spans about 1 / (1 - β) steps
         if steps * (1 - kept) < SPANS and kept > SHORT[1]:
             span = f"the second averages over {1 / (1 - kept):,.0f} steps, and the run has {steps:,}"
             yield "betas", f"{list(self.betas)}", f"{span}; in short runs {list(SHORT)} was better"
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        """Norms, biases and embeddings are a group without weight decay (`NamedParameters.groups`)."""
         from forge_plugin_schedule_free.optimizer import AdamWScheduleFree
 
         return AdamWScheduleFree(
@@ -96,6 +98,7 @@ class ScheduleFreeSGD(ScheduleFree):
     """Interpolation of the weights between z and the average (y)."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        """Groups as in `schedule_free_adamw`; `momentum` has the role of `betas[0]`."""
         from forge_plugin_schedule_free.optimizer import SGDScheduleFree
 
         return SGDScheduleFree(

@@ -29,6 +29,7 @@ class Cosine(DecayComponent):
     """Half a cosine from the base rate down to the floor (Loshchilov and Hutter 2017, without restarts)."""
 
     def shape(self, progress: float) -> float:
+        """(1 + cos(π progress)) / 2: equation 5 of the paper, for a single period."""
         return 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -37,6 +38,7 @@ class Linear(DecayComponent):
     """A straight line from the base rate down to the floor."""
 
     def shape(self, progress: float) -> float:
+        """Falls in equal steps: the last of n updates of the decay still has 1/n."""
         return 1 - progress
 
 
@@ -52,15 +54,18 @@ class InverseSqrt(WarmupComponent):
     """Updates after the warm-up in which the rate falls to 0.71 of its base value; 0: the length of the warm-up."""
 
     def build(self, context: BuildContext) -> Schedule:
+        """Returns sqrt(t / (t + n)) times the factor of the warm-up; the length of the run has no effect."""
         timescale = self.timescale or self.warmup_steps
 
         def schedule(step: int, _total: int) -> float:
+            # Updates count from 0: the last one of the warm-up has the base rate, and so after = 0
             after = max(0, step + 1 - self.warmup_steps)
             return warmup(step, self.warmup_steps) * math.sqrt(timescale / (timescale + after))
 
         return schedule
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that there is a timescale: with 0, and no warm-up to take it from, every factor would be 0."""
         yield from super().problems(job, layout)
         if not (self.timescale or self.warmup_steps):
             yield Problem("timescale", "is 0, and so is warmup_steps, which it stands for; give one of them")
@@ -71,6 +76,7 @@ class NoSchedule(SchedulerComponent):
     """The base rate from the first update to the last, for optimizers that schedule themselves."""
 
     def build(self, context: BuildContext) -> Schedule:
+        """Returns the constant 1, without the warm-up that `constant` has."""
         return lambda step, total: 1.0
 
 
@@ -94,10 +100,12 @@ class Sequential(SchedulerComponent):
     """The parts in order; each but the last sets `until`."""
 
     def build(self, context: BuildContext) -> Schedule:
+        """Builds each part through the context, and passes it steps and a length relative to its own beginning."""
         schedules: list[Schedule] = [context.build(part.schedule) for part in self.parts]
         ends = [part.until for part in self.parts if part.until is not None]
 
         def schedule(step: int, total: int) -> float:
+            # To the right: the update numbered `until` is the first one of the next part
             number = bisect_right(ends, step)
             start, end = ([0, *ends, total][place] for place in (number, number + 1))
             return self.parts[number].scale * schedules[number](step - start, end - start)
@@ -105,6 +113,7 @@ class Sequential(SchedulerComponent):
         return schedule
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the ends first: they determine the lengths for which the parts are then checked."""
         problems = list(self._problems_of_ends(job.train.steps))
         return problems or self._problems_of_parts(job, layout)
 
@@ -116,6 +125,7 @@ class Sequential(SchedulerComponent):
         if self.parts[-1].until is not None:
             yield Problem(last, f"is {self.parts[-1].until}, but the last part ends with the run; leave it out")
         ends = [(f"parts.{n}.until", part.until) for n, part in enumerate(self.parts[:-1]) if part.until is not None]
+        # From 0 on, so that the first part has an update too
         for (_, before), (path, until) in pairwise([("", 0), *ends]):
             if until <= before:
                 yield Problem(path, f"{until} must be more than {before}, where the part begins")
@@ -129,6 +139,7 @@ class Sequential(SchedulerComponent):
         ends = [0, *(part.until or job.train.steps for part in self.parts)]
         for number, (part, (start, end)) in enumerate(zip(self.parts, pairwise(ends), strict=True)):
             short = attrs.evolve(job, train=attrs.evolve(job.train, steps=end - start))
+            # Only if it has none in the whole run: one mistake would otherwise be reported twice
             if not list(part.schedule.problems(job, layout)):
                 for problem in part.schedule.problems(short, layout):
                     message = f"{problem.message} (in this part, which has {end - start} updates)"

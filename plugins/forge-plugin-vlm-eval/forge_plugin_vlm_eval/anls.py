@@ -24,6 +24,7 @@ class Anls(GeneratedAnswers):
     """Distance from which on an answer counts nothing."""
 
     def scores(self, said: Sequence[str], right: Sequence[Sequence[str]]) -> Mapping[str, float]:
+        """Mean over the questions of the largest similarity to a right answer, with its standard error."""
         values = [
             max(similarity(one, other, self.threshold) for other in every)
             for one, every in zip(said, right, strict=True)

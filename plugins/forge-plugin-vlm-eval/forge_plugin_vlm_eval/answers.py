@@ -55,6 +55,7 @@ def _of_batch(
     rows = [one.question.entries(questions.row(one)) for one in asked]
     entries = {name: tensor.to(context.build.device) for name, tensor in collate(rows).items()}
     prompts = [one.question.prompt.tolist() for one in asked]
+    # Temperature 0: the answers, and so the metrics, depend on the weights alone
     end, stop = tokenizer.end_of_text, stop_ids(tokenizer)
     return generate(context.model, prompts, max_tokens, end, Sampling(temperature=0), stop=stop, entries=entries)
 

@@ -36,6 +36,7 @@ class Captions(GeneratedAnswers):
     """Upper bound of the tokens of a caption."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the packages are installed, and Java where Stanford's tokenizer needs it."""
         yield from super().problems(job, layout)
         for package in ("pycocoevalcap", *(["nltk"] if self.words == "treebank" else [])):
             if find_spec(package) is None:
@@ -44,6 +45,7 @@ class Captions(GeneratedAnswers):
             yield Problem("words", "'ptb' runs Java, and there is no command java; install a JRE, or take 'treebank'")
 
     def scores(self, said: Sequence[str], right: Sequence[Sequence[str]]) -> Mapping[str, float]:
+        """Raises `JobError` for fewer than two captions."""
         if len(said) < 2:
             raise JobError(
                 "CIDEr weights words by how few captions have them, which one question does not tell; ask more"
@@ -56,6 +58,7 @@ def cider(said: Sequence[str], right: Sequence[Sequence[str]], words: Words) -> 
     from pycocoevalcap.cider.cider import Cider
 
     divide = {"treebank": treebank, "ptb": ptb}[words]
+    # All texts in one call: `ptb` starts Java for each
     texts = iter(divide([text for one, every in zip(said, right, strict=True) for text in (one, *every)]))
     captions, references = dict[int, list[str]](), dict[int, list[str]]()
     for number, every in enumerate(right):

@@ -54,6 +54,7 @@ class ChoiceRows:
         tokens = np.concatenate([prompt, choice.tokens])
         ids = np.full(self.length, self.padding, np.int64)
         labels = np.full(self.length, IGNORED_LABEL, np.int64)
+        # Labels are shifted: the last position of the prompt predicts the first token of the choice
         ids[: choice.positions] = tokens[:-1]
         labels[len(prompt) - 1 : choice.positions] = choice.tokens
         images = self._images(choice.asked)  # type: ignore[operator]

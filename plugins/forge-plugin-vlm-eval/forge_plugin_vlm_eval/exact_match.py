@@ -36,17 +36,20 @@ class ExactMatch(GeneratedAnswers):
     answers but one, as in VQA, whose `references` are the answers of ten people."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that there are several people's answers for VQA's agreement."""
         yield from super().problems(job, layout)
         if self.agreement == "vqa" and not self.references:
             yield Problem("agreement", "'vqa' counts the answers of several people; set references to their key")
 
     def check(self, asked: Asked) -> None:
+        """Refuses records with too few answers for VQA's agreement."""
         count = len(self.right(asked))
         if self.agreement == "vqa" and count < PEOPLE:
             message = f"{asked.place}: {self.references!r} has {count} answers, and with fewer than {PEOPLE} no answer"
             raise DataError(f'{message} is worth 1 under agreement = "vqa"; set it to "any"')
 
     def scores(self, said: Sequence[str], right: Sequence[Sequence[str]]) -> Mapping[str, float]:
+        """Share of answers equal to a right one, or mean of VQA's accuracy, with its standard error."""
         normalise = normaliser(self.normalise)
         pairs = [(normalise(one), list(map(normalise, every))) for one, every in zip(said, right, strict=True)]
         if self.agreement == "vqa":

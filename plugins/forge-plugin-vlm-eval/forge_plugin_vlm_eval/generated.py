@@ -31,14 +31,17 @@ class GeneratedAnswers(ImageQuestions):
 
     @property
     def record_keys(self) -> Mapping[str, str]:
+        """`references`, whose value is a text or a list of texts."""
         return {"references": self.references}
 
     def check_model(self, model: Model, layout: Layout) -> None:
+        """Checks that the model generates, and that the ranks of its layout can do so together."""
         from forge_plugin_vlm_eval.answers import check_generates
 
         check_generates(model, layout)
 
     def check(self, asked: Asked) -> None:
+        """Reads the right answers, so that a record without them is found with the questions."""
         self.right(asked)
 
     def right(self, asked: Asked) -> list[str]:
@@ -52,6 +55,7 @@ class GeneratedAnswers(ImageQuestions):
         return list(texts)
 
     def measure(self, questions: Questions, context: EvaluationContext) -> Mapping[str, float]:
+        """Generates an answer to each question and compares it with the right ones. Collective."""
         from forge_plugin_vlm_eval.answers import generated
 
         said = generated(context, questions, self.max_tokens)
@@ -69,5 +73,6 @@ def mean_and_error(name: str, values: Sequence[float]) -> Iterator[tuple[str, fl
     mean = sum(values) / len(values)
     yield name, mean
     if len(values) > 1:
+        # Divided by n - 1, since the mean is estimated from the same values
         variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
         yield f"{name}_stderr", math.sqrt(variance / len(values))

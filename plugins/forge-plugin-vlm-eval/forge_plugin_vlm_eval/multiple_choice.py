@@ -46,14 +46,17 @@ class MultipleChoice(ImageQuestions):
 
     @property
     def record_keys(self) -> Mapping[str, str]:
+        """`options`, unless it lists the choices themselves, and `answer`."""
         return {"options": self.options if isinstance(self.options, str) else "", "answer": self.answer}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks choices that the job lists; choices of records are checked with their questions."""
         yield from super().problems(job, layout)
         if not isinstance(self.options, str) and (message := _fault(self.options)):
             yield Problem("options", message)
 
     def check(self, asked: Asked) -> None:
+        """Reads the choices and the right one, so that a faulty record is found with the questions."""
         self.item(asked)
 
     def item(self, asked: Asked) -> Item:
@@ -73,6 +76,7 @@ class MultipleChoice(ImageQuestions):
         return Item("", tuple(choices), answer)
 
     def measure(self, questions: Questions, context: EvaluationContext) -> Mapping[str, float]:
+        """Computes the log-probability of each choice, as a row with image, question and choice. Collective."""
         from forge_plugin_evaluate.tasks.measuring import log_probabilities
         from forge_plugin_evaluate.tasks.rows import row_length
         from forge_plugin_evaluate.tasks.scores import metrics_of

@@ -12,6 +12,7 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 NUMBERS = {"none": "0", **{word: str(number) for number, word in enumerate(DIGITS)}}
 ARTICLES = {"a", "an", "the"}
 SIGNS = ';/[]"{}()=+\\_-><@`,?!'
+# As VQA's script (vqaEval.py) has it: its look-behind for digits has a typo, and excludes nothing
 PERIOD = re.compile(r"\.(?!\d)")
 THOUSANDS = re.compile(r"(?<=\d),+(?=\d)")
 CONTRACTIONS = (
@@ -50,6 +51,7 @@ def vqa(text: str) -> str:
     text = text.replace("\n", " ").replace("\t", " ").strip()
     bare, has_thousands = text, THOUSANDS.search(text) is not None
     for sign in SIGNS:
+        # Looked for in the text before any replacement, as VQA's script does
         beside_space = f"{sign} " in text or f" {sign}" in text
         bare = bare.replace(sign, "" if beside_space or has_thousands else " ")
     words = (NUMBERS.get(word, word) for word in PERIOD.sub("", bare).lower().split())

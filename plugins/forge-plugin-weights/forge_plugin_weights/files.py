@@ -426,7 +426,7 @@ def extent(tensor: Tensor) -> int:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits, NaN included."""
+    """Whether two tensors have the same bits, NaN included; 0.0 and -0.0 count as the same."""
     # By value first, which makes no copies; NaN does not equal itself, and needs the bits.
     if torch.equal(one, other):
         return True

@@ -222,9 +222,9 @@ def _hand_over(tensor: Tensor, target: Target, name: str, use: Use, first: bool)
             continue
         # This rank's rows are spread over theirs: whole slices are gathered, which the mesh's first rank writes.
         if not piece.in_rows and isinstance(tensor, DTensor):
-            first = not any(tensor.device_mesh.get_coordinate() or ())
+            is_first_of_mesh = not any(tensor.device_mesh.get_coordinate() or ())
             for whole, offsets in _gathered(tensor):
-                if first:
+                if is_first_of_mesh:
                     use(piece, whole.cpu(), offsets)
             continue
         part = OwnTensor.of(tensor)

@@ -294,7 +294,7 @@ class TieredStorage(SpreadStorage):
         try:
             self._save_durably(step)
         except Exception as error:
-            self._fault = str(error)  # raised by the next `begin`, in the main thread
+            self._fault = str(error)  # reported by the next `begin`: nothing waits for this thread until then
 
     def _save_durably(self, step: int) -> None:
         manifest = _read(self._staged) if self._rank == 0 else {"files": {}}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from string import ascii_lowercase
 
 from attrs import field, frozen
-from attrs.validators import and_, deep_iterable, ge, gt, min_len
+from attrs.validators import and_, deep_iterable, ge, gt, le, min_len
 
 from forge_plugin_evaluate.tasks.kinds import Item, TaskComponent
 
@@ -21,9 +21,15 @@ EXAMPLES = 3
 """Sums that are worked before the one that is asked."""
 
 
-def _lengths(default: tuple[int, ...], least: int) -> tuple[int, ...]:
-    """The field `lengths`, with its smallest value."""
-    return field(default=default, validator=and_(min_len(1), deep_iterable(ge(least))))  # type: ignore[no-any-return]
+TWO_DIGITS = range(10, 100)
+LONGEST = 10_000
+"""Of different words of three letters there are 17,576; the last of them would take long to draw."""
+
+
+def _lengths(default: tuple[int, ...], least: int, most: int = LONGEST) -> tuple[int, ...]:
+    """The field `lengths`, with its smallest and its largest value."""
+    limits = and_(min_len(1), deep_iterable(and_(ge(least), le(most))))
+    return field(default=default, validator=limits)  # type: ignore[no-any-return]
 
 
 @frozen(kw_only=True)
@@ -97,13 +103,13 @@ class Induction(MadeTask):
 class Recall(MadeTask):
     """Find the number that stands after a word in a list. Wrong choices are other numbers of the list."""
 
-    lengths: tuple[int, ...] = _lengths((4, 8, 16), CHOICES)
+    lengths: tuple[int, ...] = _lengths((4, 8, 16), CHOICES, len(TWO_DIGITS))
     """Entries of a list; items take these in turn."""
 
     def _item(self, draw: random.Random, number: int) -> Item:
         length = self.lengths[number % len(self.lengths)]
         # Numbers of two digits, so that no answer is longer than another
-        table = dict(zip(_words(draw, length), draw.sample(range(10, 100), length), strict=True))
+        table = dict(zip(_words(draw, length), draw.sample(TWO_DIGITS, length), strict=True))
         asked = draw.choice(list(table))
         others = draw.sample([value for word, value in table.items() if word != asked], CHOICES - 1)
         listed = "".join(f"{word}: {value}\n" for word, value in table.items())

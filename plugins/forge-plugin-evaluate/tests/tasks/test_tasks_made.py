@@ -116,3 +116,9 @@ def library_modules():
 def test_settings_out_of_range_are_refused(wrong_keys):
     with pytest.raises(ValueError, match=r"items|lengths|seed"):
         Induction(**wrong_keys)
+
+
+def test_a_list_has_no_more_entries_than_there_are_numbers_of_two_digits():
+    assert next(iter(Recall(lengths=(90,), items=1).load())).context.count(":") == 91
+    with pytest.raises(ValueError, match="lengths"):
+        Recall(lengths=(91,))

@@ -112,4 +112,4 @@ def read_cluster(preset: str | None, options: Iterable[str]) -> tuple[Cluster, S
 
 def _as_option(problem: Problem) -> Problem:
     """The flag as it was written: `--nodes=0`, and not the key that it sets."""
-    return attrs.evolve(problem, origin=problem.origin.replace("--submit.", "--").replace("_", "-", 0))
+    return attrs.evolve(problem, origin=problem.origin.replace("--submit.", "--"))

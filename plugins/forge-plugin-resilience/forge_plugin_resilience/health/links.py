@@ -206,7 +206,7 @@ def pairings(count: int, rounds: int) -> Iterator[list[tuple[int, int]]]:
 
 def slow_links(links: Sequence[Link], part: float, least: float) -> list[str]:
     """Which links are slow, in words; a rank or machine that is in all of them is named."""
-    # Pairs apart from whole machines, whose links are faster
+    # Pairs apart from sums over more ranks, which stay within one machine and are faster
     kinds: Mapping[bool, list[Link]] = {
         pair: [link for link in links if (len(link.ranks) == 2) is pair] for pair in (True, False)
     }
