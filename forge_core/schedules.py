@@ -34,6 +34,7 @@ class WarmupComponent(SchedulerComponent):
     """Updates over which the rate grows linearly to its base value; the first is at 1/warmup_steps of it. 0: none."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the warm-up ends within the run."""
         if self.warmup_steps > job.train.steps:
             message = f"{self.warmup_steps} is longer than the run; train.steps is {job.train.steps}"
             yield Problem("warmup_steps", message, fits=self.fitting_warmup(job.train.steps))

@@ -45,9 +45,27 @@ def imported_in(module: ast.Module) -> Iterator[tuple[str, str]]:
             yield from (alias.name.rpartition(".")[::2] for alias in node.names if alias.name.startswith("forge_core."))
 
 
+def is_contract(module: str, name: str) -> bool:
+    """Whether a name is kept from version to version: of `forge_core` itself, or of its contracts."""
+    return module.startswith("forge_core.contracts") or (module == "forge_core" and name in forge_core.__all__)
+
+
+def contract_names(core: Path) -> set[str]:
+    """The names that are kept: `forge_core.__all__`, and what modules of `forge_core.contracts` define."""
+    names = set(forge_core.__all__)
+    for path in (core / "contracts").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("_")} | {"__version__"}
+
+
 @functools.cache
 def is_public(module: str, name: str) -> bool:
-    """Whether authors of plugins may import this name."""
+    """Whether authors of plugins may import this name: it is kept, or documented as provisional."""
     if module == "forge_core" and name in forge_core.__all__:
         return True
     modules, names = documented()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import measure
 import pytest
 from plain_words import Prose, strings
-from public_names import imported, is_public
+from public_names import contract_names, imported, is_contract, is_public
 
 
 @pytest.mark.parametrize("name", measure.LIMITS)
@@ -41,6 +41,11 @@ def test_public_names_are_those_of_the_reference() -> None:
     assert is_public("forge_core", "load_job")
     assert is_public("forge_core.contracts.components", "OptimizerComponent")
     assert not is_public("forge_core.engine.loop", "Loop")
+    assert is_contract("forge_core.contracts.components", "OptimizerComponent")
+    assert is_public("forge_core.parallel.mesh", "local_part"), "documented"
+    assert not is_contract("forge_core.parallel.mesh", "local_part")
+    assert {"Trainer", "load_job", "OptimizerComponent", "Problem"} <= contract_names(measure.CORE)
+    assert "local_part" not in contract_names(measure.CORE)
     assert list(imported("from forge_core.engine.loop import Loop\nimport forge_core.engine.step")) == [
         ("forge_core.engine.loop", "Loop"),
         ("forge_core.engine", "step"),
@@ -52,7 +57,7 @@ def test_statements_are_measured_without_their_surroundings(tmp_path) -> None:
     (tmp_path / "m.py").write_text(text)
     assert measure.lines(tmp_path) == 5
     assert measure.statements(tmp_path) == 2
-    assert measure.tokens(tmp_path) == 8
+    assert measure.tokens(tmp_path) == 7, "of def f(): return 1"
     assert measure.function_lengths(tmp_path) == [3]
     assert measure.comments(tmp_path) == 1
     assert measure.docstring_lines(tmp_path) == 2

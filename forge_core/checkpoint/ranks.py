@@ -28,10 +28,12 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the group; 1 where no process group exists."""
         return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
     @property
     def rank(self) -> int:
+        """Number of this rank in the group; 0 where no process group exists."""
         return dist.get_rank(self.group) if dist.is_initialized() else 0
 
     def scatter(self, values: Sequence[T]) -> T:

@@ -57,12 +57,14 @@ class LocalStorage:
         self._folder = folder
 
     def begin(self, step: int) -> Path:
+        """Returns `step-N.tmp`, which `steps` does not list."""
         self.clear()  # what dead saves have left takes room, and one of this step would be in the way
         unfinished = self._unfinished(step)
         unfinished.mkdir(parents=True)
         return unfinished
 
     def commit(self, step: int) -> Path:
+        """Renames `step-N.tmp` to `step-N`; an older checkpoint of this step is removed afterwards."""
         # Named so that `clear` removes it after a death between the two renames
         final, replaced = self.path(step), self._folder / f"step-{step}-replaced{UNFINISHED}"
         if os.path.lexists(final):  # a rename replaces a file, but no link, and no folder with files in it
@@ -72,6 +74,7 @@ class LocalStorage:
         return final
 
     def clear(self) -> None:
+        """Removes every `step-*.tmp`: unfinished saves, replaced checkpoints, and deletions that were cut short."""
         for left in self._folder.glob(f"step-*{UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -79,6 +82,7 @@ class LocalStorage:
         shutil.rmtree(self._unfinished(step), ignore_errors=True)
 
     def steps(self) -> Sequence[int]:
+        """Numbers N of the folders `step-N`; links to folders count, other names do not."""
         names = [path.name.removeprefix("step-") for path in self._folder.glob("step-*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -86,6 +90,7 @@ class LocalStorage:
         return self._folder / f"step-{step}"
 
     def delete(self, step: int) -> None:
+        """Raises `OSError` if there is no checkpoint of this step."""
         # Rename first, so that a deletion cut short never leaves half a checkpoint under its name
         unfinished = self._unfinished(step)
         os.replace(self.path(step), unfinished)

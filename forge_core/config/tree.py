@@ -39,6 +39,7 @@ class Origin:
 
     @property
     def is_flag(self) -> bool:
+        """Whether the source is a command-line flag (`--section.key`) and not a file."""
         return self.source.startswith("--")
 
     def __str__(self) -> str:

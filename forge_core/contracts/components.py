@@ -121,6 +121,7 @@ class Unavailable(Component[Any]):
         return self.error.problems
 
     def build(self, context: BuildContext, **inputs: Any) -> Any:
+        """Raises `error`: the component is needed after all."""
         raise self.error
 
 
@@ -139,6 +140,7 @@ class ModelComponent(Component["Model"]):
         return {}
 
     def build(self, context: BuildContext) -> Model:
+        """Build all layers, whatever the layout: stages divide them later."""
         raise NotImplementedError
 
 
@@ -198,6 +200,7 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
         return ""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        """Build it over this rank's `parameters`, after all stages have been applied to the model."""
         raise NotImplementedError
 
 
@@ -209,6 +212,7 @@ class SchedulerComponent(Component["Schedule"]):
     resumes_as = "flag"
 
     def build(self, context: BuildContext) -> Schedule:
+        """Returns the function. It has no state: a run that resumes calls it from a later step on."""
         raise NotImplementedError
 
 
@@ -220,6 +224,7 @@ class LossComponent(Component["LossFunction"]):
     resumes_as = "flag"
 
     def build(self, context: BuildContext) -> LossFunction:
+        """Returns the function, which is called for each micro-batch, in evaluations too."""
         raise NotImplementedError
 
 
@@ -393,6 +398,7 @@ class ExecutorComponent(Component["Executor"]):
     def build(
         self, context: BuildContext, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]
     ) -> Executor:
+        """Build it for `model`, to which `stages` have been applied, in their order."""
         raise NotImplementedError
 
 
@@ -402,6 +408,10 @@ class Command(Component):
 
     `forge-run` shows the first line of its docstring as help, read from the source: the module is imported only when
     the command is called. `forge_core.cli.command_line.parse_job_arguments` is for commands that take a job.
+
+    `forge-run --help` lists the command below the heading that a module constant `HEADING` names (the usual ones are
+    `forge_core.cli.HEADINGS`), without one below "more". An entry point whose key has two words, such as
+    `"inside gradients"`, makes it one command of the group `inside`.
 
     A command that is of use to Python too has a function `of_model(model, …)` beside it, in the same module: as a
     method of trained models (`load_model(run).generate("…")`), it is called with the `TrainedModel` first.
@@ -487,6 +497,7 @@ class LoggerComponent(Component["Logger"]):
             yield Problem("file", f"{self.file!r}: must be in the run folder, and the file of no other logger")
 
     def build(self, context: BuildContext) -> Logger:
+        """Called on rank 0 only. Files are opened by `Logger.start`, which receives the step."""
         raise NotImplementedError
 
 

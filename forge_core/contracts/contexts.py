@@ -81,9 +81,17 @@ class BuildContext:
 class Engine(Protocol):
     """The part of the run loop that hooks use through their contexts."""
 
-    def seconds(self) -> Mapping[str, float]: ...
-    def take_state(self) -> State: ...
-    def log_artifact(self, path: Path, name: str, step: int) -> None: ...
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds that this rank has spent in each phase of the run so far, by the name of the phase."""
+        ...
+
+    def take_state(self) -> State:
+        """The state after the last completed step, copied, as a checkpoint would contain it."""
+        ...
+
+    def log_artifact(self, path: Path, name: str, step: int) -> None:
+        """Hand a file to the loggers that take files; on ranks other than 0 there are none."""
+        ...
 
 
 @define(kw_only=True)

@@ -65,14 +65,18 @@ class Dataset(Protocol):
 class HasLocation(Protocol):
     """A dataset that can report the file and place of a sequence, for error messages."""
 
-    def where(self, index: int) -> str: ...
+    def where(self, index: int) -> str:
+        """Describes where sequence `index` is: `tokens 0 to 9 of corpus.bin`."""
+        ...
 
 
 @runtime_checkable
 class HasDescription(Protocol):
     """A dataset that describes its sequences, in addition to their number, in a line of the run's summary."""
 
-    def describe(self) -> str: ...
+    def describe(self) -> str:
+        """Returns the description, without line breaks."""
+        ...
 
 
 @runtime_checkable
@@ -104,11 +108,20 @@ class Stream(Protocol):
     """Distinguishes it from a `DocumentStream`, which has the same members otherwise."""
 
     @property
-    def held_out(self) -> Dataset | None: ...
+    def held_out(self) -> Dataset | None:
+        """Sequences that occur in no lane, or None."""
+        ...
+
     @property
-    def bytes_per_token(self) -> float | None: ...
+    def bytes_per_token(self) -> float | None:
+        """Mean UTF-8 bytes a token of `held_out` stands for; None if unknown."""
+        ...
+
     @property
-    def lanes(self) -> int: ...
+    def lanes(self) -> int:
+        """Number of lanes: divides the global batch size, and is a multiple of the data-parallel ranks."""
+        ...
+
     def read(self, lane: int, position: Mapping[str, Any] | None) -> LaneSamples:
         """The samples of a lane from a position on (None: from the start), without end."""
 
@@ -122,7 +135,10 @@ class Documents(Protocol):
         """Documents that never occur in training."""
 
     @property
-    def bytes_per_token(self) -> float | None: ...
+    def bytes_per_token(self) -> float | None:
+        """Mean UTF-8 bytes a token of these documents stands for; None if unknown."""
+        ...
+
     @property
     def end_of_text(self) -> int:
         """Id that ends every document."""
@@ -159,9 +175,15 @@ class DocumentStream(Protocol):
     # A lane is a function of its number and position, whichever rank or worker reads it; no document is in two lanes.
 
     @property
-    def held_out(self) -> Documents | None: ...
+    def held_out(self) -> Documents | None:
+        """Documents that occur in no lane, or None."""
+        ...
+
     @property
-    def lanes(self) -> int: ...
+    def lanes(self) -> int:
+        """As `Stream.lanes`: independent of the layout, so that positions fit any number of ranks."""
+        ...
+
     def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
         """The documents of a lane from a position on (None: from the start), without end: epoch after epoch."""
 
@@ -210,8 +232,14 @@ class Tokenizer(Protocol):
     end_of_text: int
     """Id that ends a document."""
 
-    def encode(self, text: str) -> list[int]: ...
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, without end-of-text."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns what `encode` returns for each text; may use several cores."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str: ...
     def save(self, folder: Path) -> None:
         """Write what `TokenizerComponent.load` needs into `folder`."""

@@ -28,6 +28,7 @@ class MeshDimension:
 
     @property
     def divides_tokens(self) -> bool:
+        """Whether its ranks hold different tokens: other sequences, or other positions of the same ones."""
         return self.tokens or self.samples
 
 

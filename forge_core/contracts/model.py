@@ -55,11 +55,17 @@ class Head(Protocol):
 class Fill(Protocol):
     """Fills one parameter with initial values that do not depend on how it is sharded."""
 
-    def normal(self, std: float, mean: float = 0.0) -> None: ...
+    def normal(self, std: float, mean: float = 0.0) -> None:
+        """Normal with standard deviation `std` around `mean`."""
+        ...
+
     def trunc_normal(self, std: float, bound: float = 3.0) -> None:
         """Normal with standard deviation `std`, cut at `bound` standard deviations."""
 
-    def uniform(self, low: float, high: float) -> None: ...
+    def uniform(self, low: float, high: float) -> None:
+        """Uniform in [low, high)."""
+        ...
+
     def constant(self, value: float) -> None: ...
 
 
@@ -95,6 +101,7 @@ class Model(nn.Module):
     """Further entries of batches, as its component names them for the job; set by the engine."""
 
     def embed(self, batch: Batch) -> Carry:
+        """Returns the carry before the first layer, in the dtype `context.dtype`; `batch` is from `prepare`."""
         raise NotImplementedError
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:

@@ -176,8 +176,13 @@ class Storage(Protocol):
     def steps(self) -> Sequence[int]:
         """Steps that have a committed checkpoint, ascending."""
 
-    def path(self, step: int) -> Path: ...
-    def delete(self, step: int) -> None: ...
+    def path(self, step: int) -> Path:
+        """Returns the folder of the checkpoint of `step`."""
+        ...
+
+    def delete(self, step: int) -> None:
+        """Remove the checkpoint of `step`, so that no part of it is ever taken for a checkpoint."""
+        ...
 
 
 class SpreadStorage(ABC):

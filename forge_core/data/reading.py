@@ -82,6 +82,7 @@ class RowReader:
         return LoadedRows(batch, positions)
 
     def describe(self, row: SampleRow) -> str:
+        """Returns `sequence 5 of source 'web' (FILE)`, or the lane of a stream, as its rows have no numbers."""
         name, dataset = self._names[row.source], self._datasets[row.source]
         if row.source in self._streams:
             return f"lane {self._lane(row)} of source {name!r}"

@@ -49,6 +49,7 @@ class PlainExecutor:
         self._model, self._loss, self._stages = model, loss, stages
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
+        """Each backward pass follows its forward pass: activations of one micro-batch are held at a time."""
         outputs = []
         for number, batch in enumerate(batches, 1):
             # The context spans the backward pass, because recomputation and the reduction of gradients happen there.

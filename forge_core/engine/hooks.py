@@ -61,6 +61,7 @@ class HookRunner:
 
     @property
     def may_skip(self) -> bool:
+        """Whether a hook may ask to skip an update, on which ranks then agree in each step."""
         return any(hook.may_skip for hook in self.hooks.values())
 
     def __call__(self, event: str, *args: Any) -> None:
@@ -73,6 +74,7 @@ class HookRunner:
             self.beacon.enter(before.phase, None, before.hook, before.detail)
 
     def exception(self, context: TrainContext, error: BaseException) -> None:
+        """Call `on_exception` of all hooks, whose own errors are dropped."""
         for _, method in self._listeners["on_exception"]:
             with suppress(Exception):  # the first error is the one to report
                 method(context, error)

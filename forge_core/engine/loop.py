@@ -69,6 +69,7 @@ class Loop:
         self._agreement = Agreement(run, self.requests, self._saver)
 
     def run(self) -> None:
+        """Train to the last step or a request to stop. An error is raised once hooks and the saver have seen it."""
         stop, interval = self._agreement.ask_to_stop, self._job.train.gc_interval
         with this_process.delivering_stop_requests(stop), _collecting(interval):
             try:

@@ -79,6 +79,7 @@ class PrometheusLogger:
             raise ForgeError(f"{message} in a folder that exists and is yours") from error
 
     def log(self, record: Mapping[str, Any]) -> None:
+        """Sets a counter or a gauge for each number, three gauges for counts of a layer, and rewrites the textfile."""
         for name, value in record.items():
             if name in COUNTERS:
                 self._count(name, value)

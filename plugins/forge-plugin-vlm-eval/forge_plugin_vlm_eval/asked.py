@@ -26,7 +26,9 @@ class HasValues(Protocol):
     """A record of a file."""
 
     @property
-    def values(self) -> Mapping[str, Any]: ...
+    def values(self) -> Mapping[str, Any]:
+        """The values of the record by key, as its file has them; a missing one is None or left out."""
+        ...
 
 
 @runtime_checkable
@@ -97,6 +99,7 @@ class ImageQuestions(EvaluationComponent):
         return {}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the model takes images, that there is a tokenizer, and that keys of records have a source."""
         if not isinstance(job.model, HasImageInput):
             yield Problem("", f"{type(job.model).__name__} sees no images; leave this evaluation out")
         if job.data.tokenizer is None:
@@ -107,9 +110,11 @@ class ImageQuestions(EvaluationComponent):
                 yield Problem(setting, f"{message}; add [evaluations.NAME.source] with its own files")
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """A hook that checks the model before training: the first evaluation may come hours later."""
         return [CheckModel(evaluation=self)]
 
     def build(self, context: BuildContext) -> Evaluation:
+        """Finds questions of a separate source now, so that mistakes show early; others at the first evaluation."""
         if context.tokenizer is None:  # an evaluation given from Python has not been checked
             raise JobError(list(self.problems(context.job, context.layout)))
         if self.source is None:
@@ -139,6 +144,7 @@ class CheckModel(TrainingHook):
     evaluation: ImageQuestions
 
     def on_train_begin(self, context: TrainContext) -> None:
+        """Raises `ForgeError` if the model, or its layout, cannot be asked."""
         if context.build is None:  # a hook that is tried without a run
             return
         self.evaluation.check_model(context.model, context.build.layout)
@@ -177,6 +183,7 @@ def questions_for(evaluation: ImageQuestions, context: BuildContext, dataset: Da
 def _rows_of(source: DatasetComponent, context: BuildContext) -> Dataset:
     built: Any = context.build(source)
     rows = built.held_out
+    # Nothing of this source is trained on, so all rows may be asked about
     if rows is None and hasattr(built, "__getitem__"):
         rows = built
     if rows is None:
@@ -195,6 +202,7 @@ def _asked(
     seen, stops = image_input(context.job), set(stop_ids(tokenizer))
     count = min(evaluation.sequences or len(dataset), len(dataset))
     for number in range(count):
+        # The same rows at each evaluation, spread over all of them
         index = number * len(dataset) // count
         row = dataset[index]
         place = dataset.where(index) if isinstance(dataset, HasLocation) else f"row {index}"
@@ -207,6 +215,7 @@ def _asked(
         records = dataset.records(index) if complete and any(evaluation.record_keys.values()) else []  # type: ignore[attr-defined]
         for question in found:
             alone = sum(question.document == other.document for other in found) == 1
+            # A record with several questions has one set of values, which cannot belong to all of them
             values = records[question.document].values if records and alone else None
             answer = tokenizer.decode([token for token in question.answer.tolist() if token not in stops])
             asked = Asked(index, question, answer, place, values)

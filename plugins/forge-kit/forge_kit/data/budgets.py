@@ -120,6 +120,7 @@ def _of_text(source: DatasetComponent, context: BuildContext) -> Budgets | None:
     built: object = context.build(source)
     if not isinstance(built, Documents):
         return None
+    # Before their ends are used, which may be damaged too
     for documents in (built, built.held_out):
         if isinstance(documents, Verifiable):
             documents.verify()
@@ -137,6 +138,7 @@ def text_budgets(documents: Documents, seq_len: int) -> Budgets | None:
 
     parts = [part for part in (documents, documents.held_out) if part is not None]
     try:
+        # The last token of a document is a label only, and takes no position
         needs = np.concatenate([np.diff(part.ends(), prepend=0) - 1 for part in parts])
     except JobError:
         return None

@@ -170,6 +170,7 @@ def locked(path: Path) -> Iterator[bool]:
     Yields:
         Whether the file system has locks, so that this process is the only one.
     """
+    # In a folder that is never cleaned up: once a lock's file is removed, others lock a new file at once
     lock = cache_root() / "locks" / "-".join(path.relative_to(cache_root()).parts)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("ab") as file:
@@ -258,6 +259,7 @@ def _publish(temporary: Path, folder: Path, verify: Verify) -> None:
         _open(folder, verify)
     except _Unusable:
         if folder.exists():
+            # Renamed first, so that no process opens a folder that is being removed
             discarded = _temporary(folder)
             folder.rename(discarded)
             shutil.rmtree(discarded, ignore_errors=True)

@@ -156,6 +156,7 @@ def damage_of(documents: DecodableDocuments, workers: int) -> Iterator[Sequence[
             hint = "a decoder crashed, or memory ran out: try fewer --workers"
             raise ForgeError(f"a worker process ended unexpectedly; {hint}") from error
         except BaseException:
+            # Without waiting: after Ctrl-C, chunks that have begun may take minutes
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -169,6 +170,7 @@ def default_workers() -> int:
 # --- in a worker process -----------------------------------------------------------------------------------------
 
 
+# A global of the process: documents are sent once, and not with each chunk
 class _Worker:
     documents: ClassVar[DecodableDocuments]
 

@@ -63,6 +63,7 @@ class Listing:
         folder, name = os.path.split(path)
         if (self._names(folder) or {}).get(name, True):  # a link, or not known
             return os.path.realpath(path)
+        # Once for each folder, as `realpath` looks at every part of a path
         if folder not in self._real:
             self._real[folder] = os.path.realpath(folder)
         return os.path.join(self._real[folder], name)
@@ -130,6 +131,7 @@ class FileFinder:
         cache = _cache_identity()
         while folders:
             folder = folders.pop()
+            # Not by path: links may lead to one folder in several ways, or in a circle
             identity = _identity(folder)
             if identity is None or identity in entered:
                 continue
@@ -154,6 +156,7 @@ class FileFinder:
                     self._leave_out(entry.path, BROKEN if entry.is_symlink() else SPECIAL)
 
     def _leave_out(self, path: str, what: str) -> None:
+        # Only the folder is resolved: a broken link is known by its own path
         folder, name = os.path.split(path)
         self._left_out[os.path.join(os.path.realpath(folder), name)] = what
 

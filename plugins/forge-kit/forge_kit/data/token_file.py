@@ -47,9 +47,11 @@ class Header(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
+        """Dtype of the ids: unsigned and little-endian, whatever the machine."""
         return np.dtype(f"<u{self.width}")
 
     def pack(self) -> bytes:
+        """Returns the first `HEADER.size` bytes of the file."""
         return HEADER.pack(MAGIC, FORMAT, *self)
 
 
@@ -76,6 +78,7 @@ class TokenFileWriter:
             resume: what `sync` returned; the files lose what was written later.
         """
         self._stem, self._may_contain_end = stem, may_contain_end
+        # Ids are below `vocab_size`: 65,536 of them fit into two bytes
         self._width = 2 if vocab_size <= 1 << 16 else 4
         self._vocab_size, self._end_of_text = vocab_size, end_of_text
         counts = resume or {"tokens": 0, "documents": 0, "text_bytes": 0}
@@ -88,6 +91,7 @@ class TokenFileWriter:
         self._ends = _continued(_beside(stem, ENDS), 8 * self._documents)
         self._learned = _continued(_beside(stem, LEARNED), self._tokens) if learned else None
         if not resume:
+            # Zeros, so that a file that is not finished is not a token file
             self._ids.write(bytes(HEADER.size))
 
     def __enter__(self) -> TokenFileWriter:
@@ -207,21 +211,25 @@ class TokenFile:
 
     @property
     def bytes_per_token(self) -> float | None:
+        """By the counts in the header; None if the bytes of the texts are unknown."""
         return self.header.text_bytes / self.header.tokens if self.header.text_bytes else None
 
     def __len__(self) -> int:
         return self.header.tokens
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Checks blocks that this process reads for the first time; raises `DataError` if one is damaged."""
         ids = self._ids[start:stop]
         if not self._checked_ids.is_complete:
             size, begin = ids.nbytes, self._first_byte + start * self._width
             # Without a call where both blocks that it lies in were checked, as it is for nearly all readings
             if size > BLOCK or not size or not (self._seen[begin >> SHIFT] and self._seen[(begin + size - 1) >> SHIFT]):
                 self._checked_ids.demand(begin, begin + size)
+        # A copy in any case: the map is read-only
         return ids.astype(np.int64)
 
     def learned(self, start: int, stop: int) -> np.ndarray | None:
+        """None without a mask in a file. Raises `DataError` if a block that is read is damaged."""
         if self._learned is None:
             return None
         if (checked := self._checked[LEARNED]) is not None:
@@ -229,6 +237,7 @@ class TokenFile:
         return np.array(self._learned[start:stop])
 
     def ends(self) -> np.ndarray:
+        """Returns the map itself, which must not be changed. Raises `DataError` if a block of it is damaged."""
         if (checked := self._checked[ENDS]) is not None:
             checked.demand(0, 8 * self.header.documents)
         return self._ends
@@ -247,9 +256,11 @@ class TokenFile:
         return range_fault(_beside(self._stem, TOKENS), self._ids[first:last], first, self.header.vocab_size)
 
     def where(self, start: int, stop: int) -> str:
+        """Names the file with its positions, which count end-of-text too."""
         return f"tokens {start} to {stop} of {_beside(self._stem, TOKENS)}"
 
     def identity(self) -> str:
+        """As the maker of the file has given it; the contents are not read for it."""
         return self._identity
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -315,6 +326,7 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     if size != expected:
         problem = "is missing" if size is None else f"has {size} bytes"
         raise JobError(f"{path} {problem}, expected {expected} for {length} entries: it is damaged")
+    # As a plain array, whose slices are made faster than slices of a memmap
     return np.memmap(path, dtype, mode="r").view(np.ndarray) if length else np.empty(0, dtype)
 
 

@@ -38,6 +38,7 @@ def attention_pattern(
     scores = scores.masked_fill(~_visible(places, k.shape[1], batch, mixing).unsqueeze(2), -torch.inf)
     if sinks is None:
         return scores.softmax(-1)
+    # A sink takes part in the softmax as a further key, which has no value and is left out of the result
     column = sinks.detach().to(scores.dtype).view(1, 1, -1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
@@ -45,6 +46,7 @@ def attention_pattern(
 def _scores(q: Tensor, k: Tensor, mixing: Mapping[str, float]) -> Tensor:
     """Scores before the mask: (B, n, H, S)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
+    # The G query heads of a key/value head are neighbours
     grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("bnkge,bske->bnkgs", grouped, k.to(dtype)).flatten(2, 3)
     scores = scores * (mixing.get("scale") or q.shape[-1] ** -0.5)
@@ -63,6 +65,7 @@ def _visible(places: Tensor, length: int, batch: Mapping[str, Tensor], mixing: M
     if documents:
         seen = seen & _equal(_numbered(*documents), places)
     if SPANS in batch:
+        # Spans go beyond causality and window, but not beyond a document
         inside = (batch[SPANS] >= 0).unsqueeze(1)
         seen = seen | (_equal(_numbered(batch[SPANS], *documents), places) & inside)
     return seen
@@ -75,6 +78,7 @@ def _equal(numbers: Tensor, places: Tensor) -> Tensor:
 
 def _numbered(*entries: Tensor) -> Tensor:
     """A number of each position (B, S), equal for neighbours that have equal entries."""
+    # By neighbours and not by values, since a value may come again later in the row
     starts = torch.zeros_like(entries[0], dtype=torch.bool)
     for entry in entries:
         starts[:, 1:] |= entry[:, 1:] != entry[:, :-1]

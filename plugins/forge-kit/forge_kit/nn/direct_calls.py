@@ -53,6 +53,7 @@ def direct(module: nn.Module) -> nn.Module:
     copied, methods = _classes[type(module)]
     if not methods.isdisjoint(vars(module)):
         return module
+    # Without `__init__`, which would make parameters
     copy: nn.Module = object.__new__(copied)
     children = {name: None if child is None else direct(child) for name, child in children_of(module).items()}
     # Not by setattr, which would register them as a module's, to be found by a search again.

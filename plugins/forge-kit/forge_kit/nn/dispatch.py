@@ -163,6 +163,7 @@ class _AddUp(torch.autograd.Function):
         if not weighted:
             return of_rows, None, None, None, None
         rows, weights = weighted
+        # First, as the product below is in place
         of_weights = (of_rows * rows).sum(-1, dtype=weights.dtype) if ctx.needs_input_grad[1] else None
         return of_rows.mul_(weights.to(rows.dtype).unsqueeze(-1)), of_weights, None, None, None
 
@@ -173,4 +174,5 @@ def _sums(rows: Tensor, weights: Tensor | None, by_token: Tensor, starts: Tensor
         return rows.new_zeros(len(starts), rows.shape[1])
     if weights is not None:
         weights = weights.to(rows.dtype).index_select(0, by_token)
+    # Gathers and sums in one kernel, without a copy of the rows in the order of tokens
     return F.embedding_bag(by_token, rows, starts, mode="sum", per_sample_weights=weights)

@@ -144,6 +144,7 @@ class JointGeneration:
         return self.inner.joins_rows(cache)
 
 
+# It ends the chain of `inner`, so its `__init__` does not call the base's, which would make another one without end
 class WholeModel(JointGeneration):
     """Generation by a model that no stage has split, or of which each call of `decode` computes all that it returns."""
 
@@ -152,20 +153,25 @@ class WholeModel(JointGeneration):
 
     @property
     def same_rows(self) -> bool:
+        """False: ranks that hold a copy of the model generate different rows."""
         return False
 
     def next_logits(self, batch: Batch, cache: Any) -> Tensor:
+        """Applies the head to the last position alone. Collective if ranks share the vocabulary."""
         model: Any = self.model
         return whole_logits(model.head, model.decode(batch, cache)[:, -1:])[:, 0]
 
     def all_done(self, done: bool) -> bool:
+        """No other rank takes part in this rank's calls."""
         return done
 
     def cache_limits(self) -> set[int]:
+        """Collected from all modules that are `VoidsCache`."""
         modules = self.model.modules()
         return {limit for module in modules if isinstance(module, VoidsCache) for limit in module.cache_limits}
 
     def joins_rows(self, cache: Any) -> bool:
+        """There is one cache, of the whole model."""
         return isinstance(cache, JoinsRows) and cache.joinable
 
 

@@ -27,6 +27,7 @@ def arrange(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
         sizes: ranks by name, outermost first, for all ranks of the run. A name that `mesh` has too must mean the same.
     """
     other = mesh_of(sizes, mesh.device_type)
+    # On the run's mesh, so that arrangements end with the run
     vars(mesh).setdefault(ARRANGEMENTS, []).append(other)
     return other
 
@@ -46,6 +47,7 @@ def coordinate(rank: int, dimension: str, mesh: DeviceMesh) -> int:
         if set(parts) <= set(names):
             place, number = place_of(rank, arrangement), 0
             for part in parts:
+                # The first of the joined dimensions is the outermost, as in a flattened mesh
                 number = number * arrangement.shape[names.index(part)] + place[part]
             return number
     raise ForgeError(f"no mesh of this run has the dimension {dimension!r}; make one by `forge_kit.nn.mesh.arrange`")

@@ -56,6 +56,7 @@ class Linear(nn.Module):
         """There are none."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, in) -> (…, out); weight and bias are cast to the dtype of x."""
         bias = None if self.bias is None else cast(self.bias, x.dtype)
         return F.linear(x, cast(self.weight, x.dtype), bias)
 
@@ -71,6 +72,7 @@ class LayerNorm(nn.LayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, D) -> (…, D); weight and bias are cast to the dtype of x."""
         weight, bias = (None if part is None else cast(part, x.dtype) for part in (self.weight, self.bias))
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -135,9 +137,11 @@ def _sums_by_id(rows: Tensor, ids: Tensor, size: int) -> Tensor:
     if not len(ids):
         return total
     ordered, order = ids.sort(stable=True)
+    # Number of the distinct id of each row, ascending
     bag = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0)
     starts = torch.searchsorted(bag, torch.arange(len(ids), device=ids.device))
     sums = F.embedding_bag(order, rows.float(), starts, mode="sum")
+    # Empty bags begin behind the end; they add zeros to the largest id
     owners = ordered.index_select(0, starts.clamp(max=len(ids) - 1))
     return total.index_add_(0, owners, sums.to(rows.dtype))
 

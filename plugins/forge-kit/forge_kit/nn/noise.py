@@ -41,6 +41,7 @@ def token_noise(batch: Batch, size: int, name: str) -> Tensor:
     columns = torch.arange(size, device=ids.device)
     tokens_BS = _mix(_mix(_mix(draw[:, None] ^ _key(name)) + positions) + ids)
     bits_BSN = _mix(tokens_BS[..., None] + columns)
+    # As many bits as float32 holds exactly: none of the numbers is rounded up to 1
     return _shifted(bits_BSN, 64 - MANTISSA).float() * 2.0**-MANTISSA
 
 

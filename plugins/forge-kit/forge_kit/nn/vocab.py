@@ -41,6 +41,7 @@ class _LogSumExp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, result = ctx.saved_tensors
+        # The softmax over the whole vocabulary: `result` is combined over all ranks
         return (logits - result.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1)), None
 
 
@@ -57,4 +58,5 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         index, inside = ctx.saved_tensors
         zeros = grad.new_zeros(ctx.shape)
+        # A label outside of this rank's slice has a placeholder index, which gets no gradient
         return zeros.scatter_(-1, index.unsqueeze(-1), grad.where(inside, 0).unsqueeze(-1)), None, None

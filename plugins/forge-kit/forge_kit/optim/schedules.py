@@ -40,6 +40,8 @@ class DecayComponent(WarmupComponent):
         raise NotImplementedError
 
     def build(self, context: BuildContext) -> Schedule:
+        """Warm-up, then from the base rate down to the floor along `shape`, and the floor from there on."""
+
         def schedule(step: int, total: int) -> float:
             if step < self.warmup_steps:
                 return warmup(step, self.warmup_steps)
@@ -49,6 +51,7 @@ class DecayComponent(WarmupComponent):
         return schedule
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that warm-up and decay together end within the run."""
         yield from super().problems(job, layout)
         end = self.warmup_steps + self.decay_steps
         if self.decay_steps and end > job.train.steps:

@@ -66,6 +66,7 @@ class WholeMatrices:
         self._group, ranks = _sharing_ranks(mesh)
         self.rank = ranks.index(dist.get_rank()) if self._group is not None else 0
         self.matrices = list(_matrices(parameters, mesh, ranks, self.rank, cost))
+        # The same on all ranks, as it decides whether there is a collective
         self._gathers = any(list(matrix.senders) != [matrix.owner] for matrix in self.matrices)
         self._scatters = any(_holders(matrix.boxes) != [matrix.owner] for matrix in self.matrices)
         self._batches: dict[tuple[Any, ...], list[list[Matrix]]] = {}
@@ -127,7 +128,7 @@ class WholeMatrices:
         )
         whole = [_assemble(matrix, pieces) for matrix in owned]
         results = function(whole) if whole else []
-        del whole
+        del whole  # Frees the inputs before the results are exchanged
         pieces = self._exchange(
             [(r, result[m.boxes[r]]) for m, result in zip(owned, results, strict=True) for r in _holders(m.boxes)],
             [(m.owner, m.boxes[self.rank]) for m in chosen if m.boxes[self.rank] is not None],
@@ -196,6 +197,7 @@ class WholeMatrices:
             if rank != self.rank:
                 assert box is not None
                 lengths[rank].append(math.prod(_shape(box)))
+        # `cat` refuses an empty list, and this rank may send nothing
         sent = torch.cat([like.new_empty(0), *(tensor for rank in range(size) for tensor in flat[rank])])
         received = like.new_empty(sum(map(sum, lengths.values())))
         dist.all_to_all_single(

@@ -61,6 +61,7 @@ def command(argv: list[str]) -> int:
                 print("\n".join(line for name, budgets in measured.items() for line in report(name, budgets)) + "\n")
             check_budgets([*measured.values()])
     except JobError as error:
+        # With --json, problems are part of the output
         if not options.json:
             raise
         facts = {
@@ -125,6 +126,7 @@ def _parts(job: Job, catalog: Catalog) -> dict[str, Any]:
     """What a job is made of."""
     assert job.checked is not None, "load_job checks every job"
     types = {path: catalog.type_of(type(component)) for path, component in walk_components(job)}
+    # The type of a component in the user's own code has a colon, and is of no distribution
     owners = sorted({type_.partition("/")[0] for type_ in types.values() if ":" not in type_})
     used = [distribution for distribution in map(catalog.distribution, owners) if distribution is not None]
     versions = {distribution.name: distribution.version for distribution in used}

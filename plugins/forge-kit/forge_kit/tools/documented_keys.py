@@ -34,6 +34,7 @@ class Key:
 
     @property
     def required(self) -> bool:
+        """Whether a job must set it, as it has no default."""
         return self.default is attrs.NOTHING
 
     @property
@@ -72,6 +73,7 @@ def one_paragraph(doc: str) -> str:
 def field_docs(cls: type) -> dict[str, str]:
     """The string literals under the fields of a class, by field, inherited ones included."""
     docs: dict[str, str] = {}
+    # Bases first: a subclass may document an inherited field again
     for base in reversed(cls.__mro__):
         for statement, follower in pairwise(_body(base) if "__attrs_attrs__" in vars(base) else ()):
             match statement, follower:

@@ -202,6 +202,7 @@ class Metrics(Sequence[dict[str, Any]]):
         steps = np.asarray(self._columns["step"].values) if self._count else np.empty(0)
         if (np.diff(steps) > 0).all():
             return
+        # Stable: of several lines of a step, later ones stay behind earlier ones, and replace their numbers
         order = np.argsort(steps, kind="stable")
         starts = np.flatnonzero(np.diff(steps[order], prepend=steps[order[0]] - 1))
         self._order, self._starts = array("q", order.tolist()), array("q", [*starts.tolist(), len(order)])
@@ -245,6 +246,7 @@ def _located(lines: Iterable[bytes]) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _is_number(value: Any) -> bool:
+    # Larger integers do not fit into an array of 64 bits, and are read from the file
     return type(value) in CODES and (type(value) is float or -(1 << 63) <= value < 1 << 63)
 
 

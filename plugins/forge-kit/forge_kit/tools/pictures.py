@@ -64,6 +64,7 @@ def quiet_style() -> Iterator[None]:
 def write_figure(figure: Figure, path: Path, form: str) -> None:
     """Write a figure in a format such as `png`, with the mark of outputs; a viewer never sees half of it."""
     data = BytesIO()
+    # Each format has a different key for the program: Software in PNG, Creator in SVG and PDF
     figure.savefig(data, format=form, metadata={"Software" if form == "png" else "Creator": MARK})
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, data.getvalue())

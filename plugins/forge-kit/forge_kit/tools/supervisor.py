@@ -65,6 +65,7 @@ class RankHandle:
 
     @property
     def failed(self) -> bool:
+        """Whether it ended before it had finished or saved; exit code 0 alone does not show that it had finished."""
         if self.code == ExitCode.FINISHED:
             return not self.has_finished  # `os._exit(0)`, in a hook or a library
         return self.code not in (None, ExitCode.STOPPED)

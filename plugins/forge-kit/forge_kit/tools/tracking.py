@@ -75,7 +75,9 @@ class TrackedRun:
         earlier = runs.get(key) if step else None
         entry = earlier or {"id": secrets.token_hex(6), "starts": [], "ended": 0}
         starts = entry["starts"] = [*entry["starts"], step]
+        # Records of earlier versions lack it: their starts count as ended
         ended = entry.setdefault("ended", len(starts) - 1)
+        # Before anything is sent, so that a start that is killed soon is known too
         _record(folder, {**runs, key: entry})
         cut_off = starts[ended] if ended < len(starts) - 1 else None
         name = component.name or context.job.job.name
