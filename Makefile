@@ -39,7 +39,7 @@ types: $(STAMP)
 # Who may import whom; and parts of files that are made from the folders of `plugins/`.
 contracts: $(STAMP)
 	$(BIN)/python tools/workspace.py contracts
-	$(BIN)/python tools/workspace.py readme --check
+	$(BIN)/python tools/workspace.py packages --check
 	$(BIN)/python tools/workspace.py extra --check
 
 # The tests with the share of lines that they reach, as a report in htmlcov/. A parallel run's shares are added up.

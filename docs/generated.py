@@ -2,8 +2,10 @@
 
 A page asks for them in comments of one line:
 
+    <!-- generated: overview -->                  the tables of a job, with links to their keys
+    <!-- generated: key_kinds -->                 every kind that something is installed of, with links to keys
     <!-- generated: sections -->                  the core's own tables of a job, with their keys
-    <!-- generated: components -->                every installed component by kind, with its keys
+    <!-- generated: components optimizer -->      every installed component of a kind, with its keys
     <!-- generated: commands -->                  every installed command, with its distribution
     <!-- generated: distributions -->             what each installed distribution offers
     <!-- generated: kinds -->                     every kind of the core: base class, what to implement, hook, suite
@@ -14,6 +16,8 @@ A page asks for them in comments of one line:
     <!-- generated: screen forge-run --help -->   a command and what it prints
     <!-- generated: notebook first_run -->        the cells of a notebook of `docs/notebooks/`, in order
     <!-- generated: names axolotl -->             names of keys in another trainer, and here
+
+Every kind that something is installed of has a page of its own, which no file holds: `key_pages`.
 """
 
 from __future__ import annotations
@@ -27,8 +31,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from generated_kinds import event_rows, facts, hook_rows, kind_rows, plugin_kind_rows
+from generated_kinds import core_kinds, event_rows, facts, hook_rows, kind_rows, plugin_kind_rows
 from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
 
 from forge_core.cli import command_summary, main
 from forge_core.config.field_types import component_in, header, is_section, type_name
@@ -36,12 +41,32 @@ from forge_core.config.tree import hints
 from forge_core.contracts.components import Component
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, Distribution
-from forge_kit.tools.documented_keys import Key, class_doc, keys_of
+from forge_kit.tools.documented_keys import Key, class_doc, keys_of, one_paragraph
 from forge_plugin_author.explain import section_in
 
 COMMENT = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
 NO_COMPONENTS = ("kind", "command")
 NOTEBOOKS = Path(__file__).with_name("notebooks")
+PLUGINS = Path(__file__).parents[1] / "plugins"
+OVERVIEW, SECTIONS = "/reference/keys.md", "/reference/keys/sections.md"
+NAVIGATION = ("Reference", "Every key")
+"""Section of the navigation, and the one inside it, that lists the kinds."""
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """Called by mkdocs before it looks for pages: list the kinds in the navigation."""
+    outer, inner = NAVIGATION
+    for item in (item for entry in config["nav"] for item in entry.get(outer, ())):
+        if inner in item:
+            item[inner].extend({Path(page).stem: page} for page in key_pages())
+    return config
+
+
+def on_files(files: Any, *, config: Any, **_: Any) -> Any:
+    """Called by mkdocs with the pages of the folder `docs`: add one for each kind."""
+    for page, text in key_pages().items():
+        files.append(File.generated(config, page, content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -50,22 +75,76 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return COMMENT.sub(lambda match: MAKERS[match[1]](match[2]).replace("](/", f"]({root}"), markdown)
 
 
-def sections(_: str) -> str:
-    """The table of all sections, then one of keys for each section that is the core's own, and for those inside it."""
-    keys = keys_of(Job)
-    overview = table(("section", "value", "default", "meaning"), [_cells(key, f"`[{key.name}]`") for key in keys])
-    return "\n\n".join([overview, *_sections(Job)])
+def key_pages() -> dict[str, str]:
+    """Returns the page of each kind that something is installed of, with its text in Markdown."""
+    return {_kind_page(kind).removeprefix("/"): _kind_page_text(kind) for kind in _kinds_in_jobs(Catalog.installed())}
 
 
-def _sections(cls: type, above: str = "") -> Iterator[str]:
+def _kinds_in_jobs(catalog: Catalog) -> list[str]:
+    return [kind for kind in catalog.types("kind") if catalog.offers(kind) and kind not in NO_COMPONENTS]
+
+
+def _kind_page(kind: str) -> str:
+    return f"/reference/keys/{kind}.md"
+
+
+def _kind_page_text(kind: str) -> str:
+    title = f"---\ntitle: Keys of the kind {kind}\n---\n\n# Kind `{kind}` {{ #kind-{kind} }}"
+    return f"{title}\n\n<!-- generated: components {kind} -->\n"
+
+
+def component_link(kind: str, type_: str) -> str:
+    """A link to the keys of a component."""
+    return f"[`{type_}`]({_kind_page(kind)}#{kind}.{type_})"
+
+
+def overview(_: str) -> str:
+    """The table of all sections. A row has the anchor that its section has on the page of the sections."""
+    rows = [_cells(key, _section_name(path, key)) for path, key in _all_sections(Job)]
+    return table(("section", "value", "default", "meaning"), rows)
+
+
+def _all_sections(cls: type, above: str = "") -> Iterator[tuple[str, Key]]:
+    """The keys of a job, and below each those that are sections inside it, with their paths."""
     for key in keys_of(cls):
         section, path = section_in(key.type), above + key.name
+        if section is not None or not above:
+            yield path, key
         if section is not None:
-            title = header(path, key.type)
-            yield f"{'###' if above else '##'} `{title}` {{ #{path} }}"
-            yield _section_doc(title, section)
-            yield keys_table(section)
-            yield from _sections(section, f"{path}.")
+            yield from _all_sections(section, f"{path}.")
+
+
+def _section_name(path: str, key: Key) -> str:
+    if section_in(key.type) is None:
+        return f"`[{path}]`"
+    return f"[`{header(path, key.type)}`]({SECTIONS}#{path}){{ #{path} }}"
+
+
+def key_kinds(_: str) -> str:
+    """Every kind that something is installed of. A link has the anchor that its component has on the page of the kind."""
+    catalog = Catalog.installed()
+    return table(("kind", "what for", "types"), [_key_kind(kind, catalog) for kind in _kinds_in_jobs(catalog)])
+
+
+def _key_kind(kind: str, catalog: Catalog) -> Sequence[str]:
+    offers = catalog.offers(kind)
+    types = [f"{component_link(kind, offer.type)}{{ #{kind}.{offer.type} }}" for offer in offers]
+    purpose = one_paragraph(class_doc(catalog.kind_base(kind)))
+    return f"[`{kind}`]({_kind_page(kind)}){{ #kind-{kind} }}", purpose, ", ".join(types)
+
+
+def sections(_: str) -> str:
+    """For each section that is the core's own, and for those inside it, what it is for and the table of its keys."""
+    return "\n\n".join(part for path, key in _all_sections(Job) for part in _section(path, key))
+
+
+def _section(path: str, key: Key) -> Iterator[str]:
+    section = section_in(key.type)
+    if section is not None:
+        title = header(path, key.type)
+        yield f"{'###' if '.' in path else '##'} `{title}` {{ #{path} }}"
+        yield _section_doc(title, section)
+        yield keys_table(section)
 
 
 def _section_doc(title: str, cls: type) -> str:
@@ -73,20 +152,26 @@ def _section_doc(title: str, cls: type) -> str:
     return text[:1].upper() + text[1:]
 
 
-def components(_: str) -> str:
-    """One section for each kind that something is installed of, and in it one for each type."""
+def components(kind: str) -> str:
+    """What a kind is for, and for each installed type its description, its package and the table of its keys."""
     catalog = Catalog.installed()
-    kinds = [kind for kind in catalog.types("kind") if catalog.offers(kind) and kind not in NO_COMPONENTS]
-    return "\n\n".join(part for kind in kinds for part in _kind(kind, catalog))
+    more = f"[Write one](/ten-minutes/{kind}.md) in ten minutes." if kind in core_kinds(catalog) else ""
+    about = f"{one_paragraph(class_doc(catalog.kind_base(kind)))} {more} [All kinds]({OVERVIEW}#kinds)."
+    return "\n\n".join([" ".join(about.split()), *_components(kind, catalog)])
 
 
-def _kind(kind: str, catalog: Catalog) -> Iterable[str]:
-    yield f"## Kind `{kind}` {{ #kind-{kind} }}"
+def _components(kind: str, catalog: Catalog) -> Iterator[str]:
     for offer in catalog.offers(kind):
         cls = catalog.load(kind, offer.qualified)
-        yield f"### `{offer.type}` {{ #{kind}.{offer.type} }}"
-        yield f"{class_doc(cls)}\n\nFrom `{offer.distribution.name}`."
+        yield f"## `{offer.type}` {{ #{kind}.{offer.type} }}"
+        yield f"{class_doc(cls)}\n\nFrom {_distribution_link(offer.distribution.name)}."
         yield keys_table(cls)
+
+
+def _distribution_link(name: str) -> str:
+    """The name of a distribution, linked to its README if that is a page of the site."""
+    link = f"(/plugins/{name}.md)" if (PLUGINS / name / "README.md").exists() else ""
+    return f"[`{name}`]{link}" if link else f"`{name}`"
 
 
 def distributions(_: str) -> str:
@@ -101,8 +186,7 @@ def _distribution(distribution: Distribution, catalog: Catalog) -> Sequence[str]
     kinds: dict[str, list[str]] = {}
     for offer in catalog.offers():
         if offer.distribution == distribution and offer.kind not in NO_COMPONENTS:
-            link = f"[`{offer.type}`](/reference/keys.md#{offer.kind}.{offer.type})"
-            kinds.setdefault(offer.kind, []).append(link)
+            kinds.setdefault(offer.kind, []).append(component_link(offer.kind, offer.type))
     return f"`{distribution.name}`", "; ".join(f"{kind} {', '.join(types)}" for kind, types in kinds.items())
 
 
@@ -113,9 +197,7 @@ def commands(_: str) -> str:
     for offer in Catalog.installed().offers("command"):
         anchor = offer.type.replace(" ", "-")
         name = f"[`{offer.type}`](#{anchor})" if anchor in sections else f"`{offer.type}`"
-        link = "" if offer.distribution.name == CORE else f"(/plugins/{offer.distribution.name}.md)"
-        distribution = f"`{offer.distribution.name}`"
-        rows.append((name, command_summary(offer.value)[1], f"[{distribution}]{link}" if link else distribution))
+        rows.append((name, command_summary(offer.value)[1], _distribution_link(offer.distribution.name)))
     return table(("command", "", "distribution"), rows)
 
 
@@ -206,7 +288,8 @@ def _value(key: Key) -> str:
 
 
 def _link(base: type[Component]) -> str:
-    return f"[{base.kind} table](#kind-{base.kind})" if Catalog.installed().types(base.kind) else f"{base.kind} table"
+    text = f"{base.kind} table"
+    return f"[{text}]({_kind_page(base.kind)})" if Catalog.installed().types(base.kind) else text
 
 
 def _default(key: Key) -> str:
@@ -228,6 +311,8 @@ def _cell(text: str) -> str:
 
 
 MAKERS = {
+    "overview": overview,
+    "key_kinds": key_kinds,
     "sections": sections,
     "components": components,
     "commands": commands,

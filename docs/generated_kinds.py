@@ -69,7 +69,7 @@ def _kind_row(kind: str, base: type[Component]) -> Row:
 def facts(kind: str, catalog: Catalog) -> list[Row]:
     """The same of one kind, a fact in a row, and what is installed of it."""
     _, base, asked, hook, suite = _kind_row(kind, catalog.kind_base(kind))
-    types = ", ".join(f"[`{type_}`](/reference/keys.md#{kind}.{type_})" for type_ in catalog.types(kind))
+    types = ", ".join(f"[`{type_}`](/reference/keys/{kind}.md#{kind}.{type_})" for type_ in catalog.types(kind))
     rows = [("base class", base), ("to implement", asked), ("hook around it", hook), ("suite", suite)]
     return [*rows, ("there are", types or "none yet")]
 

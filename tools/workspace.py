@@ -2,7 +2,7 @@
 
 python tools/workspace.py contracts    # import-linter, with every distribution in its contracts
 python tools/workspace.py types        # mypy, over the package of every distribution
-python tools/workspace.py readme       # the table of distributions in README.md (--check: is it up to date?)
+python tools/workspace.py packages     # the tables of distributions in docs/packages.md (--check: are they up to date?)
 python tools/workspace.py extra        # the extra `all` of forge-run in pyproject.toml (--check likewise)
 """
 
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -41,6 +41,18 @@ FLOORS = (
 """Floors of the core, from the highest; each may import the ones below it."""
 WITH = {"forge-plugin-evaluate": "[harness]", "forge-plugin-images": "[video]"}
 """Extras that belong to the extra `all`: without them a command or a kind that is offered cannot be used."""
+PURPOSES = (
+    "Start, watch and use runs",
+    "Models",
+    "Data",
+    "Optimizers, schedules and losses",
+    "Parallelism, precision and speed",
+    "Loggers",
+    "Evaluation and insight",
+    "Reliability and launch",
+    "For authors",
+)
+"""Headings of docs/packages.md, in order. A plugin's pyproject.toml names one of them: `[tool.forge]`, `purpose`."""
 JOB_EDGE = "forge_core.contracts.* -> forge_core.job"
 """The only import upwards, for type checkers: `problems(job, …)` receives the job."""
 
@@ -52,9 +64,19 @@ class Distribution:
         self.folder = folder
 
     @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """Its pyproject.toml."""
+        return tomllib.loads((self.folder / "pyproject.toml").read_text())
+
+    @property
     def project(self) -> Mapping[str, Any]:
         """Its `[project]` table."""
-        return tomllib.loads((self.folder / "pyproject.toml").read_text())["project"]
+        return self.settings["project"]
+
+    @property
+    def purpose(self) -> str | None:
+        """The heading of docs/packages.md that lists it; None: its pyproject.toml has none."""
+        return self.settings.get("tool", {}).get("forge", {}).get("purpose")
 
     @property
     def name(self) -> str:
@@ -177,19 +199,51 @@ def check_types() -> int:
 # --- generated parts of files --------------------------------------------------------------------------------------
 
 
-def readme_table() -> str:
-    """A row for each distribution: its description and what it offers."""
-    rows = [
-        f"| `{each.name}` | {each.project['description'].rstrip('.')}{_offered(each)} |" for each in distributions()
+def purpose_problems(plugins: Iterable[Distribution]) -> list[str]:
+    """Returns a message for each plugin that names no purpose, or an unknown one."""
+    allowed = ", ".join(f'"{purpose}"' for purpose in PURPOSES)
+    return [
+        f"{os.path.relpath(each.folder / 'pyproject.toml', ROOT)}: tool.forge.purpose: "
+        f"{'missing' if each.purpose is None else f'unknown purpose {each.purpose!r}'}; allowed: {allowed}"
+        for each in plugins
+        if each.purpose not in PURPOSES
     ]
-    return "\n".join(["| install | what it is, and what jobs can name |", "|---|---|", *rows])
+
+
+def package_tables(core: Distribution, plugins: Iterable[Distribution]) -> str:
+    """The core's row, then a table for each purpose: descriptions, and what jobs and the command line can name."""
+    by_purpose: dict[str, list[Distribution]] = {purpose: [] for purpose in PURPOSES}
+    for each in plugins:
+        by_purpose[str(each.purpose)].append(each)
+    sections = [("The core", [core]), *((purpose, listed) for purpose, listed in by_purpose.items() if listed)]
+    return "\n\n".join(f"## {heading}\n\n{_table(listed)}" for heading, listed in sections)
+
+
+def _table(listed: Iterable[Distribution]) -> str:
+    rows = [f"| {_link(each)} | {each.project['description'].rstrip('.')} | {_offered(each)} |" for each in listed]
+    return "\n".join(["| package | description | offers |", "|---|---|---|", *rows])
+
+
+def _link(distribution: Distribution) -> str:
+    """The name, linked to the README of a plugin, which is a page of the site."""
+    name = f"`{distribution.name}`"
+    return name if distribution.folder == ROOT else f"[{name}](plugins/{distribution.name}.md)"
 
 
 def _offered(distribution: Distribution) -> str:
-    parts = [
-        f"{kind} {', '.join(f'`{name}`' for name in types)}" for kind, types in distribution.offers if kind != "kind"
-    ]
-    return f": {'; '.join(parts)}" if parts else ""
+    offers = [(kind, types) for kind, types in distribution.offers if kind != "kind"]
+    kinds = [(kind.replace("forge_replaces", "replaces"), types) for kind, types in offers]
+    return "; ".join(f"{kind} {', '.join(f'`{name}`' for name in types)}" for kind, types in kinds)
+
+
+def write_packages(check: bool) -> int:
+    """Write the tables of docs/packages.md, or with `check`, compare them."""
+    core, *plugins = distributions()
+    if problems := purpose_problems(plugins):
+        print("\n".join(problems), file=sys.stderr)
+        return 1
+    marks = ("<!-- distributions -->", "<!-- end of distributions -->")
+    return replace_between(ROOT / "docs" / "packages.md", f"\n{package_tables(core, plugins)}\n", *marks, check)
 
 
 def extra() -> str:
@@ -220,16 +274,15 @@ def replace_between(path: Path, text: str, start: str, end: str, check: bool) ->
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["contracts", "types", "readme", "extra"])
+    parser.add_argument("action", choices=["contracts", "types", "packages", "extra"])
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a file is out of date")
     options = parser.parse_args()
     if options.action == "contracts":
         return check_contracts()
     if options.action == "types":
         return check_types()
-    if options.action == "readme":
-        marks = ("<!-- distributions -->", "<!-- end of distributions -->")
-        return replace_between(ROOT / "README.md", readme_table(), *marks, options.check)
+    if options.action == "packages":
+        return write_packages(options.check)
     marks = ("# distributions, by tools/workspace.py", "# end of distributions")
     return replace_between(ROOT / "pyproject.toml", extra(), *marks, options.check)
 

@@ -186,9 +186,9 @@ def test_the_page_of_a_kind_shows_a_component_a_job_its_output_and_a_test(page: 
 
 
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project["name"])
-def test_the_readme_lists_every_distribution_with_what_it_offers(project: dict) -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    [row] = [line for line in lines if line.startswith(f"| `{project['name']}`")]
+def test_the_page_of_packages_lists_every_distribution_with_what_it_offers(project: dict) -> None:
+    lines = (ROOT / "docs" / "packages.md").read_text().splitlines()
+    [row] = [line for line in lines if line.startswith(f"| [`{project['name']}`](plugins/{project['name']}.md) |")]
     groups = project.get("entry-points", {}).items()
     types = [type_ for group, entries in groups if group != "forge.kind" for type_ in entries]
     assert [type_ for type_ in types if f"`{type_}`" not in row] == []

@@ -25,9 +25,11 @@ def report(offers: Sequence[Offer], catalog: Catalog, *, left_too: bool, as_json
         as_json: whether the components are printed as JSON.
     """
     components = checked(offers, catalog)
+    # Components of one distribution share its problems, which are printed once
     problems = list(dict.fromkeys(problem for component in components for problem in problems_of(component)))
     left = [f"stale: {line}" for line in left_overs()] if left_too else []
     if as_json:
+        # To standard error, so that standard output is JSON alone
         print("\n".join(left), end="\n" if left else "", file=sys.stderr)
         print(json.dumps([asdict(component) for component in components], indent=2))
     else:

@@ -109,6 +109,7 @@ def _step(target: Target, rest: list[str], catalog: Catalog) -> tuple[int, Targe
     owners = [kind for kind in kinds if target.table is Job and rest[0] in catalog.types(kind)]
     if len(owners) == 1:  # a type alone, which no other kind has
         return 0, Target(owners[0], kind=catalog.kind_base(owners[0]))
+    # A type may have been given without its kind
     likely = closest(rest[0], [*known, *by_type])
     hint = f"; did you mean {by_type.get(likely, likely)!r}?" if likely else ""
     hint = f": {' or '.join(f'{kind}.{rest[0]}' for kind in owners)}?" if owners else hint
@@ -177,6 +178,7 @@ def _explain_kind(path: str, base: type[Component], catalog: Catalog) -> str:
 def _summary(base: type[Component], type_: str, catalog: Catalog) -> str:
     try:
         return one_paragraph(class_doc(catalog.load(base.kind, type_, base)))
+    # A component that cannot be loaded must not hide the others
     except PluginError as error:
         return str(error)
 

@@ -43,6 +43,7 @@ def command(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     catalog = Catalog.installed()
+    # All files are filled in before the first is written, so that an error leaves nothing behind
     files = distribution_files(options.kind, options.name, catalog)
     folder = options.dir.expanduser() / distribution_name(options.name)
     write(files, folder)
@@ -71,6 +72,7 @@ def distribution_files(kind: str, name: str, catalog: Catalog) -> Mapping[Path, 
     check_kind(kind, catalog)
     templates = {path: source.read_text(encoding="utf-8") for path, source in template_files(kind)}
     check_name(kind, name, templates)
+    # Only what the template imports is required
     requirements = [CORE, *(["forge-kit"] if any("forge_kit" in text for text in templates.values()) else [])]
     filled = partial(_filled, kind=kind, name=name, requirements=requirements)
     return {Path(filled(str(path))): filled(text) for path, text in templates.items()}

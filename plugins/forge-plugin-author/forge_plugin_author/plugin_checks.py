@@ -36,6 +36,7 @@ def distribution_problems(distribution: Distribution, catalog: Catalog) -> Itera
 
 def _probe(offer: Offer) -> Probe:
     action = f"loading {offer.kind} {offer.qualified}"
+    # -P: a file in the current directory must not hide an installed module
     command = [sys.executable, "-P", "-m", "forge_plugin_author.probe", offer.kind, offer.qualified]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
@@ -43,6 +44,7 @@ def _probe(offer: Offer) -> Probe:
     except subprocess.TimeoutExpired:
         return Probe(f"{action} takes more than {TIMEOUT_S} s; see what its module does when it is imported")
     try:
+        # The last line, as modules may print while they are imported
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -111,6 +111,7 @@ def table(listed: Sequence[ListedComponent], extra: Sequence[str] = ()) -> str:
     for component in listed:
         version = f"{component.version} (editable)" if component.editable else component.version
         rows.append([component.kind, component.type, component.distribution, version, component.target])
+    # Not strict: without `extra`, there is no cell for any row
     for row, cell in zip(rows, extra, strict=False):
         row.insert(-1, cell)
     return columns(rows)

@@ -49,4 +49,5 @@ def probe(kind: str, qualified: str) -> Probe:
 
 
 if __name__ == "__main__":
+    # On a separate line, as the component may have printed something without a line break
     print("\n" + json.dumps(asdict(probe(*sys.argv[1:3]))))

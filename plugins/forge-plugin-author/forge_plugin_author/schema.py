@@ -120,6 +120,7 @@ class _Writer:
         named = self._shared(base.__name__, lambda: self._by_type(base))
         for spellings, cls in self._offers(base):
             if (default or base.usual_type) in spellings:
+                # Without `type`, the keys are checked as keys of the usual component
                 return {"if": {"required": ["type"]}, "then": named, "else": self._table(spellings[0], cls)}
         return named
 
@@ -150,6 +151,7 @@ class _Writer:
         for offer in offers:
             try:
                 cls = self._catalog.load(offer.kind, offer.qualified)
+                # Called for its errors, which leave out this component alone
                 self._keys_of(cls)
             except PluginError as error:  # a schema of the other components is better than none
                 self.left_out[str(error)] = None
@@ -170,6 +172,7 @@ class _Writer:
 def keywords(demand: Demand) -> Schema:
     """Returns the JSON Schema keywords that express a validator's condition, if there are any."""
     validator: Any = demand.check
+    # By attributes, since the classes of attrs' validators are private
     if hasattr(validator, "compare_op"):
         return {BOUNDS[validator.compare_op]: validator.bound}
     if hasattr(validator, "options"):

@@ -36,10 +36,12 @@ def command(argv: list[str]) -> int:
     catalog = Catalog.installed()
     job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
     samples = options.sample or [0]
+    # Before the data are read, which may take long
     if problems := list(position_problems(job, options.step, samples)):
         raise JobError(problems)
     if sys.stderr.isatty():
         print("reading the data; the first time, it is tokenised …", file=sys.stderr)
+    # Imported late: these modules need torch, and errors of the command line do not
     from forge_plugin_data_view.job_data import open_data
     from forge_plugin_data_view.view import View
 

@@ -26,6 +26,7 @@ class Decoder:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self.end_of_text = None if tokenizer is None else tokenizer.end_of_text
+        # Names of the tokenizer come last, and replace the general name of its end-of-text
         self._names = {} if tokenizer is None else {tokenizer.end_of_text: END_OF_TEXT} | _special_names(tokenizer)
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
@@ -67,6 +68,7 @@ class Decoder:
         before, start = 0, 0
         for end in range(1, len(ids) + 1):
             known, text = tokenizer.decode(ids[before:start]), tokenizer.decode(ids[before:end])
+            # A character has at most four bytes, hence tokens: after that, the bytes are not UTF-8
             if text.endswith(UNFINISHED) and end < len(ids) and end - start < LONGEST:
                 continue
             yield text[len(known) :], end - start
@@ -74,6 +76,7 @@ class Decoder:
 
     def _is_special(self, id_: int) -> bool:
         assert self._tokenizer is not None
+        # Decoders that skip special tokens return nothing for them
         return id_ in self._names or not self._tokenizer.decode([id_])
 
 
@@ -88,4 +91,5 @@ def _special_names(tokenizer: Tokenizer) -> dict[int, str]:
         if not path.is_file():
             return {}
         added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens", [])
+    # Other added tokens are ordinary text that is never divided
     return {token["id"]: token["content"] for token in added if token.get("special")}

@@ -82,9 +82,11 @@ class JobData:
         """Returns the positions of a row at which its documents begin, the first aside; None: they are not known."""
         documents = self.documents.get(row.source)
         ends = None if documents is None else ends_of(documents)
+        # Windows cut the concatenated documents at multiples of seq_len; other packings may reorder them
         if ends is None or not isinstance(self.job.data.packing, WindowPacking):
             return None
         first, length = row.number * self.job.train.seq_len, self.job.train.seq_len
+        # Up to and including the end of the row: the last label may begin the next document
         inside = slice(*np.searchsorted(ends, [first, first + length], "right"))
         return np.asarray(ends[inside]) - first
 
@@ -124,6 +126,7 @@ class _RecordingBuilder:
 
     def build(self, component: Component[Any], context: BuildContext, **inputs: Any) -> Any:
         built = self._plugins.build(component, context, **inputs)
+        # By identity, as another component of the job may be equal
         if component is self._packing:
             self.packed.append((built, inputs["documents"]))
         return built
@@ -151,6 +154,7 @@ def open_data(job: Job, catalog: Catalog) -> JobData:
     datasets = build_datasets(job, attrs.evolve(context, tokenizer=tokenizer))
     check_supply(job, sizes_of(datasets))
     sources = range(len(datasets))
+    # By identity: a dataset that was derived from a packed one has no known documents
     documents = {
         source: documents for dataset, documents in builder.packed for source in sources if datasets[source] is dataset
     }

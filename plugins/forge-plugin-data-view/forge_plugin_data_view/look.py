@@ -26,6 +26,7 @@ def command(argv: list[str]) -> int:
     Learned tokens are green. No weights are made, and no run folder.
     """
     options, files, overrides = parse_job_arguments(_parser(), argv)
+    # Before the data are read, so that a path that cannot be written is an error at once
     path = output_file(options.out, "--out", SUFFIXES)
     from forge_core.config.load import load_job
     from forge_core.contracts.errors import ExitCode

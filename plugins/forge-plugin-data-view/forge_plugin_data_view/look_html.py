@@ -51,6 +51,7 @@ def _page(sheet: Sheet) -> Iterator[str]:
     yield "</div>"
     yield "<h2>The row</h2>"
     for words, style in (("learned", "learned"), ("not learned", "ignored")):
+        # The legend has the markup of tokens; position -1: it is no token of the row
         yield _piece(Piece(words, style, -1, 0, -1), sheet)  # type: ignore[arg-type]
     yield "a token is learned as the label of the position before it; the numbers are of a line's first token"
     yield from _table(sheet)
@@ -78,6 +79,7 @@ def _data_url(picture: Image.Image) -> str:
 def _table(sheet: Sheet) -> Iterator[str]:
     names = "".join(f"<th>{escape(each.name)}</th>" for each in sheet.position_ids)
     yield f'<table>\n<tr class="number">{names}<th></th></tr>'
+    # In cells of a terminal: wide characters, as of Chinese, count as two
     for line in Wrapping(WIDTH, cell_len).lines(sheet.pieces):
         if line.starts_document:
             columns = len(sheet.position_ids) + 1

@@ -60,6 +60,7 @@ def panels_of(visual: Visual, position_ids: Sequence[PositionIds]) -> Iterator[P
         caption = [each.range(positions) for each in position_ids if len(positions)]
         title = [f"{visual.name}: {time_text(visual, entry)}"] if visual.is_clip else title_of(visual)
         frames = [cut_picture(frame, visual) for frame in visual.shown_frames(entry)]
+        # Frames of one entry share patches, and so are shown as one picture
         yield Panel(title, _side_by_side(frames), caption, colour_of(visual.number))
 
 
@@ -79,13 +80,16 @@ def cut_picture(frame: np.ndarray, visual: Visual) -> Image.Image:
     """
     rows, columns = visual.grid.rows, visual.grid.columns
     most = FRAME_SIDE if visual.is_clip else IMAGE_SIDE
+    # At least two pixels, so that cuts are not wider than patches
     side = max(2, min(most // max(rows, columns), max(visual.patch, ENLARGED)))
+    # Averages where a patch shrinks; pixels remain visible as squares where it grows
     filter_ = Image.Resampling.BOX if side < visual.patch else Image.Resampling.NEAREST
     pixels = np.asarray(_in_colour(frame).resize((columns * side, rows * side), filter_))
     ys, xs = (_starts(count, visual.side, side) for count in (rows, columns))
     height, width = (int(starts[-1]) + side + POSITION_CUT for starts in (ys, xs))
     strong = np.array(_rgb(colour_of(visual.number)))
     sheet = np.empty((height, width, 3), np.uint8)
+    # The background that remains between patches forms the cuts
     sheet[:] = strong
     if visual.side > 1:  # inside of a position, cuts are pale
         sheet[np.ix_(_inside(ys, visual.side, side), _inside(xs, visual.side, side))] = (strong + 2 * 255) // 3
@@ -103,6 +107,7 @@ def _numbered(cut: Image.Image, visual: Visual, tops: np.ndarray) -> Image.Image
     sheet = Image.new("RGB", (width + cut.width, cut.height), "white")
     sheet.paste(cut, (width, 0))
     draw, free = ImageDraw.Draw(sheet), 0
+    # Not strict: a faulty row may have fewer positions than squares
     for number, top in zip(numbers, tops.tolist(), strict=False):
         if top >= free:  # rows may be lower than their numbers
             draw.text((width - 4, top), str(number), colour_of(visual.number), font, anchor="ra")
@@ -113,6 +118,7 @@ def _numbered(cut: Image.Image, visual: Visual, tops: np.ndarray) -> Image.Image
 def _starts(count: int, per_position: int, side: int) -> np.ndarray:
     """Returns (count,): where patches start along one side of a picture."""
     number = np.arange(count)
+    # Without squares of positions, all cuts have the same width
     positions = number // per_position if per_position else 0 * number
     cuts = POSITION_CUT + positions * POSITION_CUT + (number - positions) * CUT
     return number * side + cuts

@@ -53,6 +53,7 @@ class Column:
 
     def picture(self) -> Image.Image:
         """Returns the parts on white."""
+        # Parts are drawn last, as the image needs the sum of their heights
         sheet = Image.new("RGB", (WIDTH, sum(height for height, _ in self.parts) + 2 * MARGIN), "white")
         canvas, top = Canvas(sheet, ImageDraw.Draw(sheet)), MARGIN
         for height, part in self.parts:
@@ -73,6 +74,7 @@ def png_of(sheet: Sheet) -> bytes:
     _add_visuals(column, sheet)
     _add_row(column, sheet)
     data, about = BytesIO(), PngInfo()
+    # Marks the file as an output of Forge, which a later command may replace
     about.add_text("Software", MARK)
     column.picture().save(data, format="PNG", optimize=True, pnginfo=about)
     return data.getvalue()
@@ -80,6 +82,7 @@ def png_of(sheet: Sheet) -> bytes:
 
 def _add_visuals(column: Column, sheet: Sheet) -> None:
     """Add images side by side, and each clip below a separate title line."""
+    # Images are collected up to the next clip, so that they share rows
     images: list[Panel] = []
     for visual in sheet.visuals:
         if not visual.is_clip:
@@ -142,6 +145,7 @@ def _add_row(column: Column, sheet: Sheet) -> None:
         if line.starts_document:
             column.parts.append((LINE, _rule(f"document {line.pieces[0].document + 1}")))
         numbers = [each.at(line.position) for each in sheet.position_ids]
+        # A list and not the iterator, since drawing happens later
         column.parts.append((LINE, _line(line, [*zip(numbers, widths, strict=True)], left)))
     if sheet.left_out:
         column.text(f"… {sheet.left_out:,} more tokens; --tokens 0 shows all", colour=QUIET)
@@ -223,6 +227,7 @@ def _lines_of(text: str, size: int, width: int) -> Iterator[str]:
     font, line = font_of(size), ""
     for word in text.split(" "):
         longer = f"{line} {word}" if line else word
+        # A single word that is wider than the line stays whole
         if line and font.getlength(longer) > width:
             yield line
             longer = word

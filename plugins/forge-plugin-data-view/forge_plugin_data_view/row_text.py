@@ -64,6 +64,7 @@ def pieces_of(sample: Sample, decoder: Decoder, visuals: Sequence[Visual], most:
             pieces.append(Piece(text, "visual", run[0].position, len(run), document, visual=owner))
         else:
             pieces.extend(_text_pieces(run, decoder, "learned" if learned else "ignored", document))
+    # Padding follows the last token, so it is shown only if no token is left out
     if sample.padding and len(shown) == len(tokens):
         start = len(sample.inputs) - sample.padding
         pieces.append(Piece(f"{sample.padding:,} positions of padding", "padding", start, sample.padding, -1))
@@ -72,6 +73,7 @@ def pieces_of(sample: Sample, decoder: Decoder, visuals: Sequence[Visual], most:
 
 def _visual_text(visual: Visual, run: Sequence[Token]) -> str:
     count = f"{len(run):,} position{'s' * (len(run) > 1)}"
+    # A run may join several entries, or be cut by --tokens; then it has no single time
     entries = [entry for entry in range(visual.grid.frames) if _covers(visual.positions_of(entry).tolist(), run)]
     if visual.grid.frames == 1 or not entries:
         return f"{visual.name}: {count}"
@@ -125,6 +127,7 @@ class Wrapping:
         """Yields a piece in parts that a line has room for."""
         text = piece.text
         while self.measure(text) > self.width and len(text) > 1:
+            # In proportion to the width: letters of a proportional font may exceed the line a little
             cut = max(1, int(len(text) * self.width / self.measure(text)))
             yield piece._replace(text=text[:cut])
             text = text[cut:]
@@ -141,5 +144,6 @@ class Wrapping:
 def _at_line_ends(piece: Piece) -> Iterator[Piece]:
     *lines, rest = piece.text.replace("\t", "    ").split("\n")
     yield from (piece._replace(text=line + LINE_END) for line in lines)
+    # Text that ends with a line break has no further piece
     if rest:
         yield piece._replace(text=rest)

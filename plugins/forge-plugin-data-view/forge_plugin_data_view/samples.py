@@ -90,6 +90,7 @@ class Sample:
     def of(cls, batch: Batch, end_of_text: int | None, starts: np.ndarray | None = None) -> Sample:
         """Take the sample of a batch of one row. A row that may have images is one document."""
         rows = {name: tensor[0].numpy() for name, tensor in batch.items()}
+        # Rows of zeros fill the entry where a sample has fewer images than it has room for
         grids = [(int(f), int(r), int(c)) for f, r, c in rows.get(GRIDS, ()) if f]
         return cls(
             inputs=rows["input_ids"],
@@ -104,6 +105,7 @@ class Sample:
     @property
     def padding(self) -> int:
         """Positions at the end that hold no document."""
+        # If end_of_text is None, every position differs from it, and none counts as padding
         filled = np.flatnonzero((self.inputs != self.end_of_text) | (self.labels != IGNORED_LABEL))
         padding = len(self.inputs) - (int(filled[-1]) + 1 if len(filled) else 0)
         if self.documents is None:
@@ -137,12 +139,14 @@ class Sample:
             return [token for number, (a, b) in enumerate(segments) for token in self._segment(a, b, number)]
         if self.starts is not None:
             whole = [*self._segment(0, stop, 0)]
+            # The last label is no input; it comes after the last position
             places = [stop if token.position < 0 else token.position for token in whole]
             numbers = np.searchsorted(self.starts, places, "right").tolist()
             return [token._replace(document=number) for token, number in zip(whole, numbers, strict=True)]
         tokens, document = [], 0
         for token in self._segment(0, stop, 0):
             tokens.append(token._replace(document=document))
+            # After the token, as an end-of-text belongs to the document that it ends
             document += token.id == self.end_of_text
         return tokens
 
@@ -193,6 +197,7 @@ def grid_text(grid: tuple[int, int, int]) -> str:
     """`16 x 24`, with the frames before them if there are several; of an image in tiles that are joined, those too."""
     frames, rows, columns = grid
     if frames < 0:
+        # Images in joined tiles have -(tile rows x 1000 + tile columns) in place of the frames
         tile_rows, tile_columns = divmod(-frames, TILE_ROW)
         return f"{rows} x {columns} of {tile_rows} x {tile_columns} tiles"
     return f"{rows} x {columns}" if frames == 1 else f"{frames} x {rows} x {columns}"

@@ -21,6 +21,7 @@ BAR = 24
 
 def show(view: View) -> None:
     """Print the view to standard output."""
+    # Without markup and emoji: data may have text such as [bold] and :smile:
     console = Console(highlight=False, markup=False, emoji=False)
     colour = console.is_terminal and not console.no_color
     for source in view.sources:
@@ -37,6 +38,7 @@ def _show_source(console: Console, source: Source) -> None:
     for line in source_lines(source):
         console.print(f"  {line}")
     if source.lengths is not None:
+        # On a narrow terminal, the bar leaves room for the bound and the share
         for line in histogram(source.lengths, min(BAR, max(8, console.width - 36))):
             console.print(f"    {line}")
 
@@ -113,6 +115,7 @@ def _run_text(view: View, run: Run, colour: bool, image: str) -> Text:
     pieces = [(image, True)] if image else view.decoder.pieces(run.ids)
     text = Text()
     for content, special in pieces:
+        # Special tokens that are learned stay green: the colour marks learned tokens
         text.append(visible(content), style=f"{style} {SPECIAL}" if special and not run.learned else style)
     # Placeholders of images need no marks: nothing of an image is learned.
     return text if colour or run.learned or image else Text.assemble(OPEN, text, CLOSE)

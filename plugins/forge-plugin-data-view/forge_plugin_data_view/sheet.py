@@ -85,6 +85,7 @@ class Sheet:
         seen = _image_input(data, batch)
         visuals = [] if seen is None else visuals_of(entries, seen)
         faults = [] if seen is None else [*faults_of(entries, visuals, seen)]
+        # Only a note: some objectives have other labels on purpose
         if not sample.shifted():
             faults.append("some labels are not the next input: the dataset has its own targets, or shifts them wrongly")
         pieces, left_out = pieces_of(sample, decoder, visuals, most)
@@ -101,6 +102,7 @@ class Sheet:
 
 def _image_input(data: JobData, batch: Batch) -> ImageInput | None:
     """Returns what the model sees; None where rows have no images, or the model sees none."""
+    # Without the plugin `vision`, no model can have an image input
     if PATCHES not in batch or GRIDS not in batch or find_spec("forge_plugin_vision") is None:
         return None
     from forge_plugin_vision import HasImageInput

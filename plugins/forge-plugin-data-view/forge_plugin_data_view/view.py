@@ -34,8 +34,11 @@ class Lengths:
         """Measure documents by their ends (see `Documents.ends`); None if there are none."""
         if not len(ends):
             return None
+        # Evenly over the source, whose documents may be sorted by length
         chosen = np.linspace(0, len(ends) - 1, min(len(ends), MEASURED_DOCUMENTS)).astype(np.int64)
+        # A document begins where the one before it ends, the first one at 0
         lengths = np.asarray(ends[chosen]) - np.where(chosen > 0, ends[np.maximum(chosen - 1, 0)], 0)
+        # At least 1, as an empty document has no logarithm
         powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
         counts = np.bincount(powers)
         first = int(powers.min())
@@ -115,6 +118,7 @@ class View:
         """
         decoder = Decoder(data.tokenizer)
         fill, shifted, measured, shown = Fill(), True, 0, {}
+        # One pass for counts and shown samples: a stream is read from its start in each pass
         for number, (row, where, batch) in enumerate(data.read(step, max(measure, max(numbers) + 1))):
             sample = Sample.of(batch, decoder.end_of_text, data.starts(row))
             if number < measure:
@@ -129,6 +133,7 @@ class View:
             measured=measured,
             fill=fill,
             shifted=shifted,
+            # In the order of the command line
             samples=[shown[number] for number in numbers],
         )
 

@@ -90,6 +90,7 @@ def visuals_of(row: Mapping[str, np.ndarray], seen: ImageInput) -> list[Visual]:
     seconds = row.get(SECONDS, np.zeros(len(row[GRIDS])))
     visuals, patch, position = [], 0, 0
     for number, grid in enumerate(grids):
+        # Patches and positions of all images of a row follow each other in the same order
         own = positions[position : position + int(seen.positions(grid))]
         visuals.append(
             Visual(
@@ -99,6 +100,7 @@ def visuals_of(row: Mapping[str, np.ndarray], seen: ImageInput) -> list[Visual]:
                 pixels=pixels_of(row[PATCHES][patch : patch + grid.patches], grid, seen.format),
                 patch=seen.format.patch,
                 positions=own,
+                # A clip of a single entry has the grid of an image; its id distinguishes it
                 is_clip=grid.frames > 1 or bool(len(own) and ids[own[0]] == CLIP),
                 seconds=float(seconds[number]),
                 side=side_of_a_position(grid, seen),

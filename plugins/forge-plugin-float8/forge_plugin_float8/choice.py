@@ -85,7 +85,7 @@ def _part_problems(model: Model, changed: Sequence[str], ranks: int) -> Iterator
 def _reason(module: nn.Module, exempt: bool, excluded: bool) -> str:
     if exempt or excluded:
         return "exempt" if exempt else "excluded"
-        # A custom forward pass, of the class or set on the object, computes something other than x Wᵀ + b.
+    # A custom forward pass, of the class or set on the object, computes something other than x Wᵀ + b.
     if type(module).forward not in (Linear.forward, nn.Linear.forward) or "forward" in vars(module):
         return OWN_WAY
     return NOT_A_MULTIPLE if any(size % MULTIPLE for size in module.weight.shape) else ""  # type: ignore[union-attr]

@@ -49,6 +49,7 @@ def command(argv: list[str]) -> int:
     from forge_plugin_generate.command import continued, load_trained
     from forge_plugin_generate.prompts import stop_ids
 
+    # Called before the model is loaded, so that a missing template does not wait for it
     check = partial(check_chat, path=options.path)
     trained = load_trained(options.path, options.device, options.run, check, options.overrides)
     answer = partial(continued, trained, options, stop_ids(trained.tokenizer, options.stop or ()))
@@ -116,6 +117,7 @@ class Chat:
         if not questions:
             raise ForgeError("/retry: nothing was asked yet")
         question = self.messages[questions[-1]]["content"]
+        # With its answer: `answer` adds the question again
         del self.messages[questions[-1] :]
         self._options.seed += 1
         self.answer(question)
@@ -133,6 +135,7 @@ class Chat:
             self.messages.pop()  # as if it had not been asked
             raise
         except KeyboardInterrupt:
+            # The part that was written stays in the conversation, as the next message may refer to it
             self.messages.append(_message("assistant", stream.text))
             raise
         stream.finish(row)
@@ -141,6 +144,7 @@ class Chat:
 
     def _warn_of_length(self, length: int) -> None:
         if length + self._options.max_tokens > self._seq_len and not self._has_warned and sys.stdin.isatty():
+            # Once, and no error: many encodings of positions work beyond the trained length
             self._has_warned = True
             limit = f"the model was trained with {self._seq_len} positions (train.seq_len)"
             print(f"({length} tokens so far; {limit}; /reset begins a new conversation)", file=sys.stderr)

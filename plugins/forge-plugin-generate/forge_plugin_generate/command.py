@@ -35,6 +35,7 @@ def command(argv: list[str]) -> int:
         raise JobError(
             f"{what} reads standard input, which ranks do not have; ask several ranks by --prompt, or use one process"
         )
+    # After the checks, whose errors every rank would repeat
     return run_on_ranks("generate", argv, options.nproc, partial(_generate, options))
 
 
@@ -128,6 +129,7 @@ def of_model(
     from forge_plugin_generate.prompts import prompt_ids, stop_ids
 
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    # Ids of tokens would fail in the tokenizer, with an error that does not name the prompt
     if wrong := [each for each in prompts if not isinstance(each, str)]:
         raise TypeError(f"a prompt is a text, not {wrong[0]!r:.60}; model(ids) takes ids of tokens")
     if not isinstance(max_tokens, int) or max_tokens < 1:
@@ -222,6 +224,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--interactive reads plain prompts; leave --prompt, --chat, --image and --video out")
     if options.stream and several:
         parser.error("--stream writes one text as it is made, and several prompts are one batch; give one --prompt")
+    # After the checks, which concern --stream only where it was given
     if options.stream is None:
         options.stream = sys.stdout.isatty() and not several
     return options
@@ -322,6 +325,7 @@ def load_trained(
             check=lambda tokenizer: check(_demanded(tokenizer, path)),
         )
     except JobError as error:
+        # Only problems of the stages need a hint, which depends on the number of ranks
         if not any(problem.path.startswith("parallel") for problem in error.problems) or (names_stages and ranks > 1):
             raise
         hint = "these are the stages of its training; name others in their place, such as --parallel.tp.degree=2"

@@ -33,9 +33,11 @@ class Sampling:
         """(B, V) logits -> (B,) token ids."""
         if self.temperature == 0:
             return logits.argmax(-1)
+        # In float32: bfloat16 is too coarse for sums over the vocabulary
         logits = logits.float() / self.temperature
         if self.top_k:
             kth = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            # Tokens as likely as the k-th all stay, so that the choice among them is random
             logits = logits.masked_fill(logits < kth, -torch.inf)
         if self.top_p < 1:
             logits = _nucleus(logits, self.top_p)
@@ -45,6 +47,7 @@ class Sampling:
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Mask tokens outside the smallest set of most likely ones with probability `top_p` (Holtzman et al. 2020)."""
     ordered, order = logits.sort(descending=True)
+    # Probability of more likely tokens: 0 for the first one, which always stays
     before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
     ordered = ordered.masked_fill(before >= top_p, -torch.inf)
     return torch.empty_like(logits).scatter_(-1, order, ordered)
@@ -93,6 +96,7 @@ def generate(
     """
     sampling = sampling or Sampling()
     joint = _check(model, prompts, sampling, seed, batch_size, entries)
+    # The probe calls the model in this process alone, so that it needs all of it
     if use_cache and isinstance(joint, WholeModel):
         check_cache(model)
     draws = Draws(sampling, seed, len(prompts), next(model.parameters()).device)
@@ -120,6 +124,7 @@ def check_cache(model: Model) -> None:
     _checked.add(model)
 
 
+# Weak references, so that a model in the set can be freed
 _checked: WeakSet[Model] = WeakSet()
 
 
@@ -139,6 +144,7 @@ def _check(
     if not isinstance(model, Generates):
         raise ForgeError(f"{type(model).__name__} cannot generate: it has no new_cache and decode")
     joint = joint_generation(model)
+    # The default generators of ranks may have different states
     if joint.same_rows and seed is None and sampling.temperature:
         raise ForgeError("ranks that share a model draw the same tokens only with a seed; pass one")
     if 0 < batch_size < len(prompts) and (sampling.temperature or entries):
@@ -159,6 +165,7 @@ class Draws:
         if self._sampling.temperature == 0 or len(rows) == self._count:
             return self._sampling.draw(logits, self._generator)
         index = torch.tensor(rows, device=logits.device)
+        # A draw for each of the `count` rows, also for those that have ended: the generator advances by the same amount
         every = logits.new_zeros(self._count, logits.shape[-1])
         every[index] = logits
         return self._sampling.draw(every, self._generator)[index]

@@ -53,6 +53,7 @@ def separated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.
     for word in overrides:
         key = word.removeprefix("--").partition("=")[0]
         if not any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE):
+            # The only key of [train] that has an option in its place
             hint = "; the device is an option: --device" if key == "train.device" else ""
             raise JobError(f"{word}: changes nothing here; what can be changed is {', '.join(CHANGEABLE)}{hint}")
     options.overrides = overrides
@@ -90,6 +91,7 @@ def check_path(path: Path, device: str) -> None:
 
     if not path.exists() and in_storage(path) == path:
         raise JobError(f"{path}: no such run folder or checkpoint")
+    # A model in the format of Hugging Face needs another command, which the error names
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
         run = f"runs/{path.absolute().name}"
         command = f"forge-run weights import {path} --out {run}"

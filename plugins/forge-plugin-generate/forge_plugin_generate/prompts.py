@@ -83,6 +83,7 @@ def chat_ids(tokenizer: Tokenizer, messages: Messages) -> list[int]:
 
 
 def _single(tokenizer: Tokenizer, token: str) -> int:
+    # By name first: `encode` may divide the name of a special token as ordinary text
     id_ = tokenizer.token_id(token) if isinstance(tokenizer, KnowsTokens) else None
     ids = tokenizer.encode(token) if id_ is None else [id_]
     if len(ids) != 1:

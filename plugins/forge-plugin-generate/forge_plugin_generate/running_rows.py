@@ -129,10 +129,12 @@ class RunningRows:
     # --- what a step may be ----------------------------------------------------------------------------------------
 
     def _idle(self) -> None:
+        # One token is enough to take part in collectives; its logits are not used
         row = [[self._pad]]
         self._joint.next_logits(self._batch(row), self._model.new_cache(1, 1))  # type: ignore[operator]
 
     def _has_room(self) -> bool:
+        # Without active rows, new ones start with a separate cache, and nothing must be joined
         if not self._active:
             return True
         free = self._batch_size - len(self._active)
@@ -180,6 +182,7 @@ class RunningRows:
 
     def _compute_anew(self) -> None:
         """Run the model on all positions of the rows that run, since a cache is void or not wanted."""
+        # Entries belong to the batch of all prompts, which must then keep its rows
         if self._joins or not self._entries:
             self._running = [number for number in self._running if number in self._active]
         token, self._cache = self._begin(self._running)
@@ -192,6 +195,7 @@ class RunningRows:
     def _begin(self, rows: Sequence[int]) -> tuple[Tensor, Any]:
         """Returns the next token (B,) of rows from their beginning, and their cache."""
         ids = [[*self._prompts[number], *self.written[number]] for number in rows]
+        # Room for all tokens that may follow, so that the cache does not have to grow
         room = max(map(len, ids)) + (self._left(rows) if self._use_cache else 0)
         cache = self._model.new_cache(len(rows), room)  # type: ignore[operator]
         batch = with_prompt(self._model, self._batch(ids), [len(self.written[number]) for number in rows])
@@ -234,7 +238,9 @@ class RunningRows:
 
     def _write(self, rows: Sequence[int], token: Tensor) -> None:
         """Note the next token of each row, and which rows end."""
+        # `tolist` waits for the device once, for all rows
         for number, id_ in zip(rows, token.tolist(), strict=True):
+            # Rows that have ended stay in the batch until `_leave_out` removes them
             if number not in self._active:
                 continue
             if id_ in self._end.stops:
@@ -255,6 +261,7 @@ class RunningRows:
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns ids and positions (B, longest row), rows flush right; padding has a negative position."""
+    # Padding is at the left, so that the last column has the last token of each row
     length = max(len(row) for row in rows)
     ids = [[pad] * (length - len(row)) + list(row) for row in rows]
     positions = [[NO_POSITION] * (length - len(row)) + list(range(len(row))) for row in rows]

@@ -42,6 +42,7 @@ class TextStream:
 
         Returns False, so that `generate` does not stop the row when this method is its `until`.
         """
+        # Decoded again and not kept: the context begins at another token after each piece
         before = self._tokenizer.decode(ids[self._context : self._decoded])
         text = self._tokenizer.decode(ids[self._context :])
         if len(text) > len(before) and text.startswith(before) and not text.endswith(UNREADABLE):

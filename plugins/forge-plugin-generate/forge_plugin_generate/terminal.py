@@ -53,10 +53,12 @@ class Conversation:
         with _history(self._on_terminal):
             for line in self._lines():
                 try:
+                    # `//` begins a message that begins with a slash
                     self._obey(line[1:]) if line.startswith("/") and not line.startswith("//") else self._reply(line)
-                except EOFError:
+                except EOFError:  # raised by /exit; `_lines` handles the end of the input
                     break
                 except ForgeError as error:
+                    # Only a person can correct the line; a script must see the exit code
                     if not self._on_terminal:
                         raise
                     print(f"forge-run: {error}", file=sys.stderr)
@@ -117,6 +119,7 @@ class Conversation:
 
 
 def _setting_help(name: str) -> str:
+    # Without the default at its end, as the value may have been changed
     return f"show it, or set it: {SETTINGS[name][2].rpartition(' (')[0]}"
 
 
@@ -127,6 +130,7 @@ def _history(on_terminal: bool) -> Iterator[None]:
         yield
         return
     try:
+        # The import alone gives `input` editing and a history
         import readline
     except ImportError:  # a Python without it: lines are typed plainly
         yield
@@ -135,6 +139,7 @@ def _history(on_terminal: bool) -> Iterator[None]:
     path = state / "forge-run" / "chat_history"
     readline.set_history_length(HISTORY)
     with suppress(OSError):
+        # The file is absent before the first conversation
         readline.read_history_file(path)
     try:
         yield

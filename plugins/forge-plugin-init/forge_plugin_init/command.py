@@ -57,6 +57,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
     parser = _parser()
     options = parser.parse_args(argv)
+    # Before questions and measurements, so that an existing file is an error at once
     options.job = str(free_path(Path(options.job), PROGRAM))
     if not Path(options.job).absolute().parent.is_dir():
         raise JobError(f"{PROGRAM}: there is no folder {Path(options.job).parent}; make it first")
@@ -75,6 +76,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _may_ask(argv: Sequence[str]) -> bool:
+    # Any option, such as --yes, rules out questions: the error then lists the choices
     asked_nothing = not any(argument.startswith("-") for argument in argv)
     return asked_nothing and sys.stdin.isatty() and sys.stdout.isatty()
 
@@ -82,8 +84,10 @@ def _may_ask(argv: Sequence[str]) -> bool:
 def _check_combinations(options: argparse.Namespace) -> None:
     from forge_core.contracts.errors import JobError, Problem
 
+    # Problems are collected, so that one call reports all of them
     lonely = [name for name in ("messages", "config", "tokenizer") if getattr(options, name) and not options.dataset]
     problems = [f"--{name} goes with --dataset" for name in lonely]
+    # It has a default, so that it cannot be checked like the options above
     if options.split != "train" and not options.dataset:
         problems.append("--split goes with --dataset")
     if options.messages and not (options.tokenizer or options.start):
@@ -152,6 +156,7 @@ def parameter_count(text: str) -> int:
 
 def _scaled(text: str, units: dict[str, Any], what: str) -> float:
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)([{''.join(units)}])", text)
+    # 0 matches the pattern, but is no size and no time
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return float(match[1]) * float(units[match[2]])
@@ -160,6 +165,7 @@ def _scaled(text: str, units: dict[str, Any], what: str) -> float:
 def positive_number(text: str) -> float:
     """Type of the options `--tflops` and `--memory`."""
     value = float(text)
+    # Written as a range, so that NaN is refused as well
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError("must be above 0")
     return value
@@ -175,10 +181,12 @@ def make_draft(options: argparse.Namespace, catalog: Catalog) -> Draft:
     from forge_plugin_init.tuning import start_file, tuning_sizes
     from forge_plugin_init.writing import Draft
 
+    # Run and data before the machine: their errors do not wait for a measurement
     start = start_file(options.start) if options.start else ""
     corpus = _corpus(options)
     machine = stated_machine(options.tflops, options.memory) if options.tflops else this_machine()
     seconds = options.time
+    # With --from, the length of the run follows from epochs of the data instead
     if seconds is None and options.parameters is None and not start:
         seconds = seconds_of(DEFAULT_TIME)
     budget = Budget(seconds=seconds, parameters=options.parameters)
@@ -189,6 +197,7 @@ def make_draft(options: argparse.Namespace, catalog: Catalog) -> Draft:
         tokens = corpus.tokens or token_estimate(corpus.text_bytes, vocab_size)
         data = Data(tokens=tokens, vocab_size=vocab_size)
         sizes = choose(budget, machine, data)
+        # The machine of --tflops may be another one, on which no steps can be tried
         if machine.measured and not options.no_trial:
             machine = _tried(machine, sizes, vocab_size)
             sizes = choose(budget, machine, data)
@@ -200,6 +209,7 @@ def make_draft(options: argparse.Namespace, catalog: Catalog) -> Draft:
         budget=budget,
         sizes=sizes,
         start=start,
+        # A table of a plugin that is not installed would make the job wrong
         curves=bool(catalog.matching("logger", "curves")),
         samples=bool(catalog.matching("hook", "samples")) and bool(corpus.prompt),
     )
@@ -212,6 +222,7 @@ def _tried(machine: Machine, sizes: Sizes, vocab_size: int) -> Machine:
     from forge_plugin_init.sizes import LEAST_EFFICIENCY
     from forge_plugin_init.trial import efficiency
 
+    # Not to standard output, which has the JSON of --json
     if sys.stderr.isatty():
         print("trying some steps …", file=sys.stderr)
     return evolve(machine, efficiency=max(LEAST_EFFICIENCY, efficiency(sizes, vocab_size, machine)), tried=True)
@@ -252,9 +263,11 @@ def write_checked(draft: Draft, path: Path, catalog: Catalog) -> None:
     from forge_plugin_init.writing import render
 
     text = render(draft, str(path))
+    # Checked as a file and not as a table, exactly as `forge-run` reads it later
     with tempfile.TemporaryDirectory() as folder:
         trial = Path(folder, path.name)
         trial.write_text(text, encoding="utf-8")
+        # The imported model comes first: the job that follows has no [model] table
         load_job(*([draft.start] if draft.start else []), trial, catalog=catalog, world_size=1)
     with path.open("x", encoding="utf-8") as file:  # never over a file that came to be meanwhile
         file.write(text)

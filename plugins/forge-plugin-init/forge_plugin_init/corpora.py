@@ -64,12 +64,14 @@ def own_text(paths: Sequence[str], text_field: str) -> Corpus:
     try:
         looked = look(dataset)
     except JobError as error:
+        # Recognised by its message, as all other problems of the files are JobErrors too
         if "is not UTF-8" not in str(error):
             raise
         errors = "replace"
         looked = look(evolve(dataset, errors="replace"))
         remarks.append(f"not all of it is UTF-8; invalid bytes are read as U+FFFD ({error.problems[0].message})")
     count = len(dataset.files())
+    # The amount of text first, as it decides most of the sizes
     remarks.insert(0, f"{count:,} file{'s' if count > 1 else ''}, {looked.describe()}")
     if left_out := dataset.left_out():
         remarks.append("left out: " + ", ".join(f"{count:,} {what}" for what, count in left_out.items()))
@@ -77,6 +79,7 @@ def own_text(paths: Sequence[str], text_field: str) -> Corpus:
         ("type", "text", "files of text: .txt, .md and .py are one document each, .jsonl one a line; .gz and .zst too"),
         ("path", path, "a file, a folder (searched to any depth) or a glob, or a list of them"),
     ]
+    # A key with its default value is not written, so that the job stays short
     if text_field != "text":
         source.append(("field", text_field, "the key of a JSON line that holds its text"))
     if errors != "strict":
@@ -109,6 +112,7 @@ def prepared_tokens(folder: str) -> Corpus:
         train, vocab_size = manifest["splits"]["train"], manifest["tokenizer"]["vocab_size"]
         tokens, documents = int(train["tokens"]), int(train["documents"])
         held_out = bool(manifest["splits"]["held_out"]["tokens"])
+    # Another program may have written a manifest.json with any content
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"--tokens {folder}: no manifest.json that data prepare wrote ({type(error).__name__}: {error})"
         hint = "make it with `forge-run data prepare`; other token files are a job's `memmap` source"
@@ -117,6 +121,7 @@ def prepared_tokens(folder: str) -> Corpus:
         ("type", "memmap", "files of token ids, mapped into memory"),
         ("path", folder, "the folder that `forge-run data prepare` wrote, with what it held out"),
     ]
+    # Documents held out by `data prepare` are used for validation without a key
     if not held_out:
         source.append(("held_out_every", 100, "every 100th document is held out: it is never trained on"))
     tokenizer: list[Key] = [
@@ -135,6 +140,7 @@ def hugging_face(path: str, text_field: str, messages: str, config: str, split: 
         JobError: chats are asked for without a tokenizer that has a template.
     """
     source: list[Key] = [("type", "huggingface", "a dataset of the Hugging Face hub, or in their formats on disk")]
+    # As in `datasets.load_dataset`: of a single file, `path` is the format
     if Path(path).expanduser().is_file():
         source.append(("path", _format_of(path), "the format of the file"))
         source.append(("data_files", path, "the file, or a list of files or globs"))
@@ -201,6 +207,7 @@ def look(dataset: CorpusDataset) -> Looked:
     sizes, done, of_file, last, prompt = list[int](), 0, 0, "", ""
     partial, total = False, 0
     for document, _ in dataset.corpus().documents():
+        # Documents come file by file, so that all files before this one were read completely
         if document.file != last:
             done, of_file, last = done + on_disk.get(last, 0), 0, document.file
         size = len(document.text.encode())
@@ -238,8 +245,11 @@ def _held_out_every(looked: Looked) -> tuple[int, str]:
         return 0, "nothing is held out, as a single document cannot be split; divide it into files to measure the model"
     wanted = HELD_OUT if looked.bytes < LARGE else HELD_OUT / 5
     candidates = [every for every in (100, 50, 20, 10, 5, 4, 3, 2) if every <= max(2, len(looked.sizes))]
+    # By bytes and not by documents, which may differ widely in size
     shares = {every: sum(looked.sizes[::every]) / sum(looked.sizes) for every in candidates}
+    # Nearest by ratio: half of the wanted share is as far from it as twice the share
     best = min(candidates, key=lambda every: abs(math.log(max(shares[every], 1e-9) / wanted)))
+    # The first document is among those of every n, so that no other n would help
     if shares[best] > MOST_HELD_OUT:
         share = f"{shares[best]:.0%} of the text"
         return 0, f"nothing is held out: documents are so unequal that the first alone would be {share}; divide them"

@@ -33,6 +33,7 @@ def this_machine() -> Machine:
     memory: int | None
     device = torch.device("cuda" if on_gpu else "cpu")
     if on_gpu:
+        # Free memory and not the total: other processes may hold a part of it
         name, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
     else:
         cores = torch.get_num_threads()
@@ -53,14 +54,17 @@ def product_speed(dtype: torch.dtype, device: torch.device) -> float:
     """Returns the FLOP/s of the fastest of some products of matrices."""
     import torch
 
+    # Large enough for full speed, and small enough for several products in the time
     rows, features = (8192, 4096) if device.type == "cuda" else (2048, 512)
     a = torch.randn(rows, features, device=device).to(dtype)
     b = torch.randn(features, 4 * features, device=device).to(dtype)
     end, best = time.perf_counter() + SECONDS, float("inf")
+    # At least one product, however slow it is
     while time.perf_counter() < end or best == float("inf"):
         started = time.perf_counter()
         a @ b
         if device.type == "cuda":
+            # Kernels are asynchronous: without this, only their launch would be timed
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - started)
     return 2 * rows * features * 4 * features / best
@@ -70,10 +74,13 @@ def free_memory() -> int | None:
     """Returns the bytes of memory that are free, a cgroup's limit included; None where it is not known."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
+        # MemAvailable includes the page cache that the kernel can give up; MemFree does not
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
+        # Without /proc, as on macOS: all physical memory, free or not
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     try:
+        # In a container, the limit of the cgroup is below the memory of the host
         return min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # there is no cgroup, or no limit
         return free

@@ -32,6 +32,7 @@ def ask(options: argparse.Namespace) -> None:
         options.dataset = Prompt.ask("its name on the hub, or a folder", console=console)
     else:
         answer = _existing(console, "folder or file" if kind == "text" else "folder")
+        # --text can be repeated, so that its value is a list
         setattr(options, kind, [answer] if kind == "text" else answer)
     options.time = _time(console)
 
@@ -41,6 +42,7 @@ def _existing(console: Console, what: str) -> str:
         path = Prompt.ask(what, console=console)
         if os.path.exists(os.path.expanduser(path)):
             return path
+        # Without markup: a path may have brackets
         console.print(f"{path} does not exist (looked from {os.getcwd()})", markup=False)
 
 

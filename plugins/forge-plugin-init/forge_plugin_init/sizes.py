@@ -108,7 +108,9 @@ def parameters(layers: int, vocab_size: int) -> int:
     """Returns the parameters of `transformer` with dim = 64 x layers, a tied head, query-key norms and SwiGLU."""
     dim = HEAD * layers
     hidden = 256 * math.ceil(8 * dim / 3 / 256)  # the default of `swiglu`
+    # Attention, norms of queries and keys, SwiGLU, and the two norms of the block
     block = 4 * dim * dim + 2 * HEAD + 3 * dim * hidden + 2 * dim
+    # The tied table counts once; the last term is the final norm
     return vocab_size * dim + layers * block + dim
 
 
@@ -127,13 +129,16 @@ def vocabulary_for(text_bytes: int | None, budget: Budget, machine: Machine) -> 
 
     Its embeddings are at most a quarter of what the budget allows in parameters, at the width that such a model has.
     """
+    # From FLOP = 6 N D with D = 20 N, without the term of attention
     affordable = budget.parameters or math.sqrt(_flop(budget, machine) / (6 * TOKENS_PER_PARAMETER))
+    # A block has about 12 dim^2 parameters, and dim = 64 layers: N = 12 x 64^2 x layers^3
     dim = HEAD * max(LEAST_LAYERS, round((affordable / (HEAD * HEAD * 12)) ** (1 / 3)))
     return min(vocabulary_of_text(text_bytes), _vocabulary(affordable / 4 / dim))
 
 
 def vocabulary_of_text(text_bytes: int | None) -> int:
     """Returns the size of a vocabulary that suits a text: 4,096 for 10 MB, doubled for four times as much."""
+    # A text of unknown size counts as 1 GB, for which the largest vocabulary is chosen
     return _vocabulary(4096 * math.sqrt((text_bytes or 10**9) / 10**7))
 
 
@@ -189,6 +194,7 @@ def _layers(budget: Budget, machine: Machine, data: Data) -> int:
     best = LEAST_LAYERS
     for layers, count in counts.items():
         cost = flops_per_token(count, layers, HEAD * layers, usual_length(count))
+        # A fifth of the memory is left for activations and other programs
         fits_memory = machine.memory is None or count * STATE_BYTES < 0.8 * machine.memory
         if TOKENS_PER_PARAMETER * count <= min(_flop(budget, machine) / cost, enough) and fits_memory:
             best = layers
@@ -218,10 +224,12 @@ def plan(
         seq_len: positions of a sequence, if the data suffice.
         wanted: tokens of the run without a budget of time.
     """
+    # First, as no other size helps a model whose state does not fit
     _demand_memory(count, machine)
     cost = flops_per_token(count, layers, dim, seq_len)
     most = math.inf if data.tokens is None else MOST_EPOCHS * data.tokens
     tokens = min(wanted if budget.seconds is None else _flop(budget, machine) / cost, most)
+    # A power of two has the most divisors, for micro-batches and ranks
     seq_len, batch = _shape(2 ** round(math.log2(batch_for(tokens))), seq_len, data)
     steps = max(LEAST_STEPS, round(tokens / (seq_len * batch)))
     run = steps * seq_len * batch
@@ -233,6 +241,7 @@ def plan(
         global_batch_size=batch,
         micro_batch_size=_micro_batch(batch, seq_len, layers, dim, count, machine),
         steps=steps,
+        # `choose` replaces it by the rate of the Step Law for a new model
         lr=TUNING_RATE,
         warmup_steps=max(1, steps // WARMUP_SHARE),
         seconds=run * cost / (machine.flops * machine.efficiency),
@@ -270,6 +279,7 @@ def _micro_batch(batch: int, seq_len: int, layers: int, dim: int, count: int, ma
     fitting = int(room / (seq_len * layers * dim * ACTIVATION_BYTES))
     if fitting >= batch:
         return 0
+    # At least 1, even if no sequence seems to fit: the estimate of activations is rough
     return max(size for size in divisors(batch) if size <= max(1, fitting))
 
 

@@ -64,6 +64,7 @@ def efficiency(sizes: Sizes, vocab_size: int, machine: Machine) -> float:
     Raises:
         JobError: the training cannot run here; has the last line of its error.
     """
+    # With gradient accumulation, one micro-batch stands for the whole step
     batch = sizes.micro_batch_size or min(sizes.global_batch_size, max(1, TOKENS // sizes.seq_len))
     with tempfile.TemporaryDirectory(prefix="forge-init-") as folder:
         text = Path(folder, "text.txt")
@@ -95,6 +96,7 @@ def _step_seconds(job: Path, folder: Path) -> float:
             seconds = _wait_for_steps(process, RunFolder(folder / "trial").metrics_file())
         finally:
             if process.poll() is None:
+                # The whole process group, as the run may have child processes
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if not seconds:
@@ -107,6 +109,7 @@ def _wait_for_steps(process: subprocess.Popen[bytes], metrics: Path) -> list[flo
     """Returns the seconds of the steps that count: all of them, or as many as there are at the time limit."""
     end = time.monotonic() + LIMIT_S
     while True:
+        # The file is polled, as the run has no other connection to this process
         lines = metrics.read_text().splitlines() if metrics.is_file() else []
         over = process.poll() is not None or time.monotonic() > end
         if len(lines) >= SKIPPED + TIMED or over:

@@ -55,15 +55,18 @@ def _model(start: str, corpus: Corpus, catalog: Catalog) -> tuple[int, int, int,
     from forge_core.parallel.initialise import bare_context
     from forge_plugin_init.writing import source_table
 
+    # Keys that every job must have; none of them changes the size of the model
     rest = '[train]\nsteps = 1\nglobal_batch_size = 1\nseq_len = 8\n[optimizer]\ntype = "adamw"\n'
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder, "draft.toml")
         draft.write_text(rest + source_table(corpus), encoding="utf-8")
         job = load_job(start, draft, catalog=catalog, world_size=1)
     context = bare_context(job, Layout(), catalog, torch.device("cpu"))
+    # Before the model, whose vocabulary may follow from the tokenizer
     tokenizer = build_tokenizer(job, context)
     model, outline = build_bare_model(job, evolve(context, tokenizer=tokenizer))
     count = sum(outline.sizes.values())
     layers = len(getattr(model, "layers", ())) or 1
+    # Without a key `dim`: a block has about 12 dim^2 parameters
     dim = int(getattr(job.model, "dim", 0)) or round(math.sqrt(count / layers / 12))
     return count, layers, dim, tokenizer.vocab_size if tokenizer else int(getattr(job.model, "vocab_size", 0))

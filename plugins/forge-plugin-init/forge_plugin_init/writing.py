@@ -126,6 +126,7 @@ def _table(header: str, keys: Sequence[Key]) -> Iterator[str]:
 
 def toml(value: Any) -> str:
     """A value as TOML writes it."""
+    # Learning rates as people write them: 2.0e-05 becomes 2e-5
     if isinstance(value, float):
         return f"{value:g}" if value >= 0.01 else f"{value:.1e}".replace("e-0", "e-").replace(".0e", "e")
     # What JSON writes of strings, whole numbers, booleans and lists of them is TOML as well, but for DEL.
@@ -147,6 +148,7 @@ def _train(draft: Draft) -> Iterator[str]:
     ]
     if sizes.micro_batch_size:
         reason = "sequences per forward pass (gradient accumulation): what fits into memory"
+        # Directly below the global batch, which it divides
         keys.insert(2, ("micro_batch_size", sizes.micro_batch_size, reason))
     return _table("[train]", keys)
 
@@ -180,6 +182,7 @@ def _data(draft: Draft) -> Iterator[str]:
             ("type", "bpe", "byte-level BPE (as GPT-2's), trained on the training documents once, and cached"),
             ("vocab_size", draft.vocab_size, f"tokens: {_vocabulary_reason(draft)}"),
         ]
+        # A smaller corpus is read completely without this key as well
         if corpus.text_bytes is None or corpus.text_bytes > BPE_BYTES:
             keys.append(("max_bytes", BPE_BYTES, "train it on the first documents up to this number of bytes"))
         yield from _table("[data.tokenizer]", keys)

@@ -70,6 +70,7 @@ class _Search:
     def run(self) -> ShardedCorpus:
         train, apart = self._split(self._expand("path", self.keys.path))
         named = self._expand("held_out_path", self.keys.held_out_path)
+        # The key takes precedence over the manifests
         held_out = [file.path for file in named] if self.keys.held_out_path else apart
         self._check_overlap(train, held_out)
         read = self._read("path", train), self._read("held_out_path" if named else "path", held_out)
@@ -94,6 +95,7 @@ class _Search:
                 files += expand(pattern, RAW_SUFFIXES if self.keys.dtype else SUFFIXES, self.finder)
             except JobError as error:
                 self._note(key, error)
+        # The manifest of a folder is read once, however many of its files are named
         usable = {folder: self._open_folder(key, folder) for folder in sorted({_folder(file) for file in files})}
         return distinct(sorted(file for file in files if usable[_folder(file)]), self.listing.real)
 
@@ -121,11 +123,13 @@ class _Search:
         role = prepared.split_of.get(os.path.basename(file.path)) if prepared else TRAIN
         if role is None:
             raise JobError(f"{file.path} is no part of what data prepare wrote to {folder!r}; move it elsewhere")
+        # A file that is named by itself would be trained on
         if role == HELD_OUT and not file.in_folder:
             raise JobError(f"{file.path} was held out by data prepare; name its folder, {folder!r}, or its train-*.bin")
         return role
 
     def _check_overlap(self, train: Iterable[str], held_out: Iterable[str]) -> None:
+        # By real paths, since a link may lead to a file that is trained on
         trained = set(map(self.listing.real, train))
         for path in held_out:
             if self.listing.real(path) in trained:

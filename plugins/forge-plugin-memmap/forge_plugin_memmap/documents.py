@@ -94,6 +94,7 @@ class ShardedDocuments:
         self._check_ends()
         for start in range(0, len(self), PIECE):
             report_progress("verifying shards", start, len(self))
+            # For its checks; the ids are discarded
             self.tokens(start, start + PIECE)
 
     def identity(self) -> str:
@@ -110,6 +111,7 @@ class ShardedDocuments:
         return ShardedDocuments, (self._shards, self.end_of_text, self.held_out, self._limit)
 
     def _shard_of(self, token: int) -> int:
+        # Without the last entry, the end of all shards: a token there belongs to the last shard
         return bisect_right(self._starts, token, hi=len(self._shards)) - 1
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

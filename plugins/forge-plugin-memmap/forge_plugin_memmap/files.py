@@ -24,6 +24,7 @@ class Reader:
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         """`sizes`: bytes that files have at least, by path, as another machine may have seen them."""
         self._sizes = sizes or {}
+        # A cache for this reader: one on the method would be shared by all readers, and keep them alive
         self._opened = lru_cache(OPEN_FILES)(self._open)
 
     def read(self, path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:

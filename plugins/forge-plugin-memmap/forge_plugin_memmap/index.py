@@ -47,6 +47,7 @@ def document_ends(shards: Sequence[Shard], end_of_text: int, check: Callable[[],
 
 def map_file(path: Path) -> np.ndarray:
     """A file of int64 as a memory map."""
+    # As a plain array, whose slices are faster than slices of a `memmap`
     return np.memmap(path, "<i8", mode="r").view(np.ndarray)
 
 
@@ -67,6 +68,7 @@ def _all_ends(shards: Sequence[Shard], end_of_text: int) -> Iterator[np.ndarray]
             last = first + int(ends[-1]) if len(ends) else last
             yield ends + first
         first += shard.tokens
+    # Tokens after the last end-of-text are a document
     if last < first:
         yield np.array([first])
 
@@ -74,6 +76,7 @@ def _all_ends(shards: Sequence[Shard], end_of_text: int) -> Iterator[np.ndarray]
 def _scanned(shard: Shard, end_of_text: int) -> Iterator[np.ndarray]:
     count = 0
     for start, ids in blocks(shard):
+        # A document ends behind its end-of-text
         ends = np.flatnonzero(ids == end_of_text) + start + 1
         count += len(ends)
         yield ends
@@ -86,6 +89,7 @@ def _listed(shard: Shard, documents: int) -> Iterator[np.ndarray]:
     reader, path, last = Reader(), shard.beside(ENDS), 0
     for start in range(0, documents, BLOCK):
         ends = reader.read(path, np.dtype("<i8"), 8 * start, min(BLOCK, documents - start))
+        # Compared with the block before, too; no document is empty
         if ends[0] <= last or (np.diff(ends) <= 0).any():
             raise JobError(f"{path}: the ends of documents do not ascend; it is damaged")
         last = int(ends[-1])

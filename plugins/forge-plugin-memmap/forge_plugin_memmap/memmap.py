@@ -62,6 +62,7 @@ class Memmap(DatasetComponent):
         Raises:
             JobError: every problem, with paths relative to this table.
         """
+        # Before the files, since these keys decide how files are read
         if problems := list(self._key_problems()):
             raise JobError(problems)
         corpus = find_corpus(CorpusKeys(_listed(self.path), _listed(self.held_out_path), self.dtype, self.end_of_text))
@@ -102,6 +103,7 @@ class Memmap(DatasetComponent):
         limit = _model_vocabulary(context.job) or (tokenizer.vocab_size if tokenizer is not None else None)
         # Collective: all ranks must reach it, with problems or without
         corpus = from_rank0(context, lambda: self._checked_corpus(tokenizer, limit))
+        # On every rank: another machine may have mounted other files at this path
         check_visible(corpus.shards)
         held_out = ShardedDocuments(corpus.held_out, corpus.end_of_text, None, limit) if corpus.held_out else None
         return self._split(corpus, ShardedDocuments(corpus.train, corpus.end_of_text, held_out, limit))
@@ -173,6 +175,7 @@ def _tokenizer_problems(corpus: ShardedCorpus, tokenizer: Tokenizer) -> Iterator
         if prepared.fingerprint != tokenizer.fingerprint():
             message = f"{prepared.folder} was made with a tokenizer other than [data.tokenizer]"
             yield Problem("", f'{message}; set type = "prepared" and path = "{prepared.folder}" there')
+    # Their fingerprints were compared, which is the stricter check
     if corpus.prepared:
         return
     where = corpus.train[0].path

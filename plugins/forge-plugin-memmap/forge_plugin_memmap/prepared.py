@@ -77,6 +77,7 @@ def read_prepared(folder: str | Path) -> Prepared | None:
         raise JobError(f"{folder!r} is not finished; run the same forge-run data prepare command again to continue it")
     try:
         manifest = json.loads(Path(folder, MANIFEST).read_bytes())
+    # Not an error: any folder may lack this file, or have another one of the same name
     except (OSError, ValueError):
         return None
     if not isinstance(manifest, dict) or manifest.get("made_by") != MADE_BY:

@@ -28,6 +28,7 @@ def split_documents(documents: Documents, every: int, identity: Any) -> Selectio
     Raises:
         JobError: it is not known where documents end, or there is only one.
     """
+    # The first document is held out, so none would be left to train on
     if len(documents.ends()) < 2:
         raise JobError(f"held_out_every = {every}, but there is a single document, which cannot be split")
 
@@ -104,11 +105,13 @@ class Selection:
             self._documents.verify()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A copy maps the files itself
         return Selection, (*self._source, self.held_out)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Where tokens [start, stop) lie in the others."""
         stop = min(stop, len(self))
+        # The first run that ends after `start`
         number = int(np.searchsorted(self._run_ends, start, side="right"))
         while start < stop:
             before, end = int(self._run_ends[number - 1]) if number else 0, int(self._run_ends[number])

@@ -88,6 +88,7 @@ def read_shard(path: str, dtype: str | None = None, listing: Listing | None = No
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
+            # Before the header is read: that it is missing would be the less useful message
             if stat.S_ISREG(status.st_mode) and not status.st_size:
                 raise JobError(f"{path} has no tokens; {_HOW_MORE}")
             shard = _raw(path, file, status.st_size, dtype) if dtype else _by_name(path, file, status.st_size)

@@ -25,6 +25,7 @@ class NoRun:
     """Stands for the job and the context of a run, where there is none."""
 
     def __getattr__(self, name: str) -> Any:
+        # Python itself looks for special methods, and expects AttributeError where there is none
         if name.startswith("__"):
             raise AttributeError(name)
         raise ForgeError(f"this tokenizer depends on the run that it is used in ({name!r}): it cannot prepare data")

@@ -40,6 +40,7 @@ def bounds(rank: RankPlan, gpu: GPU, network: float) -> list[Bound]:
         seconds=passed / gpu.bandwidth,
         how=f"{passed / 1e9:,.1f} GB at {gpu.bandwidth / 1e9:,.0f} GB/s",
     )
+    # Lines along which nothing is sent have no bound: it would be 0
     lines = {traffic.lines[transfer.group] for transfer in traffic.transfers if transfer.sent}
     return [compute, memory, *(_link(traffic, line, gpu, network) for line in sorted(lines, key=str))]
 
@@ -59,7 +60,9 @@ def _link(traffic: Traffic, line: Line, gpu: GPU, network: float) -> Bound:
         sent = rings + exchanged
         how = f"{units.size(sent)} at {gpu.link / 1e9:,.0f} GB/s, within a node"
         return Bound(what=str(line), seconds=sent / gpu.link, how=how)
+    # A ring also passes between the GPUs of each node, whose links may be slower than all adapters together
     rate = min(gpu.link, network * line.per_node)
+    # An all-to-all sends equally much to each other rank; only the ranks on other nodes need the network
     leaving = exchanged * (line.ranks - line.per_node) / (line.ranks - 1)
     parts = []
     if rings:

@@ -28,13 +28,16 @@ def command(argv: list[str]) -> int:
     options, files, overrides = parse_job_arguments(parser, argv)
     if options.network is not None and (options.gpu is None or options.network <= 0):
         parser.error(f"--network {options.network:g}: must be above 0, and goes with --gpu")
+    # Imported after the options are parsed, so that help appears at once
     from forge_core.config.load import load_job
     from forge_core.contracts.errors import ExitCode
     from forge_core.plugins.catalog import Catalog
     from forge_plugin_plan.gpus import NETWORK_GBITS, find_gpu
 
+    # Before the job is built, which may take minutes: the name may be wrong
     gpu = find_gpu(options.gpu) if options.gpu else None
     catalog = Catalog.installed()
+    # Without data, which need not be on the machine that plans
     job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size, with_data=False)
     from rich.console import Console
 
@@ -44,6 +47,7 @@ def command(argv: list[str]) -> int:
 
     with Console(stderr=True).status("building the job") as status:  # on a terminal only
         plan = make_plan(job, catalog, options.world_size, status.update)
+    # Gbit/s to bytes a second
     network = (options.network or NETWORK_GBITS) * 1e9 / 8
     print(json.dumps(facts(plan, gpu, network), indent=2) if options.json else report(plan, gpu, network))
     return ExitCode.FINISHED

@@ -35,6 +35,7 @@ class Plan:
     @property
     def fullest(self) -> RankPlan:
         """The rank with the largest peak memory."""
+        # Ranks without a simulated step have no peak, and their state alone cannot be compared with one
         played = [rank for rank in self.ranks if rank.memory] or self.ranks
         return max(played, key=lambda rank: rank.memory.peak if rank.memory else sum(rank.training_state.values()))
 
@@ -91,6 +92,7 @@ class _Player:
             self.job,
             self.catalog,
             self.layout.world_size,
+            # The first rank of this pipeline rank: the pipeline is the outermost dimension of the mesh
             number * (self.layout.world_size // self.layout.pp),
             self.broadcasts,
             torch.device(self.device),
@@ -106,6 +108,7 @@ class _Player:
         ranks = [self.rank(number, play=number in (0, last)) for number in range(self.layout.pp)]
         fullest = self._fullest(ranks)
         if not self._confirmed(ranks, fullest):
+            # One prediction was wrong, so none is used
             for number in range(1, last):
                 self.states = StateLog()  # so that nothing is predicted
                 ranks[number] = self.rank(number, play=False)
@@ -116,6 +119,7 @@ class _Player:
 
     def _confirmed(self, ranks: list[RankPlan], fullest: int) -> bool:
         """Whether a rank has the sizes predicted from other ranks; replaces its predicted plan by the true one."""
+        # The steps of the first and the last rank are simulated, so their sizes were not predicted
         number = fullest if fullest not in (0, self.layout.pp - 1) else 1
         predicted, states = ranks[number], self.states
         if number == fullest:
@@ -142,5 +146,6 @@ def _quick_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
+        # Else objects that a caller has frozen would be searched again
         if not frozen_before:
             gc.unfreeze()

@@ -17,6 +17,7 @@ def facts(plan: Plan, gpu: GPU | None, network: float) -> dict[str, Any]:
     """Returns the estimates; see `report` for the arguments."""
     train, (count, rows) = plan.job.train, micro_batches(plan.job, plan.layout)
     tokens = train.global_batch_size * train.seq_len
+    # The outline describes the whole model, and is the same on all ranks
     per_token = plan.ranks[0].outline.flops
     return {
         "world_size": plan.layout.world_size,

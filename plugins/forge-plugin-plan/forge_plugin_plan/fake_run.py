@@ -55,6 +55,7 @@ def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
     """
     train = attrs.evolve(job.train, device="cpu", non_finite="ignore")  # nothing can be decided by values
     job = attrs.evolve(job, train=train)
+    # Modules may combine fake tensors with real ones that were made outside of the mode
     mode = QuickFakeTensorMode(allow_non_fake_inputs=True)
     context = _context(job, catalog, mode)
     # Tensors are the CPU's, so that no GPU is needed; only the choice of kernels goes by the device of the job.

@@ -36,6 +36,7 @@ def fake_world(size: int, rank: int, log: BroadcastLog, pipelined: bool) -> Iter
     if dist.is_initialized():
         raise ForgeError("a plan needs a separate process: this one already has a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    # A copy: what this rank broadcasts is appended to the log, and is not for itself
     received = iter(tuple(log.broadcasts))
 
     def broadcast(objects: list[Any], src: int | None = None, group: Any = None, *_: Any, **more: Any) -> None:
@@ -47,10 +48,12 @@ def fake_world(size: int, rank: int, log: BroadcastLog, pipelined: bool) -> Iter
             objects[:] = next(received)
 
     def gather(gathered: list[Any], value: Any, group: Any = None) -> None:
+        # There are no values of other ranks; all are taken to be equal
         gathered[:] = [value] * dist.get_world_size(group)
 
     try:
         with (
+            # Objects would have to come from ranks that do not exist; the backend handles tensors alone
             patch.object(dist, "broadcast_object_list", broadcast),
             patch.object(dist, "all_gather_object", gather),
             without_vote() if pipelined else nullcontext(),

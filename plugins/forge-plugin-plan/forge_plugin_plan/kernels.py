@@ -43,6 +43,7 @@ def _attend(
 ) -> Tensor:
     """The kernel's forward; its backward is torch's."""
     del dropout_p, enable_gqa  # dropout takes no memory in such a kernel, and grouped heads are known by the shapes
+    # The operator takes masks that are added; `scaled_dot_product_attention` converts boolean ones, too
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.to(q.dtype)
     return flash_on_cpu(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
@@ -55,12 +56,14 @@ def _products(q: Any, k: Any, causal: bool) -> float:
 
 
 def _forward_flops(q: Any, k: Any, _v: Any, _dropout: float = 0.0, causal: bool = False, *_: Any, **__: Any) -> float:
+    # Queries by keys, and weights by values
     return 2 * _products(q, k, causal)
 
 
 def _backward_flops(
     _grad: Any, q: Any, k: Any, _v: Any, _out: Any, _normaliser: Any, _dropout: float, causal: bool, *_: Any, **__: Any
 ) -> float:
+    # The scores again, and two products for each of the two in the forward pass
     return 5 * _products(q, k, causal)
 
 

@@ -51,6 +51,7 @@ def _nothing(_whole: int, _ranks: int) -> float:
     return 0
 
 
+# Wrapped as the formulas in torch's registry are: the wrapper replaces tensors by their shapes
 _OWN_FORMULAS = {kernel: shape_wrapper(formula) for kernel, formula in FORMULAS.items()}
 COLLECTIVES = ("c10d", "_c10d_functional")
 KINDS: Mapping[str, tuple[str, Sent]] = {
@@ -63,6 +64,7 @@ KINDS: Mapping[str, tuple[str, Sent]] = {
     "reduce_scatter_": ("reduce-scatter", _ring),
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", _ring),
     "reduce_scatter_tensor": ("reduce-scatter", _ring),
+    # A ring reduces and scatters, then gathers: twice as many bytes as for one of the two
     "allreduce_": ("all-reduce", _both_ways),
     "all_reduce": ("all-reduce", _both_ways),
     "all_reduce_": ("all-reduce", _both_ways),
@@ -157,6 +159,7 @@ class Meter(PlainDispatchMode):
     # --- every operation ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A short cut, as every access to `.device` in Python comes here
         if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if any(issubclass(type_, DTensor) for type_ in types):
@@ -171,6 +174,7 @@ class Meter(PlainDispatchMode):
         if func.namespace in COLLECTIVES:
             self._communicate(func, args, result, (*read, *made))
         self._allocate(read, made, overwritten)
+        # Our formulas first: torch's own for attention count all pairs of positions
         packet = func.overloadpacket
         if (formula := _OWN_FORMULAS.get(packet) or flop_registry.get(packet)) is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
@@ -237,6 +241,7 @@ def _places_overwritten(func: Any) -> tuple[tuple[int, str], ...]:
         for number, argument in enumerate(schema_of(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+    # Operations in place also read what they write, as `add_` does; copies and `out` arguments do not
     copies = "copy" in schema_of(func).name
     if schema_of(func).name == "fsdp::all_gather_copy_in":  # it does not say so
         return ((1, "all_gather_output"),)
@@ -245,6 +250,7 @@ def _places_overwritten(func: Any) -> tuple[tuple[int, str], ...]:
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     if func.namespace in COLLECTIVES:
+        # `allgather_` and `_allgather_base_` write their first argument and do not read it
         yield args[0] if "gather" in schema_of(func).name else ()
         return
     for number, name in _places_overwritten(func):
@@ -268,6 +274,7 @@ def _group_of(args: Any) -> dist.ProcessGroup:
                 return dist.ProcessGroup.unbox(arg)
             except RuntimeError:  # the reduction, which is an object too
                 continue
+    # The group is the last string: one before it names the reduction
     names = [arg for arg in args if isinstance(arg, str)]
     return group_named(names[-1])
 

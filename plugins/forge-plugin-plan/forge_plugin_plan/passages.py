@@ -158,6 +158,7 @@ class Recording:
 
     def end(self, visit: Visit) -> Passage:
         meter, storages = self._meter, self._meter.storages
+        # Only the pattern is repeated, so only its marks on other storages could be missing later
         if visit.number == PATTERN:
             self._check_others(visit)
         alive = {id(piece) for piece in storages.alive()}

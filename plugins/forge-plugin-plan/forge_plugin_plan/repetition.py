@@ -67,6 +67,7 @@ class Repetition:
         self._outside_from = 0
         """Position of the first change that may belong to them and has not been looked at."""
         with meter.paused():
+            # Gives every repeated pass an input that requires a gradient, even where no tensor among its inputs does
             self._anchor = torch.zeros((), requires_grad=True)
 
     @contextmanager
@@ -96,6 +97,7 @@ class Repetition:
     # --- calls -----------------------------------------------------------------------------------------------------
 
     def _call(self, what: str, play: Callable[[], Any], arguments: Any) -> Any:
+        # Without gradients there is no backward pass to repeat, and of so few micro-batches all are played
         if not torch.is_grad_enabled() or self._count <= len(self._played):
             return play()
         leaves = tree_leaves(arguments)
@@ -133,6 +135,7 @@ class Repetition:
         result, problem = self._record_forward(visit, play)
         if problem and visit.number == 0:  # it is played in all micro-batches instead
             self._repeats_loss = False
+            # `_compare` looks only at sections and losses that are repeated
             del self._calls[key], self._visits[key, 0]
             return result
         if problem:
@@ -207,6 +210,7 @@ class Repetition:
             if self._depth == 0:
                 self._passed, self._repeated, self._outside = [], [], []
                 self._outside_from = self._storages.position()
+            # Calls may be nested: reentrant checkpointing calls this within a backward pass
             self._depth += 1
             try:
                 result = original(*args, **kwargs)
@@ -336,6 +340,7 @@ class _Repeated(torch.autograd.Function):
         _anchor: Tensor,
         *_trained: Tensor,
     ) -> tuple[Tensor, ...]:
+        # Missing gradients stay None: zeros would be allocations that the pattern did not make
         ctx.set_materialize_grads(False)
         ctx.repetition, ctx.visit, ctx.pattern = repetition, visit, pattern
         ctx.inputs = inputs  # as the pattern does: all inputs exist until the backward pass
@@ -347,5 +352,7 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         made = ctx.repetition._repeat_backward(ctx.visit, ctx.pattern, gradients)
+        # Released by the backward pass, as saved tensors are
         ctx.inputs = None
+        # No gradients for the repetition, the visits, the list of inputs and the anchor
         return (None, None, None, None, None, *made)

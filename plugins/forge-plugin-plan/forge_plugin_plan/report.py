@@ -141,6 +141,7 @@ def _communication(plan: Plan) -> Iterator[str]:
     yield f"{'sent by a rank in a step' + which:<48}{'times':>9}{'sent':>12}"
     traffic = rank.traffic
     for line in sorted(set(traffic.lines.values()), key=str):
+        # A receive sends nothing, and is not listed
         own = [(t, times) for t, times in traffic.transfers.items() if traffic.lines[t.group] == line and t.sent]
         for kind in sorted({transfer.kind for transfer, _ in own}):
             same = [(transfer.sent, times) for transfer, times in own if transfer.kind == kind]
@@ -164,6 +165,7 @@ def _time(plan: Plan, gpu: GPU, network: float) -> Iterator[str]:
     if not played:
         yield f"  unknown: the step cannot be played: {plan.ranks[0].failure}"
         return
+    # Of each resource the rank that needs most time, since the others wait for it
     worst: dict[str, Bound] = {}
     for rank in played:
         for bound in bounds(rank, gpu, network):

@@ -141,7 +141,9 @@ def simulate(
     """
     states = StateLog() if states is None else states
     pipelined = plan_layout(job, world_size)[0].pp > 1
+    # Without a pipeline, micro-batches share their memory, and a few of them suffice (see `_play`)
     if repeat and play and pipelined:
+        # A copy, so that a failed attempt leaves nothing in the log
         attempt = BroadcastLog([*log.broadcasts])
         with _rank(job, catalog, world_size, rank, attempt, device, pipelined) as simulated:
             planned = simulated.plan(states, repeats=True, report=report)
@@ -187,8 +189,10 @@ class _Rank:
         memory, traffic, failure = None, None, ""
         try:
             memory, traffic = self._play()
+        # The job is wrong, and not only its simulation
         except JobError:
             raise
+        # Code of models and stages may fail on fake tensors; figures that need no step are still given
         except Exception as error:
             failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if not repeats:  # else a step without repetition is simulated next
@@ -273,6 +277,7 @@ class _Rank:
         if pipeline > 1:
             with eagerly(), self._attention():
                 self._run.executor.evaluate([self._batch()])  # the first call also negotiates shapes
+        # Some schedules refuse as few micro-batches as there are ranks
         first = pipeline if self._may_run(pipeline) else 2 * pipeline
         more = next(
             (n for n in range(1, pipeline) if self._may_run(first + n) and self._may_run(first + 2 * n)), pipeline
@@ -324,6 +329,7 @@ class _Rank:
             with repeating, self._attention():
                 _, sums = stepper.gradients(batches, step=0)
             norm = stepper.norm()
+            # Before the update, after which there may be no gradients
             self._measure_gradients(meter)
             stepper.update(_step_context(run, norm), sums["loss_sum"])
         meter.storages.assign(_state(run), Purpose.OPTIMIZER)
@@ -353,6 +359,7 @@ class _Rank:
 
 def _continued(now: Mapping[Transfer, int], before: Mapping[Transfer, int], further: float) -> Mapping[Transfer, int]:
     """Returns `now` plus `further` times its difference to `before`: in number, or for some transfers in size."""
+    # A transfer that only the larger step has is a grown one if the smaller step has one like it of another size
     grown = {(old.kind, old.group, times): old for old, times in before.items() if old not in now}
     continued: Counter[Transfer] = Counter()
     for transfer, times in now.items():
@@ -388,6 +395,7 @@ def _tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     storages = [local_part(tensor).untyped_storage() for tensor in tensors]
+    # By storage, since tensors may share one
     return sum({identity_of(storage): storage.nbytes() for storage in storages}.values())
 
 

@@ -132,6 +132,7 @@ class Storages:
         key = identity_of(storage)
         size = 0 if tensor.device.type == "meta" else storage.nbytes()
         piece = self._pieces[key] = Piece(size, made_in_backward=backward_pass())
+        # No operation shows that a storage is freed, so a weak reference reports it
         self._guards[key] = weakref.ref(storage, lambda _: self._end(key))
         return piece
 
@@ -209,6 +210,7 @@ class Storages:
         alive = {id(piece) for piece in self._pieces.values()}
         pieces = {id(piece): piece for piece, _ in self._log}
         purposes = {key: piece.classified() for key, piece in pieces.items()}
+        # A persistent storage that was freed in the step is followed by the log, like all others
         kept = {key for key, purpose in purposes.items() if purpose in PERSISTENT and key in alive}
         now = dict.fromkeys(Purpose, 0)
         for piece in self._pieces.values():

@@ -90,6 +90,7 @@ class QuickFakeTensorMode(FakeTensorMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler":  # marks of fsdp, two for each of its calls, which have no tensors
             return func(*args, **kwargs)
+        # Results also depend on these two settings of the process
         key: list[object] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         plain = _identify(key, args, self) and (not kwargs or _identify(key, tuple(kwargs.items()), self))
         recipe = self._recipes.get(tuple(key)) if plain else None
@@ -112,10 +113,12 @@ class QuickFakeTensorMode(FakeTensorMode):
 
 def _identify(key: list[object], args: Any, mode: FakeTensorMode) -> bool:
     """Append what identifies arguments to a key. Returns whether all of them are plain."""
+    # Shows where a nested list ends: ([a], b) and ([a, b],) have different keys
     key.append(len(args))
     for arg in args:
         kind = type(arg)
         if kind in _PLAIN:
+            # With the type, as 1, 1.0 and True are equal
             key.append(kind)
             key.append(arg)
         elif kind is FakeTensor and _plain(arg, mode):
@@ -148,6 +151,7 @@ class _Part:
         """Returns the recipe of a tensor, or None if it is not plain."""
         if type(tensor) is not FakeTensor or not _plain(tensor, mode) or tensor.requires_grad or tensor.is_inference():
             return None
+        # A recipe does not set these bits
         if tensor.is_conj() or tensor.is_neg():
             return None
         same = [number for number, arg in enumerate(args) if arg is tensor]
@@ -177,6 +181,7 @@ class _Part:
         fake: Any = Tensor._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=self.device
         )
+        # As the constructor of FakeTensor does: there is no data to point to
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(self.attributes)
         fake.fake_mode = mode
@@ -204,6 +209,7 @@ class _Recipe:
         if len(set(new)) != len(new):  # results that share one new storage
             return None
         recipe = cls(parts, type(result))
+        # Tried once, and compared with the result of torch
         made = recipe.follow(args, mode)
         for first, second in zip(tensors, made if several else [made], strict=True):
             if _identity(first) != _identity(second) or first.device != second.device:

@@ -23,7 +23,9 @@ def breakdown(trace: Trace) -> dict[str, Any]:
     """Returns the figures of a rank's trace."""
     window = [trace.window]
     busy = {kind: intersection(_of_kind(trace.activities, kind), window) for kind in MEMBERS}
+    # From µs over all steps to seconds of a mean step
     scale = US / trace.steps
+    # Communication while nothing computes, so that the step waits for it
     exposed = difference(busy["communication"], busy["compute"])
     everything = union([*busy["compute"], *busy["communication"], *busy["copy"]])
     facts = trace.facts
@@ -64,6 +66,7 @@ def _phases(trace: Trace, scale: float) -> list[dict[str, Any]]:
     spans: dict[str, Intervals] = defaultdict(list)
     for start, end, name in trace.phases:
         spans[name].append((start, end))
+    # The engine marks both passes as one phase; nodes of autograd show where the backward pass is
     if Phase.FORWARD_BACKWARD in spans:
         both = union(spans.pop(Phase.FORWARD_BACKWARD))
         backward = intersection(_backward(trace.events), both)
@@ -85,6 +88,7 @@ def _phases(trace: Trace, scale: float) -> list[dict[str, Any]]:
                 "exposed_s": scale * length(difference(communication, compute)),
             }
         )
+    # The larger of both: the host may leave a phase long before a GPU has run its kernels
     return sorted(rows, key=lambda row: -max(row["host_s"], row["compute_s"]))
 
 
@@ -108,6 +112,7 @@ def _backward(events: Sequence[HostEvent]) -> Intervals:
     nodes = union((e.start, e.end) for e in events if e.name.startswith("autograd::engine::evaluate_function"))
     if not nodes:
         return []
+    # Where an operator outside of the backward pass begins between two nodes, the pass was interrupted
     others = sorted(e.start for e in events if not e.owner.backward and e.category == "cpu_op" and _is_outermost(e))
     merged, place = [nodes[0]], 0
     for start, end in nodes[1:]:
@@ -150,6 +155,7 @@ def _collectives(trace: Trace, compute: Intervals, scale: float) -> list[dict[st
 
 def collective_name(name: str) -> str:
     """Returns the kind of a collective by the name of its kernel or range: `all-gather`."""
+    # Kernels have names like `ncclDevKernel_AllGather_RING_LL`, ranges like `gloo:all_reduce`
     kernel = re.match(r"[nr]ccl\w*?Kernel_([A-Za-z]+)", name)
     words = kernel[1] if kernel else name.rpartition(":")[2]
     return re.sub(r"(?<=[a-z])(?=[A-Z])|_", "-", words).lower()
@@ -168,6 +174,7 @@ def _layers(trace: Trace, scale: float) -> list[dict[str, Any]]:
     counted = _counted_flops(trace, lambda owner: owner.block)
     rows = []
     for name, own in _grouped(trace, lambda owner: owner.block).items():
+        # FLOPs that the model counts beyond its layers, such as the head, are computed outside of them
         flops = stated.get(name) if name else rest
         measured = _times(own, scale)
         bound = flops / peak if flops is not None and peak else None
@@ -187,6 +194,7 @@ def _parts(trace: Trace, scale: float) -> list[dict[str, Any]]:
     """The parts of blocks, such as `attention`, over all blocks."""
     counted = _counted_flops(trace, lambda owner: owner.part)
     groups = _grouped(trace, lambda owner: owner.part)
+    # Activities in no part are already in the table of layers
     groups.pop("", None)
     rows = [
         {"name": name, **_times(own, scale), "counted_flops": counted.get(name, 0.0) / trace.steps}
@@ -198,6 +206,7 @@ def _parts(trace: Trace, scale: float) -> list[dict[str, Any]]:
 def _grouped(trace: Trace, key: Callable[[Owner], str]) -> dict[str, list[Activity]]:
     groups: dict[str, list[Activity]] = defaultdict(list)
     for each in trace.activities:
+        # A trace of another program has no phases
         if each.phase == Phase.FORWARD_BACKWARD or (not trace.phases and key(each.owner)):
             groups[key(each.owner)].append(each)
     return groups
@@ -222,6 +231,7 @@ def _counted_flops(trace: Trace, key: Callable[[Owner], str]) -> dict[str, float
 
 
 def _natural(name: str) -> list[Any]:
+    # So that layers.10 comes after layers.9
     return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", name)]
 
 

@@ -36,6 +36,7 @@ def changes(
 ) -> list[tuple[str, float, float]]:
     """Returns (name, seconds before, seconds after) of all rows of either, those that grew most first."""
     before, after = ({row["name"]: time(row) for row in rows} for rows in (first, second))
+    # Not a set of names, so that rows with equal changes keep their order
     rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in {**before, **after}]
     return sorted(rows, key=lambda row: row[1] - row[2])
 

@@ -40,6 +40,7 @@ def _window(path: Path, step: int | None) -> Path:
         raise JobError(f"{path} does not exist; name a run folder, a folder profile/step-N, or a trace")
     if STEP_FOLDER.match(path.name):
         return path
+    # The user may also name the folder `profile` itself
     inside = path / "profile" if (path / "profile").is_dir() else path
     windows = {int(match[1]): each for each in inside.iterdir() if (match := STEP_FOLDER.match(each.name))}
     if not windows:
@@ -56,5 +57,6 @@ def breakdowns(traces: Sequence[Path]) -> list[dict[str, Any]]:
 
 def run_folder(trace: Path) -> Path | None:
     """Returns the run folder that a trace is in; None for one that was moved."""
+    # RUN/profile/step-N/TRACE
     folder = trace.resolve().parent.parent.parent
     return folder if (folder / JOB).is_file() else None

@@ -33,7 +33,9 @@ def gaps(layers: Sequence[Mapping[str, Any]]) -> list[Gap]:
     known = [row for row in layers if row["flops"]]
     if not known:
         return []
+    # One measure for all layers, since gaps by different ones cannot be compared
     by_peak = all(row["bound_s"] is not None for row in known)
+    # Seconds per FLOP over all layers: slower ones have a gap
     pace = sum(map(computing, known)) / sum(row["flops"] for row in known)
     rows = [
         Gap(row["name"], computing(row), row["bound_s"] if by_peak else pace * row["flops"], by_peak) for row in known

@@ -56,6 +56,7 @@ def difference(first: Intervals, second: Intervals) -> Intervals:
         start = whole_start
         while j < len(second) and second[j][1] <= start:
             j += 1
+        # `j` stays at the first interval that may overlap: it may reach into the next one of `first`, too
         k = j
         while k < len(second) and second[k][0] < end:
             if second[k][0] > start:

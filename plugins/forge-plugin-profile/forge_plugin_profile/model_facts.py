@@ -38,6 +38,7 @@ def layer_flops(model: Model, seq_len: int) -> dict[str, float]:
     """Returns FLOPs a token, forward and backward, of each of this rank's layers by its key."""
     stated = model.layer_flops(seq_len)
     if stated is None:  # then by their weights, as the contract has it
+        # A weight takes 2 FLOPs a token forward and 4 backward; vectors take part in no product
         return {name: 6.0 * sum(p.numel() for p in layer.parameters() if p.ndim > 1) for name, layer in _layers(model)}
     by_number = len(stated) != len(model.layers)  # a model cut by a pipeline may still state the FLOPs of all layers
     return {name: float(stated[int(name) if by_number else i]) for i, (name, _) in enumerate(_layers(model))}

@@ -60,4 +60,5 @@ def operator_flops(name: str, shapes: Sequence[Shape]) -> float:
         return 0.0
     first, last, count = formula
     inputs = shapes[first:last]
+    # A trace that was recorded without shapes has no inputs here
     return count(*inputs) if len(inputs) == last - first and all(inputs) else 0.0

@@ -47,6 +47,7 @@ def plan_bounds(trace: Path, world_size: int, rank: int, gpu: str) -> Mapping[st
         words = done.stderr.strip() or done.stdout.strip()
         raise JobError(f"forge-run plan failed (forge-plugin-plan must be installed for --gpu):\n{words}")
     ranks: list[dict[str, Any]] = json.loads(done.stdout)["ranks"]
+    # The plan has one rank of each pipeline stage
     of_stage = world_size // len(ranks)
     own = ranks[min(rank // of_stage, len(ranks) - 1)]
     if own["seconds_at_least"] is None:
@@ -60,7 +61,9 @@ def _rows(facts: Facts, bounds: Mapping[str, float]) -> Iterator[tuple[str, floa
     busy = facts["busy_s"]
     links = {name: seconds for name, seconds in bounds.items() if name not in ("compute", "memory")}
     yield "compute", bounds["compute"], busy["compute"]
+    # Kernels read and write memory while they compute, so both times count
     yield "memory", bounds["memory"], busy["compute"] + busy["copy"]
+    # As a sum, since measured communication is not divided by line
     if links:
         yield f"communication ({', '.join(links)})", sum(links.values()), busy["communication"]
     yield "step, if all overlaps", max(bounds.values()), facts["step_s"]

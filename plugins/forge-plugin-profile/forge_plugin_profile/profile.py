@@ -113,6 +113,7 @@ class Profile(TrainingHook):
             self._first = self._next_window(context.step)
         elif self._recording is not None:
             self._recording.step()
+        # This runs after `context.step`: a recording begins at the end of the step before its first one
         begins = max(self._first - self.warmup - 1, 0) <= context.step < self._first
         if begins and self._records and self._recording is None:
             self._begin(context)
@@ -121,6 +122,7 @@ class Profile(TrainingHook):
         from forge_plugin_profile.memory import MemoryHistory
         from forge_plugin_profile.recording import Recording
 
+        # Once in a run: one history covers the first window and all later ones
         if self.snapshot and self._history is None and device_type(context) == "cuda":
             self._history = MemoryHistory(self.snapshot_entries)
         self._recording = Recording(self, context, self._first)

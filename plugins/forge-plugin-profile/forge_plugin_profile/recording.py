@@ -50,6 +50,7 @@ class Recording:
         )
         self._profiler.step_num = context.step + 1  # so that `ProfilerStep#12` is step 12
         self._profiler.start()
+        # After the start, as a range is recorded only if it begins while the profiler runs
         self._blocks, self._phases = BlockMarks(context.model), PhaseMarks("other")
 
     def _action(self, step: int) -> ProfilerAction:
@@ -80,6 +81,7 @@ class Recording:
     def write(self, folder: Path) -> dict[str, Any]:
         """Write the trace of a recording that has stopped. Returns its breakdown."""
         folder.mkdir(parents=True, exist_ok=True)
+        # A name that no search for traces matches, in case the process is killed meanwhile
         plain = folder / f".rank-{global_rank()}.unfinished.json"
         try:
             self._profiler.export_chrome_trace(str(plain))
@@ -112,6 +114,7 @@ def finish(context: TrainContext, first: int, recording: Recording | None, histo
             warnings.warn(f"hooks.profile: no trace of rank {global_rank()}: {error}", stacklevel=2)
     if history is not None:
         history.write(folder / f"rank-{global_rank()}.memory.pickle")
+    # All ranks must reach this, whether they record or not
     gathered = gather_objects(facts)
     if global_rank() == 0:
         write_summary(folder, facts_of_ranks := [each for each in gathered if each is not None])

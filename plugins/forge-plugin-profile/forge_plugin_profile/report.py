@@ -133,6 +133,7 @@ def _layer_rows(facts: Facts) -> Iterator[list[str]]:
         others = [row for row in layers if row["name"] not in slow]
         names = ("forward_s", "backward_s", "communication_s", "flops", "bound_s")
         total = {name: sum(row[name] or 0.0 for row in others) for name in names}
+        # A sum that lacks some bounds would be too low
         if any(row["bound_s"] is None for row in others):
             total["bound_s"] = None  # type: ignore[assignment]
         yield _layer_row(f"{len(others)} faster layers", total)
@@ -170,6 +171,7 @@ def _operator_rows(facts: Facts) -> Iterator[list[str]]:
     yield ["operator", "calls", "own time", "share", "FLOPs", "FLOP/s"]
     for row in facts["operators"]:
         share = percent(row["own_s"] / facts["step_s"] if facts["step_s"] else 0.0)
+        # A bar in a name would end the cell of the table
         name = f"`{row['name']}`".replace("|", "/")
         yield [name, f"{row['calls']:.4g}", ms(row["own_s"]), share, *_rate(row["flops"], row["own_s"])]
 

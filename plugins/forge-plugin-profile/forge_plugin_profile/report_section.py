@@ -26,6 +26,7 @@ class ProfileSection(ReportSection):
         windows = [(run, window) for run in runs if (window := newest_window(run.folder)) is not None]
         facts = [(run, _first_rank(run, window)) for run, window in windows]
         if bars := [(run, each["phases"]) for run, each in facts if each.get("phases")]:
+            # Over all runs together, so that a phase has the same colour in each
             names = list(dict.fromkeys(phase["name"] for _, phases in bars for phase in phases))
             sizes = [{phase["name"]: float(phase["host_s"]) for phase in phases} for _, phases in bars]
             yield Bars(

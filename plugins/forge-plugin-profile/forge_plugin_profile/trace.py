@@ -117,6 +117,7 @@ def trace_of(content: Mapping[str, Any]) -> Trace:
     phases = sorted((e.start, e.end, e.name.removeprefix(PHASE)) for e in marks if e.name.startswith(PHASE))
     kernels = [event for event in spans if event.get("cat") in ON_DEVICE]
     activities = _on_device(kernels, events, phases) if kernels else _on_host(events, phases)
+    # On a GPU, kernels run later than the host marks the steps
     whole = steps if steps and not kernels else [(activity.start, activity.end) for activity in activities]
     return Trace(
         facts=facts,
@@ -138,6 +139,7 @@ def _host_events(spans: Iterable[Mapping[str, Any]]) -> list[HostEvent]:
         threads[span["pid"], span["tid"]].append(span)
     events: list[HostEvent] = []
     for own in threads.values():
+        # Of two that begin at the same time, the longer one contains the other
         events += _nested(sorted(own, key=lambda span: (span["ts"], -span.get("dur", 0.0))))
     _own_backward(events)
     return events
@@ -153,6 +155,7 @@ def _nested(spans: Iterable[Mapping[str, Any]]) -> Iterable[HostEvent]:
         owner = _owner(name, args, parent)
         thread = (span["pid"], span["tid"])
         event = HostEvent(name, span["cat"], thread, start, start + duration, owner, parent, args, duration)
+        # Launches are not subtracted: their time belongs to the operator
         if parent is not None and event.category in ("cpu_op", "user_annotation"):
             parent.own -= duration
             parent.is_leaf = False
@@ -166,6 +169,7 @@ def _owner(name: str, args: Mapping[str, Any], parent: HostEvent | None) -> Owne
         return Owner(name.removeprefix(BLOCK), "", owner.backward)  # within a backward pass: computed again
     if name.startswith(PART) and owner.block:
         return Owner(owner.block, name.rpartition(".")[2], owner.backward)
+    # Not 0 only for operators of a backward pass
     if args.get("Fwd thread id") and not (owner.backward and owner.block):
         return Owner(backward=True)
     return owner
@@ -218,6 +222,7 @@ def _on_device(
 ) -> list[Activity]:
     """Kernels and copies, each of the operator that launched it."""
     launches = {e.args["correlation"]: e for e in events if e.category.startswith("cuda_") and "correlation" in e.args}
+    # For kernels whose launch was not recorded: no owner, and a time outside of all phases
     unknown = HostEvent("", "", None, -1.0, -1.0, Owner(), None, {}, 0.0)
     activities = []
     for span in spans:

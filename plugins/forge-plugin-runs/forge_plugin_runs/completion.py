@@ -59,6 +59,7 @@ def completions(line: str) -> list[str]:
     words = _words(line)
     *before, word = words[1:] if len(words) > 1 else [""]
     catalog = Catalog.installed()
+    # A job with mistakes has no continuations; an error here would end up on the command line
     with suppress(ForgeError):
         candidates = _candidates(before, word, catalog)
         return sorted(dict.fromkeys(each for each in candidates if each.startswith(word)))
@@ -77,6 +78,7 @@ def _words(line: str) -> list[str]:
 def _candidates(before: Sequence[str], word: str, catalog: Catalog) -> Iterable[str]:
     if not before:
         options = ("--help", "--version") if word.startswith("-") else ()
+        # A group once, and not with each of its members
         first_words = {type_.partition(" ")[0] for type_ in catalog.types("command")}
         return [*first_words, *options, *_paths(word, "JOB.toml")]
     is_job = before[0].endswith(".toml") or before[0].startswith("-")
@@ -123,6 +125,7 @@ def _parser(name: str, rest: Sequence[str], catalog: Catalog) -> argparse.Argume
     if len(offers) != 1:  # nothing of this name, or several distributions offer it
         return None
     function = catalog.load_offer(offers[0])
+    # Commands print errors of their arguments, which do not belong into a completion
     with patch.object(argparse.ArgumentParser, "parse_known_args", parse), redirect_stderr(StringIO()):
         try:
             function(list(rest))
@@ -148,6 +151,7 @@ def _after(parser: argparse.ArgumentParser, rest: Sequence[str], word: str, keys
     options = {name: action for action in parser._actions for name in action.option_strings}
     option, is_assigned, _ = word.partition("=")
     if is_assigned:
+        # An option of the command comes before a key of the job of the same name
         values = options.get(option)
         found = _values(values, word.partition("=")[2]) if values else keys.values(option) if keys else ()
         yield from (f"{option}={value}" for value in found)
@@ -216,6 +220,7 @@ class _JobKeys:
         for word in rest:
             key, _, value = word.removeprefix("--").partition("=")
             if key.endswith(".type"):
+                # Overrides come after files, as in the job itself
                 _lay(self._job, _nested(key.split("."), value.strip("'\"")))
 
     def names(self, word: str) -> Iterator[str]:

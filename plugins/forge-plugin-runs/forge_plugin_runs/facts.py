@@ -144,6 +144,7 @@ def read_run(folder: Path) -> Run:
     user, lock = owner(folder), folder / LOCK
     checkpoints = _checkpoints(folder, problems)
     metrics = RunFolder(folder).metrics_file() if table else folder / METRICS
+    # Of a run that is running again, the file still has the end of an earlier start
     end = None if user else RunFolder(folder).end()
     trained, logged = last_records(metrics)
     evaluated = logged or _saved_evaluation(folder, checkpoints)
@@ -153,6 +154,7 @@ def read_run(folder: Path) -> Run:
     ended = str(manifest_of(folder, newest).get("ended", "")) if checkpoints else ""
     return Run(
         folder=folder,
+        # A hook may have ended the run for good before `train.steps`: its newest checkpoint is then the last one
         state=_state(user, last, lock.is_file(), newest if checkpoints else None, newest if ended else steps, end),
         pulse=read_pulse(folder, table) if user else None,
         owner=user or last,
@@ -234,6 +236,7 @@ def last_records(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if not isinstance(record, dict) or "step" not in record:
             continue
         if "loss" in record:
+            # Read from the end: the first of each kind is the last in the file
             trained = trained or record
         else:
             evaluated = evaluated or record

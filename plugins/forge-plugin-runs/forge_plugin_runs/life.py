@@ -62,14 +62,17 @@ def pulse_of(
     last = list(records)[-LINES:]
     seconds = [float(record["step_seconds"]) for record in last if "step_seconds" in record]
     times = [float(record["time"]) for record in last if "time" in record]
+    # No line yet, or only lines of earlier starts
     if not times or (started is not None and times[-1] < started):
         age_s = now - (started if started is not None else now)
         return Pulse(life="alive" if age_s <= start_s else "silent", age_s=max(0.0, age_s), step_s=None)
+    # Clocks of two machines differ: a line may seem to come from the future
     step_s, age_s = median(seconds) if seconds else 0.0, max(0.0, now - times[-1])
     # Pauses between starts are none of the run that is running
     own = [time for time in times if started is None or time >= started]
     pauses = [later - earlier for earlier, later in itertools.pairwise(own)]
     late_s = max(LATE * step_s, LEAST_LATE_S)
+    # Never before `late_s`, so that a run is late first
     silent_s = max(SILENT * max(pauses, default=0.0), late_s, LEAST_SILENT_S)
     life: Life = "silent" if age_s > silent_s else "late" if age_s > late_s else "alive"
     return Pulse(life=life, age_s=age_s, step_s=step_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,13 +26,17 @@ SORTS: Mapping[str, Callable[[Run], Any]] = {
     "updated": lambda run: -run.updated,
     "name": lambda run: str(run.folder),
     "step": lambda run: -run.step,
-    "loss": lambda run: (run.loss is None, run.loss),
-    "held-out": lambda run: (run.held_out is None, run.held_out),
+    "loss": lambda run: _rank(run.loss),
+    "held-out": lambda run: _rank(run.held_out),
     "size": lambda run: -run.size,
 }
 
-
 HEADING = "watch"
+
+
+def _rank(loss: float | None) -> float:
+    """Smallest first; runs without a loss, or with NaN, which compare with nothing, come last."""
+    return math.inf if loss is None or math.isnan(loss) else loss
 
 
 def command(argv: list[str]) -> int:
@@ -67,6 +72,7 @@ def select(folders: Sequence[Path], states: Sequence[str] | None = None, name: s
     """
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise JobError(f"forge-run runs: there is no folder {', '.join(map(str, missing))}")
+    # A run below two of the folders is listed once
     found = dict.fromkeys(run for folder in folders or [Path("runs")] for run in find_runs_of(folder))
     named = (folder for folder in found if name is None or fnmatch.fnmatch(folder.name, name))
     return [run for run in map(read_run, named) if not states or run.state in states]

@@ -36,6 +36,7 @@ def command(argv: list[str]) -> int:
     with_examples(parser, "forge-run resume runs/quickstart", "forge-run resume runs/quickstart --train.steps=4000")
     options, _, overrides = parse_job_arguments(parser, argv)
     catalog = Catalog.installed()
+    # Resolved now, as the working directory changes below
     run = demand_run(options.run).resolve()
     more = _go_to_start(run, options.base, catalog)
     arguments = [str(run / JOB), *more, *overrides]
@@ -44,6 +45,7 @@ def command(argv: list[str]) -> int:
     arguments += ["--resume-with-changes"] if options.resume_with_changes else []
     arguments += [f"--nproc={options.nproc}"] if options.nproc else []
     arguments += ["--quiet"] if options.quiet else ["--verbose"] if options.verbose else []
+    # By its full name, as another distribution may offer a command `run`
     [train] = catalog.matching("command", "forge-run/run")
     return int(catalog.load_offer(train)(arguments))
 
@@ -63,6 +65,7 @@ def _go_to_start(run: Path, base: Path | None, catalog: Catalog) -> list[str]:
         os.chdir(base)
         return _as_it_lies(run, job)
     started_in = _started_in(run)
+    # The recorded folder first; the run may have moved together with its project
     for folder in filter(None, (started_in, _inferred(run, job))):
         if folder.is_dir() and (folder / run_folder(job)).resolve() == run:
             os.chdir(folder)

@@ -99,6 +99,7 @@ def _provenance(folder: Path) -> Mapping[str, Any]:
 def _checkpoint(folder: Path, step: int) -> dict[str, Any]:
     manifest = manifest_of(folder, step)
     evaluation = manifest.get("evaluation") or {}
+    # A manifest has the last evaluation, which may be of an earlier step
     of_this_step = evaluation.get("metrics", {}) if evaluation.get("step") == step else {}
     return {
         "step": step,
@@ -172,6 +173,7 @@ def _life(facts: Mapping[str, Any]) -> str:
 def _tables(facts: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Sequence[str]]]]:
     yield "job, where it differs from the defaults", [*_job_rows(facts)]
     yield "last step", [[name, _measure(name, value)] for name, value in facts["metrics"].items()]
+    # Without the step in each row, as the title has it
     evaluation = [[name, _plain(value)] for name, value in facts["evaluation"].items()]
     yield f"last evaluation, of step {facts['evaluated']}", evaluation
     yield "checkpoints", [_checkpoint_row(each) for each in facts["checkpoints"]]

@@ -227,6 +227,14 @@ class TestRuns:
         os.utime(trained / "metrics.jsonl", (1e9 + 120, 1e9 + 120))
         assert first() == first("--sort", "updated") == "runs/tiny"
 
+    @pytest.mark.parametrize("name", ["a", "z"])
+    def test_a_run_whose_loss_is_no_number_is_last(self, forge: Forge, trained: Path, name: str) -> None:
+        shutil.copytree(trained, f"runs/{name}")
+        with Path(f"runs/{name}/metrics.jsonl").open("a") as metrics:
+            metrics.write('{"step": 6, "loss": NaN}\n')
+        listed = json.loads(forge("runs", "--json", "--sort", "loss")[1])
+        assert [each["run"] for each in listed] == ["runs/tiny", f"runs/{name}"]
+
     def test_without_runs_that_is_said_and_a_missing_folder_is_an_error(self, forge: Forge) -> None:
         code, out, err = forge("runs")
         assert (code, out.count("\n"), lacks(out, "runs"), err) == (0, 1, [], "")

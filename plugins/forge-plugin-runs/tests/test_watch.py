@@ -32,6 +32,8 @@ with (home / "hosts").open("a") as hosts:
 if (home / "down").exists():
     print("ssh: connect to host: No route to host", file=sys.stderr)
     sys.exit(255)
+if (home / "talks").exists():
+    print("debug1: " * 40_000, file=sys.stderr, flush=True)  # more than a pipe holds
 # With pipes of its own: when this process goes, they break, as a connection does
 command = " ".join(sys.argv[2:])
 child = subprocess.Popen(["sh", "-c", command], cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -254,6 +256,13 @@ class TestRemote:
         while list(tails(folder)):
             assert time.monotonic() < end, "tail is still there"
             time.sleep(0.05)
+
+    def test_an_ssh_that_talks_much_does_not_stop(
+        self, folder: Path, ssh: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (ssh / "talks").touch()
+        assert main(["watch", "node1:runs/my run", "--once"]) == 0
+        assert "my run" in capsys.readouterr().out
 
     def test_what_ssh_says_is_the_error(self, folder: Path, ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["watch", "node1:runs/none", "--once"]) == 1

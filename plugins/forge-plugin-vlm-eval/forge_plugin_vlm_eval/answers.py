@@ -38,6 +38,7 @@ def generated(context: EvaluationContext, questions: Questions, max_tokens: int)
     # Ranks that shard parameters gather them for each other: all have equally many batches, if need be of question 0.
     numbers = list(range(rank, len(questions.asked), ranks))
     numbers += [0] * (share - len(numbers))
+    # By number, so that answers to the repeated question 0 fall together
     texts: dict[int, str] = {}
     for start in range(0, share, AT_A_TIME):
         part = numbers[start : start + AT_A_TIME]

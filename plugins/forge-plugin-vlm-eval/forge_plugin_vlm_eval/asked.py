@@ -111,6 +111,7 @@ class ImageQuestions(EvaluationComponent):
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """A hook that checks the model before training: the first evaluation may come hours later."""
+        # The model does not exist yet when evaluations are built
         return [CheckModel(evaluation=self)]
 
     def build(self, context: BuildContext) -> Evaluation:
@@ -133,6 +134,7 @@ class ImageQuestions(EvaluationComponent):
 
     def label(self, job: Job) -> str:
         """Returns the prefix of the metrics."""
+        # By identity: two evaluations with the same settings are equal
         own = next((name for name, evaluation in job.evaluations.items() if evaluation is self), type(self).__name__)
         return self.prefix or own
 

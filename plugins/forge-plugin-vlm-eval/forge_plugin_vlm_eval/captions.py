@@ -60,6 +60,7 @@ def cider(said: Sequence[str], right: Sequence[Sequence[str]], words: Words) -> 
     divide = {"treebank": treebank, "ptb": ptb}[words]
     # All texts in one call: `ptb` starts Java for each
     texts = iter(divide([text for one, every in zip(said, right, strict=True) for text in (one, *every)]))
+    # pycocoevalcap takes texts by a key, and returns scores in the order of its keys
     captions, references = dict[int, list[str]](), dict[int, list[str]]()
     for number, every in enumerate(right):
         captions[number] = [next(texts)]

@@ -66,11 +66,13 @@ class MultipleChoice(ImageQuestions):
             raise DataError(f"{asked.place}: {self.options!r} {message}")
         answer = asked.value(self.answer) if self.answer else asked.answer
         if isinstance(answer, str):
+            # Choices may begin with a space, as tokens of the learned text do
             texts = [text.strip() for text in choices]
             if (count := texts.count(answer.strip())) != 1:
                 what = f"{self.answer!r} is {answer!r}" if self.answer else f"the learned text is {answer!r}"
                 raise DataError(f"{asked.place}: {what}, which is {count} of the choices {list(choices)}")
             answer = texts.index(answer.strip())
+        # True and False are integers in Python
         if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
             raise DataError(f"{asked.place}: {self.answer!r} is {answer!r}, not a number from 0 to {len(choices) - 1}")
         return Item("", tuple(choices), answer)
@@ -85,6 +87,7 @@ class MultipleChoice(ImageQuestions):
         tokenizer = context.build.tokenizer
         assert tokenizer is not None
         items = [self.item(asked) for asked in questions.asked]
+        # All choices have rows of one length, and no row is longer than in training
         choices = _choices(questions, items, tokenizer, longest := context.job.train.seq_len)
         length = row_length(max(choice.positions for choice in choices), longest, context.build.layout)
         values = log_probabilities(context, ChoiceRows(questions, choices, length, tokenizer.end_of_text))

@@ -68,6 +68,7 @@ class CheckedBlocks:
         """Whether each block was: of a file of 1 TB these are 16 MB. A reader may look itself, to save a call."""
         self.is_complete = not self.checked
         """Whether all were, so that a reader need not look."""
+        # All blocks before it are checked, so the search for the next one need not begin at the start
         self._first_unchecked = 0
 
     def demand(self, start: int, stop: int) -> None:

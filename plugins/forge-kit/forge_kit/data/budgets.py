@@ -94,6 +94,7 @@ def measured_sources(job: Job, catalog: Catalog) -> Iterator[tuple[str, Budgets 
             left_out = source.left_out() if isinstance(source, ListsFiles) else {}
             yield name, budgets and evolve(budgets, left_out=left_out)
         except JobError as error:
+            # Problems of a source are relative to its table
             raise JobError(problem.below(f"data.sources.{number}") for problem in error.problems) from error
 
 

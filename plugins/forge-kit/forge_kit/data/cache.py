@@ -72,6 +72,7 @@ class Progress:
         self._saved_at = time.monotonic()
         try:
             self.state: Mapping[str, Any] = json.loads(self._path.read_bytes())
+        # No state, or a damaged one: the work begins again
         except (OSError, ValueError):
             self.state = {}
 
@@ -206,6 +207,7 @@ def _open(folder: Path, verify: Verify) -> CachedFolder:
         # Without sums, which follow from the rest: a folder made without them has the same identity
         digests = {name: expected["sha256"] for name, expected in files if not name.endswith(SUFFIX)}
         return CachedFolder(folder, manifest["info"], digests)
+    # A manifest of another form counts as damage: the folder is made again
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _Unusable(f"{MANIFEST} cannot be read: {error}") from error
 

@@ -148,6 +148,7 @@ def damage_of(documents: DecodableDocuments, workers: int) -> Iterator[Sequence[
             for start in range(0, len(documents), CHUNK):
                 numbers = range(start, min(start + CHUNK, len(documents)))
                 waiting.append(pool.submit(_damage, numbers))
+                # The oldest first: messages come in the order of the documents
                 if len(waiting) > AHEAD * workers:
                     yield from waiting.popleft().result()
             while waiting:

@@ -26,6 +26,7 @@ from forge_kit.data.block_sums import BLOCK, SHIFT, CheckedBlocks, checked_map, 
 
 MAGIC = b"FORGETOK"
 FORMAT = 1
+# Padding is explicit, since `<` aligns nothing: integers of 64 bits and ids are then aligned in the map
 HEADER = struct.Struct("<8sHH4xQQQQQ8x")
 TOKENS, ENDS, LEARNED = ".bin", ".ends", ".learned"
 """Suffixes of the files."""
@@ -196,6 +197,7 @@ class TokenFile:
         self.held_out: Documents | None = held_out
         self.header = read_header(stem)
         content = map_array(_beside(stem, TOKENS), "u1", HEADER.size + self.header.tokens * self.header.width)
+        # A view, and not a second map, because the sums are of blocks of the whole file
         self._ids = content[HEADER.size :].view(self.header.dtype)
         self._ends = map_array(_beside(stem, ENDS), "<i8", self.header.documents)
         has_mask = _beside(stem, LEARNED).exists()
@@ -229,7 +231,7 @@ class TokenFile:
         return ids.astype(np.int64)
 
     def learned(self, start: int, stop: int) -> np.ndarray | None:
-        """None without a mask in a file. Raises `DataError` if a block that is read is damaged."""
+        """None if there is no file with a mask. Raises `DataError` if a block that is read is damaged."""
         if self._learned is None:
             return None
         if (checked := self._checked[LEARNED]) is not None:
@@ -247,6 +249,7 @@ class TokenFile:
         self.ends()
         for start in range(0, len(self), PIECE):
             report_progress(f"verifying {_beside(self._stem, TOKENS)}", start, len(self))
+            # The results are discarded: blocks are checked when they are read
             self.tokens(start, start + PIECE)
             self.learned(start, start + PIECE)
 

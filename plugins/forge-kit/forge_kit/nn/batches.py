@@ -18,6 +18,7 @@ def zero_batch(job: Job, rows: int, device: torch.device | None = None) -> Batch
 
     Within a `FakeTensorMode`, its tensors are fake.
     """
+    # From the job and not from a model, so that a plan can use it before one is built
     shape, fields = (rows, job.train.seq_len), job.model.batch_fields(job)
     batch = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("input_ids", "labels")}
     for name, entry in fields.items():

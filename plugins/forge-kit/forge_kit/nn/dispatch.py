@@ -82,6 +82,7 @@ class Dispatch(NamedTuple):
             choices=choices,
             sources=choices // chosen.shape[1],
             counts=ends.diff(prepend=ends.new_zeros(1)),
+            # If every choice has a row, the inverse of the permutation is enough: no second sort
             by_token=_inverse(order) if _surely(rows == len(flat)) else choices.argsort(),
             starts=of_token.cumsum(0) - of_token,
         )
@@ -91,8 +92,10 @@ class Dispatch(NamedTuple):
         """Returns this dispatch with groups padded to a multiple of rows, by rows for the choice `none`."""
         counts = self.counts.add(multiple - 1).floor_divide(multiple).mul(multiple)
         missing = counts - self.counts
+        # Rows of padding that precede each row: the padding of all earlier groups
         before = (missing.cumsum(0) - missing).repeat_interleave(self.counts)
         places = torch.arange(len(self.choices), device=counts.device) + before
+        # The host waits here, as the size of a tensor must be known to it
         shape = (int(counts.sum()),)
         return self._replace(
             choices=self.choices.new_full(shape, none).scatter(0, places, self.choices),

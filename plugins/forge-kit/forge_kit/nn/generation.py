@@ -144,11 +144,11 @@ class JointGeneration:
         return self.inner.joins_rows(cache)
 
 
-# It ends the chain of `inner`, so its `__init__` does not call the base's, which would make another one without end
 class WholeModel(JointGeneration):
     """Generation by a model that no stage has split, or of which each call of `decode` computes all that it returns."""
 
     def __init__(self, model: Model) -> None:
+        # Without the base's `__init__`: it would make a further `WholeModel`, and so on without end
         self.model = model
 
     @property
@@ -159,6 +159,7 @@ class WholeModel(JointGeneration):
     def next_logits(self, batch: Batch, cache: Any) -> Tensor:
         """Applies the head to the last position alone. Collective if ranks share the vocabulary."""
         model: Any = self.model
+        # Of the last position alone: logits of a whole prompt take S times the memory
         return whole_logits(model.head, model.decode(batch, cache)[:, -1:])[:, 0]
 
     def all_done(self, done: bool) -> bool:

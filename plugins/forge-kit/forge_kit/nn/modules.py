@@ -159,6 +159,7 @@ class LinearHead(Linear):
     def whole(self, dtype: torch.dtype | None = None) -> Iterator[Sequence[Tensor]]:
         """See `Head.whole`. `dtype`: cast once to this; by default the parameters' own."""
         parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        # Cast once, however often `logits` is called for parts of a sequence
         self._whole = tuple(parameter.to(dtype or parameter.dtype) for parameter in parameters)
         try:
             yield self._whole
@@ -166,6 +167,7 @@ class LinearHead(Linear):
             self._whole = None
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Uses the weights that `whole` holds while it is active, else calls the module, as hooks may gather them."""
         if self._whole is None:
             return self(hidden)
         weight, *bias = (tensor.to(hidden.dtype) for tensor in self._whole)

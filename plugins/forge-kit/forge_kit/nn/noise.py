@@ -47,6 +47,7 @@ def token_noise(batch: Batch, size: int, name: str) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # dynamo cannot trace hashlib
 def _key(name: str) -> int:
+    # Signed, as the int64 tensors that it is combined with
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 

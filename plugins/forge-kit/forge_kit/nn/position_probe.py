@@ -150,6 +150,7 @@ def _stand_in(parameter: nn.Parameter, generator: torch.Generator) -> nn.Paramet
     shape = parameter.shape
     line = torch.randn(max(sum(shape), 1), generator=generator) / (shape[-1] if len(shape) > 1 else 1) ** 0.5
     if len(shape) < 2:
+        # Near 1, since most vectors are scales of norms
         line = 1 + 0.2 * line
     values = line.to(parameter.dtype).as_strided(shape, [1] * len(shape))
     return nn.Parameter(values, requires_grad=False)
@@ -245,6 +246,7 @@ class _Probe:
     def undeclared(self) -> str | None:
         """The part that lets middle positions change others, declared ones excepted."""
         quarter = self.length // 4
+        # The middle, so that mixing in either direction shows at one of the ends
         changed = slice(quarter, self.length - quarter)
         quiet = [*range(quarter), *range(self.length - quarter, self.length)]
         # As where ranks share sequences: this may be one of them, whose declared mixers communicate in the same order.
@@ -265,6 +267,7 @@ class _Probe:
         batch = {name: entry for name, entry in self._batch().items() if name != "labels"}
         expected, half = model(batch), self.length // 2
         cache, parts = model.new_cache(1, self.length), []
+        # A prompt, one token, and several after others: caches often treat these three cases differently
         for start, end in ((0, half), (half, half + 1), (half + 1, self.length)):
             places = torch.arange(start, end)[None]
             parts.append(
@@ -399,6 +402,7 @@ def _structure(block: nn.Module) -> str:
     for name, module in block.named_modules():
         shapes = [(key, tuple(parameter.shape)) for key, parameter in module.named_parameters(recurse=False)]
         settings = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+        # Blocks of one class differ where `forward` was replaced in one of them
         replaced = getattr(vars(module).get("forward"), "__code__", None)
         parts.append((name, type(module), shapes, settings, replaced))
     return repr(parts)

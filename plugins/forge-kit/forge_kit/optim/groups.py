@@ -27,6 +27,7 @@ def names_in(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
     names: dict[Tensor, str] = {}
     for group in groups:
         parameters = list(group["params"])
+        # Counted over all groups, so that names are unique
         default = [str(len(names) + number) for number in range(len(parameters))]
         names.update(zip(parameters, group.get("names", default), strict=True))
     return names

@@ -75,6 +75,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         groups = [settings | group for group in as_groups(matrices)]
         super().__init__(groups, {"fused": adam.defaults["fused"]})
         self._adam = adam
+        # The same dictionaries, so that settings that a schedule writes reach the AdamW too
         self.param_groups += adam.param_groups
         adam.state = self.state
         self.matrices = whole
@@ -131,6 +132,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if not trained:
             return
         by_number = {self.numbers[parameter]: parameter for parameter in trained}
+        # Gives dtype and device to ranks that hold no part of a matrix
         like = torch.empty(0, dtype=dtype, device=local_part(trained[0]).device)
         for batch in self.matrices.batches(by_number, self._working_bytes // dtype.itemsize, stacked):
             owned = [matrix for matrix in batch if matrix.owner == self.matrices.rank]

@@ -23,6 +23,7 @@ def progress(step: int, start: int, length: int) -> float:
 
     The last update of the phase is at 1 - 1/length: it still moves the weights when the phase leads to zero.
     """
+    # A phase may have no updates, as where the warm-up takes the whole run
     return min(1.0, max(0.0, (step - start) / max(length, 1)))
 
 

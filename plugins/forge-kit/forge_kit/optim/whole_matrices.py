@@ -128,7 +128,7 @@ class WholeMatrices:
         )
         whole = [_assemble(matrix, pieces) for matrix in owned]
         results = function(whole) if whole else []
-        del whole  # Frees the inputs before the results are exchanged
+        del whole  # frees the inputs before the results are exchanged
         pieces = self._exchange(
             [(r, result[m.boxes[r]]) for m, result in zip(owned, results, strict=True) for r in _holders(m.boxes)],
             [(m.owner, m.boxes[self.rank]) for m in chosen if m.boxes[self.rank] is not None],
@@ -175,6 +175,7 @@ class WholeMatrices:
             like: a tensor of their dtype, on their device.
             needed: whether any rank sends to another one; if not, there is no collective.
         """
+        # Parts that stay on this rank do not pass through the collective
         own = deque(tensor for rank, tensor in outgoing if rank == self.rank)
         received = self._send(outgoing, incoming, like) if needed else {}
         pieces = []
@@ -207,6 +208,7 @@ class WholeMatrices:
             [sum(tensor.numel() for tensor in flat[rank]) for rank in range(size)],
             group=self._group,
         )
+        # `all_to_all_single` orders what it receives by sender
         parts = iter(received.split([length for rank in range(size) for length in lengths[rank]]))
         return {rank: deque(next(parts) for _ in lengths[rank]) for rank in range(size)}
 
@@ -276,6 +278,7 @@ def _matrices(
         for item in items:
             inside = [_within(box, item) for box in boxes]
             whole = [r for r, box in enumerate(inside) if box is not None and _shape(box) == shape]
+            # The number of the rank decides ties, so that all ranks choose the same owner
             owner = min(whole or range(len(ranks)), key=lambda r: (loads[r], r))
             loads[owner] += cost(shape)
             yield Matrix(
@@ -341,6 +344,7 @@ def _senders(boxes: Sequence[Box | None], owner: int, places: Sequence[Mapping[s
 
 
 def _assemble(matrix: Matrix, pieces: Iterator[Tensor]) -> Tensor:
+    # A single sender has the whole matrix: nothing to copy
     if len(matrix.senders) == 1:
         return next(pieces)
     whole: Tensor | None = None

@@ -30,6 +30,7 @@ def load_component(
         JobError: the table is missing or invalid; lists every problem.
     """
     root, problems = read_job(paths, overrides)
+    # The root, and a node for each key of the path that exists
     nodes = list(root.along(table))
     if len(nodes) <= len(table.split(".")):
         raise JobError([*problems, Problem(table, "required table is missing; add it with a type", str(root.origin))])

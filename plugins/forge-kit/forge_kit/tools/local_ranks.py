@@ -21,7 +21,7 @@ STDIN = "/dev/stdin"
 def command(argv: list[str]) -> int:
     """Start the ranks of a job on this machine: what `--nproc N` does.
 
-    The options are those of `forge-run run`.
+    It takes the options of `forge-run run`.
     """
     parser = argparse.ArgumentParser("forge-run launch local", description=command.__doc__)
     parser.add_argument("--nproc", type=positive, required=True, metavar="N", help="ranks to start")

@@ -25,6 +25,7 @@ FAULTY_RANK = "faulty_rank"
 """Metric of a step in which a hook or a plugin names a rank that computes wrong, or is slower than the others."""
 BATCH = 256
 """Lines that are parsed before their numbers are added."""
+# Not None, which a line may have as `null`
 _ABSENT = object()
 
 
@@ -228,6 +229,7 @@ def read_metrics(path: Path | str) -> Metrics:
         located = _located(lines)
         while batch := list(islice(located, BATCH)):
             for table, is_step in ((metrics, True), (evaluations, False)):
+                # Of steps and evaluations, only the lines of steps have a key `loss`
                 part = [(record, offset) for record, offset in batch if ("loss" in record) == is_step]
                 table._add([record for record, _ in part], [offset for _, offset in part])
     metrics._sort()

@@ -66,6 +66,7 @@ def free_path(path: Path, option: str) -> Path:
         JobError: there is something, or it cannot be written.
     """
     path = path.expanduser()
+    # A broken link is something too
     if os.path.lexists(path):
         raise JobError(f"{option} {path} exists already; name another, or remove it")
     _demand_writable(path.parent, option)
@@ -147,6 +148,7 @@ def write_output(path: Path, option: str, content: str | bytes) -> None:
 
 def _demand_writable(folder: Path, option: str) -> None:
     """Refuse a folder, there or to be made, if rights are missing or a part of its path is a file."""
+    # The rights of the nearest folder that exists decide whether the rest of the path can be made
     existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if not existing.is_dir():
         raise JobError(f"{option} {folder} cannot be made: {existing} is no folder; name another")

@@ -39,6 +39,7 @@ class SampledTexts:
 
     def append(self, folder: Path) -> None:
         """Append them to the records of a run folder."""
+        # Appending writes at the end, wherever the search for a line break has left the position
         with (folder / FILE).open("a+b") as file:
             if end := file.seek(0, os.SEEK_END):
                 file.seek(end - 1)

@@ -75,6 +75,7 @@ class RankHandle:
         if self.process.returncode is None and not _exited_well(self.process.pid):
             with suppress(ProcessLookupError):  # before its number is free for another process
                 os.killpg(self.process.pid, signal.SIGKILL)
+        # Before `_receive`: once it has ended, all that it sent can be received
         code = self.process.poll()
         self._receive()
         return code
@@ -134,6 +135,7 @@ class Supervisor:
         self._second_signal = threading.Event()
         self._asked: int | None = None
         self._asked_at = 0.0
+        # Counted before the ranks start, since processes of earlier runs may have been killed in the same group
         self._kills = MemoryGroup().kills()
 
     def run(self) -> Ended:
@@ -174,6 +176,7 @@ class Supervisor:
             **{name: end.fileno() for name, end in sockets.items()},
         }
         threads = max(1, len(os.sched_getaffinity(0)) // self._count)  # torch would take all cores in each rank
+        # The environment comes last: a value that the user has set has precedence
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         environment |= {name: str(value) for name, value in variables.items()}
         with theirs:  # our copy of it is closed at once: only then does a dead rank close the connection
@@ -199,6 +202,7 @@ class Supervisor:
             time.sleep(POLL_S)
         if any(rank.failed for rank in self._ranks):  # all at once, between two polls
             return self._failed()
+        # Only FINISHED and STOPPED are left here; a single rank that stopped means that the run is not finished
         return Ended(max(rank.code or 0 for rank in self._ranks))
 
     def _poll(self) -> list[int | None]:

@@ -123,6 +123,7 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         name if "/" in name else f"train/{name}": float(value)
         for name, value in record.items()
+        # True and false (`skipped`) are sent as 1 and 0
         if name not in ("step", "time") and isinstance(value, Real)
     }
 

@@ -101,6 +101,7 @@ def _named(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*arguments: Any, **settings: Any) -> Any:
         try:
+            # Apart from the call, as a TypeError from within the method is no wrong argument
             signature.bind(*arguments, **settings)
         except TypeError as error:
             unknown = next((key for key in settings if key not in signature.parameters), "")

@@ -13,7 +13,7 @@ from torch import Tensor
 from forge_core.checkpoint.tensors import load_tensors
 
 Stored = Mapping[str, tuple[torch.Size, torch.dtype]]
-"""Shape and dtype by name, as `forge_core.checkpoint.tensors.stored_tensors` returns them."""
+"""Shape and dtype by name, as `forge_kit.tools.checkpoints.stored_tensors` returns them."""
 
 
 def batches(names: Iterable[str], stored: Stored, limit: int) -> list[list[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from string import ascii_lowercase
+from typing import Any
 
 from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, le, min_len
@@ -28,8 +29,8 @@ LONGEST = 10_000
 
 def _lengths(default: tuple[int, ...], least: int, most: int = LONGEST) -> tuple[int, ...]:
     """The field `lengths`, with its smallest and its largest value."""
-    limits = and_(min_len(1), deep_iterable(and_(ge(least), le(most))))
-    return field(default=default, validator=limits)  # type: ignore[no-any-return]
+    number: Any = and_(ge(least), le(most))
+    return field(default=default, validator=and_(min_len(1), deep_iterable(number)))  # type: ignore[no-any-return]
 
 
 @frozen(kw_only=True)

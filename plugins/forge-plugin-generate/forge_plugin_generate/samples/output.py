@@ -26,8 +26,10 @@ def show(sampled: SampledTexts) -> None:
     with console.capture() as capture:
         console.rule(f"samples after step {sampled.step:,}", style="dim")
         for each in sampled.texts:
+            # The terminal wraps lines: text that is copied has no added line breaks
             console.print(Text.assemble((visible(each.prompt), "dim"), visible(each.text)), soft_wrap=True)
             console.rule(style="dim")
+    # Characters that the output cannot encode must not end the training with an error
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(capture.get().encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
 

@@ -79,6 +79,7 @@ class Samples(TrainingHook):
 
         longest = max(len(prompt_ids(tokenizer, prompt)) for prompt in self.prompts)
         try:
+            # The model checks the length when it makes a cache; the cache itself is not used
             model.new_cache(1, longest + self.max_tokens)
         except ForgeError as error:
             yield Problem("max_tokens", str(error))
@@ -113,12 +114,14 @@ class Samples(TrainingHook):
 
         self.sampled_step = context.step
         with evaluation_mode(context.model, context.optimizer):  # on every rank: swapping weights may be collective
+            # Within the block, since restoring the weights may be collective as well
             if global_rank() != 0 and not generates_jointly(context.model):
                 return
             pairs = zip(self.prompts, continuations(self, context), strict=True)
             texts = tuple(SampledText(prompt=prompt, text=text) for prompt, text in pairs)
         if global_rank() != 0:
             return
+        # Ranks that generate together have the same texts; one of them writes
         sampled = SampledTexts(step=context.step, texts=texts)
         show(sampled)
         if context.folder is not None:

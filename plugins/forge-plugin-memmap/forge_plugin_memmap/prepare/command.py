@@ -39,6 +39,7 @@ def command(argv: list[str]) -> int:
     console = Console()
     try:
         manifest, speed = prepare(settings, console)
+    # Needs no clean-up: the state that was saved last is complete
     except KeyboardInterrupt:
         console.print("interrupted; the same command continues where it stopped")
         return ExitCode.SECOND_SIGNAL
@@ -60,6 +61,7 @@ def read_settings(argv: list[str]) -> Settings:
         parser.error(f"--{keys[0]} goes with --tokenizer; with --job, the key stands in the job file")
     # A folder with these files may be continued.
     output = free_folder(Path(options.out), "--out", [INPUTS, MANIFEST, UNFINISHED])
+    # Imported after the options are parsed, so that help appears at once
     from forge_plugin_memmap.prepare.inputs import find_inputs
     from forge_plugin_memmap.prepare.run import Settings
     from forge_plugin_memmap.prepare.tokenizer import choose_tokenizer
@@ -121,4 +123,5 @@ def interval(text: str) -> int:
 
 def _cores() -> int:
     """Returns the number of cores that this process may use."""
+    # `sched_getaffinity` does not exist on macOS
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -114,6 +114,7 @@ def pieces(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
         text, start = text[start:] + part, 0
         while len(text) - start > PIECE_CHARACTERS:
             limit = start + PIECE_CHARACTERS
+            # From the second character on, so that no piece is empty
             line_break = text.rfind("\n", start + 1, limit)
             end = line_break if line_break > 0 else limit
             yield text[start:end], False
@@ -123,4 +124,5 @@ def pieces(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 def utf8_size(text: str) -> int:
     """Returns the bytes of a text in UTF-8; raises `UnicodeEncodeError` for half a surrogate pair."""
+    # ASCII is counted without an encoded copy
     return len(text) if text.isascii() else len(text.encode())

@@ -50,6 +50,7 @@ class Block(NamedTuple):
         if stop is None:
             return Block(self.ids[begin:], self.ends[first:] - begin, self.sizes[first:])
         end = int(self.ends[stop - 1]) if stop else 0
+        # 0: no document continues after the cut
         sizes = np.append(self.sizes[first:stop], 0)
         return Block(self.ids[begin:end], self.ends[first:stop] - begin, sizes)
 
@@ -84,6 +85,7 @@ class Encoder:
             for text, encoded in zip(batch, self._tokenizer.encode_batch([text.text for text in batch]), strict=True):
                 ids.fromlist([*self._begin, *encoded] if text.is_first else encoded)
                 sizes[-1] += text.size
+                # Only the first piece of a document adds its name
                 if len(names) == len(ends):
                     names.append(text.where)
                 if text.is_last:
@@ -248,6 +250,7 @@ class _Worker:
 
 
 def _start(tokenizer: Path, strict: bool) -> None:
+    # One thread for each worker, as in `_one_thread`
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()

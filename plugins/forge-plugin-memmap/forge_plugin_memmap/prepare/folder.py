@@ -204,6 +204,7 @@ def room_to_write(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # An error about an input is not about this folder
         ours = error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(folder)
         if error.errno not in DISK_FULL and not ours:
             raise
@@ -214,6 +215,7 @@ def room_to_write(folder: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, content: Any) -> None:
+    # The state is written often and read by programs only, so it has no line breaks
     text = json.dumps(content, indent=None if path.name == UNFINISHED else 1, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode())
 

@@ -71,6 +71,7 @@ def _batches(file: Any, path: str, field: str, start: int) -> Iterator[Read]:
             row += skipped
             if values:
                 read = sum(len(value or b"") for value in values)
+                # Bytes in proportion to the rows, since the size of a batch on disk is not known
                 yield Read({"row": row}, size * row // total, Rows(path, row + 1, values), read)
             row += len(values)
 

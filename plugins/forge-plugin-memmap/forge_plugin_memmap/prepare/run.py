@@ -82,6 +82,7 @@ def prepare(settings: Settings, console: Console) -> tuple[Mapping[str, Any], st
         ForgeError: the disk is full, or a worker process ended; the same command continues.
     """
     output, arguments, inputs = settings.output, settings.arguments(), settings.identities()
+    # The lock comes first: without it, another process may change the files that are read here
     with owned(output), room_to_write(output):
         manifest = finished_manifest(output, arguments, inputs)
         if manifest is not None:

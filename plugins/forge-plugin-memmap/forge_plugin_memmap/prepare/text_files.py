@@ -98,6 +98,7 @@ def read_text(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
     """Yields the document of a file from a place on: the characters before it. A file that is not UTF-8 is dropped."""
     del field  # of JSON lines and Parquet; the readers of all formats have the same arguments
     start = at.get("character", 0)
+    # The process that began the file has read all of it
     fault = None if start else _fault(path)
     if fault is not None:
         yield Read({}, 0, Ready(fault), 0)

@@ -83,6 +83,7 @@ class SplitWriter:
         self._dtype = np.dtype(id_dtype(vocab_size))
         self._ids: BinaryIO | None = None
         self._ends: BinaryIO | None = None
+        # A process that was killed may have begun shards of which no state was saved
         self._remove_later()
         if written.open.tokens:
             self._ids = _continued(self._path(TOKENS), HEADER.size + written.open.tokens * self._dtype.itemsize)
@@ -140,6 +141,7 @@ class SplitWriter:
         self.close()
         self._ids = self._ends = None
         for path in paths:
+            # On the disk before a state lists them
             sync(write_sums(path))
             facts = {"size": path.stat().st_size, "sha256": file_digest(path), "sums_of": BLOCK}
             self.written.files[path.name] = facts

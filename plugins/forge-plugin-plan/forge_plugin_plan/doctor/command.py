@@ -34,6 +34,7 @@ def command(argv: list[str]) -> int:
     from forge_plugin_plan.doctor.ranks import Ranks
 
     started = time.perf_counter()
+    # First, since the ranks import torch while the other checks run
     ranks = Ranks(options.nproc, options.time_limit)
     try:
         examined = _examine(_surroundings(options, overrides, ranks), show=not options.json)

@@ -21,6 +21,7 @@ from forge_plugin_plan.doctor.scheduler import check_launcher, check_slurm
 LIMIT_S = 20.0
 """Seconds of a check. A file system that hangs holds its thread forever."""
 
+# Beyond the time limit of the ranks, so that their limit is the one that is reported
 MARGIN_S = 5.0
 
 # Those that need no torch first: meanwhile the ranks import it. Closed on purpose: what a plugin demands of a machine
@@ -77,6 +78,7 @@ def _within(limit_s: float, check: Check, surroundings: Surroundings) -> list[Re
             seen = f"the check itself failed: {type(error).__name__}: {error} ({where.name}:{where.lineno})"
             results.append(failed(_name(check), seen, "report it, with the output of forge-run doctor --json"))
 
+    # A daemon thread: a check that hangs in the kernel must not keep the command from ending
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(limit_s)

@@ -99,13 +99,14 @@ def existing(folder: Path) -> Path:
 
 
 def file_system_of(place: Path) -> str:
-    """Returns the type of the file system that holds a folder, as the kernel names it; empty if it is not known."""
+    """Returns the type of the file system that holds a folder, as the kernel names it, or words for an unknown one."""
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
         return "a file system of unknown type"
     mounts = [(fields[1], fields[2]) for fields in (line.split() for line in lines)]
     inside = [(mount, kind) for mount, kind in mounts if place.is_relative_to(mount)]
+    # Of nested mounts the innermost, which has the longest path
     return max(inside, key=lambda pair: len(pair[0]), default=("", "a file system of unknown type"))[1]
 
 
@@ -113,6 +114,7 @@ def _space(name: str, place: Path) -> Result:
     stat = os.statvfs(place)
     free = stat.f_bavail * stat.f_frsize
     seen = f"{free / 1e9:,.1f} GB free"
+    # 0 files in all: the file system has no fixed number of them
     if stat.f_files and stat.f_favail < 10_000:
         return warning(name, f"{seen}, but only {stat.f_favail:,} more files", "delete files that are not needed")
     if free < 5e9:
@@ -123,6 +125,7 @@ def _space(name: str, place: Path) -> Result:
 
 def check_fsync(name: str, trial: Path) -> Result:
     """Whether what was written and synced is read back, how fast that is, and how long a small sync takes."""
+    # Random bytes, as a file system may compress others
     path, block = trial / "data", os.urandom(2**20)
     started = time.perf_counter()
     with path.open("wb") as file:
@@ -136,6 +139,7 @@ def check_fsync(name: str, trial: Path) -> Result:
     path.unlink()
     if not same:
         return failed(name, "data read back differs from data written", "do not train here: the file system loses data")
+    # The median, since a single sync may wait for what other programs write
     sync = statistics.median(_small_sync(trial / "small") for _ in range(5))
     seen = f"written and synced at {speed:,.0f} MB/s, a small file in {1e3 * sync:.1f} ms"
     if speed < SLOW_MBS or sync > SLOW_SYNC_S:
@@ -190,6 +194,7 @@ def check_lock(name: str, trial: Path) -> Result:
 
 
 def _other_process(path: Path) -> str:
+    # Isolated and without site-packages, so that it starts quickly
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", TRY_LOCK, str(path)], capture_output=True, text=True, check=False
     )
@@ -213,7 +218,9 @@ def check_clock(name: str, trial: Path) -> Result:
     path = trial / "time"
     before = time.time()
     path.write_text("now")
+    # The file was written between two readings of the clock, whose mean halves the error
     skew = path.stat().st_mtime - (before + time.time()) / 2
+    # 1.7e9 is in November 2023: a clock before that was never set
     if before < 1.7e9:
         return failed(name, f"this machine's clock is set to {time.ctime(before)}", "set the clock: chronyc makestep")
     seen = f"file times are {abs(skew):.3f} s from this machine's clock"

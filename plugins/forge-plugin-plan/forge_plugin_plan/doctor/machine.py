@@ -38,6 +38,7 @@ def check_cores(surroundings: Surroundings) -> Iterator[Result]:
 def _threads(value: str | None, cores: int) -> Result:
     if not value:
         return ok("OMP_NUM_THREADS", "not set: torch takes every core")
+    # OpenMP allows a list, with a number for each level of nested parallelism
     counts = value.split(",")
     if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
         return warning("OMP_NUM_THREADS", f"{value!r} is no number of threads and is ignored", "unset OMP_NUM_THREADS")
@@ -52,6 +53,7 @@ def check_bf16(surroundings: Surroundings) -> Iterator[Result]:
     if not path.is_file():
         return
     lines = path.read_text().splitlines()
+    # `flags` on x86, `Features` on ARM
     flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
     if found := sorted(flags & BF16_FLAGS):
         yield ok("bfloat16", f"the processor has it ({', '.join(found)})")

@@ -55,6 +55,7 @@ def check_ports(surroundings: Surroundings) -> Iterator[Result]:
         mend = "unset MASTER_PORT, or end the program that listens there"
         # Rank 0 of a launcher may listen there already: then it is no mistake.
         yield ok("MASTER_PORT", f"{port} is free") if free else warning("MASTER_PORT", f"{port} is in use", mend)
+    # Spread evenly over the range, as programs often take neighbouring ports
     tried = [PORTS[number * len(PORTS) // TRIED] for number in range(TRIED)]
     taken = [port for port in tried if not _is_free(port)]
     seen = f"{len(tried) - len(taken)} of {len(tried)} tried in {PORTS.start} to {PORTS.stop - 1} are free"

@@ -67,6 +67,7 @@ def _unmet(distribution: Distribution) -> Iterator[tuple[str, str]]:
     try:
         check_requirement(distribution)
     except PluginError as error:
+        # The command is shown once for all requirements, so only its packages are taken
         message, _, install = str(error).partition("; pip install --upgrade ")
         yield message, install or distribution.name
         return
@@ -76,6 +77,7 @@ def _unmet(distribution: Distribution) -> Iterator[tuple[str, str]]:
         except InvalidRequirement:
             yield f"the requirement {line!r} of {distribution} cannot be read", distribution.name
             continue
+        # Requirements of extras may be absent
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         needs, install = f"{distribution} needs {requirement}", f"'{requirement.name}{requirement.specifier}'"
@@ -86,6 +88,7 @@ def _unmet(distribution: Distribution) -> Iterator[tuple[str, str]]:
             continue
         if requirement.name == "torch" and requirement.specifier == tested_torch():
             continue  # one line for all: the line of torch itself
+        # Nightly builds and builds from source are pre-releases, and fit as well
         if not requirement.specifier.contains(version, prereleases=True):
             yield f"{needs}, installed is {version}", install
 

@@ -29,14 +29,17 @@ TIMED_S = 0.05
 def main() -> None:
     """Join the other ranks, try every collective, and print what came of it."""
     rank, size, port = map(int, sys.argv[1:4])
+    # Printed before each piece of work, so that the last phase shows where a rank hung
     say(phase="looking at devices")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     say(facts=facts(gpus))
+    # On one rank, as ranks that compute at the same time would distort the speed
     if rank == 0:
         for number in range(gpus):
             say(phase=f"computing on GPU {number}")
             say(device=product_on(torch.device("cuda", number)))
         say(device=product_on(torch.device("cpu")))
+    # NCCL requires a separate GPU for each rank
     on_gpus = gpus >= size and dist.is_nccl_available()
     if on_gpus:
         torch.cuda.set_device(rank)
@@ -85,6 +88,7 @@ def product_on(device: torch.device) -> dict[str, Any]:
     exact = a.cpu().long() @ b.cpu().long()  # integers use a different algorithm than floats
     right = all(bool(((a.to(d) @ b.to(d)).cpu().double() == exact).all()) for d in (torch.float64, torch.float32))
     gpu = device.type == "cuda"
+    # Large enough that the time of a call is the time of its arithmetic
     size, dtype = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
     large = torch.ones(size, size, dtype=dtype, device=device)
     seconds = timed(lambda: large @ large, device, 0.3)
@@ -205,6 +209,7 @@ def send_receive(count: int, device: torch.device, rank: int, size: int) -> Tria
     before, after = (rank - 1) % size, (rank + 1) % size
 
     def run() -> None:
+        # As a batch: if every rank first sent and then received, they could wait for each other forever
         operations = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()

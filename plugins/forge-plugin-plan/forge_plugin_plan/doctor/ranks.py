@@ -31,6 +31,7 @@ class Ranks:
         """Start `count` processes, which must end in `limit_s` seconds."""
         self.count, self.limit_s = count, limit_s
         self._deadline = time.monotonic() + limit_s
+        # Free at this moment; if another program takes it before rank 0 does, the ranks report that
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         # Not the launcher's own variables: this is another world. One thread: there may be more ranks than cores.
@@ -112,6 +113,7 @@ def check_torch(surroundings: Surroundings) -> Iterator[Result]:
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"HIP {facts['hip']}" if facts["hip"] else "for the CPU"
     seen = f"{facts['torch']}, {build}"
     tested = tested_torch()
+    # A torch newer than the tested versions is a warning, an older one a failure
     least = SpecifierSet(",".join(str(part) for part in tested if part.operator.startswith(">")))
     if tested.contains(facts["torch"], prereleases=True):
         yield ok("torch", seen)
@@ -196,6 +198,7 @@ def _collective(name: str, of_ranks: list[dict[str, Any]], count: int) -> Result
         return failed(name, "; ".join(wrong), mend)
     if len(of_ranks) < count:
         return not_run(name, f"only {len(of_ranks)} of {count} ranks came to its end")
+    # The slowest rank counts, as the others wait for it
     latency = max(one["latency_s"] for one in of_ranks)
     bandwidth = min(one["bandwidth"] for one in of_ranks)
     return ok(name, f"right on {count} ranks; 4 kB in {1e6 * latency:,.0f} µs, 16 MiB at {bandwidth / 1e9:,.2f} GB/s")

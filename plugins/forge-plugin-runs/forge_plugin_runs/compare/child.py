@@ -19,6 +19,7 @@ class StopAt(TrainingHook):
         self._step = step
 
     def on_step_end(self, context: StepContext) -> None:
+        """Requests a stop, with which the loop saves a checkpoint: the next rung continues from it."""
         if context.step >= self._step:
             context.request_stop(f"step {self._step} of a comparison")
 
@@ -29,6 +30,7 @@ def main(argv: list[str]) -> int:
 
     step, file, *overrides = argv
     try:
+        # One process: `--halving` refuses several ranks
         job = load_job(file, overrides=overrides, world_size=1)
         return int(Trainer(job, hooks=[StopAt(int(step))]).run().exit_code)
     except ForgeError as error:

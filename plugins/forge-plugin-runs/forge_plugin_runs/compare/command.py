@@ -38,6 +38,7 @@ def command(argv: list[str]) -> int:
     options, files, overrides = _parse(argv)
     jobs, runs = _told_apart(files)
     _check(options, jobs)
+    # Before anything is trained, so that a folder that cannot be used is an error at once
     if options.out:
         options.out = _folder(Path(options.out))
     from forge_plugin_runs.compare.grid import existing, trials_of
@@ -57,6 +58,7 @@ def command(argv: list[str]) -> int:
     if not completed:
         print("interrupted; the same command continues it", file=sys.stderr)
         return ExitCode.STOPPED
+    # Runs of earlier commands that failed are listed too, but are no error of this one
     failed = [o.trial.name for o in outcomes if o.failed and o.trial.name in comparison.asked]
     if failed:
         count = len(comparison.asked)
@@ -135,6 +137,7 @@ def _comparison(options: argparse.Namespace) -> Comparison:
         ranks=options.nproc,
         parallel=options.parallel,
         halving=options.halving,
+        # With --json, only JSON goes to standard output
         say=lambda text: print(text, file=sys.stderr if options.json else sys.stdout, flush=True),
     )
 
@@ -155,6 +158,7 @@ def _show(outcomes: Sequence[Outcome], options: argparse.Namespace, out: Path | 
         print(json.dumps(facts, indent=1))
         return
     if rows:
+        # A table that the terminal would wrap is printed as a list
         width = shutil.get_terminal_size().columns
         fits = max(map(len, table.splitlines())) <= width
         print(f"\n{table if fits else as_list(rows, failed, logs, width)}")

@@ -63,14 +63,17 @@ class Comparison:
         if SEED in space:
             raise JobError(f"--set {SEED}: a search would take the luckiest seed for the best; leave it out")
         search, tried = Search(space), 0
+        # Results of earlier commands count, so that the same command continues the search
         for name, entry in self.record.entries.items():
             if entry.job == str(job) and set(entry.settings) == set(space) and (entry.digest or entry.failed):
                 search.tell(entry.settings, _score(self._outcome(name)))
                 tried += 1
         while tried < count:
+            # No more than run at the same time, so that later proposals use their results
             asked = search.ask(min(self.parallel, count - tried))
             cells = [Cell(job=job, settings=values, label=label_of("", values)) for values in asked]
             trials = [trial_of(cell, "", overrides, self.out / "runs") for cell in cells]
+            # By name, as a search may propose the same values twice
             if not self.train(list({trial.name: trial for trial in trials}.values())):
                 return False
             for trial in trials:
@@ -98,6 +101,7 @@ class Comparison:
             if gpus and gpus < self.parallel * self.ranks:
                 needed = f"--parallel {self.parallel} needs {self.parallel * self.ranks} GPUs, and there are {gpus}"
                 raise JobError(f"{needed}; lower it, or train on the CPU (--train.device=cpu)")
+        # From earlier commands too, as a run that has just started does not show yet how much it needs
         largest = max((entry.peak_memory for entry in self.record.entries.values()), default=0)
         if not self.out.exists():  # in a folder of the user's there may be data
             self.out.mkdir(parents=True)
@@ -113,6 +117,7 @@ class Comparison:
                 entry.digest, entry.failed, entry.ended = "", False, "interrupted"
         self.record.write()
         alive, number = list(trials), 0
+        # 0 stands for the end of the runs
         for rung in [*rungs, 0]:
             waiting = [trial for trial in alive if not self._has_reached(trial, rung)]
 
@@ -154,6 +159,7 @@ class Comparison:
         cells = _cells(trials)
         for number, own in enumerate(cells):
             losses = [self._outcome(trial.name).evaluations.get(rung) for trial in own]
+            # A run whose evaluations are at other steps cannot be compared
             if None in losses:
                 raise ForgeError(f"{own[0].name} has no held-out loss (eval/loss) at step {rung}; --halving needs it")
             scores[number] = sum(loss for loss in losses if loss is not None) / len(losses)

@@ -77,6 +77,7 @@ def trials_of(jobs: Sequence[Path], settings: Sequence[str], overrides: Sequence
     for key, values in axes.items():
         if any(_DISTRIBUTION.fullmatch(value) for value in values):
             raise JobError(f"--set {key}={','.join(values)}: a distribution is for a search; add --search optuna")
+    # Not part of the cell: runs that differ in their seed alone are repetitions
     seeds = axes.pop(SEED, [""])
     stems = _stems(jobs)
     trials: list[Trial] = []
@@ -106,6 +107,7 @@ def read_setting(text: str) -> tuple[str, list[str]]:
     parts = list(_divided(values))
     if not key or not all(parts):
         raise JobError(f"--set {text}: not as key=value,value,…; for example --set optimizer.lr=1e-3,3e-4")
+    # Equal runs would have one name, and the same results
     if len(set(parts)) < len(parts):
         raise JobError(f"--set {text}: a value comes twice")
     return key, parts
@@ -143,6 +145,7 @@ def check_jobs(trials: Sequence[Trial], ranks: int) -> tuple[list[Trial], list[J
     Raises:
         JobError: with every problem of every run, each once.
     """
+    # An ordered set: most runs have the same problems
     problems = dict[Problem, None]()
     jobs: list[Job] = []
     for trial in trials:
@@ -152,6 +155,7 @@ def check_jobs(trials: Sequence[Trial], ranks: int) -> tuple[list[Trial], list[J
             problems |= dict.fromkeys(error.problems)
     if problems:
         raise JobError(problems)
+    # Of the resolved job: a changed job file makes a finished run another one
     digests = [hashlib.sha256(dump_job(job).encode()).hexdigest() for job in jobs]
     return [evolve(trial, digest=digest) for trial, digest in zip(trials, digests, strict=True)], jobs
 
@@ -170,6 +174,7 @@ def _differences(folders: Sequence[Path]) -> list[dict[str, str]]:
     """The keys in which the jobs of runs differ, with the value that each has: what a person would call them by."""
     texts = [(folder / JOB).read_text() if (folder / JOB).is_file() else "" for folder in folders]
     known = [text for text in texts if text]
+    # One run without a job file, and what it differs in is unknown
     if len(known) < len(texts) or len(texts) < 2:
         return [{} for _ in folders]
     catalog = Catalog.installed()
@@ -192,7 +197,7 @@ def _words(key: str, value: str) -> Iterator[str]:
     try:
         parsed: Any = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        parsed = value
+        parsed = value  # a bare word, such as a type
     if isinstance(parsed, dict) and parsed:
         for name, item in parsed.items():
             yield from _words(f"{key}.{name}", f'"{item}"' if isinstance(item, str) else _toml(item))

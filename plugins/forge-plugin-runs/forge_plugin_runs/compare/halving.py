@@ -28,6 +28,7 @@ def rungs_of(count: int, jobs: Sequence[Job]) -> list[int]:
         raise JobError("--halving compares runs at evaluations before their ends; set eval.interval")
     rounds = max(1, math.ceil(math.log2(max(count, 1))))
     wanted = [steps / 2**number for number in range(rounds, 0, -1)]
+    # Rounded up to steps with an evaluation, whose losses decide
     rungs = sorted({math.ceil(step / interval) * interval for step in wanted})
     rungs = [step for step in rungs if step < steps]
     if count > 1 and not rungs:

@@ -35,6 +35,7 @@ def draw(rows: Sequence[CellResult], path: Path) -> None:
         for number, row in enumerate(rows):
             color = COLORS[number % len(COLORS)]
             tokens, curves = _curves(row.outcomes)
+            # Further rows have the same colours again
             dashed = (0, (4, 2)) if number >= len(COLORS) else "solid"
             label = f"{row.score:.4f}  {row.cell.label}"
             axes.plot(tokens, curves.mean(0), color=color, linewidth=1.6, linestyle=dashed, label=label)
@@ -42,6 +43,7 @@ def draw(rows: Sequence[CellResult], path: Path) -> None:
                 axes.fill_between(tokens, curves.min(0), curves.max(0), color=color, alpha=0.15, linewidth=0)
             shown = curves[:, int(VIEW * curves.shape[1]) :]
             shown = shown[np.isfinite(shown)]
+            # A run that diverged may have no finite loss left to show
             tops.append(shown.max(initial=-np.inf))
             bottoms.append(shown.min(initial=np.inf))
         low, high = min(bottoms), max(tops)
@@ -57,6 +59,7 @@ def draw(rows: Sequence[CellResult], path: Path) -> None:
 
 def _curves(outcomes: Sequence[Outcome]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, and smoothed losses (seeds, steps), up to the last step that all seeds have reached."""
+    # Seeds may have got unequally far, and a mean needs all of them
     length = min(len(outcome.losses) for outcome in outcomes)
     horizon = max(1, round(SMOOTH * length))
     smooth = []

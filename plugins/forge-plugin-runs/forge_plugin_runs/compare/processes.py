@@ -68,13 +68,17 @@ class Processes:
         waiting = deque(trials)
         with self._passing_signals_on():
             while self._running or (waiting and not self._stopping):
+                # One at a time, as each that starts takes memory from the next
                 while waiting and not self._stopping and self._has_room():
                     self._start(waiting.popleft(), stop_at)
                 for running in list(self._running):
+                    # Not `Popen.poll`: this also returns CPU time and peak memory, with the ranks of the run
                     pid, status, usage = os.wait4(running.process.pid, os.WNOHANG)
                     if pid:
                         self._running.remove(running)
+                        # Popen must not wait for a process that is gone
                         running.process.returncode = code = os.waitstatus_to_exitcode(status)
+                        # Linux counts ru_maxrss in kB
                         self.largest = max(self.largest, memory := usage.ru_maxrss * 1024)
                         seconds = usage.ru_utime + usage.ru_stime
                         on_end(Finished(trial=running.trial, code=code, cpu_seconds=seconds, peak_memory=memory))
@@ -110,6 +114,7 @@ class Processes:
         others = {name: v for name, v in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         if self.parallel > 1:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            # Each run would otherwise use all cores
             others.setdefault("OMP_NUM_THREADS", str(max(1, cores // (self.parallel * self.ranks))))
         return others | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, device))} if device else {})
 
@@ -118,7 +123,7 @@ class Processes:
         def handle(number: int, _: FrameType | None) -> None:
             self._stopping = True
             for running in self._running:
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):  # it may have ended meanwhile
                     running.process.send_signal(number)
 
         before: dict[signal.Signals, Any] = {
@@ -143,6 +148,7 @@ def free_memory() -> int | None:
         [available] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     except (OSError, ValueError):
         return None
+    # A container may be allowed less than the machine has free
     limits = [(_number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current"))]
     return min([available, *(limit - used for limit, used in limits if limit is not None and used is not None)])
 

@@ -52,6 +52,7 @@ class Record:
             try:
                 runs: dict[str, dict[str, Any]] = json.loads(self._path.read_text())["runs"]
                 self.entries = {name: Entry(**entry) for name, entry in runs.items()}
+            # Not overwritten: it may be of a later version, with results of many hours
             except (ValueError, TypeError, LookupError) as error:
                 raise ForgeError(f"{self._path} cannot be read ({error}); move it away to start over") from error
 

@@ -119,6 +119,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[CellResult]:
     By the held-out loss where every finished run has one, else by the training loss.
     """
     usable = [outcome for outcome in outcomes if not outcome.failed and outcome.losses]
+    # Unfinished runs may not have been evaluated yet; they decide only if none has finished
     decisive = [outcome for outcome in usable if not outcome.ended] or usable
     by: Literal["held_out", "loss"] = "held_out" if all(outcome.evaluations for outcome in decisive) else "loss"
     cells: dict[tuple[str, str, str], list[Outcome]] = {}
@@ -184,7 +185,7 @@ def _failure(outcome: Outcome) -> dict[str, Any]:
 
 def _plain(value: float) -> float | str | None:
     if math.isnan(value):
-        return None
+        return None  # JSON has no NaN
     return value if math.isfinite(value) else str(value)
 
 

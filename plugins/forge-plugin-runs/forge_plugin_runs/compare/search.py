@@ -26,6 +26,7 @@ class Search:
         except ImportError as error:
             raise ForgeError('--search optuna needs Optuna: pip install "forge-plugin-runs[optuna]"') from error
         self._optuna: Any = optuna
+        # By default, Optuna writes a line to standard error for each study
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._seed = seed
         self._space = {key: self._distribution(values) for key, values in space.items()}
@@ -34,6 +35,7 @@ class Search:
     def tell(self, settings: Mapping[str, str], score: float) -> None:
         """Note the result of a run; lower is better, and NaN is the worst."""
         values = {key: self._parsed(key, text) for key, text in settings.items() if key in self._space}
+        # A run that lacks a key of the space has no place in it
         if len(values) == len(self._space):
             self._known.append((values, score if math.isfinite(score) else math.inf))
 
@@ -41,9 +43,11 @@ class Search:
         """Returns values for `count` further runs, as a job writes them."""
         optuna = self._optuna
         # A new study of all results, so that an interrupted search proposes the same values as an uninterrupted one
+        # constant_liar: proposals of one call differ, as each treats the others as poor results
         sampler = optuna.samplers.TPESampler(seed=self._seed + len(self._known), constant_liar=True)
         study = optuna.create_study(sampler=sampler)
         finite = [score for _, score in self._known if math.isfinite(score)]
+        # A failed run gets a finite score that is worse than all others
         worst = max(finite, default=0.0) + 1.0
         for values, score in self._known:
             value = score if math.isfinite(score) else worst
@@ -64,6 +68,7 @@ class Search:
         if not hasattr(distribution, "low"):
             return text
         value = int(text) if isinstance(distribution, self._optuna.distributions.IntDistribution) else float(text)
+        # A value at an end of the range may be just outside once it is written with four digits
         return min(max(value, distribution.low), distribution.high)
 
 

@@ -34,9 +34,11 @@ class Curves(LoggerComponent):
     """Steps over which loss and gradient norm are averaged for the strong lines; 0: a hundredth of the run."""
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """A hook that passes the picture on, as a logger cannot reach the other loggers."""
         return [SharedPicture(file=self.file)]
 
     def build(self, context: BuildContext) -> Logger:
+        """Returns a logger that reads earlier lines from the file of the job's `jsonl` logger."""
         from forge_plugin_runs.curves.logger import CurvesLogger
 
         assert context.folder is not None
@@ -60,6 +62,7 @@ class SharedPicture(TrainingHook):
     file: str
 
     def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
+        """Passes on the picture, which the logger has redrawn at the line of this evaluation."""
         # After the line of the evaluation, with which it was drawn; it exists on rank 0, unless that failed.
         if context.folder is not None and (path := context.folder / self.file).is_file():
             context.log_artifact(path)

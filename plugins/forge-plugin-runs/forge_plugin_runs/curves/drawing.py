@@ -44,6 +44,7 @@ def make_figure(history: History, *, title: str, total_steps: int, clip_norm: fl
     with quiet_style():
         maps = _maps(history)
         heights = [4, 4, *(MAP_INCHES + ROW_INCHES * len(rows) for rows in maps.values())]
+        # Sizes of the heading are in inches: maps make the picture higher, and no text larger
         figure = new_figure((13, sum(heights)), heading=HEADING_INCHES / sum(heights))
         _heading(figure, history, title, total_steps)
         grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
@@ -62,6 +63,7 @@ def new_figure(size: tuple[float, float], heading: float = 0.095) -> Figure:
     """Create an empty picture of a size in inches; `heading` is the share of its height left free at the top."""
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - heading), wspace=0.04, hspace=0.08)
     figure = Figure(figsize=size, dpi=120, layout=layout)
+    # The canvas attaches itself to the figure; without one it cannot be laid out or saved
     FigureCanvasAgg(figure)
     return figure
 
@@ -157,7 +159,9 @@ def _heat_map(axes: Axes, name: str, rows: Mapping[str, np.ndarray]) -> None:
     """Draw a row for each layer: counts relative to the layer's mean, signed numbers unchanged."""
     signed = any(values.min() < 0 for values in rows.values())
     if not signed:
+        # A layer may have counted nothing
         rows = {row: values / max(values.mean(), 1e-30) for row, values in rows.items()}
+    # Unsigned counts: white at the mean, and the darkest colour from twice the mean on
     low, high = (-largest, largest) if signed and (largest := max(abs(v).max() for v in rows.values())) else (0, 2)
     shown = np.full((len(rows), max(map(len, rows.values()))), np.nan)  # shorter rows end in nothing
     for place, values in enumerate(rows.values()):
@@ -177,6 +181,7 @@ def _step_axes(top: Sequence[Axes], bottom: Sequence[Axes], last_step: int) -> N
     for axes in (*top, *bottom):
         axes.tick_params(labelbottom=axes in bottom)
         axes.set_xlabel("step" if axes in bottom else "")
+        # The same range in all panels, so that equal steps are below each other
         axes.set_xlim(0, max(last_step, 1) * 1.01)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=(1, 2, 2.5, 5, 10), integer=True))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -81,6 +81,7 @@ class History:
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a line. Numbers that are not finite may be strings, as in a file of JSON lines."""
         self._lines += 1
+        # Lines arrive in order, so that the last one has the step of the picture
         self.step = record["step"]
         if "loss" in record:
             self._add_training(record["step"], {name: float(record[name]) for name in ("loss", "grad_norm", "lr")})
@@ -109,7 +110,7 @@ def read_lines(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except ValueError:  # a line that was cut off
                 continue
             if record["step"] <= last_step:
                 yield record

@@ -52,6 +52,7 @@ def points(axes: Axes, series: Series, *, label: str | None = None) -> None:
 def broken(axes: Axes, series: Series) -> None:
     """Draw a cross at the bottom for each value that is not finite: lines have only a gap there."""
     x, y = _arrays(series)
+    # `_arrays` turns infinities into NaN, so that this finds both
     x = x[np.isnan(y)]
     if len(x):
         look: dict[str, Any] = {"color": RED, "markersize": 5, "zorder": 4, "label": f"not finite ({len(x):,})"}
@@ -64,6 +65,7 @@ def envelope(series: Series, columns: int = COLUMNS) -> tuple[np.ndarray, np.nda
     if len(x) <= 2 * columns:
         return x, y
     starts = np.arange(0, len(x), -(-len(x) // columns))
+    # fmin and fmax ignore NaN unless a column has nothing else
     ends = np.stack([np.fmin.reduceat(y, starts), np.fmax.reduceat(y, starts)], axis=1)
     return np.repeat(x[starts], 2), ends.ravel()
 
@@ -84,6 +86,7 @@ def show_range(axes: Axes, *smooth: Series, rough: Series | None = None, wide_is
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.set_ylim(low / 1.3, high * 1.3)
     else:
+        # A constant series has no extent: then a share of its value, and 1 for zeros
         margin = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=(1, 2, 2.5, 5, 10)))
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)

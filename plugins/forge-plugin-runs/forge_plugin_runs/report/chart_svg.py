@@ -82,6 +82,7 @@ def _scales(curves: Sequence[_Curve], axis: str) -> tuple[Scale, Scale]:
     left, right = (min(places), max(places)) if places else (0.0, 1.0)
     if left == right:
         left, right = left - 1, right + 1
+    # A curve that begins near 0 is easier to compare on an axis that begins at 0
     left = 0.0 if 0 < left < 0.2 * right else left
     reduced = [curve.reduced for curve in curves]
     low, high = visible_range([each.extremes for each in reduced])
@@ -106,6 +107,7 @@ def _grid(horizontal: Scale, vertical: Scale) -> Iterator[str]:
 def _curves(curves: Sequence[_Curve], horizontal: Scale, vertical: Scale) -> Iterator[str]:
     """Yields everything pale first, so that no band of one run hides the line of another."""
     yield (
+        # An inner picture has whole coordinates, and clips curves at the axes
         f'<svg x="{LEFT}" y="{TOP}" width="{INNER_WIDTH}" height="{INNER_HEIGHT}" preserveAspectRatio="none"'
         f' viewBox="0 0 {FINE * INNER_WIDTH} {FINE * INNER_HEIGHT}">'
     )
@@ -138,8 +140,10 @@ def _coordinates(x: np.ndarray, y: np.ndarray, horizontal: Scale, vertical: Scal
 def _path(x: np.ndarray, y: np.ndarray, horizontal: Scale, vertical: Scale) -> str:
     """Returns a path of relative steps, which are short: `M0 940l168-12 168 40`."""
     points = list(_coordinates(x, y, horizontal, vertical))
+    # A minus sign separates numbers by itself
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(points)]
     text = " ".join(f"{across} {down}" for across, down in steps).replace(" -", "-")
+    # A single point has no steps; a path of no length is drawn as a dot, by its round ends
     return f"M{points[0][0]} {points[0][1]}" + (f"l{text}" if steps else "h0")
 
 
@@ -152,6 +156,7 @@ def _marks(curve: _Curve, horizontal: Scale, vertical: Scale) -> Iterator[str]:
     outside = [
         (place, value) for place, value in curve.reduced.extremes.tolist() if not vertical.low <= value <= vertical.high
     ]
+    # The largest ones, where a picture has more than it can show
     for place, value in sorted(outside, key=lambda point: -abs(point[1]))[:MARKS]:
         sign, y = ("▲", TOP + 9) if value > vertical.high else ("▼", TOP + INNER_HEIGHT - 1)
         yield _mark(curve, place, y, sign, f"{number_text(value)} at {place:,.0f}", horizontal)

@@ -76,6 +76,7 @@ def sections_of(
             hint = f"; did you mean {near!r}?" if near else ""
             raise JobError(f"--sections: there is no section {name!r}{hint}; there are {', '.join(sorted(names))}")
     found = [_section(offer, runs, catalog, make) for offer in offers if not chosen or offer.type in chosen]
+    # Sorted by place alone: sections of the same place stay in the catalog's order
     return [section for _, section in sorted(found, key=lambda pair: pair[0]) if section.blocks]
 
 

@@ -51,9 +51,11 @@ def reduce(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> 
     smooth = moving_mean(calm, window) if window > 1 else values
     if len(values) <= FEW:
         points = (places, values) if window > 1 else None
+        # A smooth line needs no more points than the picture has columns
         kept = starts_and_end(len(values)) if window > 1 else slice(None)
         line = places[kept], smooth[kept]
         return Reduced(x=line[0], y=line[1], points=points, band=None, window=window, broken=broken, extremes=extremes)
+    # Columns may have unequally many points
     counts = np.diff([*starts, len(values)])
     centres = np.add.reduceat(places, starts) / counts
     means = np.add.reduceat(smooth, starts) / counts
@@ -118,6 +120,7 @@ def visible_range(extremes: Sequence[np.ndarray]) -> tuple[float, float]:
         low = full_low
     if full_high <= high + reach or len(values) < 16 or not reach:
         high = full_high
+    # A constant curve in the middle of the picture
     if math.isclose(low, high, rel_tol=1e-9):
         reach = 0.05 * abs(low) or 0.5
         return low - reach, high + reach

@@ -43,6 +43,7 @@ def command(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     out = options.out or Path("report" + FORMATS[options.format or "html"])
+    # Before the runs are read, which may take long
     out = output_file(out, "--out", [FORMATS[options.format]] if options.format else SUFFIXES)
     chosen = tuple(filter(None, (options.sections or "").split(",")))
     size = write_report(
@@ -79,11 +80,13 @@ def write_report(
     from forge_plugin_runs.report.page import page_html
     from forge_plugin_runs.report.sections.curves import Curves, check_names
 
+    # Again, as this function is also called from Python
     out = output_file(Path(out), "out")
     form = form or ("md" if out.suffix.lower() in (".md", ".markdown") else "html")
     if form not in FORMATS:
         raise JobError(f"format {form!r} is not known; there are {', '.join(FORMATS)}")
     runs = runs_of([Path(folder) for folder in folders])
+    # Before sections are made, where an unknown name would only be a paragraph in the report
     check_names(curves, runs)
 
     def make(cls: type[ReportSection]) -> ReportSection:

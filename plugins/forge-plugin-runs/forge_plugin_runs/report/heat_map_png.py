@@ -35,12 +35,14 @@ def image_of(heat_map: HeatMap) -> str:
     levels = levels_of(heat_map)
     palette, alpha = bytearray(), bytearray()
     for level in range(256):
+        # Level 0 is a cell without a value, and stays empty
         strength = min(LEVELS, abs(level - MIDDLE)) / LEVELS if level else 0.0
         palette += bytes(ABOVE if level >= MIDDLE else BELOW)
         alpha.append(round(255 * strength))
     height, width = levels.shape
     rows = b"".join(b"\0" + row.tobytes() for row in levels)  # filter 0: none
     chunks = [
+        # 8 bits a pixel and colour type 3: indices into the palette PLTE, with opacities in tRNS
         _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
         _chunk(b"PLTE", bytes(palette)),
         _chunk(b"tRNS", bytes(alpha)),

@@ -91,6 +91,7 @@ def _(block: Bars) -> str:
 
 
 def _bar(block: Bars, label: Cell, sizes: Sequence[float]) -> str:
+    # A row of zeros has no rectangles, and must not divide by zero
     total, left, rects = sum(sizes) or 1.0, 0.0, []
     for (name, color), size in zip(block.parts.items(), sizes, strict=True):
         width = BAR_WIDTH * size / total
@@ -130,6 +131,7 @@ def breakable(text: str) -> str:
 
 def _cells(table: Table, row: Sequence[Cell]) -> Iterator[str]:
     for column, cell in enumerate(row):
+        # The cell shows few digits, and its tooltip all of them
         exact = f' title="{cell!r}"' if isinstance(cell, int | float) else ""
         yield f"<td{_aligned(table, column)}{exact}>{cell_html(cell)}</td>"
 

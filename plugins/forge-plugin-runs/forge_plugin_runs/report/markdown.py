@@ -36,12 +36,14 @@ def page_markdown(title: str, made: str, sections: Sequence[Section]) -> str:
         parts.append(f"## {escaped(section.title)}")
         for kind, group in groupby(section.blocks, key=type):
             blocks = list(group)
+            # Charts that follow each other share one table
             parts += _charts(blocks) if kind is Chart else map(block_markdown, blocks)
     return "\n\n".join([*parts, f"*{escaped(made)}*", f"<!-- {MARK} -->"]) + "\n"
 
 
 def escaped(text: str) -> str:
     """Returns text that stays what it is in a line of Markdown."""
+    # On one line, as a line break would end a heading or a row of a table
     return MARKUP.sub(r"\\\1", " ".join(text.split()))
 
 
@@ -59,6 +61,7 @@ def _(block: Paragraph) -> str:
 @block_markdown.register
 def _(block: Preformatted) -> str:
     longest = max((len(ticks) for ticks in re.findall("`+", block.text)), default=0)
+    # Longer than any backticks in the text, which would end the block
     fence = "`" * max(3, longest + 1)
     return _titled(block.title, f"{fence}text\n{block.text}\n{fence}")
 
@@ -84,6 +87,7 @@ def _(block: HeatMap) -> str:
 def _(block: Bars) -> str:
     rows = []
     for label, sizes in block.rows:
+        # A row of zeros has no shares, and must not divide by zero
         total = sum(sizes) or 1.0
         rows.append([label, *(f"{100 * size / total:.1f} %" if size else None for size in sizes)])
     return _titled(block.title, table_markdown(["", *block.parts], rows))

@@ -71,8 +71,10 @@ def _axes_of(run: ReportRun) -> dict[str, Any]:
     steps, of_times, of_counts = np.intersect1d(timed, counted, assume_unique=True, return_indices=True)
     if not len(steps):
         return {"name": run.name, "look": look, "step": [], "tokens": [], "seconds": []}
+    # With step 0, before which nothing was read and no time had passed
     steps, tokens = np.append(0, steps), np.append(0, counts[of_counts])
     seconds = np.cumsum(np.append(0.0, times[of_times]))
+    # Both ends included; rounding may give the same index twice
     kept = np.unique(np.linspace(0, len(steps) - 1, min(KNOTS, len(steps))).astype(int))
     return {
         "name": run.name,

@@ -24,6 +24,7 @@ class Scale:
         """Returns the place of a value: 0 at the low end, 1 at the high one, beyond these outside."""
         low, high = self.low, self.high
         if self.logarithmic:
+            # 0 has no logarithm, and is far below any axis
             value, low, high = math.log(max(value, 1e-300)), math.log(low), math.log(high)
         return (value - low) / (high - low)
 
@@ -41,6 +42,7 @@ class Scale:
             return ticks
         step = _round_step((self.high - self.low) / count)
         first = math.ceil(self.low / step - 1e-9)
+        # Rounded, as 3 x 0.1 is 0.30000000000000004
         return [round(number * step, 12) for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
     def _decades(self, count: int) -> list[float]:
@@ -48,6 +50,7 @@ class Scale:
         for factors in ((1,), (1, 3), (1, 2, 5)):
             ticks = [factor * 10.0**power for power in powers for factor in factors]
             inside = [tick for tick in ticks if self.low <= tick <= self.high]
+            # Decades first; finer values only where few decades are in view
             if len(inside) >= 3:
                 return inside[:: -(-len(inside) // (count + 2))]
         return []
@@ -63,6 +66,7 @@ def number_text(value: float, digits: int = 4) -> str:
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else "∞" if value > 0 else "-∞"
     for scale, unit in UNITS:
+        # Four digits are readable as they are: k begins at 10,000
         if abs(value) >= 10 * scale if unit == "k" else abs(value) >= scale:
             return f"{value / scale:.{digits}g}{unit}"
     if value and abs(value) < 1e-3:
@@ -75,6 +79,7 @@ def spark(values: Sequence[float], width: int = 24) -> str:
     """Returns a curve in one line of text; a value that is not finite is a cross."""
     if not values:
         return ""
+    # Parts are of nearly equal size, and none is empty
     columns = min(width, len(values))
     parts = [values[n * len(values) // columns : (n + 1) * len(values) // columns] for n in range(columns)]
     means = [sum(part) / len(part) for part in parts]

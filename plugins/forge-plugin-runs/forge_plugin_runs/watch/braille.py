@@ -16,6 +16,7 @@ def visible_range(values: Sequence[float]) -> tuple[float, float]:
     if not finite:
         return 0.0, 1.0
     low, high = finite[0], finite[-1]
+    # With fewer points, each of them is of interest
     if len(finite) >= 50:
         size = max(8, len(values) // 100)
         parts = (values[at : at + size] for at in range(0, len(values), size))
@@ -47,6 +48,7 @@ def curve(x: Sequence[float], y: Sequence[float], width: int, height: int) -> tu
     for place, value in zip(x, y, strict=True):
         if math.isfinite(value):
             column = round((across - 1) * (place - x[0]) / reach) if reach else 0
+            # Values outside the visible range are drawn at its edge
             columns.setdefault(column, []).append(min(high, max(low, value)))
     cells = [[0] * width for _ in range(height)]
     before: tuple[int, int] | None = None
@@ -56,6 +58,7 @@ def curve(x: Sequence[float], y: Sequence[float], width: int, height: int) -> tu
             _join(cells, before[0], before[1], column, rows[0])
         for row in range(min(rows), max(rows) + 1):
             _dot(cells, column, row)
+        # In order of arrival: a line joins the last value of a column and the first of the next
         before = column, rows[-1]
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells], (low, high)
 

@@ -66,6 +66,7 @@ def _opened(name: str, once: bool) -> WatchedRun:
     from forge_plugin_runs.watch.watched import LocalRun, RemoteRun
 
     remote = REMOTE.fullmatch(name)
+    # A folder of this machine may have a colon in its name
     if remote and not Path(name).exists():
         return RemoteRun(remote["host"], remote["folder"], once=once)
     return LocalRun(demand_run(Path(name)))
@@ -89,6 +90,7 @@ def _follow(runs: Sequence[WatchedRun], curves: Sequence[str], interval: float, 
 
     try:
         with ExitStack() as stack:
+            # Without automatic refresh, which redraws unchanged pictures from another thread
             live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
             while True:
                 for run in runs:
@@ -100,5 +102,5 @@ def _follow(runs: Sequence[WatchedRun], curves: Sequence[str], interval: float, 
                     console.print(picture)
                     sys.stdout.flush()
                 time.sleep(interval)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the usual way to end it
         return

@@ -29,6 +29,7 @@ class FollowedFile:
             return []
         assert self._descriptor is not None
         parts = [self._rest]
+        # In pieces of 1 MiB, as the first call may read the whole window
         while part := os.pread(self._descriptor, 1 << 20, self._at):
             self._at += len(part)
             parts.append(part)
@@ -54,7 +55,7 @@ class FollowedFile:
         if self._descriptor is None:
             return False
         own = os.fstat(self._descriptor)
-        if own.st_size < self._at:
+        if own.st_size < self._at:  # it was cut, or written again
             return True
         try:
             named = os.stat(self._path)

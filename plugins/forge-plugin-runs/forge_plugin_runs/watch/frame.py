@@ -34,6 +34,7 @@ def frame(runs: Sequence[WatchedRun], curves: Sequence[str], width: int, height:
         width: columns of the terminal.
         height: its lines; None where it does not matter.
     """
+    # Panels share the height of the terminal, and curves their panel
     lines = MOST if height is None else (height // len(runs) - OTHER_LINES) // len(curves) - 1
     return Group(*(_panel(run, curves, width, max(LEAST, min(MOST, lines))) for run in runs))
 
@@ -41,6 +42,7 @@ def frame(runs: Sequence[WatchedRun], curves: Sequence[str], width: int, height:
 def _panel(run: WatchedRun, curves: Sequence[str], width: int, height: int) -> Panel:
     parts: list[Text] = [_headline(run), _numbers(run)]
     for name in curves:
+        # The border and the padding of the panel take two columns on each side
         parts += _curve(run, name, width - 4, height)
     parts += _last_words(run)
     if run.ending:
@@ -106,6 +108,7 @@ def _last_words(run: WatchedRun) -> Iterator[Text]:
     """Yields what ranks wrote last, of this start: warnings, and who is late or silent."""
     newest = sorted(run.logs.items(), key=lambda log: -log[1][0])
     for name, (written, text) in newest[:LOGS]:
+        # Each start of a rank writes a heading into its log, which is no message
         is_heading = text.startswith("--- ")
         if text and not is_heading and (run.started is None or written >= run.started):
             words = f"{name}, {age_text(run.now - written)} ago: {text}"

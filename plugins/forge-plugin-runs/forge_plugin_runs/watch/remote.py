@@ -9,10 +9,12 @@ from __future__ import annotations
 import queue
 import shlex
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import IO
 
 SCRIPT = r"""
 cd "$1" || exit 3
@@ -50,6 +52,8 @@ class RemoteLines:
         self._command = command(host, folder, once)
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
+        self._words: IO[bytes]
+        """What the process of the last start has written to standard error."""
         self._reader: threading.Thread | None = None
         self._ended = float("-inf")
         self._once = once
@@ -78,19 +82,21 @@ class RemoteLines:
             self._process.wait()
 
     def _start(self) -> None:
-        # A file and not a pipe: what ssh writes there must never fill up and stop it
-        pipe = subprocess.PIPE
+        # A file and not a pipe: what ssh writes there is read when it has ended, and a full pipe would stop it
+        self._words, pipe = tempfile.TemporaryFile(), subprocess.PIPE  # noqa: SIM115
         try:
-            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=pipe)
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=self._words)
         except OSError as error:
             self.problem, self._ended = f"ssh cannot be started: {error.strerror}", time.monotonic()
             return
+        # A daemon thread: a connection that hangs must not keep the command from ending
         self._reader = threading.Thread(target=self._read, args=[self._process], daemon=True)
         self._reader.start()
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
+        # ssh may end before it has read the script, as for an unknown host
         with suppress(BrokenPipeError), process.stdin:
             process.stdin.write(SCRIPT.encode())
         for line in process.stdout:
@@ -98,9 +104,11 @@ class RemoteLines:
 
     def _note_end(self) -> None:
         assert self._process is not None
-        assert self._process.stderr is not None
-        words = self._process.stderr.read().decode(errors="replace").strip().splitlines()
         code = self._process.wait()
+        self._words.seek(0)
+        with self._words:
+            words = self._words.read().decode(errors="replace").strip().splitlines()
+        # Without `once`, the script does not end while the run is watched: exit code 0 is a problem too
         if code or not self._once:
             self.problem = f"ssh ended with exit code {code}" + (f": {words[-1]}" if words else "")
         self._process, self._ended = None, time.monotonic()

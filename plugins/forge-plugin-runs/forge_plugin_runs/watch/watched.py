@@ -71,6 +71,7 @@ class WatchedRun(ABC):
             _forget(self.evaluations, step)
             self.steps[step] = record
         else:
+            # Later ones only: evaluations of the same step are merged
             _forget(self.evaluations, step + 1)
             self.evaluations[step] = {**self.evaluations.get(step, {}), **record}  # several evaluations, a line each
 
@@ -81,6 +82,7 @@ class WatchedRun(ABC):
 
     @property
     def step(self) -> int:
+        """The last step in the lines so far; 0 before the first."""
         return next(reversed(self.steps), 0)
 
     @property
@@ -113,6 +115,7 @@ class WatchedRun(ABC):
             return None
         pauses = [later - earlier for later, earlier in itertools.pairwise(times)]
         usual = median(pauses)
+        # Without the time between two starts, in which nothing was computed
         kept = [pause for pause in pauses if pause <= max(RESTART * usual, 600.0)]
         return max(0, self.total - self.step) * sum(kept) / max(1, len(kept))
 
@@ -133,9 +136,11 @@ class LocalRun(WatchedRun):
 
     @property
     def now(self) -> float:
+        """This machine's clock, also where another machine that shares the folder writes the lines."""
         return time.time()
 
     def poll(self) -> None:
+        """Reads job, new lines, lock and logs; once nobody owns the folder, how the run ended."""
         self._read_job()
         self._file = self._file or FollowedFile(self._metrics_file())
         for line in self._file.lines():
@@ -144,11 +149,13 @@ class LocalRun(WatchedRun):
         if is_running:
             self.state, self.ending = "running", ""
             self.started = (self._folder / LOCK).stat().st_mtime
+        # Once: facts of a run that has ended do not change, and reading them takes many files
         elif self.state in ("running", ""):
             run = read_run(self._folder)
             self.state = run.state
             self.ending = run.end.reason if run.end else ""
         for path in sorted(self._folder.glob("logs/rank-*.log")):
+            # A log is opened only when it has changed: there may be hundreds
             if (written := path.stat().st_mtime) != self.logs.get(path.stem, (0.0, ""))[0]:
                 self.logs[path.stem] = written, _last_line(path)
 
@@ -156,6 +163,7 @@ class LocalRun(WatchedRun):
         return RunFolder(self._folder).metrics_file() if self.job else self._folder / METRICS
 
     def _read_job(self) -> None:
+        # Only a start writes another job, and a run that starts was not running before
         if self.job and self.state == "running":
             return
         try:
@@ -174,14 +182,16 @@ class RemoteRun(WatchedRun):
     def __init__(self, host: str, folder: str, *, once: bool = False) -> None:
         super().__init__(f"{host}:{folder}")
         self._lines = RemoteLines(host, folder, once=once)
-        self._ahead = 0.0
-        self._toml: list[str] = []
+        self._ahead = 0.0  # seconds by which the host's clock is ahead
+        self._toml: list[str] = []  # lines of the job, which come before the first other message
 
     @property
     def now(self) -> float:
+        """The host's clock, by the difference that the script's last message showed."""
         return time.time() + self._ahead
 
     def poll(self) -> None:
+        """Takes what the script has sent: lines of metrics, and its messages, which begin with `@`."""
         for line in self._lines.lines():
             if line.startswith(b"@"):
                 self._note(*line.decode(errors="replace")[1:].split(" ", 1))
@@ -201,12 +211,15 @@ class RemoteRun(WatchedRun):
             state, _, since = words.partition(" ")
             finished = self.total is not None and self.step >= self.total
             self.state = {"held": "running", "unknown": ""}.get(state, "finished" if finished else "not running")
+            # The script sends 0 if there is no lock file
             self.started = float(since) or None
         elif what == "log":
+            # The last line of a log may be empty
             name, written, text = (*words.split(" ", 2), "")[:3]
             self.logs[Path(name).stem] = float(written), text
 
     def close(self) -> None:
+        """Ends the connection, and with it the script on the host."""
         self._lines.close()
 
 
@@ -219,6 +232,7 @@ def _parsed(lines: Iterable[str]) -> Mapping[str, Any]:
 
 def _last_line(path: Path) -> str:
     with path.open("rb") as file:
+        # A log may be large, and its last line is enough
         file.seek(max(0, path.stat().st_size - 2000))
         lines = file.read().decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else ""

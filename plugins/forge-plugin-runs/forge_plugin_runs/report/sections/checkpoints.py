@@ -23,6 +23,7 @@ class Checkpoints(ReportSection):
     place: ClassVar[float] = 60.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        """A table with the newest checkpoints of each run, folded if it is long."""
         rows = [row for run in runs for row in _rows(run)]
         if rows:
             head: list[Cell] = ["run", "step", "saved (UTC)", "tokens", "held-out loss"]
@@ -33,6 +34,7 @@ def _rows(run: ReportRun) -> Iterable[Sequence[Cell]]:
     for step in read_run(run.folder).checkpoints[-SHOWN:]:
         manifest = manifest_of(run.folder, step)
         evaluation = manifest.get("evaluation") or {}
+        # A manifest has the last evaluation, which may be of an earlier step
         metrics = evaluation.get("metrics", {}) if evaluation.get("step") == step else {}
         saved = manifest.get("time")
         when = datetime.fromtimestamp(saved, UTC).strftime("%Y-%m-%d %H:%M:%S") if saved else "cannot be read"

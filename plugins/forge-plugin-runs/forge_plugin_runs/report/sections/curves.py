@@ -46,6 +46,7 @@ class Curves(ReportSection):
     """Globs of the numbers to draw (`moe/*`). Empty: all where there are at most 24, else the main ones."""
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        """A chart for each number with a line for each run, and the names of numbers that are left out."""
         logged = logged_names(runs)
         if not logged:
             return
@@ -86,6 +87,7 @@ def _matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
 def _line(run: ReportRun, name: str) -> Line | None:
     points = [table.column(name) for table in _tables(run)]
     x, y = np.concatenate([steps for steps, _ in points]), np.concatenate([values for _, values in points])
+    # A number may be in lines of steps and of evaluations
     order = np.lexsort((y, x))
     return Line(run=run, x=x[order], y=y[order]) if len(order) else None
 

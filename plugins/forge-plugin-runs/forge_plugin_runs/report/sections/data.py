@@ -24,6 +24,7 @@ class Data(ReportSection):
     place: ClassVar[float] = 40.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        """Bars with the shares of the sources if there are several, and a table with their losses."""
         mixed = [run for run in runs if _sources(run)]
         if not mixed:
             return

@@ -24,6 +24,7 @@ class Experts(ReportSection):
     place: ClassVar[float] = 50.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        """A map for each run and count, and the balance of counts without negative numbers."""
         found = [(run, name, rows) for run in runs for name, rows in _merged(mean_counts(run)).items()]
         for run, name, rows in found:
             yield _map(run, name, rows)
@@ -39,6 +40,7 @@ def mean_counts(run: ReportRun) -> Mapping[str, Counts]:
     means: dict[str, dict[str, list[float]]] = {}
     for name, rows in (lines[-1] if lines else {}).items():
         for row, last in rows.items():
+            # Rows of another length, or none, cannot be part of the mean
             values = [line[name][row] for line in lines if len(line.get(name, {}).get(row, ())) == len(last)]
             means.setdefault(name, {})[row] = [
                 sum(map(float, each)) / len(values) for each in zip(*values, strict=True)

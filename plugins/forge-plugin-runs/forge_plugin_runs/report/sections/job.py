@@ -26,6 +26,7 @@ class JobSection(ReportSection):
     place: ClassVar[float] = 20.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        """A table of keys and one of versions, and below them all versions of each run, folded."""
         if len(runs) == 1:
             yield from _of_one(runs[0])
         else:
@@ -39,6 +40,7 @@ class JobSection(ReportSection):
 
 
 def _of_one(run: ReportRun) -> Iterator[Block]:
+    # A single run has none to compare with, so its defaults are left out
     keys = changed_keys(run.folder, Catalog.installed())
     components = run.provenance().get("components", {})
     rows: list[list[Cell]] = [[f"{path}.type", type_] for path, type_ in components.items()]

@@ -28,6 +28,7 @@ class Overview(ReportSection):
     place: ClassVar[float] = 0.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        """A table with a column for each run, or with a row for each from four runs on."""
         facts = [facts_of(run, read_run(run.folder)) for run in runs]
         names = [name for name in dict.fromkeys(name for each in facts for name in each) if name]
         columns = [[each.get(name) for name in names] for each in facts]
@@ -71,6 +72,7 @@ def _losses(run: ReportRun) -> Iterator[tuple[str, Cell]]:
         words = f"{rows[-1][0]:.4f}"
         if finite and len(rows) > 1:
             best = max(finite) if name.endswith(BETTER_IS_MORE) else min(finite)
+            # The best one is named unless it is the last
             words += "" if best[1] == rows[-1][1] else f" (best {best[0]:.4f} at step {best[1]:,})"
         yield name, words
 

@@ -18,6 +18,7 @@ class Plan(ReportSection):
     place: ClassVar[float] = 30.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        """The plan of each run that has one, folded."""
         for run in runs:
             if text := run.plan().rstrip():
                 yield Preformatted(title=f"Plan of {run.name}", text=text, folded=True)

@@ -24,6 +24,7 @@ class SamplesSection(ReportSection):
     place: ClassVar[float] = 80.0
 
     def blocks(self, runs: Sequence[ReportRun]) -> Iterable[Block]:
+        """The newest samples of each run open, the ones before folded; cut where they are very long."""
         for run in runs:
             for age, sampled in enumerate(last_samples(run.folder, SHOWN)):
                 text = sampled.for_people()
