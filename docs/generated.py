@@ -7,7 +7,6 @@ A page asks for them in comments of one line:
     <!-- generated: sections -->                  the core's own tables of a job, with their keys
     <!-- generated: components optimizer -->      every installed component of a kind, with its keys
     <!-- generated: commands -->                  every installed command, with its distribution
-    <!-- generated: distributions -->             what each installed distribution offers
     <!-- generated: kinds -->                     every kind of the core: base class, what to implement, hook, suite
     <!-- generated: kind optimizer -->            the same of one kind
     <!-- generated: plugin_kinds -->              every kind that an installed plugin declares
@@ -40,7 +39,7 @@ from forge_core.config.field_types import component_in, header, is_section, type
 from forge_core.config.tree import hints
 from forge_core.contracts.components import Component
 from forge_core.job import Job
-from forge_core.plugins.catalog import CORE, Catalog, Distribution
+from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.documented_keys import Key, class_doc, keys_of, one_paragraph
 from forge_plugin_author.explain import section_in
 
@@ -121,7 +120,7 @@ def _section_name(path: str, key: Key) -> str:
 
 
 def key_kinds(_: str) -> str:
-    """Every kind that something is installed of. A link has the anchor that its component has on the page of the kind."""
+    """Every kind that something is installed of. A link has the anchor of its component on the page of the kind."""
     catalog = Catalog.installed()
     return table(("kind", "what for", "types"), [_key_kind(kind, catalog) for kind in _kinds_in_jobs(catalog)])
 
@@ -174,22 +173,6 @@ def _distribution_link(name: str) -> str:
     return f"[`{name}`]{link}" if link else f"`{name}`"
 
 
-def distributions(_: str) -> str:
-    """What each installed distribution offers, the core first."""
-    catalog = Catalog.installed()
-    found = {offer.distribution.name: offer.distribution for offer in catalog.offers()}
-    rows = [_distribution(found[name], catalog) for name in sorted(found, key=lambda name: (name != CORE, name))]
-    return table(("distribution", "offers"), rows)
-
-
-def _distribution(distribution: Distribution, catalog: Catalog) -> Sequence[str]:
-    kinds: dict[str, list[str]] = {}
-    for offer in catalog.offers():
-        if offer.distribution == distribution and offer.kind not in NO_COMPONENTS:
-            kinds.setdefault(offer.kind, []).append(component_link(offer.kind, offer.type))
-    return f"`{distribution.name}`", "; ".join(f"{kind} {', '.join(types)}" for kind, types in kinds.items())
-
-
 def commands(_: str) -> str:
     """Every installed command, what it does, and its distribution; linked to its section of the page."""
     sections = set(re.findall(r"\{ #([\w-]+) \}", Path(__file__).with_name("command-line.md").read_text()))
@@ -233,7 +216,7 @@ def screen(command: str) -> str:
     output = io.StringIO()
     try:
         with redirect_stdout(output):
-            code = main(shlex.split(command)[1:])
+            code: str | int = main(shlex.split(command)[1:])
     except SystemExit as exit_:  # argparse, after --help
         code = exit_.code or 0
     if code:
@@ -316,7 +299,6 @@ MAKERS = {
     "sections": sections,
     "components": components,
     "commands": commands,
-    "distributions": distributions,
     "kinds": kinds,
     "kind": kind,
     "plugin_kinds": plugin_kinds,

@@ -76,7 +76,7 @@ def facts(kind: str, catalog: Catalog) -> list[Row]:
 
 def plugin_kind_rows(catalog: Catalog) -> list[Row]:
     """Kind, what for, what a component implements, distribution: for each kind that an installed plugin declares."""
-    rows = []
+    rows: list[Row] = []
     declared = [offer for offer in catalog.offers("kind") if offer.distribution.name != CORE]
     for offer in sorted(declared, key=lambda offer: offer.type):
         if offer.type in OF_KIT:

@@ -10,6 +10,8 @@ FIRST: dict[str, Any] = {"boost": 2}
 GENERATED: dict[str, Any] = {"boost": 0.5}
 PROSE = ("reference/json.md",)
 """Pages of the reference that are written, not generated."""
+HALF = ("testing.md", "training-hooks.md")
+"""Guides of which docstrings are the greater part."""
 NOT_FOUND = ("log.md",)
 
 
@@ -20,9 +22,9 @@ def on_page_markdown(_markdown: str, *, page: Any, **_: Any) -> None:
 
 
 def rank(path: str, above: list[str]) -> dict[str, Any]:
-    """Returns the search settings of a page, given its path and its sections of the navigation; empty: the usual ones."""
+    """Returns the search settings of a page, empty for the usual ones; `above` are its sections of the navigation."""
     if path in NOT_FOUND:
         return {"exclude": True}
     if path.startswith("reference/") and path not in PROSE:
         return GENERATED
-    return FIRST if set(above) & set(GUIDES) else {}
+    return FIRST if set(above) & set(GUIDES) and path not in HALF else {}

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import generated
 import generated_kinds
+from search_ranks import rank
 
 DOCS = ROOT / "docs"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,7 +42,21 @@ class Page:
 @functools.cache
 def made(path: str) -> str:
     """A page with its generated parts."""
-    return generated.on_page_markdown((DOCS / path).read_text(), page=Page(path))
+    text = generated.key_pages().get(path) or (DOCS / path).read_text()
+    return generated.on_page_markdown(text, page=Page(path))
+
+
+def sections_of(text: str) -> dict[str, str]:
+    """The text below each heading that has an anchor, by anchor."""
+    _, *parts = re.split(r"^#+ .* \{ #(\S+) \}$", text, flags=re.MULTILINE)
+    assert len(set(parts[::2])) == len(parts[::2])
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def first_cells(text: str) -> list[str]:
+    """The first cell of each row of the tables of a text, without those of the heads."""
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")]
+    return [cell for cell in rows if cell not in ("key", "---")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,6 +70,71 @@ def test_every_kind_is_in_the_reference_and_has_a_page_with_its_facts(kind: str,
     assert f"forge-run new-plugin {kind} " in page
     for place in (DOCS / "ten-minutes" / "index.md", ROOT / "mkdocs.yml"):
         assert f"{kind}.md" in place.read_text(), f"{place} does not lead to the page of {kind}"
+
+
+@pytest.mark.parametrize("path", sorted(generated.key_pages()))
+def test_the_page_of_a_kind_has_every_component_with_its_prose_its_package_and_its_keys(path: str, catalog) -> None:
+    kind = Path(path).stem
+    sections = sections_of(made(path))
+    assert list(sections) == [f"kind-{kind}", *(f"{kind}.{offer.type}" for offer in catalog.offers(kind))]
+    for offer in catalog.offers(kind):
+        cls, name, text = catalog.load(kind, offer.qualified), offer.distribution.name, sections[f"{kind}.{offer.type}"]
+        readme = f"](../../plugins/{name}.md)" if name != "forge-run" else ""
+        assert text.strip().startswith(f"{generated.class_doc(cls)}\n\nFrom {'[' if readme else ''}`{name}`{readme}.")
+        assert first_cells(text) == [f"`{key.name}`" for key in generated.keys_of(cls)]
+
+
+def test_the_page_of_sections_has_every_section_of_the_core_with_its_keys() -> None:
+    sections = sections_of(made("reference/keys/sections.md"))
+    own = {key.name: generated.section_in(key.type) for key in generated.keys_of(generated.Job)}
+    expected = {name: section for name, section in own.items() if section is not None}
+    assert {*expected, "data.phases"} == set(sections)
+    for name, section in expected.items():
+        assert first_cells(sections[name]) == [f"`{key.name}`" for key in generated.keys_of(section)]
+
+
+def test_the_overview_of_keys_leads_to_every_section_and_component_and_has_their_anchors(catalog) -> None:
+    text = made("reference/keys.md")
+    for key in generated.keys_of(generated.Job):
+        assert re.search(rf"^\| \[?`\[+{key.name}(\.\w+)?\]+`", text, re.MULTILINE), key.name
+    for anchor in sections_of(made("reference/keys/sections.md")):
+        assert f"](../reference/keys/sections.md#{anchor}){{ #{anchor} }}" in text
+    for kind in {offer.kind for offer in catalog.offers()} - {"kind", "command"}:
+        assert f"| [`{kind}`](../reference/keys/{kind}.md){{ #kind-{kind} }} |" in text
+        for offer in catalog.offers(kind):
+            anchor = f"{kind}.{offer.type}"
+            assert f"[`{offer.type}`](../reference/keys/{kind}.md#{anchor}){{ #{anchor} }}" in text
+
+
+def test_every_page_of_keys_is_in_the_navigation() -> None:
+    outer, inner = generated.NAVIGATION
+    config = {"nav": [{"Home": "index.md"}, {outer: [{"The job file": "job-file.md"}, {inner: []}]}]}
+    [found] = [entry[inner] for entry in generated.on_config(config)["nav"][1][outer] if inner in entry]
+    assert [page for entry in found for page in entry.values()] == list(generated.key_pages())
+    nav = (ROOT / "mkdocs.yml").read_text()
+    assert f"\n  - {outer}:\n" in nav
+    assert f"\n      - {inner}:\n" in nav
+
+
+@pytest.mark.parametrize(
+    ("path", "section", "found"),
+    [
+        ("getting-started.md", "Tutorials", {"boost": 2}),
+        ("moe.md", "How-to guides", {"boost": 2}),
+        ("testing.md", "How-to guides", {}),
+        ("concepts.md", "Explanation", {}),
+        ("reference/keys.md", "Reference", {"boost": 0.5}),
+        ("reference/keys/model.md", "Reference", {"boost": 0.5}),
+        ("reference/protocols.md", "Reference", {"boost": 0.5}),
+        ("reference/json.md", "Reference", {}),
+        ("log.md", "Project", {"exclude": True}),
+        ("benchmarks.md", "Project", {}),
+    ],
+)
+def test_guides_are_found_before_what_is_generated(path: str, section: str, found: dict) -> None:
+    assert (DOCS / path).exists() or path in generated.key_pages()
+    assert f"\n  - {section}:\n" in (ROOT / "mkdocs.yml").read_text()
+    assert rank(path, [section]) == found
 
 
 def test_every_command_is_on_the_page_of_the_command_line(catalog) -> None:

@@ -249,7 +249,7 @@ def _held_out_every(looked: Looked) -> tuple[int, str]:
     shares = {every: sum(looked.sizes[::every]) / sum(looked.sizes) for every in candidates}
     # Nearest by ratio: half of the wanted share is as far from it as twice the share
     best = min(candidates, key=lambda every: abs(math.log(max(shares[every], 1e-9) / wanted)))
-    # The first document is among those of every n, so that no other n would help
+    # Every n includes the first document, so that no other n would help
     if shares[best] > MOST_HELD_OUT:
         share = f"{shares[best]:.0%} of the text"
         return 0, f"nothing is held out: documents are so unequal that the first alone would be {share}; divide them"

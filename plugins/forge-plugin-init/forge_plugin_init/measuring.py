@@ -80,7 +80,7 @@ def free_memory() -> int | None:
         # Without /proc, as on macOS: all physical memory, free or not
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     try:
-        # In a container, the limit of the cgroup is below the memory of the host
+        # In a container, the limit of the cgroup may be below the memory of the host
         return min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # there is no cgroup, or no limit
         return free

@@ -110,7 +110,8 @@ def _wait_for_steps(process: subprocess.Popen[bytes], metrics: Path) -> list[flo
     end = time.monotonic() + LIMIT_S
     while True:
         # The file is polled, as the run has no other connection to this process
-        lines = metrics.read_text().splitlines() if metrics.is_file() else []
+        # Whole lines: the last one may be on its way
+        lines = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.is_file() else []
         over = process.poll() is not None or time.monotonic() > end
         if len(lines) >= SKIPPED + TIMED or over:
             return [float(json.loads(line)["step_seconds"]) for line in lines[SKIPPED : SKIPPED + TIMED]]

@@ -53,8 +53,6 @@ def command(argv: list[str]) -> int:
     add("--json", action="store_true", help="print JSON")
     with_examples(parser, "forge-run runs", "forge-run runs compared --sort held-out", "forge-run runs --state running")
     options = parser.parse_args(argv)
-    if options.limit is not None and options.limit < 1:
-        parser.error(f"--limit is {options.limit}; it must be at least 1")
     runs = select(options.folders, options.state, options.name)
     runs = sorted(runs, key=SORTS[options.sort])[: options.limit]
     if options.json:

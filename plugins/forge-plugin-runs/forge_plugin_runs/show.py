@@ -173,7 +173,6 @@ def _life(facts: Mapping[str, Any]) -> str:
 def _tables(facts: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Sequence[str]]]]:
     yield "job, where it differs from the defaults", [*_job_rows(facts)]
     yield "last step", [[name, _measure(name, value)] for name, value in facts["metrics"].items()]
-    # Without the step in each row, as the title has it
     evaluation = [[name, _plain(value)] for name, value in facts["evaluation"].items()]
     yield f"last evaluation, of step {facts['evaluated']}", evaluation
     yield "checkpoints", [_checkpoint_row(each) for each in facts["checkpoints"]]

@@ -234,6 +234,7 @@ def _divided(values: str) -> Iterator[str]:
 
 def _stems(jobs: Sequence[Path]) -> list[str]:
     """Names without their ends; with their folders where several are equal."""
+    # A run folder may have dots in its name, which are no suffix
     stems = [job.stem if job.suffix == ".toml" else job.name for job in jobs]
     return [stem if stems.count(stem) == 1 else str(job.with_suffix("")) for stem, job in zip(stems, jobs, strict=True)]
 

@@ -81,7 +81,6 @@ class History:
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a line. Numbers that are not finite may be strings, as in a file of JSON lines."""
         self._lines += 1
-        # Lines arrive in order, so that the last one has the step of the picture
         self.step = record["step"]
         if "loss" in record:
             self._add_training(record["step"], {name: float(record[name]) for name in ("loss", "grad_norm", "lr")})

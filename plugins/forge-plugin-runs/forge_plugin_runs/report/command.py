@@ -86,7 +86,7 @@ def write_report(
     if form not in FORMATS:
         raise JobError(f"format {form!r} is not known; there are {', '.join(FORMATS)}")
     runs = runs_of([Path(folder) for folder in folders])
-    # Before sections are made, where an unknown name would only be a paragraph in the report
+    # Before sections are made: an error of a section is only a paragraph of the report
     check_names(curves, runs)
 
     def make(cls: type[ReportSection]) -> ReportSection:

@@ -87,6 +87,7 @@ class RemoteLines:
         try:
             self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=self._words)
         except OSError as error:
+            self._words.close()
             self.problem, self._ended = f"ssh cannot be started: {error.strerror}", time.monotonic()
             return
         # A daemon thread: a connection that hangs must not keep the command from ending

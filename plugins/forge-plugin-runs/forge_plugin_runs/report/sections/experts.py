@@ -70,6 +70,7 @@ def _map(run: ReportRun, name: str, rows: Counts) -> HeatMap:
     if _is_signed(rows):
         reach = max(abs(value) for values in rows.values() for value in values)
         return HeatMap(title=title, values=list(rows.values()), rows=list(rows), reach=reach)
+    # Layers may have counted nothing, and their mean is then 0
     shares = [[value / (_mean(values) or 1.0) for value in values] for values in rows.values()]
     return HeatMap(title=f"{title}, of the layer's mean", values=shares, rows=list(rows), middle=1.0)
 

@@ -91,5 +91,6 @@ def _versions(run: ReportRun) -> Iterator[tuple[str, str]]:
         commit = about.get("commit")
         yield name, about["version"] + (f" at {commit}" if commit else "")
     for name, digest in provenance.get("files", {}).items():
+        # The beginning of a digest is enough to distinguish versions of a file
         yield name, str(digest)[:16]
     yield from ((name, provenance[name]) for name in ("torch", "python") if name in provenance)

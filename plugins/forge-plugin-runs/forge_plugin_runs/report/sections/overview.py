@@ -117,4 +117,5 @@ def _plan_rows(plan: str) -> Iterator[tuple[str, Cell]]:
     for line in plan.splitlines():
         word, _, words = line.partition(" ")
         if word in wanted and words.startswith(" "):
+            # Removed, so that only the first line of each word counts
             yield wanted.pop(word), words.strip().partition(" parameters")[0]

@@ -28,5 +28,6 @@ class SamplesSection(ReportSection):
         for run in runs:
             for age, sampled in enumerate(last_samples(run.folder, SHOWN)):
                 text = sampled.for_people()
+                # The page has all texts inside, and a model may write without an end
                 cut = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
                 yield Preformatted(title=f"{run.name}, step {sampled.step:,}", text=cut.strip("\n"), folded=age > 0)
