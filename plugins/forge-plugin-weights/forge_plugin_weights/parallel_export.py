@@ -110,27 +110,10 @@ def export_training(
 
     first = _first_holders(own)
 
-    def all_parts(use: Use, end: Callable[[], T]) -> list[T]:
-        """Hand all parts over, then call `end` on every rank, or raise together what failed on some."""
-        faults: list[Exception] = []
-
-        def unless_failed(part: Part, values: Tensor, offsets: Sequence[int]) -> None:
-            # A full disk of one rank waits: raised here, it would leave the others alone in a collective
-            if not faults:
-                try:
-                    use(part, values, offsets)
-                except Exception as error:
-                    faults.append(error)
-
-        def ended() -> T:
-            if faults:
-                raise faults[0]
-            return end()
-
+    def hand_over(use: Use) -> None:
         for name in target.match.parts:  # in one order on all ranks: gathering is collective
             if name in own:
-                _hand_over(own[name], target, name, unless_failed, first[name] == global_rank())
-        return ranks.on_all(ended)
+                _hand_over(own[name], target, name, use, first[name] == global_rank())
 
     try:
         ranks.on_rank0(begin)
@@ -139,12 +122,12 @@ def export_training(
             for filler in target.match.fillers:
                 writer.fill(filler)
         # All ranks have synced their parts before rank 0 finishes, and before any rank reads.
-        all_parts(writer.write, writer.close)
+        _use_parts(ranks, hand_over, writer.write, writer.close)
         ranks.on_rank0(finish)
         if verify:
             # By the headers on the disk and not by the plan, so that these are verified, too
             back = ReadBack(places_in(unfinished))
-            results = all_parts(back.compare, back.close)
+            results = _use_parts(ranks, hand_over, back.compare, back.close)
             ranks.on_rank0(lambda: write_parity(unfinished / PROVENANCE, merged(results), target.match.parts))
         ranks.on_rank0(lambda: publish(unfinished, folder))
     except BaseException:  # Ctrl-C, too
@@ -213,6 +196,27 @@ def _first_holders(own: Mapping[str, Tensor]) -> dict[str, int]:
         for name in names:
             first.setdefault(name, rank)
     return {name: first.get(name, global_rank()) for name in own}
+
+
+def _use_parts(ranks: Ranks, hand_over: Callable[[Use], None], use: Use, end: Callable[[], T]) -> list[T]:
+    """Call `use` for every part, then `end`, on every rank; all raise together what failed on some. Collective."""
+    faults: list[Exception] = []
+
+    def unless_failed(part: Part, values: Tensor, offsets: Sequence[int]) -> None:
+        # A full disk of one rank waits: raised here, it would leave the others alone in a collective
+        if not faults:
+            try:
+                use(part, values, offsets)
+            except Exception as error:
+                faults.append(error)
+
+    def ended() -> T:
+        if faults:
+            raise faults[0]
+        return end()
+
+    hand_over(unless_failed)
+    return ranks.on_all(ended)
 
 
 @torch.no_grad()
