@@ -236,6 +236,13 @@ def test_a_rank_starts_no_ranks(monkeypatch, capsys):
     assert not lacks(capsys.readouterr().err, "--nproc", "4 ranks")
 
 
+def test_ranks_start_no_further_ranks(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "job.toml", "--nproc=2"]) == ExitCode.BAD_JOB
+    assert not lacks(capsys.readouterr().err, "--nproc", "one of 2 ranks already")
+
+
 def test_without_a_launcher_nproc_names_what_installs_one(monkeypatch, capsys):
     others = [offer for offer in Catalog.installed().offers() if offer.distribution.name != "forge-kit"]
     monkeypatch.setattr(Catalog, "installed", lambda: Catalog(others))

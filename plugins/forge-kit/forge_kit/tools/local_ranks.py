@@ -10,7 +10,7 @@ from forge_core.cli.command_line import parse_job_arguments, positive, with_exam
 from forge_core.config.load import load_job
 from forge_core.contracts.errors import JobError
 from forge_core.launch.rank_process import LOGS
-from forge_core.launch.world import join_world
+from forge_kit.tools.ranks import ranks_asked_for
 from forge_kit.tools.supervisor import run_ranks
 
 HEADING = "train"
@@ -33,9 +33,7 @@ def command(argv: list[str]) -> int:
     talk.add_argument("-v", "--verbose", action="store_true", help=as_of_run)
     with_examples(parser, "forge-run launch local job.toml --nproc 4 --parallel.fsdp")
     options, files, overrides = parse_job_arguments(parser, argv)
-    if not (world := join_world()).alone:
-        already = f"this process is one of {world.size} ranks already"
-        raise JobError(f"--nproc starts ranks, and {already}; leave it out, or start one process only")
+    ranks_asked_for(options.nproc)  # refuses to start ranks within a rank
     if STDIN in files:
         raise JobError("each rank reads the job again, and standard input can be read once; write the job to a file")
     # Before the ranks start: each of them would report the same error.
