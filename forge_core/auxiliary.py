@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-Unit = Literal["token", "sequence", "layer"]
+Unit = Literal["token", "sequence", "example", "layer"]
+"""What a mean is over. `example`: what the data declare by an entry `examples` of batches, a sequence without it."""
 
 
 class Count(NamedTuple):
@@ -73,10 +74,21 @@ class Auxiliary:
         self._kept: Tensor | None = None
         self._summaries: dict[str, Summary] = {}
 
-    def begin_step(self, tokens: Tensor, sequences: int, micro_batches: int) -> None:
-        """Start a training step: `tokens` valid and `sequences` in the global batch, `micro_batches` over all ranks."""
+    def begin_step(
+        self, tokens: Tensor, sequences: int, micro_batches: int, examples: Tensor | int | None = None
+    ) -> None:
+        """Start a training step.
+
+        Args:
+            tokens: () valid tokens of the global batch.
+            sequences: rows of the global batch.
+            micro_batches: over all ranks.
+            examples: of the global batch; None: one per row.
+        """
         self._scale["token"].copy_(1.0 / tokens.clamp(min=1).double())
         self._scale["sequence"].fill_(1.0 / max(sequences, 1))
+        examples = torch.as_tensor(sequences if examples is None else examples)
+        self._scale["example"].copy_(1.0 / examples.clamp(min=1).double())
         self._scale["layer"].fill_(1.0 / max(micro_batches, 1))
         for counter in self._counters.values():
             if counter.total is not None:
@@ -93,7 +105,7 @@ class Auxiliary:
 
         Args:
             x: any tensor on the path to the loss.
-            value: (), float32 or wider, a *sum* over `unit`: over the tokens or the sequences of this micro-batch.
+            value: (), float32 or wider, a *sum* over `unit`: over tokens, sequences or examples of this micro-batch.
             unit: the unit that the sum runs over. It is counted over the global batch, so that the objective does not
                 depend on micro-batches or ranks. `layer`: a value that is the same in every micro-batch, counted once.
             name: metric under which the mean is logged, unweighted; values of one name add up over layers.

@@ -19,10 +19,11 @@ Batch = dict[str, "Tensor"]
 (already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S) int64. Neighbours
 with equal document ids are of one document, which attention does not leave; without ids, a row is one document.
 Positions count from 0 at the start of a document, without them of the row. Further entries have the dataset's dtype, or
-are declared by `ModelComponent.batch_fields` (images, for example); rows may lack these. In training, `sources` and
-`numbers` (B,) int64 contain the number of each row's source and of its sequence in that source; `slots` (B,) int64, if
-some source has costs (`HasCost`), the slot in which the row was drawn. The engine adds `draw` (B,) int64, unique to
-sequence and step, for noise."""
+are declared by `ModelComponent.batch_fields` (images, for example); rows may lack these. An entry `examples` (B,) int64
+has the number of examples in each row, such as packed pairs: means of the unit `example` are over them. In training,
+`sources` and `numbers` (B,) int64 contain the number of each row's source and of its sequence in that source; `slots`
+(B,) int64, if some source has costs (`HasCost`), the slot in which the row was drawn. The engine adds `draw` (B,)
+int64, unique to sequence and step, for noise."""
 IGNORED_LABEL = -100
 BYTES_PER_TOKEN = "bytes_per_token"
 """Entry (B,) float64 of batches for evaluation, where known: mean UTF-8 bytes of a token of the row's source."""

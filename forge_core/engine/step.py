@@ -86,9 +86,9 @@ class Stepper:
         batches = self._with_draws(batches, step)
         # Before the first forward pass: each loss is divided by the global count before its backward pass, so that
         # every reduction of gradients is a plain sum, and micro-batches weigh by their tokens under every layout.
-        tokens, longest_wait, runs = self._facts_of_step(batches, waited)
-        auxiliary = self._run.context.auxiliary
-        auxiliary.begin_step(tokens, self._job.train.global_batch_size // self._runs * runs, self._micro_batches * runs)
+        tokens, examples, longest_wait, runs = self._facts_of_step(batches, waited)
+        auxiliary, sequences = self._run.context.auxiliary, self._job.train.global_batch_size // self._runs * runs
+        auxiliary.begin_step(tokens, sequences, self._micro_batches * runs, examples)
         dtype = torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
         # Clamped: a step whose labels are all ignored has gradients of 0 and not of NaN.
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(dtype))
@@ -152,17 +152,18 @@ class Stepper:
         for module in self._changing:
             module.after_update()
 
-    def _facts_of_step(self, batches: Sequence[Batch], waited: float) -> tuple[Tensor, Tensor, int]:
-        """The valid tokens of the global batch, the longest wait for its data, and the runs that share the batch."""
+    def _facts_of_step(self, batches: Sequence[Batch], waited: float) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Valid tokens and examples of the global batch, the longest wait for it, and the runs that share it."""
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
+        examples = [batch["examples"].sum() if "examples" in batch else len(batch["labels"]) for batch in batches]
         # A place for each rank, so that the sum over ranks has all their waits; counts are exact up to 2^53
         ranks = self._run.context.layout.data_parallel
-        facts = torch.zeros(1 + ranks, dtype=torch.float64, device=self._run.context.device)
-        facts[0], facts[1 + self._sample_rank] = torch.stack(counts).sum(), waited
+        facts = torch.zeros(2 + ranks, dtype=torch.float64, device=self._run.context.device)
+        facts[0], facts[1], facts[2 + self._sample_rank] = torch.stack(counts).sum(), sum(examples), waited
         # Over samples and not tokens: sequences are still whole here, and `cp` ranks have the same ones.
         mesh.all_reduce_samples(facts, self._mesh)
-        runs = self._over_runs(facts[:1])
-        return facts[0].long(), facts[1:].max(), runs
+        runs = self._over_runs(facts[:2])
+        return facts[0].long(), facts[1], facts[2:].max(), runs
 
     def _over_runs(self, sums: Tensor) -> int:
         return max((stage.sum_over_runs(sums) for stage in self._run.built_stages), default=1)

@@ -60,6 +60,25 @@ def test_gradients_and_metrics_equal_the_explicit_sum(make_job, build, micro_bat
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_mean_over_examples_is_over_those_that_the_data_declare(make_job, build, micro_batch_size, declared):
+    """Rows with 0, 1, 2, ... examples, each of which adds 3 to the sum; without the entry, a row is one."""
+    job = make_job(global_batch_size=8, micro_batch_size=micro_batch_size)
+    run = build(job)
+    loader = TrainLoader(job, run.datasets, run.context)
+    batches = loader.next_step()
+    loader.close()
+    if declared:
+        for number, batch in enumerate(batches):
+            batch["examples"] = number * micro_batch_size + torch.arange(micro_batch_size)
+    run.model.norm.register_forward_hook(
+        lambda *_: run.context.auxiliary.metric("threes", torch.tensor(84.0 / len(batches)), "example")
+    )
+    _, sums = Stepper(run).gradients(batches, 0)
+    assert metrics(sums)["threes"].item() == pytest.approx(84 / (28 if declared else 8), rel=1e-6)
+
+
 def test_evaluation_neither_counts_nor_penalises(make_job, build):
     job = make_job(model=PenalisedModel())
     run = build(job)
