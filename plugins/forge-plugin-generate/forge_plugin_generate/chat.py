@@ -65,10 +65,9 @@ def check_chat(tokenizer: Tokenizer, path: str) -> None:
         raise JobError(f"{error}\n{hint}") from error
 
 
-def answer_once(tokenizer: Tokenizer, answer: Answer, system: str, questions: Sequence[str]) -> list[str]:
-    """Returns the answer to each question, each in a separate conversation; raises `JobError` as `chat_ids` does."""
-    prompts = [chat_ids(tokenizer, [*_begun(system), _message("user", text)]) for text in questions]
-    return [tokenizer.decode(row) for row in answer(prompts)]
+def first_turn(tokenizer: Tokenizer, system: str, question: str) -> list[int]:
+    """Returns the ids of a conversation that a question begins; raises `JobError` as `chat_ids` does."""
+    return chat_ids(tokenizer, [*_begun(system), _message("user", question)])
 
 
 def talk(tokenizer: Tokenizer, answer: Answer, options: argparse.Namespace, seq_len: int) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError, Problem
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.ranks import add_ranks, ranks_asked_for, run_on_ranks
 from forge_plugin_generate.options import add_run, add_settings, check_path, separated
 
@@ -41,7 +42,7 @@ def command(argv: list[str]) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     """Generate in this process, alone or as one of several ranks, which all have the same prompts."""
-    from forge_plugin_generate.chat import answer_once, check_chat, talk
+    from forge_plugin_generate.chat import check_chat, talk
     from forge_plugin_generate.prompts import stop_ids
 
     check = partial(check_chat, path=options.path) if options.chat else lambda tokenizer: None
@@ -52,12 +53,16 @@ def _generate(options: argparse.Namespace) -> int:
         return _answer_lines(trained, options, answer)
     if options.chat and not options.prompt:
         return talk(trained.tokenizer, answer, options, trained.job.train.seq_len)
-    if options.chat:
-        _show(answer_once(trained.tokenizer, answer, options.system, options.prompt))
-    elif options.stream:
+    if options.stream and not options.chat:
         return _stream(trained, options, answer)
+    prompts: list[str] = options.prompt or [""]
+    rows = _answers(trained, options, answer) if options.chat else _rows(trained, options, prompts, answer)
+    texts = [trained.tokenizer.decode(row) for row in rows]
+    if options.json:
+        print_json(_facts(trained, options, prompts, texts, rows))
     else:
-        _show(_continuations(trained, options, answer))
+        # An answer is shown alone, a continuation with its prompt
+        _show(texts if options.chat else [prompt + text for prompt, text in zip(prompts, texts, strict=True)])
     return ExitCode.FINISHED
 
 
@@ -148,11 +153,28 @@ def of_model(
     return texts[0] if isinstance(prompt, str) else texts
 
 
-def _continuations(trained: Trained, options: argparse.Namespace, answer: Any) -> list[str]:
-    """Returns each prompt with its continuation."""
-    prompts: list[str] = options.prompt or [""]
-    rows = _rows(trained, options, prompts, answer)
-    return [prompt + trained.tokenizer.decode(row) for prompt, row in zip(prompts, rows, strict=True)]
+def _facts(
+    trained: Trained,
+    options: argparse.Namespace,
+    prompts: Sequence[str],
+    texts: Sequence[str],
+    rows: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """What `--json` prints: `step` and `texts` as in `samples.jsonl`, with the ids of the new tokens."""
+    triples = zip(prompts, texts, rows, strict=True)
+    return {
+        "run": options.path,
+        "checkpoint": trained.loaded.checkpoint,
+        "step": trained.loaded.step,
+        "texts": [{"prompt": prompt, "text": text, "ids": row} for prompt, text, row in triples],
+    }
+
+
+def _answers(trained: Trained, options: argparse.Namespace, answer: Any) -> Sequence[Sequence[int]]:
+    """Returns the ids of the answer to each message, each in a separate conversation."""
+    from forge_plugin_generate.chat import first_turn
+
+    return answer([first_turn(trained.tokenizer, options.system, text) for text in options.prompt])
 
 
 def _rows(trained: Trained, options: argparse.Namespace, prompts: Sequence[str], answer: Any) -> list[list[int]]:
@@ -222,11 +244,16 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--no-bos is for plain prompts: a chat begins as its template defines; leave out one of them")
     if options.interactive and (options.prompt or options.chat or shown):
         parser.error("--interactive reads plain prompts; leave --prompt, --chat, --image and --video out")
+    if options.json and (options.interactive or (options.chat and not options.prompt)):
+        what = "--interactive" if options.interactive else "--chat without --prompt"
+        parser.error(f"--json prints one object at the end, and {what} is a conversation; give --prompt instead")
+    if options.json and options.stream:
+        parser.error("--json prints one object at the end, and --stream writes a text as it is made; leave out one")
     if options.stream and several:
         parser.error("--stream writes one text as it is made, and several prompts are one batch; give one --prompt")
     # After the checks, which concern --stream only where it was given
     if options.stream is None:
-        options.stream = sys.stdout.isatty() and not several
+        options.stream = sys.stdout.isatty() and not several and not options.json
     return options
 
 
@@ -262,6 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_settings(parser)
     add_ranks(parser)
+    add_json(parser, ": prompts, texts and ids of tokens")
     with_examples(
         parser,
         'forge-run generate runs/quickstart --prompt "def "',

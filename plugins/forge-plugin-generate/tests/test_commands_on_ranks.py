@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 
@@ -45,10 +46,17 @@ def test_ranks_write_the_text_of_one_process(folder, capsys):
     expected = capsys.readouterr().out
     command = [sys.executable, "-m", "forge_core", *words, "--nproc", "2"]
     before = sorted(folder.rglob("*"))
-    for stages in ([], ["--parallel.tp.degree=2"]):  # those of the job's own training, and others
-        done = subprocess.run([*command, *stages], capture_output=True, text=True, timeout=300)
-        assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    # The stages of the job's own training, and others
+    for options in ([], ["--parallel.tp.degree=2", "--json"]):
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert (as_text(json.loads(done.stdout)) if "--json" in options else done.stdout) == expected
     assert sorted(folder.rglob("*")) == before
+
+
+def as_text(facts):
+    """What the command prints without `--json`."""
+    return "".join(f"{each['prompt']}{each['text']}\n{'-' * 40}\n" for each in facts["texts"])
 
 
 REFUSED = {

@@ -189,6 +189,9 @@ def test_several_prompts_are_answered_apart(run, capsys) -> None:
         (["--chat", "--no-bos"], ["--no-bos", "template"]),
         (["--chat", "--image", "a.png"], ["--chat", "--image"]),
         (["--chat", "--video", "a.mp4"], ["--chat", "--video"]),
+        (["--json", "--interactive"], ["--json", "--interactive", "--prompt"]),
+        (["--json", "--chat"], ["--json", "--chat without --prompt"]),
+        (["--json", "--stream"], ["--json", "--stream"]),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(run, capsys, options, facts) -> None:
@@ -211,6 +214,23 @@ def test_a_run_whose_tokenizer_writes_no_chats_is_refused_with_the_fix(run, caps
         capsys.readouterr()
         assert main(["generate", str(folder), "--chat", "--prompt", "hi", "--device", "cpu"]) == 2
         assert "chat_template" in capsys.readouterr().err
+
+
+def test_json_has_each_prompt_and_what_the_model_writes(run, capsys) -> None:
+    tokenizer = load_model_and_tokenizer(run, "cpu")[1]
+    for options in (["--chat"], ["--temperature", "6", "--top-p", "1", "--max-tokens", "8"]):
+        words = ["generate", str(run), "--prompt", "hi", "--prompt", "hi", *GREEDY, *options]
+        assert main(words) == 0
+        shown = capsys.readouterr().out.split(f"{'-' * 40}\n")[:2]
+        assert main([*words, "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["run"] == str(run)
+        assert facts["checkpoint"] == str(run / "checkpoints" / f"step-{facts['step']}")
+        head = "" if "--chat" in options else "hi"
+        assert [f"{head}{each['text']}\n" for each in facts["texts"]] == shown
+        for each in facts["texts"]:
+            assert each["prompt"] == "hi"
+            assert tokenizer.decode(each["ids"]) == each["text"]
 
 
 # --- how prompts begin, where answers end ----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +14,7 @@ from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_core.launch.world import join_world
 from forge_kit.tools.commands import count
+from forge_kit.tools.json_output import add_json, only_json, plain, print_json
 from forge_kit.tools.outputs import MARK, output_file, write_output
 from forge_kit.tools.ranks import add_ranks, run_on_ranks
 from forge_plugin_generate.options import check_path, separated
@@ -27,7 +28,10 @@ HEADING = "use"
 
 def command(argv: list[str]) -> int:
     """Evaluate a trained model on tasks of lm-evaluation-harness."""
-    options = separated(_parser(), argv)
+    parser = _parser()
+    options = separated(parser, argv)
+    if options.items and options.out is None and not options.json:
+        parser.error("--items adds every question and answer to the results: give --out or --json too")
     if options.out is not None:
         options.out = output_file(options.out, "--out")
     check_path(Path(options.path), options.device)
@@ -45,31 +49,46 @@ def _evaluate(options: argparse.Namespace) -> int:
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table
 
-    manager, tasks = _tasks(options.tasks, options.include)
-    lm = _load(options)
-    results = simple_evaluate(
-        model=lm,
-        tasks=tasks,
-        task_manager=manager,
-        num_fewshot=options.few_shot,
-        batch_size=options.batch_size,
-        limit=options.limit,
-        gen_kwargs=options.gen_kwargs,
-        system_instruction=options.system or None,
-        apply_chat_template=options.chat,
-        log_samples=options.items,
-        bootstrap_iters=options.bootstrap,
-        confirm_run_unsafe_code=options.unsafe_code,
-    )
-    if join_world().rank != 0:
-        return ExitCode.FINISHED
-    print(make_table(results))
-    if results.get("groups"):
-        print(make_table(results, "groups"))
-    if options.out:
-        text = json.dumps({"generator": MARK, **results}, indent=1, default=str, ensure_ascii=False)
-        write_output(options.out, "--out", text + "\n")
+    with only_json(options.json):
+        manager, tasks = _tasks(options.tasks, options.include)
+        lm = _load(options)
+        results = simple_evaluate(
+            model=lm,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=options.few_shot,
+            batch_size=options.batch_size,
+            limit=options.limit,
+            gen_kwargs=options.gen_kwargs,
+            system_instruction=options.system or None,
+            apply_chat_template=options.chat,
+            log_samples=options.items,
+            bootstrap_iters=options.bootstrap,
+            confirm_run_unsafe_code=options.unsafe_code,
+        )
+    if join_world().rank == 0:
+        info = results["config"]
+        give_results(options, {"checkpoint": info["checkpoint"], "step": info["step"], **results}, make_table)
     return ExitCode.FINISHED
+
+
+def give_results(options: argparse.Namespace, results: Mapping[str, Any], make_table: Any) -> None:
+    """Print the results of a harness, as its tables or as JSON, and write them to `--out`.
+
+    Args:
+        options: of the command.
+        results: all of them, with `checkpoint` and `step`.
+        make_table: the harness' function of that name.
+    """
+    if options.json:
+        print_json(results)
+    else:
+        print(make_table(results))
+        if results.get("groups"):
+            print(make_table(results, "groups"))
+    if options.out:
+        text = json.dumps({"generator": MARK, **plain(results)}, indent=1, ensure_ascii=False)
+        write_output(options.out, "--out", text + "\n")
 
 
 def _tasks(names: str, folders: Sequence[Path]) -> tuple[Any, list[str]]:
@@ -154,7 +173,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bootstrap", type=count, default=1000, metavar="N", help="draws for standard errors (1000)")
     parser.add_argument("--unsafe-code", action="store_true", help="allow tasks that run the code that a model writes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all results there, as JSON")
-    parser.add_argument("--items", action="store_true", help="with --out: every question and answer too")
+    parser.add_argument("--items", action="store_true", help="with --out or --json: every question and answer too")
+    add_json(parser, ": what --out writes")
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
     )

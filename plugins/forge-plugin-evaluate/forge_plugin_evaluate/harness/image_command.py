@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from forge_core.contracts.errors import ExitCode, JobError, Problem
-from forge_kit.tools.outputs import MARK, write_output
+from forge_kit.tools.json_output import only_json
 from forge_kit.tools.ranks import ranks_asked_for
+from forge_plugin_evaluate.harness.command import give_results
 from forge_plugin_evaluate.harness.task_names import matching_tasks
 from forge_plugin_generate.command import load_trained
 
@@ -35,36 +35,32 @@ def evaluate_images(options: argparse.Namespace) -> int:
     # cannot wait for one another's lock. Here one process loads one after the other.
     if find_spec("filelock._api") is None:
         evaluator._enable_reentrant_filelocks._patched = True
-    manager, tasks = _tasks(options.tasks, options.include)
-    trained = load_trained(options.path, options.device, options.run, overrides=options.overrides)
-    model = ForgeLMM(
-        trained.model,
-        trained.tokenizer,
-        trained.job,
-        max_length=options.max_length or trained.job.train.seq_len,
-        batch_size=options.batch_size,
-        chat=options.chat,
-        system=options.system,
-        seed=options.seed,
-    )
-    results = evaluator.simple_evaluate(
-        model=model,
-        tasks=tasks,
-        task_manager=manager,
-        num_fewshot=options.few_shot,
-        batch_size=options.batch_size,
-        limit=options.limit,
-        gen_kwargs=options.gen_kwargs,
-        log_samples=options.items,
-        bootstrap_iters=options.bootstrap,
-    )
-    print(make_table(results))
-    if results.get("groups"):
-        print(make_table(results, "groups"))
-    if options.out:
-        results["checkpoint"], results["step"] = str(trained.loaded.checkpoint), trained.loaded.step
-        text = json.dumps({"generator": MARK, **results}, indent=1, default=str, ensure_ascii=False)
-        write_output(options.out, "--out", text + "\n")
+    with only_json(options.json):
+        manager, tasks = _tasks(options.tasks, options.include)
+        trained = load_trained(options.path, options.device, options.run, overrides=options.overrides)
+        model = ForgeLMM(
+            trained.model,
+            trained.tokenizer,
+            trained.job,
+            max_length=options.max_length or trained.job.train.seq_len,
+            batch_size=options.batch_size,
+            chat=options.chat,
+            system=options.system,
+            seed=options.seed,
+        )
+        results = evaluator.simple_evaluate(
+            model=model,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=options.few_shot,
+            batch_size=options.batch_size,
+            limit=options.limit,
+            gen_kwargs=options.gen_kwargs,
+            log_samples=options.items,
+            bootstrap_iters=options.bootstrap,
+        )
+    results["checkpoint"], results["step"] = str(trained.loaded.checkpoint), trained.loaded.step
+    give_results(options, results, make_table)
     return ExitCode.FINISHED
 
 

@@ -371,6 +371,17 @@ def test_the_command_prints_a_table_and_writes_a_file(lm, runs, capsys):
     assert written["config"]["checkpoint"].endswith("runs/plain/checkpoints/step-2")
     assert len(written["samples"]["choice"]) == 3
     assert {"choice", "rolling"} == set(written["results"])
+    assert evaluate("--tasks", "choice,roll*", *options[:4], "--out", "out/again.json", "--items", "--json") == 0
+    facts, again = json.loads(capsys.readouterr().out), json.loads((runs / "out/again.json").read_text())
+    assert {"generator": again["generator"], **facts} == again
+    for name in ("results", "samples", "step", "checkpoint"):
+        assert facts[name] == written[name]
+
+
+def test_items_that_nothing_would_show_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        evaluate("--tasks", "choice", "--items")
+    assert not lacks(capsys.readouterr().err, "--items", "--out", "--json")
 
 
 def test_what_trained_the_model_need_not_be_installed(lm, runs, tmp_path, capsys):
