@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import load_component
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_folder
 from forge_kit.tools.tables import columns
 from forge_plugin_sae.sae import SAE
@@ -40,6 +41,7 @@ def command(argv: list[str]) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write; by default RUN/sae, by sae.folder")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to train (auto)")
+    add_json(parser, " in place of the table")
     with_examples(
         parser,
         "forge-run inside sae runs/small --sae.latents=512 --sae.activation.k=16",
@@ -54,8 +56,12 @@ def command(argv: list[str]) -> int:
     samples = Samples.of(Path(options.run))
     out = out or free_folder(samples.folder.parent / settings.folder, "sae.folder")
     trained = train(settings, samples, options.epochs, options.held_out, options.device, out)
-    print(_table(trained))
-    print(f"written to {out}")
+    rows = [_row(each) for each in trained]
+    if options.json:
+        print_json({"samples": samples.folder, "out": out, "points": rows})
+    else:
+        print(_table(rows))
+        print(f"written to {out}")
     return ExitCode.FINISHED
 
 
@@ -76,10 +82,16 @@ def share(text: str) -> float:
     return value
 
 
-def _table(trained: Sequence[Trained]) -> str:
-    rows: list[Sequence[str]] = [("point", "latents", "rows", "updates", "explained variance", "L0", "dead")]
-    for each in trained:
-        figures = [f"{each.figures.get(key, float('nan')):.4g}" for key in ("explained_variance", "l0")]
-        dead = f"{each.dead} of {each.latents}"
-        rows.append((each.point, str(each.latents), str(each.rows), str(each.updates), *figures, dead))
-    return columns(rows)
+def _row(trained: Trained) -> dict[str, Any]:
+    """The figures of an autoencoder; those of held-out samples are None where nothing was held out."""
+    counts = {name: getattr(trained, name) for name in ("point", "latents", "rows", "updates", "dead")}
+    return counts | {name: trained.figures.get(name) for name in ("explained_variance", "l0")}
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    cells: list[Sequence[str]] = [("point", "latents", "rows", "updates", "explained variance", "L0", "dead")]
+    for row in rows:
+        counts = [str(row[name]) for name in ("point", "latents", "rows", "updates")]
+        figures = ["nan" if row[name] is None else f"{row[name]:.4g}" for name in ("explained_variance", "l0")]
+        cells.append((*counts, *figures, f"{row['dead']} of {row['latents']}"))
+    return columns(cells)

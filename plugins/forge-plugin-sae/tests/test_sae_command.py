@@ -66,6 +66,21 @@ def test_more_epochs_explain_more_of_what_was_held_out(stored, capsys):
     assert int(row.split()[2]) < 6 * 8 * 64
 
 
+def test_json_has_the_figures_that_are_written(stored, capsys):
+    files = [str(stored / "taps"), str(stored.parent / "sae.toml"), "--sae.points=['*.1.resid_post']"]
+    for held_out, folder in (("0.3", "some"), ("0", "none")):
+        words = ["inside", "sae", *files, "--held-out", held_out, f"--out={stored / folder}", "--json"]
+        assert main(words) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["samples"], facts["out"]) == (str(stored / "taps"), str(stored / folder))
+        [row] = facts["points"]
+        assert (row["point"], row["latents"]) == ("layers.1.resid_post", 24)
+        written = json.loads((stored / folder / row["point"] / "cfg.json").read_text())["metadata"]["last"]
+        assert row["explained_variance"] == written.get("explained_variance")
+        assert row["l0"] == written.get("l0")
+    assert row["l0"] is None, "nothing was held out"
+
+
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [

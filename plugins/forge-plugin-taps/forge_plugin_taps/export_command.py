@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_folder, new_folder
 from forge_kit.tools.tables import columns
 
@@ -29,6 +31,7 @@ def command(argv: list[str]) -> int:
     parser.add_argument("store", type=Path, metavar="STORE", help="a store, a run folder with one, or one step of it")
     parser.add_argument("--to", choices=FORMS, help="the form")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (STORE/../STORE-FORM)")
+    add_json(parser)
     with_examples(
         parser,
         "forge-run inside taps show acts",
@@ -46,28 +49,48 @@ def command(argv: list[str]) -> int:
         raise JobError(
             f"{options.store} has no step of a store; the sink `store` and forge-run inside extract make some"
         )
-    return _show(steps) if options.action == "show" else _export(options, steps)
+    return _show(options, steps) if options.action == "show" else _export(options, steps)
 
 
-def _show(steps: list[Path]) -> int:
-    from forge_plugin_taps.reading import manifest_of, steps_with
-
+def _show(options: argparse.Namespace, steps: list[Path]) -> int:
+    points = _points(steps)
+    if options.json:
+        print_json({"store": options.store, "steps": _numbers(steps), "points": points})
+        return ExitCode.FINISHED
     rows = [["point", "shape", "dtype"]]
-    for name, having in steps_with(steps).items():
-        entry = manifest_of(having[-1])["files"][f"{name}.safetensors"]
-        rows.append([name, " x ".join(map(str, entry["shape"])), entry["dtype"]])
+    rows += [[point["point"], " x ".join(map(str, point["shape"])), point["dtype"]] for point in points]
     print(columns(rows))
-    numbers = [step.name.rpartition("-")[2] for step in steps]
+    numbers = [str(number) for number in _numbers(steps)]
     print(f"{len(steps)} steps: {', '.join(numbers if len(numbers) < 9 else [*numbers[:3], '…', numbers[-1]])}")
     return ExitCode.FINISHED
 
 
+def _points(steps: list[Path]) -> list[dict[str, Any]]:
+    """Returns name, shape and dtype of each point, as in the last step that has it."""
+    from forge_plugin_taps.reading import manifest_of, steps_with
+
+    found = []
+    for name, having in steps_with(steps).items():
+        entry = manifest_of(having[-1])["files"][f"{name}.safetensors"]
+        found.append({"point": name, "shape": entry["shape"], "dtype": entry["dtype"]})
+    return found
+
+
+def _numbers(steps: list[Path]) -> list[int]:
+    return [int(step.name.rpartition("-")[2]) for step in steps]
+
+
 def _export(options: argparse.Namespace, steps: list[Path]) -> int:
-    from forge_plugin_taps.exporting import EXPORTS
+    from forge_plugin_taps.exporting import EXPORTS, cast_points
+    from forge_plugin_taps.reading import steps_with
 
     # `.` and `..` have no name from which the folder beside them could be named.
     store = options.store if options.store.name not in ("", "..") else options.store.resolve()
-    out = options.out or store.with_name(f"{store.name}-{options.to}")
-    for line in EXPORTS[options.to](steps, new_folder(out, "--out")):
-        print(line)
+    out = new_folder(options.out or store.with_name(f"{store.name}-{options.to}"), "--out")
+    for line in EXPORTS[options.to](steps, out):
+        if not options.json:
+            print(line)
+    if options.json:
+        facts = {"store": options.store, "steps": _numbers(steps), "points": list(steps_with(steps))}
+        print_json({**facts, "to": options.to, "out": out, "cast_to_float32": cast_points(steps)})
     return ExitCode.FINISHED

@@ -118,10 +118,14 @@ def _length(steps: Sequence[Path]) -> int:
     return lengths.pop()
 
 
-def _casts(steps: Sequence[Path]) -> Iterator[str]:
+def cast_points(steps: Sequence[Path]) -> list[str]:
+    """Returns the points in bfloat16, which NumPy and Arrow lack: their exports have float32."""
     points = steps_with(steps).items()
-    names = [name for name, having in points if read_point(having[0], name).dtype == torch.bfloat16]
-    if names:
+    return [name for name, having in points if read_point(having[0], name).dtype == torch.bfloat16]
+
+
+def _casts(steps: Sequence[Path]) -> Iterator[str]:
+    if names := cast_points(steps):
         yield f"bfloat16 becomes float32: {', '.join(names)}"
 
 

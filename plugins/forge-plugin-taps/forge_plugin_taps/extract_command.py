@@ -11,6 +11,7 @@ from pathlib import Path
 from forge_core.checkpoint.run_folder import refuse_file, storage_of
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_folder
 from forge_kit.tools.ranks import add_ranks, ranks_asked_for, run_on_ranks
 
@@ -52,6 +53,7 @@ def command(argv: list[str]) -> int:
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
     add_ranks(parser)
+    add_json(parser, ": what was written")
     with_examples(
         parser,
         "forge-run inside extract runs/quickstart --points 'layers.*.resid_post' --out acts --sequences 128",
@@ -91,5 +93,9 @@ def _extract(options: argparse.Namespace, path: Path, overrides: Sequence[str]) 
     trained = load_model(path, device=options.device, parallel=own_layout, overrides=[*overrides, *taps])
     edits = {word.partition(EDITS)[2].partition(".")[0].partition("=")[0] for word in overrides if EDITS in word}
     written = extract(trained, options.out, sequences=options.sequences or 0, group=options.group, edits=sorted(edits))
-    print(f"{written:,} sequences at step {trained.step:,}: {options.out}")
+    if options.json:
+        loaded = {"run": options.files[0], "checkpoint": trained.checkpoint, "step": trained.step}
+        print_json({**loaded, "sequences": written, "out": options.out})
+    else:
+        print(f"{written:,} sequences at step {trained.step:,}: {options.out}")
     return ExitCode.FINISHED

@@ -128,7 +128,9 @@ def test_an_earlier_checkpoint_some_positions_and_an_edit_of_the_command(inside,
     assert not lacks(capsys.readouterr().out.splitlines()[-1], "2 sequences", "step 1", "early")
     assert whole("early", "layers.1.resid_post").shape == (8, 16)
     edit = ["--parallel.taps.edits.off.type=zero", "--parallel.taps.edits.off.point=layers.1.resid_post"]
-    assert main([*arguments, *edit, "--out", "edited"]) == 0
+    assert main([*arguments, *edit, "--out", "edited", "--json"]) == 0
+    loaded = {"run": "runs/run", "checkpoint": "runs/run/checkpoints/step-2", "step": 2}
+    assert json.loads(capsys.readouterr().out) == {**loaded, "sequences": 2, "out": "edited"}
     assert whole("edited", "layers.1.resid_post").abs().max() == 0
 
 
@@ -168,6 +170,15 @@ def test_bfloat16_becomes_float32_and_the_command_says_so(tmp_path, inside, caps
     assert main(words) == 0
     assert "bfloat16 becomes float32: x" in capsys.readouterr().out
     assert np.array_equal(np.load(tmp_path / "out" / "step-1.npz")["x"], values.float().numpy())
+    assert main([*words[:-1], str(tmp_path / "again"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "store": str(tmp_path / "half"),
+        "steps": [1],
+        "points": ["x"],
+        "to": "npz",
+        "out": str(tmp_path / "again"),
+        "cast_to_float32": ["x"],
+    }
 
 
 @pytest.mark.parametrize(
@@ -239,6 +250,13 @@ def test_a_point_that_some_steps_lack_is_exported_from_the_others(tmp_path, caps
     capsys.readouterr()
     assert main(["inside", "taps", "show", str(acts)]) == 0
     assert not lacks(capsys.readouterr().out, "x ", "images.out", "3 steps")
+    assert main(["inside", "taps", "show", str(acts), "--json"]) == 0
+    entry = {"shape": [2, 2], "dtype": "F32"}
+    assert json.loads(capsys.readouterr().out) == {
+        "store": str(acts),
+        "steps": [1, 2, 3],
+        "points": [{"point": "x", **entry}, {"point": "images.out", **entry}],
+    }
 
 
 @pytest.mark.parametrize("form", ["arrow", "saelens"])

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.tools.json_output import print_json
 from forge_kit.tools.tables import columns
-from forge_plugin_taps.lens.prompts import add_model, load, picture_path, prompt_ids, title_of, token_texts
+from forge_plugin_taps.lens.prompts import (
+    add_model,
+    load,
+    picture_path,
+    prompt_ids,
+    run_facts,
+    title_of,
+    token_facts,
+    token_texts,
+)
+
+if TYPE_CHECKING:
+    from forge_plugin_taps.lens.head_maps import AttentionMaps
 
 MOST = 160
 """Maps in one picture."""
@@ -58,15 +73,39 @@ def _show(options: argparse.Namespace) -> int:
     maps = attention_maps(trained.model, ids, options.layers, options.heads)
     if (count := len(maps.layers) * len(maps.heads)) > MOST:
         raise JobError(f"{count} maps are too many for one picture, which has {MOST}; choose --layers or --heads")
-    rows = [["layer", "head", "entropy", "itself", "the one before", "the first"]]
+    heads = list(_summaries(maps))
+    if not options.json:  # before the picture, which takes longer
+        print(_table(heads))
+    path = picture_path(options, "attention")
+    draw_attention(maps, token_texts(tokenizer, ids, has_glyphs), path, title_of(trained, "attention"))
+    if options.json:
+        facts = {**run_facts(options, trained), "prompt": options.prompt}
+        print_json({**facts, "tokens": token_facts(tokenizer, ids), "heads": heads, "picture": path})
+    else:
+        print(f"picture: {path}")
+    return ExitCode.FINISHED
+
+
+def _summaries(maps: AttentionMaps) -> Iterator[dict[str, Any]]:
+    """Yields for each head the mean entropy of its weights in nats, and the mean weights of three places."""
     for layer, weights in zip(maps.layers, maps.weights.double(), strict=True):
         for head, own in zip(maps.heads, weights, strict=True):
             # Clamped, since 0 log 0 is 0 and not NaN
             entropy = -(own * own.clamp(min=1e-30).log()).sum(-1).mean()
-            means = (own.diagonal().mean(), own.diagonal(-1).sum() / max(1, len(own) - 1), own[:, 0].mean())
-            rows.append([layer, str(head), f"{entropy.item():.3f}", *(f"{mean.item():.3f}" for mean in means)])
-    print(columns(rows))
-    path = picture_path(options, "attention")
-    draw_attention(maps, token_texts(tokenizer, ids, has_glyphs), path, title_of(trained, "attention"))
-    print(f"picture: {path}")
-    return ExitCode.FINISHED
+            before = own.diagonal(-1).sum() / max(1, len(own) - 1)
+            yield {
+                "layer": layer,
+                "head": head,
+                "entropy": entropy.item(),
+                "itself": own.diagonal().mean().item(),
+                "before": before.item(),
+                "first": own[:, 0].mean().item(),
+            }
+
+
+def _table(heads: Sequence[dict[str, Any]]) -> str:
+    rows = [["layer", "head", "entropy", "itself", "the one before", "the first"]]
+    for head in heads:
+        figures = [f"{head[name]:.3f}" for name in ("entropy", "itself", "before", "first")]
+        rows.append([head["layer"], str(head["head"]), *figures])
+    return columns(rows)

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ExitCode
+from forge_kit.tools.json_output import print_json
 from forge_kit.tools.tables import columns
-from forge_plugin_taps.lens.prompts import add_model, load, picture_path, prompt_ids, title_of, token_texts
+from forge_plugin_taps.lens.prompts import (
+    add_model,
+    load,
+    picture_path,
+    prompt_ids,
+    run_facts,
+    title_of,
+    token_facts,
+    token_texts,
+)
+
+if TYPE_CHECKING:
+    from forge_plugin_taps.lens.layer_predictions import LogitLens
 
 HEADING = "use"
 
@@ -24,7 +38,9 @@ def command(argv: list[str]) -> int:
     add_model(parser, "lens")
     parser.add_argument("--prompt", metavar="TEXT", help="text whose next tokens are predicted")
     parser.add_argument("--top", type=positive, default=5, metavar="N", help="likeliest tokens in the table (5)")
-    parser.add_argument("--last", type=positive, default=24, metavar="N", help="positions in the picture (24)")
+    parser.add_argument(
+        "--last", type=positive, default=24, metavar="N", help="positions in the picture and in JSON (24)"
+    )
     parser.add_argument("--list", action="store_true", help="list the model's points instead, by name")
     with_examples(
         parser,
@@ -35,6 +51,8 @@ def command(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.prompt is None and not options.list:
         parser.error("give --prompt, or --list")
+    if options.list and (options.prompt is not None or options.out is not None):
+        parser.error("--list only lists points, without a prompt and a picture: leave out --prompt and --out")
     return _list(options) if options.list else _show(options)
 
 
@@ -43,7 +61,11 @@ def _list(options: argparse.Namespace) -> int:
     from forge_kit.nn.taps import tap_points
 
     trained = load_model(options.path, device=options.device, run=options.run)
-    for name in tap_points(trained.model):
+    names = list(tap_points(trained.model))
+    if options.json:
+        print_json({**run_facts(options, trained), "points": names})
+        return ExitCode.FINISHED
+    for name in names:
         print(name)
     return ExitCode.FINISHED
 
@@ -55,11 +77,6 @@ def _show(options: argparse.Namespace) -> int:
     trained, tokenizer = load(options)
     ids = prompt_ids(tokenizer, options.prompt, options)
     lens = logit_lens(trained.model, ids, options.top)
-    rows = [["layer", "KL to the end", *(f"{n + 1}." for n in range(lens.top.shape[-1]))]]
-    for number, name in enumerate(lens.names):
-        cells = _cells(tokenizer, lens.top[number, -1].tolist(), lens.probabilities[number, -1].tolist())
-        rows.append([name.removesuffix(".resid_post"), f"{lens.divergence[number, -1].item():.3f}", *cells])
-    print(columns(rows))
     first = max(0, len(ids) - options.last)
     shown = LogitLens(
         lens.names,
@@ -70,11 +87,45 @@ def _show(options: argparse.Namespace) -> int:
     )
     texts = [token_texts(tokenizer, row, has_glyphs) for row in shown.top[..., 0].tolist()]
     path = picture_path(options, "lens")
+    if not options.json:  # before the picture, which takes longer
+        print(_table(tokenizer, lens))
     draw_lens(
         shown, [*token_texts(tokenizer, ids[first:], has_glyphs), "?"], texts, path, title_of(trained, "logit lens")
     )
-    print(f"picture: {path}")
+    if options.json:
+        facts = {**run_facts(options, trained), "prompt": options.prompt}
+        print_json({**facts, **_facts(tokenizer, shown, ids, first), "picture": path})
+    else:
+        print(f"picture: {path}")
     return ExitCode.FINISHED
+
+
+def _table(tokenizer: Tokenizer, lens: LogitLens) -> str:
+    rows = [["layer", "KL to the end", *(f"{n + 1}." for n in range(lens.top.shape[-1]))]]
+    for number, name in enumerate(lens.names):
+        cells = _cells(tokenizer, lens.top[number, -1].tolist(), lens.probabilities[number, -1].tolist())
+        rows.append([name.removesuffix(".resid_post"), f"{lens.divergence[number, -1].item():.3f}", *cells])
+    return columns(rows)
+
+
+def _facts(tokenizer: Tokenizer, shown: LogitLens, ids: list[int], first: int) -> dict[str, Any]:
+    """What table and picture show: `tokens`, and for each layer the predictions after each of the last positions."""
+    layers = []
+    for number, name in enumerate(shown.names):
+        positions = []
+        for place in range(len(ids) - first):
+            tokens = token_facts(tokenizer, shown.top[number, place].tolist())
+            shares = shown.probabilities[number, place].tolist()
+            positions.append(
+                {
+                    "position": first + place,
+                    "divergence": shown.divergence[number, place].item(),
+                    "entropy": shown.entropy[number, place].item(),
+                    "top": [token | {"probability": share} for token, share in zip(tokens, shares, strict=True)],
+                }
+            )
+        layers.append({"point": name, "positions": positions})
+    return {"tokens": token_facts(tokenizer, ids), "layers": layers}
 
 
 def _cells(tokenizer: Tokenizer, ids: list[int], probabilities: list[float]) -> list[str]:

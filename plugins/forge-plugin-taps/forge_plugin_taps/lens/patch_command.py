@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.tools.json_output import print_json
 from forge_kit.tools.tables import columns
-from forge_plugin_taps.lens.prompts import add_model, load, picture_path, prompt_ids, title_of, token_text, token_texts
+from forge_plugin_taps.lens.prompts import (
+    add_model,
+    load,
+    picture_path,
+    prompt_ids,
+    run_facts,
+    title_of,
+    token_facts,
+    token_text,
+    token_texts,
+)
+
+if TYPE_CHECKING:
+    from forge_plugin_taps.lens.patching import PatchingEffects
 
 HEADING = "use"
 
@@ -64,13 +80,10 @@ def _show(options: argparse.Namespace) -> int:
         options.points or ["layers.*.resid_pre"],
         progress=lambda point: print(point, file=sys.stderr),
     )
-    texts = (token_text(tokenizer, answer), token_text(tokenizer, other))
-    print(f"logit({texts[0]}) - logit({texts[1]}): clean {effects.clean:.3f}, corrupted {effects.corrupted:.3f}")
-    rows = [["point", "largest effect", "at", "token"]]
-    for point, row in zip(effects.points, effects.effects, strict=True):
-        place = int(row.abs().argmax())
-        rows.append([point, f"{row[place].item():.3f}", str(place), token_text(tokenizer, clean[place])])
-    print(columns(rows))
+    if not options.json:  # before the picture, which takes longer
+        texts = (token_text(tokenizer, answer), token_text(tokenizer, other))
+        print(f"logit({texts[0]}) - logit({texts[1]}): clean {effects.clean:.3f}, corrupted {effects.corrupted:.3f}")
+        print(_table(tokenizer, effects, clean))
     inputs = (token_texts(tokenizer, ids, has_glyphs) for ids in (clean, corrupted))
     pairs = zip(*inputs, strict=True)
     labels = [one if one == two else f"{one}→{two}" for one, two in pairs]
@@ -78,8 +91,43 @@ def _show(options: argparse.Namespace) -> int:
     answers = " against ".join(token_texts(tokenizer, [answer, other], has_glyphs))
     title = title_of(trained, f"patching, {answers}")
     draw_effects(effects, labels, path, title)
-    print(f"picture: {path}")
+    if options.json:
+        texts = (options.clean, options.corrupted)
+        facts = _facts(tokenizer, effects, texts, (clean, corrupted), (answer, other))
+        print_json({**run_facts(options, trained), **facts, "picture": path})
+    else:
+        print(f"picture: {path}")
     return ExitCode.FINISHED
+
+
+def _table(tokenizer: Tokenizer, effects: PatchingEffects, clean: Sequence[int]) -> str:
+    rows = [["point", "largest effect", "at", "token"]]
+    for point, row in zip(effects.points, effects.effects, strict=True):
+        place = int(row.abs().argmax())
+        rows.append([point, f"{row[place].item():.3f}", str(place), token_text(tokenizer, clean[place])])
+    return columns(rows)
+
+
+def _facts(
+    tokenizer: Tokenizer,
+    effects: PatchingEffects,
+    texts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[int],
+) -> dict[str, Any]:
+    """What table and picture show: both prompts with their measure and answer, and all effects."""
+    sides = zip(("clean", "corrupted"), texts, prompts, answers, (effects.clean, effects.corrupted), strict=True)
+    facts: dict[str, Any] = {
+        name: {
+            "prompt": text,
+            "tokens": token_facts(tokenizer, ids),
+            "answer": token_facts(tokenizer, [answer])[0],
+            "logit_difference": measure,
+        }
+        for name, text, ids, answer, measure in sides
+    }
+    pairs = zip(effects.points, effects.effects.tolist(), strict=True)
+    return {**facts, "points": [{"point": point, "effects": row} for point, row in pairs]}
 
 
 def _single(tokenizer: Tokenizer, text: str) -> int:

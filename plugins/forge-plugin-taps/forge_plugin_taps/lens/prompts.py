@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.data.tokenizers import begin_of_text
+from forge_kit.tools.json_output import add_json
 from forge_kit.tools.outputs import output_file
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def add_model(parser: argparse.ArgumentParser, picture: str) -> None:
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
     )
     parser.add_argument("--no-bos", action="store_true", help="prompts without the tokenizer's beginning of text")
+    add_json(parser, " in place of the table")
 
 
 def load(options: argparse.Namespace) -> tuple[TrainedModel, Tokenizer]:
@@ -80,6 +82,16 @@ def token_text(tokenizer: Tokenizer, id_: int, has_glyphs: Callable[[str], bool]
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int], has_glyphs: Callable[[str], bool] = bool) -> list[str]:
     """Returns `token_text` of each."""
     return [token_text(tokenizer, id_, has_glyphs) for id_ in ids]
+
+
+def run_facts(options: argparse.Namespace, trained: TrainedModel) -> dict[str, Any]:
+    """Returns what was loaded, for `--json`: the run as the user named it, the checkpoint and its step."""
+    return {"run": options.path, "checkpoint": trained.checkpoint, "step": trained.step}
+
+
+def token_facts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns id and text of each token for `--json`, the text as the tokenizer decodes it alone."""
+    return [{"id": id_, "text": tokenizer.decode([id_])} for id_ in ids]
 
 
 def picture_path(options: argparse.Namespace, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -232,13 +233,20 @@ held_out_every = 0
 """
 
 
-def test_commands_write_tables_and_pictures(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
-    Path("text.txt").write_text("one two three " * 40)
-    Path("job.toml").write_text(JOB)
-    assert main(["run", "job.toml"]) == 0
-    capsys.readouterr()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("FORGE_CACHE", str(folder / "cache"))
+        Path("text.txt").write_text("one two three " * 40)
+        Path("job.toml").write_text(JOB)
+        assert main(["run", "job.toml"]) == 0
+    return folder
+
+
+def test_commands_write_tables_and_pictures(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
 
     def run(*argv: str) -> str:
         assert main(list(argv)) == 0
@@ -272,3 +280,64 @@ def test_commands_write_tables_and_pictures(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(attention_command, "MOST", most)
         assert main(["inside", "attention", "runs/run", "--prompt", "one", "--layers", "1"]) == code
     assert not lacks(capsys.readouterr().err, "2 maps", 1, "--layers", "--heads")
+    for option in (["--prompt", "a"], ["--out", "a.png"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["inside", "lens", "runs/run", "--list", *option])
+        assert not lacks(capsys.readouterr().err, "--list", *option[:1])
+
+
+@pytest.fixture
+def inside(trained, monkeypatch, capsys):
+    """Runs `forge-run inside …` and returns the lines that it prints, and what it prints as JSON."""
+    monkeypatch.chdir(trained)
+
+    def both(*words):
+        assert main(["inside", *words]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert main(["inside", *words, "--json"]) == 0
+        return lines, json.loads(capsys.readouterr().out)
+
+    return both
+
+
+def test_json_of_the_lens_has_the_predictions_of_table_and_picture(inside):
+    lines, facts = inside("lens", "runs/run", "--prompt", "one two", "--top", "2", "--last", "3", "--out", "lens.png")
+    assert (facts["run"], facts["step"], facts["prompt"]) == ("runs/run", 1, "one two")
+    assert "".join(token["text"] for token in facts["tokens"]) == "one two"
+    assert [layer["point"] for layer in facts["layers"]] == ["embed", "layers.0.resid_post", "layers.1.resid_post"]
+    for layer, line in zip(facts["layers"], lines[1:-1], strict=True):
+        assert [position["position"] for position in layer["positions"]] == [4, 5, 6]
+        last = layer["positions"][-1]
+        cells = [f"{token['probability']:.3f}" for token in last["top"]]
+        shown = line.split()
+        assert shown[1] == f"{last['divergence']:.3f}"
+        assert [shown[3], shown[5]] == cells
+    assert f"picture: {facts['picture']}" == lines[-1] == "picture: lens.png"
+    lines, facts = inside("lens", "runs/run", "--list")
+    assert facts["points"] == lines
+
+
+def test_json_of_attention_has_the_figures_of_each_head(inside):
+    lines, facts = inside("attention", "runs/run", "--prompt", "one two", "--layers", "1")
+    rows = [
+        [head["layer"], str(head["head"]), *(f"{head[name]:.3f}" for name in ("entropy", "itself", "before", "first"))]
+        for head in facts["heads"]
+    ]
+    assert [line.split() for line in lines[1:-1]] == rows
+    assert lines[-1] == f"picture: {facts['picture']}"
+    assert len(facts["tokens"]) == len("one two")
+
+
+def test_json_of_patching_has_the_effect_at_each_point_and_position(inside):
+    prompts = ["--clean", "one", "--corrupted", "two", "--answer", "a", "--other", "b"]
+    lines, facts = inside("patch", "runs/run", *prompts)
+    measures = [facts[side]["logit_difference"] for side in ("clean", "corrupted")]
+    assert lines[0].endswith("clean {:.3f}, corrupted {:.3f}".format(*measures))
+    assert [facts[side]["answer"]["text"] for side in ("clean", "corrupted")] == ["a", "b"]
+    assert facts["corrupted"]["prompt"] == "".join(token["text"] for token in facts["corrupted"]["tokens"]) == "two"
+    for line, point in zip(lines[2:-1], facts["points"], strict=True):
+        name, largest, place, _ = line.split()
+        assert point["point"] == name
+        assert f"{point['effects'][int(place)]:.3f}" == largest
+        assert len(point["effects"]) == 3
+    assert lines[-1] == f"picture: {facts['picture']}"
