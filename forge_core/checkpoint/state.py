@@ -71,7 +71,10 @@ def gather_state(
 
     Reads only: a save, at any step, changes nothing.
     """
+    based = {} if model.base is None else {"base": model.base}
     tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
+    for name in model.base["tensors"] if model.base else ():
+        tensors.pop(name, None)
     evaluated = optimizer.evaluation_weights() if isinstance(optimizer, HasEvaluationWeights) else {}
     scalars: dict[str, dict[str, Any]] = {}
     for name, parameter in _named(optimizer):
@@ -91,7 +94,7 @@ def gather_state(
         tensors |= {f"{owner}.{name}": tensor for name, tensor in held.items()}
         extras[owner] = {name: value for name, value in state.items() if name not in held}
     saved = {"scalars": scalars, "groups": _group_state(optimizer)}
-    return State(tensors, {"progress": asdict(progress), "optimizer": saved, "extras": extras})
+    return State(tensors, {"progress": asdict(progress), "optimizer": saved, "extras": extras, **based})
 
 
 @frozen
@@ -140,7 +143,11 @@ def restore_state(
     slots = _empty_slots(optimizer, stored, trained)
     held = {owner: _empty_held(owner, stored) for owner in own if owner in manifest["extras"]}
     evaluated = _empty_evaluated(optimizer, stored)
-    tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
+    model.base = manifest.get("base")
+    own_tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
+    # A state in memory lacks what is its base's, which has not changed since
+    based = (manifest.get("base") or {}).get("tensors", ())
+    tensors = {name: tensor for name, tensor in own_tensors.items() if name in stored or name not in based}
     tensors |= {f"optimizer.{name}.{slot}": tensor for name, parts in slots.items() for slot, tensor in parts.items()}
     tensors |= {f"{owner}.{name}": tensor for owner, parts in held.items() for name, tensor in parts.items()}
     tensors |= {EVALUATION + name: tensor for name, (_, tensor) in evaluated.items()}

@@ -197,6 +197,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def manifest_digest(folder: Path) -> str:
+    """The SHA-256 of a checkpoint's manifest, which has those of its files."""
+    fetch(folder, [MANIFEST])
+    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+
+
 def fetch(folder: Path, names: Sequence[str]) -> None:
     """Bring files of a checkpoint into its folder, if it is one of a storage that keeps them elsewhere."""
     storage, step = SpreadStorage.opened.get(folder.absolute(), (None, 0))

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,7 +31,16 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 from forge_core.checkpoint.ranks import Ranks
-from forge_core.checkpoint.storage import MALFORMED, describe_fault, fetch, own_file, threads, write_file
+from forge_core.checkpoint.storage import (
+    MALFORMED,
+    describe_fault,
+    fetch,
+    manifest_digest,
+    own_file,
+    read_manifest,
+    threads,
+    write_file,
+)
 from forge_core.contracts.errors import CheckpointError
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.parallel.mesh import local_part
@@ -90,6 +99,7 @@ class Index:
     """The tensors of a checkpoint by name."""
 
     files: Sequence[str]
+    """Names of files in its folder, and whole paths of those of its base."""
     tensors: Mapping[str, StoredTensor]
 
     @property
@@ -125,17 +135,39 @@ def shared_index(folder: Path) -> Index:
 
 
 def read_index(folder: Path) -> Index:
-    """The index, read by this process; raises a `CheckpointError` if it is missing or not of the form written here."""
+    """The index, with the tensors that the checkpoint leaves to its base; read by this process.
+
+    Raises a `CheckpointError` if it is missing or not of the form written here, or if the base is another one now.
+    """
     path = folder / INDEX
     try:
         fetch(folder, [INDEX])
         status = path.stat()
-        return _read_version(path, (status.st_mtime_ns, status.st_size, status.st_ino))
+        index = _read_version(path, (status.st_mtime_ns, status.st_size, status.st_ino))
     except MALFORMED as error:
         raise CheckpointError(f"{path}: {describe_fault(error)}") from error
+    base = read_manifest(folder).get("base")
+    return index if base is None else _with_base(folder, index, base)
 
 
-@functools.lru_cache(maxsize=1)  # programs that list the tensors and then load them one at a time parse it once
+def base_of(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
+    """What a checkpoint records of its base, the one in `folder`: `names` has the base's names by its own."""
+    return {"path": str(folder.resolve()), "digest": manifest_digest(folder), "tensors": dict(names)}
+
+
+def _with_base(folder: Path, index: Index, base: Mapping[str, Any]) -> Index:
+    place = Path(base["path"])
+    if not place.is_dir() or manifest_digest(place) != base["digest"]:
+        what = "is another checkpoint now" if place.is_dir() else "is not there"
+        hint = "put it back, or leave a link to it there"
+        raise CheckpointError(f"{folder} holds only what was trained; its base {place}, with all else, {what}: {hint}")
+    below = read_index(place)
+    borrowed = {name: below.tensors[theirs] for name, theirs in base["tensors"].items()}
+    shifted = {name: evolve(each, files=each.files + len(index.files)) for name, each in borrowed.items()}
+    return Index([*index.files, *(str(place / file) for file in below.files)], {**shifted, **index.tensors})
+
+
+@functools.lru_cache(maxsize=2)  # programs that list the tensors and then load them one at a time parse it once
 def _read_version(path: Path, _version: tuple[int, ...]) -> Index:
     return parse_index(path.read_text())
 
@@ -213,7 +245,10 @@ def _reads(tensors: Tensors, index: Index) -> Iterator[Read]:
 def _read_files(folder: Path, reads: Iterable[Read]) -> None:
     """Fill the targets of all reads, each file from its start to its end, as disks read fastest."""
     in_order, done = sorted(reads, key=lambda read: (read.file, read.start)), itertools.count(1)
-    fetch(folder, list(dict.fromkeys(read.file for read in in_order)))
+    for place, of_place in itertools.groupby(
+        dict.fromkeys(folder / read.file for read in in_order), lambda f: f.parent
+    ):
+        fetch(place, [file.name for file in of_place])
     for name, of_file in itertools.groupby(in_order, key=lambda read: read.file):
         with (folder / name).open("rb") as file:
             for read in of_file:

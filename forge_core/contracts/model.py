@@ -99,6 +99,14 @@ class Model(nn.Module):
     """A module that is a `Head`."""
     batch_fields: Mapping[str, BatchField] = MappingProxyType({})
     """Further entries of batches, as its component names them for the job; set by the engine."""
+    begins_here: Collection[str] = ()
+    """Names of parameters that no other run's checkpoint need have, such as adapters that a plugin adds."""
+    unchanged: Collection[str] = ()
+    """Names of parameters and buffers that never change in training: a checkpoint does not hold them once more if they
+    are those of another one, its `base`."""
+    base: Mapping[str, Any] | None = None
+    """The checkpoint that has what is `unchanged`, set by what loads it: its `path`, the `digest` of its manifest, and
+    `tensors`, by their names in this run's checkpoints their names there."""
 
     def embed(self, batch: Batch) -> Carry:
         """Returns the carry before the first layer, in the dtype `context.dtype`; `batch` is from `prepare`."""

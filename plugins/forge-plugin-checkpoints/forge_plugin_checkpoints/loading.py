@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 from torch import Size
 
-from forge_core.checkpoint.state import model_tensors
-from forge_core.checkpoint.tensors import load_tensors, shared_index
+from forge_core.checkpoint.state import MODEL, model_tensors
+from forge_core.checkpoint.tensors import base_of, load_tensors, shared_index
 from forge_core.contracts.errors import SHOWN, JobError, Problem, ResumeError, did_you_mean, listed
 from forge_kit.tools.checkpoints import evaluated_names
 from forge_plugin_checkpoints.model_settings import compare_settings, refuse
@@ -50,36 +50,50 @@ def load(
     # Weights as they are evaluated, where an optimizer trains others: those only serve the run that trained them.
     where = evaluated_names(index.shapes)
     stored = {name: index.shapes[full][0] for name, full in where.items()}
-    selection = select(parts, table, folder, where, stored, outline)
+    selection = select(parts, table, folder, where, stored, outline, model.begins_here)
     settings = compare_settings(
         manifest["job"], context.job, selection.loaded, parts.accept_changes, outline.tensors, stored
     )
     refuse(table, folder, settings.refused)
     own = model_tensors(model)
     load_tensors(folder, {full: own[name] for name, full in selection.loaded.items() if name in own}, index)
+    if based := {MODEL + name: full for name, full in selection.loaded.items() if name in model.unchanged}:
+        # Of several tables, the first one with such tensors: a checkpoint has one base, and holds all else itself
+        model.base = model.base or base_of(folder, based)
     changed = [f"  accepted: {change}" for change in settings.accepted]
     changed += [f"  trained with another setting: {change}" for change in settings.others]
     return selection.loaded, [*_describe(selection, folder, manifest, context, outline), *changed]
 
 
 def select(
-    parts: Parts, table: str, folder: Path, where: Mapping[str, str], stored: Mapping[str, Size], outline: Outline
+    parts: Parts,
+    table: str,
+    folder: Path,
+    where: Mapping[str, str],
+    stored: Mapping[str, Size],
+    outline: Outline,
+    begins_here: Collection[str] = (),
 ) -> Selection:
-    """What to load: `where` has the name in the checkpoint of each parameter and buffer, and `stored` its shape."""
+    """What to load: `where` has the name in the checkpoint of each parameter and buffer, and `stored` its shape.
+
+    The checkpoint may lack those in `begins_here`.
+    """
     names = outline.names(outline.tensors)  # of the whole model: all ranks of a pipeline select, and refuse, the same
     _check_patterns(parts, table, names, stored)
     wanted = {name for name, every in names.items() if parts.selects(every)}
     selected, missing = ([n for n in names if n in wanted and (n in stored) is there] for there in (True, False))
     _check_shapes(table, folder, selected, outline.tensors, stored)
-    if missing and parts.strict:
+    new = [name for name in missing if name in begins_here]
+    if (lacking := [name for name in missing if name not in new]) and parts.strict:
         raise ResumeError(
-            f"{folder} lacks some of what [{table}] selects: {listed(missing)}. Exclude these, or set "
+            f"{folder} lacks some of what [{table}] selects: {listed(lacking)}. Exclude these, or set "
             "strict = false to let them keep their initial values"
         )
     _check_ties(parts, table, folder, {name: names[name] for name in selected}, stored)
     others = {
         "skipped, as include and exclude say": [name for name in names if name not in wanted],
-        "not in the checkpoint, initial values kept": missing,
+        "new in this model": new,
+        "not in the checkpoint, initial values kept": lacking,
         "only in the checkpoint": [name for name in stored if name not in names],
     }
     return Selection({name: where[name] for name in selected}, others)

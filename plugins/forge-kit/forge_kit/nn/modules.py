@@ -60,6 +60,10 @@ class Linear(nn.Module):
         bias = None if self.bias is None else cast(self.bias, x.dtype)
         return F.linear(x, cast(self.weight, x.dtype), bias)
 
+    def resized(self, inputs: int, outputs: int, *, std: float) -> Linear:
+        """See `forge_kit.nn.adapters.Adaptable`."""
+        return Linear(inputs, outputs, std=std)
+
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 

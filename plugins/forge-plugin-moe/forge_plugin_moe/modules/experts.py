@@ -42,6 +42,10 @@ class StackedLinear(nn.Module):
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
+    def resized(self, inputs: int, outputs: int, *, std: float) -> StackedLinear:
+        """As many matrices of other widths; see `forge_kit.nn.adapters.Adaptable`."""
+        return StackedLinear(len(self.weight), inputs, outputs, std=std, grouped=self.grouped)
+
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """`ends` (E,), int32: the row after the last one of each expert."""
         y = self._products(x, ends)

@@ -1,0 +1,96 @@
+"""What adapters of matrices need from the modules that they are added to, and how code leaves them out for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from forge_kit.nn.modules import Linear
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """A module that multiplies by its `weight`, (…, out, in), and may add a bias: `module(x, *further)`.
+
+    `forge_kit.nn.modules.Linear` is one, and so may be the stacked matrices of experts.
+    """
+
+    weight: Tensor
+
+    def resized(self, inputs: int, outputs: int, *, std: float) -> nn.Module:
+        """Returns a module of this kind without a bias, of other widths, called with the same further arguments.
+
+        Its weight is drawn from N(0, std²).
+        """
+        ...
+
+
+def resized(module: nn.Module, inputs: int, outputs: int, *, std: float) -> nn.Module | None:
+    """Returns a module of the kind of `module` with other widths; see `Adaptable`. None: it is not of such a kind."""
+    if isinstance(module, Adaptable):
+        return module.resized(inputs, outputs, std=std)
+    return Linear(inputs, outputs, std=std) if type(module) is nn.Linear else None
+
+
+class HasAdapter(nn.Module):
+    """Base of modules whose adapter can be switched off, so that they compute what they did without it."""
+
+    adapter_on: bool = True
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """A context in which a model computes without its adapters: the model from which fine-tuning began.
+
+    Raises:
+        ValueError: the model has no adapters, so that it would be no other model.
+    """
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, HasAdapter)]
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no adapters to switch off")
+    before = [module.adapter_on for module in modules]
+    for module in modules:
+        module.adapter_on = False
+    try:
+        yield
+    finally:
+        for module, was_on in zip(modules, before, strict=True):
+            module.adapter_on = was_on
+
+
+def merge_adapters(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the weights with their adapters added, by the name of the parameter that each replaces; float32 or wider.
+
+    The names of what the adapters own are in `adapter_names`. The model stays as it is, and may not be sharded.
+    """
+    return {
+        f"{name}.weight": module.merged_weight()
+        for name, module in model.named_modules()
+        if isinstance(module, MergesAdapter)
+    }
+
+
+@runtime_checkable
+class MergesAdapter(Protocol):
+    """A module with an adapter that can be added to its weight."""
+
+    def merged_weight(self) -> Tensor:
+        """Returns the weight that alone computes what weight and adapter do, (…, out, in), float32 or wider."""
+        ...
+
+    def adapter_parameters(self) -> Iterator[str]:
+        """Yields the names, relative to the module, of the parameters that only the adapter has."""
+        ...
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """Returns the names of all parameters that only adapters have."""
+    return [
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if isinstance(module, MergesAdapter)
+        for own in module.adapter_parameters()
+    ]

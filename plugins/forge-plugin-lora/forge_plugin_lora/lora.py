@@ -1,0 +1,122 @@
+"""The plugin `lora`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal
+
+from attrs import define, field
+from attrs.validators import ge, gt, min_len
+
+from forge_core import Job, JobError, ModelComponent, Plugin, Problem, hookimpl, when_resumed
+from forge_core.contracts.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
+
+
+@define(kw_only=True, slots=False)
+class LoRA(Plugin):
+    """Low-rank adapters: freezes the model, and trains two small matrices beside each chosen one.
+
+    W x becomes W x + s B A x, where A is (rank, in) and B is (out, rank) and starts at zero: training begins with the
+    model as `[checkpoint.load]` has loaded it. The parameters are `X.lora_a.weight` and `X.lora_b.weight` beside
+    `X.weight`, and `X.lora_magnitude.weight` with `dora`. A checkpoint has these, and refers to the checkpoint that was
+    loaded for all else.
+    """
+
+    resumes_as = "impossible"
+
+    rank: int = field(default=16, validator=ge(1))
+    """Rows of A and columns of B."""
+    alpha: float = field(default=32.0, validator=gt(0), metadata=when_resumed("flag"))
+    """s is alpha / rank, or with `rslora` alpha / sqrt(rank)."""
+    method: Literal["lora", "rslora", "dora"] = "lora"
+    """`lora` (Hu et al. 2021); `rslora`, whose s keeps updates of one size at all ranks (Kalajdzievski 2023, theorem
+    3.2); `dora`, which also trains the norm of each row of W + s B A (Liu et al. 2024)."""
+    targets: tuple[str, ...] = field(default=("all",), validator=min_len(1))
+    """Which matrices have adapters: a role (`matrix`, `stack`, `fused`), a pattern of module names or of
+    their ends (`q`, `attention.*`, `layers.0.ffn.up`), or `all`, the matrices of all layers but routers."""
+    train: tuple[str, ...] = ()
+    """Patterns of further parameters that train as they are: `head.*`, `*norm*`."""
+    base_dtype: Literal["unchanged", "bf16"] = "unchanged"
+    """`bf16` keeps what is frozen in bfloat16, at half of its memory; adapters stay as they are, in float32."""
+
+    @property
+    def scale(self) -> float:
+        """s, by which B A is multiplied."""
+        return self.alpha / (math.sqrt(self.rank) if self.method == "rslora" else self.rank)
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that the dtype of the base goes with that of the computation."""
+        if self.base_dtype == "bf16" and job.train.precision == "fp64":
+            hint = 'leave it out, or take train.precision = "bf16"'
+            yield Problem("base_dtype", f'bfloat16 weights beside train.precision = "fp64" are neither; {hint}')
+
+    # Inside of the wrapper of `freeze`, whose patterns may name adapters
+    @hookimpl(wrapper=True)
+    def forge_build_model(self, component: ModelComponent, context: BuildContext) -> Generator[None, Model, Model]:
+        """Freezes the model and puts adapters beside the matrices that `targets` names."""
+        model = yield
+        if component is context.job.model:  # and not a model inside of it, such as a teacher's
+            self._adapt(model)
+        return model
+
+    def _adapt(self, model: Model) -> None:
+        from forge_core.checkpoint.state import model_tensors
+        from forge_kit.nn.adapters import adapter_names
+        from forge_plugin_lora.adapted import A, B, adapt
+        from forge_plugin_lora.sharing import with_adapters
+        from forge_plugin_lora.targets import select, target_problems
+
+        problems = list(target_problems(model, self.targets, self.rank, decomposed=self.method == "dora"))
+        chosen = select(model, self.targets, self.rank)
+        names = [name for name, _ in model.named_parameters()]
+        for number, pattern in enumerate(self.train):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                hint = did_you_mean(pattern, names)
+                problems.append(Problem(f"train.{number}", f"{pattern!r} fits no parameter of the model{hint}"))
+        if problems:
+            raise JobError(problem.below("plugins.lora") for problem in problems)
+        exempt = [*model.float8_exempt(), *(f"{name}.{part}" for name in chosen for part in (A, B))]
+        model.float8_exempt = lambda: exempt  # type: ignore[method-assign]
+        model.tensor_parallel_plan = with_adapters(model.tensor_parallel_plan, chosen)  # type: ignore[method-assign]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in self.train))
+            if self.base_dtype == "bf16" and not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+        frozen = [name for name, p in model_tensors(model).items() if not p.requires_grad]
+        self._freeze_buffers(model)
+        for name in chosen:
+            adapt(model.get_submodule(name), self.rank, self.scale, decomposed=self.method == "dora")
+        model.begins_here, model.unchanged = adapter_names(model), frozen
+        self._chosen = chosen
+
+    def _freeze_buffers(self, model: Model) -> None:
+        """Keep the buffers that change with updates, such as the bias that balances a router's experts, as they are."""
+        from forge_core.contracts.model import ChangesWithUpdates
+
+        for module in model.modules():
+            if isinstance(module, ChangesWithUpdates):
+                module.after_update = _stay  # type: ignore[method-assign]
+
+    # --- reports ---------------------------------------------------------------------------------------------------
+
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """Reports the adapters in the summary of the run."""
+        yield "adapters", self._describe(), f"{self.method}, rank {self.rank}, scaled by {self.scale:g}"
+
+    def plan_lines(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Reports the adapters to `forge-run plan`; see `forge_plugin_plan.report.HasPlanLines`."""
+        yield "adapters", f"{self._describe()}; {self.method}, rank {self.rank}, scaled by {self.scale:g}"
+
+    def _describe(self) -> str:
+        return f"beside {len(self._chosen)} matrices"
+
+
+def _stay() -> None:
+    """Takes the place of `after_update` of a module that is frozen."""

@@ -1,0 +1,43 @@
+"""How ranks share adapters: the tensor-parallel ways of A and B beside those of the matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from forge_plugin_lora.adapted import MAGNITUDE, A, B
+
+WAYS: Mapping[str, tuple[str, str, str]] = {
+    "column": ("replicate", "column", "column"),
+    "column_stack": ("replicate", "column_stack", ""),
+    "row": ("partial_row", "partial", "partial"),
+    "partial_row": ("partial_row", "partial", "partial"),
+    "sequence": ("sequence", "sequence", "sequence"),
+    "replicate": ("replicate", "replicate", "replicate"),
+    "partial": ("partial", "partial", "partial"),
+}
+"""By the way of a matrix, those of A, B and the magnitudes; see `forge_plugin_parallel.tp_ways.WAYS`.
+
+Beside rows of outputs, A is whole and B has the rows. Beside columns of inputs, A has the columns, and B A x of each
+rank is a part of the sum over ranks that the matrix makes."""
+
+
+def with_adapters(plan: Callable[[], Mapping[str, Any]], adapted: Iterable[str]) -> Callable[[], Mapping[str, Any]]:
+    """Returns a `tensor_parallel_plan` that also has the adapters of these modules.
+
+    Adapters beside a way that is not in `WAYS` are left out of it, which the stage `tp` refuses by name.
+    """
+    names = list(adapted)
+
+    def extended() -> Mapping[str, Any]:
+        ways = plan()
+        own: dict[str, Any] = {}
+        for name in names:
+            way = next((way for pattern, way in ways.items() if fnmatchcase(name, pattern)), None)
+            for part, of_part in zip((A, B, MAGNITUDE), WAYS.get(getattr(way, "name", way), ()), strict=False):
+                own[f"{name}.{part}"] = of_part
+        # In front: the first pattern that fits a name counts
+        return {**own, **ways}
+
+    return extended
