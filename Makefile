@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= passive
 .PHONY: run test test-all lint types contracts tests coverage measure gpu docs venv wheels alone clean
 
 run: $(STAMP)
-	$(BIN)/forge-run configs/quickstart.toml
+	$(BIN)/forge-run configs/quickstart.toml --nproc 2
 
 test: lint types contracts tests docs
 
@@ -77,12 +77,15 @@ venv: $(STAMP)
 
 # All projects in one pip call, so that each finds the others here and none is looked for on an index.
 $(STAMP): requirements-dev.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(if $(GIVEN),,$(BIN)/python -c "import torch" 2>/dev/null ||) $(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet hatchling editables
-	$(BIN)/pip install --quiet --no-build-isolation -r requirements-dev.txt -e . $(addprefix -e ./,$(wildcard plugins/*/))
-	rm -f $(VENV)/.installed*
-	touch $@
+	@echo "environment: $(VENV), of $(PYTHON)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH)"
+	@$(if $(GIVEN),,$(BIN)/python -c "import torch" 2>/dev/null ||) $(BIN)/pip install --quiet "$(TORCH)"
+	@echo "installing forge-run, its $(words $(wildcard plugins/*/)) plugins and the tools of requirements-dev.txt"
+	@$(BIN)/pip install --quiet hatchling editables
+	@$(BIN)/pip install --quiet --no-build-isolation -r requirements-dev.txt -e . $(addprefix -e ./,$(wildcard plugins/*/))
+	@rm -f $(VENV)/.installed*
+	@touch $@
 
 clean:
 	rm -rf $(VENV) dist site htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache
