@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_kit.tools.commands import gigabytes
+from forge_kit.tools.json_output import add_json, json_text, print_json
 from forge_kit.tools.outputs import MARK, output_file, write_output
 from forge_kit.tools.tables import columns
 
@@ -65,9 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     inputs.add_argument("--tokens", type=positive, default=256, metavar="N", help="random tokens to compute (256)")
     inputs.add_argument("--prompts", type=Path, metavar="FILE", help="texts to compute in their place, one a line")
     verifying.add_argument("--report", type=Path, metavar="FILE", help="also write everything to a JSON file")
-    for action in (inspecting, verifying):
-        action.add_argument("--json", action="store_true", help="print JSON")
     for action in (inspecting, importing, exporting, verifying):
+        add_json(action)
         action.add_argument(
             "--architecture", default="", metavar="NAME", help="of the model, in place of the one that its files name"
         )
@@ -96,7 +94,7 @@ def inspect(options: argparse.Namespace) -> int:
     images = list(describe_images(architecture, config))
     if options.json:
         keys = [dict(zip(("key", "value", "in_forge"), row, strict=True)) for row in rows]
-        print(json.dumps({"supported": supported, "keys": keys, "images": images}, indent=2))
+        print_json({"supported": supported, "keys": keys, "images": images})
     else:
         print("\n".join([columns([["KEY", "VALUE", "IN FORGE"], *rows]), *images]))
     return ExitCode.FINISHED if supported else ExitCode.BAD_JOB
@@ -126,11 +124,15 @@ def import_model(options: argparse.Namespace) -> int:
         architecture=options.architecture,
         catalog=catalog,
     )
-    config = read_folder(options.folder)
-    for remark in remarks(_architecture(config, options.architecture, catalog), config):
-        print(f"note: {remark}")
+    config, origin = read_folder(options.folder), read_json(run / ORIGIN)
+    notes = list(remarks(_architecture(config, options.architecture, catalog), config))
+    if options.json:
+        facts = {name: origin[name] for name in ("model_type", "files", "digests", LEFT_OUT)}
+        print_json({"run": run, "start": run / START, "notes": notes, **facts})
+        return ExitCode.FINISHED
+    for note in notes:
+        print(f"note: {note}")
     print(f"{run}: a run folder, with its weights as the checkpoint of step 0")
-    origin = read_json(run / ORIGIN)
     print(checksum_line(origin["digests"]))
     if origin[LEFT_OUT]:
         print(f"left out, as Forge computes nothing with them: {listed(origin[LEFT_OUT])}")
@@ -176,11 +178,11 @@ def verify(options: argparse.Namespace) -> int:
     unequal = [tensor for tensor in tensors if not tensor.equal]
     # Computed differences do not count: they follow from the tensors, or are due to rounding.
     code = ExitCode.FINISHED if not unequal and not changes else ExitCode.FAILED
-    report = _finite({"model": changes, "tensors": [*map(attrs.asdict, tensors)], "computed": computed})
+    report = {"model": changes, "tensors": [*map(attrs.asdict, tensors)], "computed": computed}
     if options.report:
-        write_output(options.report, "--report", json.dumps({"generator": MARK, **report}, indent=1) + "\n")
+        write_output(options.report, "--report", json_text({"generator": MARK, **report}, indent=1) + "\n")
     if options.json:
-        print(json.dumps(report, indent=2))
+        print_json(report)
         return code
     for line in changes:
         print(line)
@@ -192,20 +194,13 @@ def verify(options: argparse.Namespace) -> int:
     return code
 
 
-def _finite(value: Any) -> Any:
-    """Plain types with numbers that are not finite as strings: JSON has none."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def export(options: argparse.Namespace) -> int:
     """Write the weights of a run as a folder that transformers and vLLM load."""
     import torch
 
-    from forge_plugin_weights.exporting import export_run
+    from forge_plugin_weights.exporting import PROVENANCE, export_run
+    from forge_plugin_weights.importing import read_json
+    from forge_plugin_weights.parity import PARITY
 
     folder = export_run(
         options.run,
@@ -215,6 +210,11 @@ def export(options: argparse.Namespace) -> int:
         architecture=options.architecture,
         computed=options.verify,
     )
-    for path in sorted(folder.iterdir()):
+    paths = sorted(folder.iterdir())
+    if options.json:
+        parity = read_json(folder / PROVENANCE / PARITY)
+        print_json({"out": folder, "files": [path.name for path in paths], "parity": parity})
+        return ExitCode.FINISHED
+    for path in paths:
         print(path)
     return ExitCode.FINISHED

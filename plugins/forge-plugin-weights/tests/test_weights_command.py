@@ -137,6 +137,22 @@ def test_a_configuration_is_shown_key_by_key(tmp_path, capsys):
     assert (novelty["value"], "NOT KNOWN" in novelty["in_forge"]) == ("3", True)
 
 
+def test_json_of_an_import_and_an_export_has_what_their_folders_have(published, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["weights", "import", str(published), "--out", "runs/theirs", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["run"], facts["start"], facts["notes"]) == ("runs/theirs", "runs/theirs/start.toml", [])
+    origin = json.loads(Path("runs/theirs/origin.json").read_text())
+    for name in ("model_type", "files", "digests", "left_out"):
+        assert facts[name] == origin[name]
+    assert main(["weights", "export", "runs/theirs", "--out", "out", "--dtype=float16", "--verify", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["out"] == "out"
+    assert facts["files"] == sorted(path.name for path in Path("out").iterdir())
+    assert facts["parity"] == json.loads(Path("out/forge/parity.json").read_text())
+    assert facts["parity"]["computed"]["logits"] > 0, "rounded"
+
+
 def test_an_architecture_of_a_stranger_comes_from_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     MODELS["llama, tied"].write(Path("published"))

@@ -9,8 +9,11 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from forge_core.cli.command_line import parse_job_arguments, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.ranks import add_ranks, ranks_asked_for, run_on_ranks
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ def command(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("forge-run doctor gpus", description=command.__doc__)
     parser.add_argument("files", nargs="*", metavar="JOB.toml", help="job that is to run, layered from left to right")
     add_ranks(parser, "one for each GPU to look at")
+    add_json(parser)
     examples = (
         "forge-run doctor gpus --nproc 8",
         "srun forge-run doctor gpus job.toml",
@@ -47,10 +51,10 @@ def command(argv: list[str]) -> int:
         from forge_core.config.load import load_job
 
         job = load_job(*files, overrides=overrides, world_size=size)
-    return run_on_ranks("doctor gpus", argv, options.nproc, lambda: _check(job))
+    return run_on_ranks("doctor gpus", argv, options.nproc, lambda: _check(job, options.json))
 
 
-def _check(job: Any) -> int:
+def _check(job: Any, as_json: bool) -> int:
     from forge_core.parallel.mesh import choose_device, gather_objects, global_rank, world_size
     from forge_plugin_resilience.health.links import Links, measure_links
     from forge_plugin_resilience.health.stragglers import Stragglers, matmul_ms
@@ -65,7 +69,10 @@ def _check(job: Any) -> int:
     links = measure_links(device, links_hook.size_mb, links_hook.rounds) if world_size() > 1 else []
     lines, wrong = report(rows, links, slow, links_hook)
     if global_rank() == 0:
-        print("\n".join(lines), flush=True)
+        if as_json:
+            print_json(facts_of(rows, links, wrong))
+        else:
+            print("\n".join(lines), flush=True)
         if wrong:
             raise Unwell("\n".join([f"not well, in {len(wrong)} respect{'s' if len(wrong) > 1 else ''}:", *wrong]))
     return ExitCode.FINISHED
@@ -119,6 +126,15 @@ def report(rows: Sequence[Any], links: Sequence[Link], slow: float, hook: Links)
     wrong += [f"the sum over {link} is wrong" for link in links if not link.is_right]
     wrong += slow_links(links, hook.slow, hook.least_gb_per_s)
     return [*lines, *([] if wrong else ["", "all is well"])], wrong
+
+
+def facts_of(rows: Sequence[Any], links: Sequence[Link], wrong: Sequence[str]) -> dict[str, Any]:
+    """What `--json` prints: each rank, each link that was measured, and the problems in words."""
+    ranks = []
+    for rank, row in enumerate(rows):
+        name, faults = row["gpu"]
+        ranks.append({"rank": rank, "host": row["host"], "gpu": name, "matmul_ms": row["matmul_ms"], "faults": faults})
+    return {"ranks": ranks, "links": [attrs.asdict(link) for link in links], "problems": list(wrong)}
 
 
 def _table(cells: Sequence[Sequence[str]]) -> list[str]:

@@ -22,6 +22,7 @@ from forge_core.checkpoint.storage import Local, read_manifest
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.runtime import SpreadStorage
 from forge_core.launch.world import join_world
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.metrics import read_metrics
 from forge_kit.tools.outputs import new_folder
 from forge_kit.tools.ranks import ranks_asked_for
@@ -50,6 +51,7 @@ def command(argv: list[str]) -> int:
         "moved (the working directory of its start)")  # fmt: skip
     add("--scratch", type=Path, metavar="DIR", help="folder for the files of the replay, which all ranks reach "
         "(a temporary one)")  # fmt: skip
+    add_json(parser)
     with_examples(
         parser, "forge-run replay runs/quickstart --step 120", "forge-run replay runs/big --step 9000 --nproc 8"
     )
@@ -71,7 +73,10 @@ def command(argv: list[str]) -> int:
         again = {row["step"]: (row["loss"], row["grad_norm"]) for row in result.pop("rows")}
         digests = Record(run).gradients(options.step)
         replay = Replay(step=options.step, recorded=recorded, again=again, recorded_gradients=digests, **result)
-        print(replay.report(options.digest))
+        if options.json:
+            print_json({"run": options.run, **replay.facts()})
+        else:
+            print(replay.report(options.digest))
     return 0
 
 

@@ -14,6 +14,8 @@ BEFORE = 20
 """Steps before the replayed one whose losses serve as the usual values."""
 ROUNDING = 1e-4
 """Relative difference of losses and norms on another number of ranks, or another kind of processor."""
+CAUSES = ("HARDWARE", "DATA", "WEIGHTS")
+"""Words with which a line of the verdict begins that names a cause."""
 Pair = tuple[float, float]
 """Loss and gradient norm of a step."""
 
@@ -46,6 +48,20 @@ class Replay:
         shown = (f"{each['source']}  {json.dumps(each['text'], ensure_ascii=False)}" for each in self.worst)
         lines += [f"  {each['loss']:.4f}  {text}" for each, text in zip(self.worst, shown, strict=True)]
         return "\n".join(lines)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the whole report as plain types; the digests are empty where none were computed."""
+        lines = self.verdict()
+        causes = [line.partition(":")[0].lower() for line in lines if line.startswith(tuple(f"{c}:" for c in CAUSES))]
+        return {
+            "step": self.step,
+            "recorded": _facts(self.recorded[self.step], self.recorded_gradients),
+            "again": _facts(self.again[self.step], self.gradients),
+            "cause": causes[0] if causes else None,
+            "verdict": " ".join(lines),
+            "sequences": len(self.losses),
+            "worst": self.worst,
+        }
 
     def verdict(self) -> list[str]:
         """Returns what made the step, in words."""
@@ -116,6 +132,10 @@ def _relative(a: float, b: float) -> float:
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a) and math.isfinite(b) else math.inf
+
+
+def _facts(pair: Pair, digests: Sequence[str]) -> dict[str, Any]:
+    return {"loss": pair[0], "grad_norm": pair[1], "gradients": list(digests) if any(digests) else []}
 
 
 def _listed(digests: Sequence[str]) -> str:

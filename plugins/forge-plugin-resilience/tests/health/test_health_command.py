@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import sys
 import pytest
 
 from forge_core.cli import main
-from forge_plugin_resilience.health.command import report
+from forge_kit.tools.json_output import json_text
+from forge_plugin_resilience.health.command import facts_of, report
 from forge_plugin_resilience.health.links import Link, Links
 from forge_testing.refusals import lacks
 
@@ -54,6 +56,11 @@ def test_what_is_not_well_is_named_with_its_machine():
     lines, wrong = report(rows, links, 1.15, Links())
     assert lines[3].split()[-4:] == ["5", "ms", "Xid", "79"]
     assert lines[-1].split()[-1] == "WRONG"
+    facts = json.loads(json_text(facts_of(rows, links, wrong)))
+    assert facts["links"] == [
+        {"ranks": [0, 2], "hosts": ["gpu01", "gpu03"], "gigabytes_per_s": 20.0, "is_right": False}
+    ]
+    assert (facts["ranks"][2]["faults"], facts["problems"]) == (["Xid 79"], wrong)
     slow, faulty, unequal = wrong
     assert not lacks(slow, "rank 1 on gpu02", "5 ms")
     assert not lacks(faulty, "rank 2 on gpu03", "Xid 79")
@@ -69,6 +76,11 @@ def test_a_machine_that_is_not_well_has_another_exit_code(monkeypatch, capsys, f
     out, err = capsys.readouterr()
     assert ("all is well" in out) == (not faults)
     assert not lacks(err, *faults, *[f"rank 0 on {HOST}" for _ in faults])
+    assert main(["doctor", "gpus", "--json"]) == (1 if faults else 0)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ranks"] == [{"rank": 0, "host": HOST, "gpu": "H100", "matmul_ms": 5.0, "faults": faults}]
+    assert facts["links"] == []
+    assert facts["problems"] == [f"rank 0 on {HOST}: {fault}" for fault in faults]
 
 
 def test_a_bad_job_is_refused_before_any_rank_starts(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -82,6 +83,17 @@ def test_a_poisoned_document_is_found_in_a_run_that_skipped_updates_and_was_resu
     assert len(worst) == 3
     assert "  crawl  " in worst[0]
     assert "the cat" not in worst[0]
+    facts = json.loads(replay(capsys, summary.folder, "--step", step, "--digest", "--worst", 3, "--json"))
+    assert facts["recorded"] == facts["again"]
+    assert [facts["again"][name] for name in ("loss", "grad_norm")] == [rows[step][n] for n in ("loss", "grad_norm")]
+    assert facts["again"]["gradients"][0] in shown
+    assert (facts["run"], facts["step"], facts["cause"]) == (str(summary.folder), step, "data")
+    assert facts["verdict"] in " ".join(shown.split("\n"))
+    assert facts["sequences"] == 8
+    rewritten = [
+        f"  {e['loss']:.4f}  {e['source']}  {json.dumps(e['text'], ensure_ascii=False)}" for e in facts["worst"]
+    ]
+    assert rewritten == worst
 
 
 @pytest.mark.thorough
@@ -144,6 +156,22 @@ class TestVerdict:
 
     def test_another_rank_is_named_by_its_gradients(self):
         assert not lacks(self.verdict(gradients=["a", "c"]), "gradients", "rank 1")
+
+    def test_the_cause_is_a_key_of_the_facts(self):
+        def cause(**changes):
+            values = {
+                "step": 4,
+                "recorded": self.RECORDED,
+                "again": self.RECORDED,
+                "worst": [],
+                "recorded_gradients": [],
+            }
+            return Replay(**values | {"gradients": [""], "losses": [9.0]} | changes).facts()
+
+        assert (cause()["cause"], cause()["again"]["gradients"]) == ("weights", [])
+        assert cause(again={3: (3.0, 1.0), 4: (9.5, 1.0)})["cause"] == "hardware"
+        assert cause(losses=[3.0, 3.1, 2.9, 20.0])["cause"] == "data"
+        assert cause(step=3, losses=[3.0])["cause"] is None
 
     def test_small_differences_from_the_first_step_on_may_be_rounding(self):
         again = {step: (loss * (1 + 1e-6), norm) for step, (loss, norm) in self.RECORDED.items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, core_version
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import output_file, write_output
 from forge_kit.tools.report_sections import ReportSection
 from forge_plugin_runs.report.collect import runs_of, sections_of
@@ -35,6 +36,7 @@ def command(argv: list[str]) -> int:
     add("--curves", action="append", default=[], metavar="GLOB", help=curves)
     add("--sections", metavar="A,B", help="only these sections, as in overview,curves")
     add("--title", metavar="TEXT", help="title of the report (the names of the runs)")
+    add_json(parser, ": what was written")
     with_examples(
         parser,
         "forge-run report runs/first runs/second",
@@ -49,6 +51,9 @@ def command(argv: list[str]) -> int:
     size = write_report(
         options.runs, out, form=options.format, curves=options.curves, sections=chosen, title=options.title or ""
     )
+    if options.json:
+        print_json({"out": out, "bytes": size, "runs": options.runs})
+        return ExitCode.FINISHED
     print(f"{out}: {size / 1000:,.0f} kB, {len(options.runs)} run{'s' if len(options.runs) > 1 else ''}")
     return ExitCode.FINISHED
 

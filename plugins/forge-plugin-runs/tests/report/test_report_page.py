@@ -291,6 +291,10 @@ class TestCommand:
         assert "finished" in page.words
         assert main(["report", "runs/run", "--format", "md"]) == 0
         assert Path("report.md").read_text().startswith("# run\n\n## Overview\n")
+        capsys.readouterr()
+        assert main(["report", "runs/run", "--format", "md", "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts == {"out": "report.md", "bytes": Path("report.md").stat().st_size, "runs": ["runs/run"]}
 
     def test_what_is_no_run_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["report", str(tmp_path / "none")]) == 2
