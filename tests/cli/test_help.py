@@ -11,6 +11,19 @@ from parsers import OFFERS, parsed, parsers
 from forge_core.cli import HEADINGS, command_summary, main
 from forge_core.plugins.catalog import Offer
 
+WITHOUT_JSON = {
+    "run": "trains: its figures are in metrics.jsonl",
+    "resume": "as run",
+    "launch local": "as run",
+    "launch elastic": "as run",
+    "launch lighthouse": "a service",
+    "watch": "a screen; show --json has its facts",
+    "chat": "a conversation; generate --chat --json has its answers",
+    "completion": "a script of the shell",
+    "explain schema": "prints JSON anyway",
+    "new-plugin": "writes a package, and what to do next",
+}
+"""Commands that print no facts, and why."""
 PLACES = {"--out": {"DIR", "FOLDER", "FILE", "PATH", "RUN"}, "--json": {None}, "--device": {None}}
 
 
@@ -34,6 +47,12 @@ class TestEachCommand:
                     assert action.metavar.partition(".")[0].partition("=")[0].isupper(), action.metavar
                 for option in set(action.option_strings) & set(PLACES):
                     assert action.metavar in PLACES[option]
+
+    def test_its_facts_are_printed_as_json_too(self, offer: Offer) -> None:
+        """Each action of a command with several, but not the command alone, which only lists them."""
+        every = list(parsers(parsed(offer, []).parser))
+        missing = [each.prog for each in every[len(every) > 1 :] if "--json" not in each._option_string_actions]
+        assert bool(missing) == (offer.type in WITHOUT_JSON), missing
 
     def test_its_errors_name_no_private_function(self, offer: Offer) -> None:
         """argparse names the function that refuses a value."""

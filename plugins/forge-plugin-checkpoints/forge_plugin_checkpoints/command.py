@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import fields_dict, frozen
+from attrs import asdict, fields_dict, frozen
 
 from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults, read_manifest
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
 from forge_kit.tools.commands import count, gigabytes
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_path
 from forge_kit.tools.tables import columns
 
@@ -61,14 +60,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = partial(_add, actions)
     listing, verify = add("list", list_checkpoints), add("verify", verify_checkpoints)
-    for action in (listing, verify):
-        action.add_argument("--json", action="store_true", help="print JSON")
     listing.add_argument("--full", action="store_true", help="compare SHA-256 of every file, not only sizes")
     verify.add_argument("steps", nargs="*", type=count, metavar="STEP", help="by default all")
     diff = add("diff", diff_checkpoints)
     diff.add_argument("first", metavar="A", help="a step of the run, or the path of a checkpoint or run folder")
     diff.add_argument("second", metavar="B", help="likewise")
-    diff.add_argument("--all", action="store_true", help=f"list every tensor that differs, not only {SHOWN}")
+    diff.add_argument(
+        "--all", action="store_true", help=f"list every tensor that differs, not only {SHOWN}; JSON has all"
+    )
     prune = add("prune", prune_checkpoints)
     prune.add_argument("--keep", type=positive, metavar="N", help="keep the newest N, overriding the job's settings")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
@@ -78,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--step", type=count, metavar="N", help="by default the newest intact one")
     export.add_argument("--shard-size", type=gigabytes, default="5", metavar="GB", help="of each file of a folder (5)")
+    for action in (listing, verify, diff, prune, export):
+        add_json(action)
     return parser
 
 
@@ -132,8 +133,7 @@ class Row:
         get = self.manifest.get
         names = {"step": self.step, "saved": get("time"), "size": self.size, "tokens": get("tokens")}
         metrics = (get("evaluation") or {}).get("metrics", {})
-        finite = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
-        evaluation = {"step": self.manifest["evaluation"]["step"], "metrics": finite} if metrics else None
+        evaluation = {"step": self.manifest["evaluation"]["step"], "metrics": metrics} if metrics else None
         return {**names, "evaluation": evaluation, "faults": list(self.faults)}
 
     def _loss(self) -> str:
@@ -153,7 +153,7 @@ def list_checkpoints(options: argparse.Namespace) -> int:
     if options.json:
         unfinished = [path.name for path in _unfinished_folders(storage)]
         facts = {"run": str(options.run), "in_use_by": owner(options.run), "unfinished": unfinished}
-        print(json.dumps({**facts, "checkpoints": [row.facts() for row in rows]}, indent=2))
+        print_json({**facts, "checkpoints": [row.facts() for row in rows]})
         return ExitCode.FINISHED
     method = "SHA-256" if options.full else "sizes"
     head = ["step", "saved", "size", "tokens", "eval/loss", f"files ({method})"]
@@ -189,7 +189,7 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
         if not options.json:
             print("\n".join(_damage([row])) or f"step {step}: intact, {_size(row.size)}", flush=True)
     if options.json:
-        print(json.dumps({"run": str(options.run), "checkpoints": [row.facts() for row in rows]}, indent=2))
+        print_json({"run": options.run, "checkpoints": [row.facts() for row in rows]})
     elif not steps:
         print(f"{options.run} has no checkpoints")
     return ExitCode.FAILED if any(row.faults for row in rows) else ExitCode.FINISHED
@@ -218,21 +218,27 @@ def diff_checkpoints(options: argparse.Namespace) -> int:
     from forge_plugin_checkpoints.differences import compare_tensors
 
     (first, one), (second, other) = (_checkpoint(options.run, name) for name in (options.first, options.second))
-    print(f"{first} -> {second}")
-    for line in _progress_changes(one["progress"], other["progress"]):
-        print(line)
+    progress = list(_progress_changes(one["progress"], other["progress"]))
     changes = text_changes(one["job"], other["job"], Catalog.installed())
+    if options.json:
+        job = [{"key": change.path, "before": change.before, "after": change.after} for change in changes]
+        tensors = asdict(compare_tensors(first, second))
+        print_json({"first": first, "second": second, "progress": progress, "job": job, "tensors": tensors})
+        return ExitCode.FINISHED
+    print(f"{first} -> {second}")
+    for change in progress:
+        print("{key}: {before} -> {after}".format(**change))
     print(f"job:\n{describe_changes(changes)}" if changes else "job: the same")
     _print_differences(compare_tensors(first, second), sys.maxsize if options.all else SHOWN)
     return ExitCode.FINISHED
 
 
-def _progress_changes(one: Any, other: Any, path: str = "") -> Iterator[str]:
+def _progress_changes(one: Any, other: Any, path: str = "") -> Iterator[dict[str, Any]]:
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {**one, **other}:
             yield from _progress_changes(one.get(key), other.get(key), f"{path}.{key}" if path else key)
     elif one != other:
-        yield f"{path}: {one} -> {other}"
+        yield {"key": path, "before": one, "after": other}
 
 
 def _print_differences(differences: Differences, shown: int) -> None:
@@ -291,9 +297,13 @@ def _prune(options: argparse.Namespace, storage: Storage) -> int:
     if doomed and all(faults):
         raise CheckpointError(f"nothing is deleted, since none of what would stay is intact: {faults[-1][0]}")
     for step in doomed:
-        print(f"{'would delete' if options.dry_run else 'deleting'} {storage.path(step)}")
+        if not options.json:
+            print(f"{'would delete' if options.dry_run else 'deleting'} {storage.path(step)}")
         if not options.dry_run:
             storage.delete(step)
+    if options.json:
+        print_json({"run": options.run, "dry_run": options.dry_run, "deleted": doomed, "staying": staying})
+        return ExitCode.FINISHED
     print(f"{len(doomed)} of {len(doomed) + len(staying)}{' would be' if options.dry_run else ''} deleted; ", end="")
     print(f"staying: {', '.join(map(str, staying)) or 'none'}")
     return ExitCode.FINISHED
@@ -313,6 +323,10 @@ def export_checkpoint(options: argparse.Namespace) -> int:
         _demand_step(options.step, storage.steps(), options.run)
     path, manifest = locate(options.run if options.step is None else storage.path(options.step), "full")
     files = export_weights(path, manifest, output, options.shard_size)
+    if options.json:
+        sizes = [{"file": file, "bytes": file.stat().st_size} for file in files]
+        print_json({"checkpoint": path, "step": manifest["step"], "out": output, "files": sizes})
+        return ExitCode.FINISHED
     for file in files:
         print(f"{file}: {_size(file.stat().st_size)}")
     return ExitCode.FINISHED

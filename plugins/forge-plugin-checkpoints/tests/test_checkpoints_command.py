@@ -212,6 +212,14 @@ class TestDiff:
         assert not lacks(out, len(table))
         names = {row[0] for row in table}
         assert {f"model.{name}" for name in weights.last} <= names
+        facts = json.loads(checkpoints("diff", "2", "4", "--json")[1])
+        assert (facts["first"], facts["second"]) == (str(step(run, 2)), str(step(run, 4)))
+        assert {"key": "tokens", "before": 64, "after": 128} in facts["progress"]
+        changed = [
+            [each["name"], f"{each['largest']:.3g}", f"{each['relative']:.3g}"] for each in facts["tensors"]["changed"]
+        ]
+        assert changed == table
+        assert (facts["job"], facts["tensors"]["reshaped"]) == ([], [])
 
     def test_differences_are_exact(self, checkpoints, make_job, train, tmp_path):
         class Shift(TrainingHook):
@@ -238,6 +246,8 @@ class TestDiff:
         safe, others = job.split("  need --resume-with-changes:\n")
         assert {'    job.name: "run" -> "other"', "    checkpoint.interval: 2 -> 1000"} <= set(safe.splitlines())
         assert others.splitlines()[0] == "    optimizer.lr: 0.01 -> 0.001"
+        facts = json.loads(checkpoints("diff", "4", str(other / "checkpoints/step-4"), "--json")[1])
+        assert {"key": "optimizer.lr", "before": 0.01, "after": 0.001} in facts["job"]
 
     def test_long_lists_are_cut(self, checkpoints):
         assert checkpoints("diff", "2", "4")[1].splitlines()[-1].endswith("more (--all)")
@@ -269,6 +279,11 @@ class TestPrune:
         assert not lacks(out.splitlines()[0], step(many, 1))
         assert not lacks(out.splitlines()[1], "1 of 6", "2, 3, 4, 5, 6")
         assert self.left(many) == [1, 2, 3, 4, 5, 6]
+        for flags, left in ((["--dry-run"], [1, 2, 3, 4, 5, 6]), ([], [2, 3, 4, 5, 6])):
+            facts = json.loads(checkpoints("prune", "--keep", "5", "--json", *flags, of=many)[1])
+            steps = {"deleted": [1], "staying": [2, 3, 4, 5, 6]}
+            assert facts == {"run": str(many), "dry_run": bool(flags), **steps}
+            assert self.left(many) == left
 
     def test_nothing_is_deleted_when_what_would_stay_is_damaged(self, checkpoints, many):
         flip(many, 6)
@@ -303,6 +318,16 @@ class TestExport:
             metadata = file.metadata()
         assert (metadata["format"], metadata["step"], metadata["tokens"]) == ("pt", "2", "64")
         assert tomllib.loads(metadata["job"]) == tomllib.loads((run / "job.toml").read_text())
+
+    def test_json_has_the_files_and_their_checkpoint(self, checkpoints, tmp_path, run):
+        path = tmp_path / "model.safetensors"
+        facts = json.loads(checkpoints("export", "--out", str(path), "--step", "2", "--json")[1])
+        assert facts == {
+            "checkpoint": str(step(run, 2)),
+            "step": 2,
+            "out": str(path),
+            "files": [{"file": str(path), "bytes": path.stat().st_size}],
+        }
 
     def test_a_folder_gets_shards_with_an_index(self, checkpoints, weights, tmp_path):
         folder = tmp_path / "out"

@@ -9,6 +9,7 @@ from pathlib import Path
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import JobError
 from forge_kit.tools.commands import count
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import output_file, write_output
 from forge_plugin_data_view.command import add_position, position_problems
 
@@ -52,6 +53,10 @@ def command(argv: list[str]) -> int:
 
         content = png_of(sheet)
     write_output(path, "--out", content)
+    if options.json:
+        place = {"step": options.step, "sample": options.sample}
+        print_json({"out": path, **place, "title": sheet.title, "faults": sheet.faults})
+        return ExitCode.FINISHED
     print(f"{sheet.title}\n{path}")
     for fault in sheet.faults:
         print(f"! {fault}")
@@ -67,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=count, default=SHOWN, metavar="N", help=tokens)
     ranks = "ranks that the job is to run on (1); the samples are the same on any number"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=ranks)
+    add_json(parser, ": what was written, and what is wrong with the sample")
     with_examples(
         parser,
         "forge-run data picture job.toml",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +231,10 @@ def _letters(job: str) -> Any:
 def test_what_is_wrong_with_a_row_is_said(seeing, look) -> None:
     out = look(seeing('fault = "short"'))[1]
     assert not lacks(out, "input_ids", 9, 10)
+    facts = json.loads(look(seeing('fault = "short"'), "--json")[1])
+    title, path, *faults = out.splitlines()
+    assert (facts["title"], facts["out"], [f"! {fault}" for fault in facts["faults"]]) == (title, path, faults)
+    assert (facts["step"], facts["sample"]) == (1, 0)
 
 
 def test_an_unreadable_source_a_number_out_of_range_and_an_unknown_format_are_named(seeing, look) -> None:

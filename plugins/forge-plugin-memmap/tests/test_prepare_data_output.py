@@ -24,7 +24,7 @@ from pyarrow import parquet
 from forge_core.cli import main
 from forge_kit.data.token_file import TokenFile
 from forge_plugin_memmap.prepare import documents, inputs, parquet_files, text_files
-from forge_plugin_memmap.prepare.command import read_settings
+from forge_plugin_memmap.prepare.command import parse, read_settings
 from forge_plugin_memmap.prepare.folder import owned
 from forge_plugin_memmap.tokenizer_folder import NO_RUN
 from forge_testing.refusals import lacks, refuses
@@ -276,6 +276,15 @@ def test_the_summary_tells_what_was_written_and_how_to_use_it(prepare: Prepare) 
     assert out.endswith(f"\n\n{in_a_job}")
 
 
+def test_json_is_all_of_standard_output(prepare: Prepare, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines("a.jsonl", WORDS)
+    main(["data", "prepare", "a.jsonl", "--out=data", TOKENIZER, "--workers=0", "--held-out-every=5", "--json"])
+    out, err = capsys.readouterr()
+    found = manifest("data")
+    assert json.loads(out) == {"out": "data", **{key: found[key] for key in ("splits", "dropped", "tokenizer")}}
+    assert "making the tokenizer" in err
+
+
 def test_a_terminal_has_a_bar(here: Path) -> None:
     write_lines("a.jsonl", WORDS)
     command = [
@@ -402,6 +411,6 @@ def test_what_python_itself_requests_of_a_missing_run_does_not_fail() -> None:
 
 
 def test_a_core_is_a_worker_by_default(here: Path) -> None:
-    settings = read_settings(["letters.py", "--out=data", TOKENIZER])
+    settings = read_settings(*parse(["letters.py", "--out=data", TOKENIZER]))
     assert settings.workers == len(os.sched_getaffinity(0))
     assert settings.shard_tokens == 10**8

@@ -6,9 +6,13 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import attrs
 
 from forge_core.checkpoint.run_folder import RunFolder, refuse_file
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.tools.json_output import print_json
 from forge_kit.tools.run_owner import owner
 from forge_kit.tools.tables import columns
 from forge_plugin_launch.slurm import scheduler
@@ -28,7 +32,7 @@ SHOWN = 20
 """Attempts that are shown, the last ones."""
 
 
-def print_status(run: Path) -> int:
+def print_status(run: Path, *, is_json: bool = False) -> int:
     """Print the status of a run that was submitted; needs neither the queue nor a running job."""
     refuse_file(run)
     if not run.is_dir():
@@ -36,14 +40,33 @@ def print_status(run: Path) -> int:
     submission, attempts = read_json(run / FOLDER / SUBMISSION), read_attempts(run)
     if not submission and not attempts:
         raise JobError(f"{run} was not submitted by `forge-run submit`: it has no {FOLDER}/{SUBMISSION}")
-    print(columns([*_summary(run, submission.get("job", attempts[-1].job if attempts else ""), attempts)]))
+    job = submission.get("job", attempts[-1].job if attempts else "")
     under_way = read_json(run / FOLDER / CURRENT)
-    if attempts or under_way:
-        current = [attempt_of(under_way)] if under_way else []
+    every = [*attempts, *([attempt_of(under_way)] if under_way else [])]
+    if is_json:
+        print_json(_facts(run, job, every))
+        return ExitCode.FINISHED
+    print(columns([*_summary(run, job, attempts)]))
+    if every:
         rows = [["attempt", "job", "nodes", "began", "lasted", "steps", "code", "end"]]
-        numbered = list(enumerate([*attempts, *current], start=1))
+        numbered = list(enumerate(every, start=1))
         print("\n" + columns(rows + [_row(number, attempt) for number, attempt in numbered[-SHOWN:]]))
     return ExitCode.FINISHED
+
+
+def _facts(run: Path, job: str, attempts: Sequence[Attempt]) -> dict[str, Any]:
+    """What `--json` prints: the summary, and all attempts, of which the last one may be under way."""
+    record = last_metrics(run)
+    return {
+        "run": run,
+        "job": job,
+        "queue": _queue(job),
+        "step": record.get("step"),
+        "steps": _steps(run),
+        "loss": record.get("loss"),
+        "owner": owner(run) or "",
+        "attempts": [attrs.asdict(attempt) | {"ended": attempt.ended or None} for attempt in attempts],
+    }
 
 
 def _summary(run: Path, job: str, attempts: Sequence[Attempt]) -> Iterator[Sequence[str]]:

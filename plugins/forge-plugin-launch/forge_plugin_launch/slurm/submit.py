@@ -19,6 +19,7 @@ from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_kit.tools.json_output import add_json
 from forge_kit.tools.outputs import output_file
 from forge_kit.tools.run_owner import owner
 from forge_plugin_launch.slurm import scheduler
@@ -69,6 +70,7 @@ def command(argv: list[str]) -> int:
     add("--at-once", type=positive, default=0, metavar="N", help="with --array: runs at the same time (all)")
     add("--dry-run", action="store_true", help="print the script; nothing is written or queued")
     add("--status", metavar="RUN", help="show the queue, the attempts and the step of a run that was submitted")
+    add_json(parser, ", with --status")
     parser.usage = "forge-run submit [OPTIONS] JOB.toml … [--section.key=value …] [-- SBATCH OPTIONS]"
     with_examples(
         parser,
@@ -79,10 +81,12 @@ def command(argv: list[str]) -> int:
     own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parsed, files, overrides = parse_job_arguments(parser, own)
     if parsed.status is not None:
-        others = any(value for name, value in vars(parsed).items() if name != "status")
+        others = any(value for name, value in vars(parsed).items() if name not in ("status", "json"))
         if others or overrides or options:
-            raise JobError("--status takes a run folder and nothing else")
-        return print_status(Path(parsed.status))
+            raise JobError("--status takes a run folder, --json and nothing else")
+        return print_status(Path(parsed.status), is_json=parsed.json)
+    if parsed.json:
+        raise JobError("--json prints the status of a run that was submitted: forge-run submit --status RUN --json")
     if parsed.at_once and parsed.array is None:
         raise JobError("--at-once limits an array: pass its job files with --array")
     given = {name: getattr(parsed, name.replace("-", "_")) for name in OPTIONS}

@@ -135,6 +135,7 @@ REFUSED = {
     "another hook of that name": (["--hooks.slurm.type=./hook.py:Other"], ["hooks.slurm", "type"]),
     "a word that is no option": (["--", "high"], ["-- high", "--name=value"]),
     "a status with a job": (["--status=runs/long"], ["--status"]),
+    "JSON without a status": (["--json"], ["--json", "--status"]),
     "a limit of no array": (["--at-once=2"], ["--at-once", "--array"]),
     "no SLURM": ([], ["sbatch", "PATH"]),
 }
@@ -283,6 +284,13 @@ def test_the_status_needs_no_queue(submit: Run) -> None:
     )
     assert words[-1].startswith("2 17.1")
     assert words[-1].endswith("under way")
+    code, out, _ = submit("--status", "runs/long", "--json")
+    facts = json.loads(out)
+    assert (code, facts["run"], facts["job"], facts["step"], facts["loss"]) == (0, "runs/long", "17", 442, 1.25)
+    assert "squeue" in facts["queue"]
+    first, last = facts["attempts"]
+    assert ended.items() <= first.items()
+    assert (first["began"], first["ended"], last["restart"], last["ended"]) == (0.0, 60.0, 1, None)
     program("squeue", "exit 0")
     [line] = [line for line in submit("--status", "runs/long")[1].splitlines() if line.startswith("job ")]
     assert not lacks(line, 17, "queue")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_core.cli.command_line import with_examples
 from forge_kit.tools.commands import count
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_folder
 from forge_plugin_memmap.prepared import INPUTS, MANIFEST, UNFINISHED
 
@@ -29,36 +31,45 @@ def command(argv: list[str]) -> int:
     The output depends on the inputs and the arguments, not on the number of workers. A command that was killed
     continues where it stopped when it is given again.
     """
-    settings = read_settings(argv)
+    options, keys = parse(argv)
+    settings = read_settings(options, keys)
     from rich.console import Console
 
     from forge_core.contracts.errors import ExitCode
     from forge_plugin_memmap.prepare.console import describe
     from forge_plugin_memmap.prepare.run import prepare
 
-    console = Console()
+    console = Console(stderr=options.json)
     try:
         manifest, speed = prepare(settings, console)
     # Needs no clean-up: the state that was saved last is complete
     except KeyboardInterrupt:
         console.print("interrupted; the same command continues where it stopped")
         return ExitCode.SECOND_SIGNAL
-    console.print(describe(settings.output, manifest, speed), highlight=False, markup=False, soft_wrap=True)
+    if options.json:
+        print_json({"out": settings.output, **{key: manifest[key] for key in ("splits", "dropped", "tokenizer")}})
+    else:
+        console.print(describe(settings.output, manifest, speed), highlight=False, markup=False, soft_wrap=True)
     return ExitCode.FINISHED
 
 
-def read_settings(argv: list[str]) -> Settings:
-    """Returns the settings of a command line.
-
-    Raises:
-        JobError: the inputs or the tokenizer are not as they should be; names every problem.
-    """
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options of a command line, and the keys of the tokenizer."""
     # Taken out before argparse, which does not have the options of each tokenizer
     keys = [argument.removeprefix("--") for argument in argv if argument.startswith(KEYS)]
     parser = _parser()
     options = parser.parse_args([argument for argument in argv if not argument.startswith(KEYS)])
     if keys and options.job:
         parser.error(f"--{keys[0]} goes with --tokenizer; with --job, the key stands in the job file")
+    return options, keys
+
+
+def read_settings(options: argparse.Namespace, keys: Sequence[str]) -> Settings:
+    """Returns the settings of a command line; see `parse`.
+
+    Raises:
+        JobError: the inputs or the tokenizer are not as they should be; names every problem.
+    """
     # A folder with these files may be continued.
     output = free_folder(Path(options.out), "--out", [INPUTS, MANIFEST, UNFINISHED])
     # Imported after the options are parsed, so that help appears at once
@@ -97,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--errors", choices=("strict", "skip"), default="strict", help="input that is not UTF-8, not JSON or has no "
         "text: strict stops, skip leaves it out and counts it (strict)")  # fmt: skip
     add("--workers", type=count, default=0, metavar="N", help="processes that encode; 0: one a core (0)")
+    add_json(parser, ": what was written")
     with_examples(
         parser,
         "forge-run data prepare texts/ --tokenizer bpe --tokenizer.vocab_size=32000 --out data",
