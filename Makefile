@@ -81,7 +81,7 @@ $(STAMP): requirements-dev.txt pyproject.toml $(wildcard plugins/*/pyproject.tom
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH)"
 	@$(if $(GIVEN),,$(BIN)/python -c "import torch" 2>/dev/null ||) $(BIN)/pip install --quiet "$(TORCH)"
-	@echo "installing forge-run, its $(words $(wildcard plugins/*/)) plugins and the tools of requirements-dev.txt"
+	@echo "installing forge-run, the $(words $(wildcard plugins/*/)) packages of plugins/ and the tools of requirements-dev.txt"
 	@$(BIN)/pip install --quiet hatchling editables
 	@$(BIN)/pip install --quiet --no-build-isolation -r requirements-dev.txt -e . $(addprefix -e ./,$(wildcard plugins/*/))
 	@rm -f $(VENV)/.installed*

@@ -52,6 +52,9 @@ class LowRank(HasAdapter):
     forward hook, so that a stage which shares a sum over ranks includes the adapter's part in it.
     """
 
+    weight: Tensor
+    lora_a: Any
+    lora_b: Any
     lora_scale: float
 
     def forward(self, x: Tensor, *further: Any) -> Tensor:
@@ -60,7 +63,7 @@ class LowRank(HasAdapter):
         return y + self._update(x, *further) if self.adapter_on else y
 
     def _update(self, x: Tensor, *further: Any) -> Tensor:
-        return self.lora_scale * self.lora_b(self.lora_a(x, *further), *further)  # type: ignore[operator]
+        return self.lora_scale * self.lora_b(self.lora_a(x, *further), *further)
 
     def merged_weight(self) -> Tensor:
         """See `forge_kit.nn.adapters.MergesAdapter`."""
@@ -71,7 +74,7 @@ class LowRank(HasAdapter):
         """W and s B A, this rank's part of them, in float32 or wider."""
         a, b, weight = (
             local_part(part.detach()).to(torch.promote_types(part.dtype, torch.float32))
-            for part in (self.lora_a.weight, self.lora_b.weight, self.weight)  # type: ignore[union-attr]
+            for part in (self.lora_a.weight, self.lora_b.weight, self.weight)
         )
         return weight, self.lora_scale * (b @ a)
 
@@ -89,6 +92,7 @@ class Decomposed(LowRank):
     As in section 4.3 of the paper, no gradient flows through the norms.
     """
 
+    lora_magnitude: Any
     matrix_shard: MatrixShard | None = None
 
     def forward(self, x: Tensor, *further: Any) -> Tensor:
@@ -115,8 +119,12 @@ class Decomposed(LowRank):
                 # Each rank has some columns of every row
                 dist.all_reduce(squares, group=self.matrix_shard.group)
             before, after = squares.sqrt()
-        magnitude: Tensor = self.lora_magnitude()  # type: ignore[operator]
+        magnitude: Tensor = self.lora_magnitude()
         return (before + magnitude.to(before.dtype)) / after.clamp(min=torch.finfo(after.dtype).tiny)
+
+    def row_norms(self) -> Tensor:
+        """Returns the norms of the rows of W, (out,), in float32 or wider."""
+        return self._wide()[0].norm(dim=-1)
 
     def merged_weight(self) -> Tensor:
         """See `forge_kit.nn.adapters.MergesAdapter`."""
@@ -124,9 +132,9 @@ class Decomposed(LowRank):
         return self._factor().detach().unsqueeze(-1) * (weight + update)
 
 
-def adapt(module: nn.Module, rank: int, scale: float, *, decomposed: bool) -> None:
+def adapt(module: Any, rank: int, scale: float, *, decomposed: bool) -> None:
     """Put an adapter beside the matrix of a module, by a class derived from its own; see `LowRank`, `Decomposed`."""
-    *stack, outputs, inputs = module.weight.shape  # type: ignore[union-attr]
+    *stack, outputs, inputs = module.weight.shape
     # The deviation of peft's and the authors' draw, uniform within 1/sqrt(in) (`kaiming_uniform_` with a = sqrt(5)).
     parts = {
         A: resized(module, inputs, rank, std=1 / math.sqrt(3 * inputs)),
@@ -138,8 +146,9 @@ def adapt(module: nn.Module, rank: int, scale: float, *, decomposed: bool) -> No
     if decomposed:
         assert not stack, "refused when the targets were selected"
         module.lora_magnitude = Magnitude(outputs)
-    module.lora_scale = scale  # type: ignore[assignment]
-    module.__class__ = _derived(Decomposed if decomposed else LowRank, type(module))
+    module.lora_scale = scale
+    base: Any = type(module)
+    module.__class__ = _derived(Decomposed if decomposed else LowRank, base)
 
 
 # One class for each base: with a class for each module, equal blocks would be compiled separately

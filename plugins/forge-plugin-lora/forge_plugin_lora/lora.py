@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 from attrs.validators import ge, gt, min_len
@@ -14,6 +14,8 @@ from forge_core import Job, JobError, ModelComponent, Plugin, Problem, hookimpl,
 from forge_core.contracts.errors import did_you_mean
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
@@ -103,6 +105,14 @@ class LoRA(Plugin):
         for module in model.modules():
             if isinstance(module, ChangesWithUpdates):
                 module.after_update = _stay  # type: ignore[method-assign]
+
+    def published(
+        self, model: nn.Module, names: Mapping[str, Sequence[tuple[str, int | None]]]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Returns the adapters in the format of `peft`; see `forge_plugin_weights.adapters.AddsAdapters`."""
+        from forge_plugin_lora.peft import published
+
+        return published(self, model, names)
 
     # --- reports ---------------------------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ def with_adapters(plan: Callable[[], Mapping[str, Any]], adapted: Iterable[str])
         own: dict[str, Any] = {}
         for name in names:
             way = next((way for pattern, way in ways.items() if fnmatchcase(name, pattern)), None)
-            for part, of_part in zip((A, B, MAGNITUDE), WAYS.get(getattr(way, "name", way), ()), strict=False):
-                own[f"{name}.{part}"] = of_part
+            if of_parts := WAYS.get(getattr(way, "name", way) or ""):
+                own |= {f"{name}.{part}": of_part for part, of_part in zip((A, B, MAGNITUDE), of_parts, strict=True)}
         # In front: the first pattern that fits a name counts
         return {**own, **ways}
 

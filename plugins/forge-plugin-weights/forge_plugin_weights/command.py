@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import positive, with_examples
-from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.commands import gigabytes
 from forge_kit.tools.json_output import add_json, json_text, print_json
 from forge_kit.tools.outputs import MARK, output_file, write_output
@@ -57,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
     exporting.add_argument("--shard-size", type=gigabytes, default="5", metavar="GB", help="of each file (5)")
     exporting.add_argument("--verify", action="store_true", help="also compare what checkpoint and export compute")
+    adapters = exporting.add_mutually_exclusive_group()
+    adapters.add_argument("--merge", action="store_true", help="add adapters to the weights")
+    adapters.add_argument("--adapters", action="store_true", help="write adapters alone, in the format of peft")
     verifying = add("verify", verify)
     verifying.add_argument("first", type=Path, metavar="A", help="a published model, a run folder or a checkpoint")
     verifying.add_argument("second", type=Path, metavar="B", help="likewise")
@@ -198,10 +201,13 @@ def export(options: argparse.Namespace) -> int:
     """Write the weights of a run as a folder that transformers and vLLM load."""
     import torch
 
+    from forge_plugin_weights.adapters import MERGING
     from forge_plugin_weights.exporting import PROVENANCE, export_run
     from forge_plugin_weights.importing import read_json
     from forge_plugin_weights.parity import PARITY
 
+    if options.adapters:
+        return _export_adapters(options)
     folder = export_run(
         options.run,
         options.out,
@@ -209,11 +215,33 @@ def export(options: argparse.Namespace) -> int:
         shard_bytes=options.shard_size,
         architecture=options.architecture,
         computed=options.verify,
+        merge=options.merge,
     )
     paths = sorted(folder.iterdir())
+    merging = read_json(folder / PROVENANCE / MERGING) if options.merge else None
     if options.json:
         parity = read_json(folder / PROVENANCE / PARITY)
-        print_json({"out": folder, "files": [path.name for path in paths], "parity": parity})
+        facts = {"out": folder, "files": [path.name for path in paths], "parity": parity}
+        print_json(facts if merging is None else {**facts, "merging": merging})
+        return ExitCode.FINISHED
+    for path in paths:
+        print(path)
+    if merging is not None:
+        lost = f"rounding took {merging['lost']:.2%} of the update of {merging['name']}, and less of the others"
+        print(f"adapters added to {merging['matrices']} matrices; {lost}")
+    return ExitCode.FINISHED
+
+
+def _export_adapters(options: argparse.Namespace) -> int:
+    from forge_plugin_weights.exporting import export_adapters
+
+    ignored = {"--dtype": options.dtype, "--verify": options.verify}
+    if given := [name for name, value in ignored.items() if value]:
+        raise JobError(f"{given[0]} is about weights, which --adapters leaves out; take one of them")
+    folder = export_adapters(options.run, options.out, architecture=options.architecture)
+    paths = sorted(folder.iterdir())
+    if options.json:
+        print_json({"out": folder, "files": [path.name for path in paths]})
         return ExitCode.FINISHED
     for path in paths:
         print(path)

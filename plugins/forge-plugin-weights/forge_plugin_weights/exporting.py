@@ -7,9 +7,11 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 from attrs import frozen
 
@@ -22,8 +24,12 @@ from forge_core.config.load import MODEL_TABLES, parse_job
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
+from forge_kit.nn.adapters import adapter_names
 from forge_kit.tools.checkpoints import evaluated_names, stored_tensors
 from forge_kit.tools.outputs import free_path, unfinished
+from forge_kit.tools.trained import load_model
+from forge_plugin_weights.adapters import MERGING, Merging, has_adapters, write_adapters
+from forge_plugin_weights.adapters import merge as merge_into
 from forge_plugin_weights.card import write_card
 from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, plan_files, writer_of
 from forge_plugin_weights.importing import (
@@ -123,8 +129,6 @@ def _with_vocabulary(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Any:
 
 
 def _of_vocabulary(model: Any, size: int) -> Any:
-    import attrs
-
     # 0 stands for the tokenizer's size. The embedding has as many rows, and the tokenizer need not be there.
     if getattr(model, "vocab_size", None) == 0:
         return attrs.evolve(model, vocab_size=size)
@@ -141,6 +145,7 @@ def export_run(
     shard_bytes: int = SHARD_BYTES,
     architecture: str = "",
     computed: bool = False,
+    merge: bool = False,
     catalog: Catalog | None = None,
 ) -> Path:
     """Write the weights of a run or checkpoint as a published model.
@@ -156,6 +161,8 @@ def export_run(
         shard_bytes: of each file at most.
         architecture: `model_type` to export as; by default the plainest that the model is of.
         computed: whether to compare what both models compute, too, with a layer of each in memory.
+        merge: whether to add adapters to the weights, for which the model must fit into memory. What that rounds is
+            recorded in `forge/merging.json`.
         catalog: which architectures there are; by default those that are installed.
 
     Returns:
@@ -167,6 +174,56 @@ def export_run(
     output = free_path(output, "--out")
     catalog = catalog or Catalog.installed()
     weights = _open_weights(path, dtype, catalog)
+    if has_adapters(weights) is not merge:
+        hint = "take --merge, which adds them to the weights, or --adapters, which writes them alone"
+        what = "no adapters: leave --merge out" if merge else f"adapters beside its weights: {hint}"
+        raise JobError(f"{weights.checkpoint} has {what}")
+    with ExitStack() as stack:
+        rounding = None
+        if merge:
+            weights, rounding = merge_into(weights, catalog, stack, output)
+        return _export(weights, output, shard_bytes, architecture, computed, rounding, catalog)
+
+
+def export_adapters(path: Path, output: Path, *, architecture: str = "", catalog: Catalog | None = None) -> Path:
+    """Write the adapters of a run or checkpoint, without the weights, in the format of Hugging Face's `peft`.
+
+    Args:
+        path: a run folder, whose newest checkpoint is taken, or a checkpoint.
+        output: the folder to make; it must not exist.
+        architecture: `model_type` of the model; by default the plainest that it is of.
+        catalog: which architectures there are; by default those that are installed.
+
+    Returns:
+        The folder.
+
+    Raises:
+        JobError: there are no adapters, or the format has no place for some. Nothing is left then.
+    """
+    output = free_path(output, "--out")
+    catalog = catalog or Catalog.installed()
+    weights = _open_weights(path, None, catalog)
+    if not has_adapters(weights):
+        raise JobError(f"{weights.checkpoint} has no adapters: leave --adapters out")
+    model = load_model(weights.checkpoint, run=weights.run, device="cpu", catalog=catalog).model
+    left_out = set(adapter_names(model))
+    shapes = {name: shape for name, shape in weights.shapes.items() if name not in left_out}
+    target = find_target(weights.job, shapes, catalog, architecture, weights.origin.get("model_type", ""))
+    with unfinished(output, "--out") as folder:
+        folder.mkdir()
+        write_adapters(folder, weights, model, target.match)
+    return output
+
+
+def _export(
+    weights: Weights,
+    output: Path,
+    shard_bytes: int,
+    architecture: str,
+    computed: bool,
+    rounding: Merging | None,
+    catalog: Catalog,
+) -> Path:
     target = find_target(weights.job, weights.shapes, catalog, architecture, weights.origin.get("model_type", ""))
     # Refused before the weights are written, which may take long
     if computed and not (target.architecture.has_text and target.match.parts.keys() == weights.shapes.keys()):
@@ -178,6 +235,8 @@ def export_run(
         _write_card(folder, weights, target, catalog)
         record = write_provenance(folder, weights.checkpoint, weights.manifest, weights.run)
         _prove(folder, record, weights, target, catalog, architecture, computed)
+        if rounding is not None:
+            (record / MERGING).write_text(json.dumps(attrs.asdict(rounding), indent=1) + "\n")
     return output
 
 
@@ -304,6 +363,9 @@ def read_checkpoint(
         JobError: the files are not those that the manifest describes; names each that differs.
     """
     pieces = _pieces(shared_index(checkpoint), names, match)
+    if others := [name for name in pieces if name not in manifest["files"]]:
+        hint = "export it with --merge, or --adapters, first"
+        raise JobError(f"{checkpoint} leaves weights to its base, {Path(others[0]).parent}: {hint}")
 
     def take(piece: Piece, memory: memoryview) -> None:
         if piece.key is None:  # bytes that are only hashed
