@@ -13,10 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 INDEX = ROOT / "forge_core" / "plugins" / "first_party.json"
 PREFIX = "forge."
+REPLACES = "forge_replaces"
 
 
 def index_text() -> str:
-    """The index as JSON: kind -> type -> distribution.
+    """The index as JSON: kind -> type -> distribution, and the old names that each distribution replaces.
 
     Raises:
         ValueError: two distributions offer the same type of a kind.
@@ -25,7 +26,7 @@ def index_text() -> str:
     for pyproject in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
         project = tomllib.loads(pyproject.read_text())["project"]
         for group, entries in project.get("entry-points", {}).items():
-            for type_ in entries if group.startswith(PREFIX) else ():
+            for type_ in entries if group.startswith((PREFIX, REPLACES)) else ():
                 owner = index.setdefault(group.removeprefix(PREFIX), {}).setdefault(type_, project["name"])
                 if owner != project["name"]:
                     raise ValueError(f"{owner} and {project['name']} both offer {group} {type_!r}")

@@ -32,7 +32,8 @@ CORE = "forge-run"
 PREFIX = "forge."
 """Entry points of group `forge.KIND` name components of that kind."""
 REPLACES = "forge_replaces"
-"""Group of entry points whose keys are distributions that became part of this one: jobs may qualify types by them."""
+"""Group of entry points whose keys are distributions that became part of this one, or single types that moved here
+(`distribution/type`): jobs may qualify types by their old distributions."""
 LOCAL = "forge_local_"
 """Prefix of the names of modules made from local files."""
 
@@ -94,7 +95,7 @@ class Catalog:
 
     def __init__(self, offers: Iterable[Offer], replaced: Mapping[str, str] = {}) -> None:
         self._replaced = replaced
-        """Names of distributions that are part of another now, with the other's."""
+        """Normalised distributions, and `distribution/type`, that are part of another distribution now; its name."""
         self._offers = sorted(offers, key=lambda offer: (offer.kind, offer.type, offer.distribution.name))
         self._distributions = {normalised(offer.distribution.name): offer.distribution for offer in self._offers}
         self._types: dict[type, str] = {}
@@ -106,7 +107,8 @@ class Catalog:
         """Everything installed in this environment: one scan of the metadata, no imports."""
         offers: list[Offer] = []
         names: set[str] = set()
-        replaced: dict[str, str] = {}
+        # Of Forge's own from the index: jobs and runs by an old name get the line that installs what has the type now.
+        replaced = {normalised(old): new for old, new in first_party()[REPLACES].items()}
         for dist in metadata.distributions():
             # Most distributions have nothing to do with Forge, and their entry points need not be parsed.
             if PREFIX not in (dist.read_text("entry_points.txt") or "") or not has_metadata(dist):
@@ -136,7 +138,9 @@ class Catalog:
     def as_spelled_now(self, name: str) -> str:
         """A distribution, or a type qualified by one, by the name of the distribution that has replaced it."""
         owner, slash, type_ = name.partition("/")
-        return f"{self._replaced.get(normalised(owner), owner)}{slash}{type_}"
+        owner = self._replaced.get(normalised(owner), owner)
+        # The distribution first: a type may have moved on from the one that its distribution became part of.
+        return f"{self._replaced.get(normalised(f'{owner}/{type_}'), owner)}{slash}{type_}"
 
     def types(self, kind: str) -> list[str]:
         """Installed types of a kind; of `kind`, the kinds that some distribution declares."""
@@ -252,8 +256,8 @@ class Catalog:
         return offers[0]
 
     def _unknown(self, kind: str, type_: str) -> UnknownTypeError:
-        owner, _, name = type_.rpartition("/")
-        if stale := self._stale(kind, name):
+        owner, _, name = self.as_spelled_now(type_).rpartition("/")
+        if stale := self._stale(kind, owner, name):
             return UnknownTypeError(f"no {kind} {type_!r}: {stale}")
         missing, distribution, installed = f"no {kind} {type_!r} is installed", "", self.types(kind)
         # Only distributions that exist are suggested: one that the job itself names, or one of Forge's own.
@@ -266,10 +270,10 @@ class Catalog:
         hint = f"; did you mean {likely!r}?" if likely not in (None, name) else "."
         return UnknownTypeError(f"{missing}{hint} Installed: {', '.join(installed) or 'none'}", distribution)
 
-    def _stale(self, kind: str, name: str) -> str:
-        """Why a type is missing that an editable install has gained since it was installed."""
+    def _stale(self, kind: str, owner: str, name: str) -> str:
+        """Why a type is missing that an editable install (that of `owner`, if given) gained after it was installed."""
         for dist in self._distributions.values():
-            if name in declared_entry_points(dist).get(PREFIX + kind, {}):
+            if owner in ("", dist.name) and name in declared_entry_points(dist).get(PREFIX + kind, {}):
                 changed = f"the pyproject.toml of {dist} offers it, but changed since it was installed; refresh with: "
                 return f"{changed}pip install --no-deps -e {dist.editable_path}"
         return ""
@@ -318,6 +322,7 @@ def has_metadata(dist: metadata.Distribution) -> bool:
 def first_party() -> Mapping[str, Mapping[str, str]]:
     """Distribution of every first-party component, installed or not: kind -> type -> distribution.
 
+    `forge_replaces` has old distributions, and types that have moved, with the distribution that has them now.
     `tools/first_party.py` writes the file, so that the core names plugins without knowing any.
     """
     return json.loads(Path(__file__).with_name("first_party.json").read_text(encoding="utf-8"))

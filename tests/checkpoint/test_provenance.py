@@ -76,6 +76,14 @@ def test_a_distribution_that_another_has_replaced_is_not_missing():
         compare_provenance(was, recorded(), catalog)
 
 
+def test_a_distribution_of_which_one_type_has_moved_is_compared_as_before():
+    catalog = Catalog([], {"forge-plugin-sophia/lion": "forge-plugin-lion"})
+    was = recorded(**{"forge-plugin-sophia": {"version": "0.3.1"}})
+    assert compare_provenance(was, was, catalog) == []
+    with pytest.raises(ResumeError, match=naming("pip install forge-plugin-sophia==0.3.1")):
+        compare_provenance(was, recorded(**{"forge-plugin-lion": {"version": "0.3.1"}}), catalog)
+
+
 def test_another_version_is_a_warning_with_both():
     was = recorded(**{"forge-run": {"version": "0.0.9"}})
     now = recorded(**{"forge-run": {"version": "0.1.0", "commit": "abc"}})

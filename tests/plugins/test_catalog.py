@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,30 @@ class TestSelection:
         assert catalog.type_of(catalog.load("optimizer", "forge-plugin-old/xx")) == "forge-plugin-x/xx"
         assert "forge-plugin-old" not in {offer.type for offer in catalog.offers()}
         assert not lacks(message_of("forge-plugin-older/xx"), "forge-plugin-older is not installed")
+
+    def test_a_single_type_may_have_moved_and_the_others_stay(self, install: Install) -> None:
+        modules = {"forge_x": OPTIMIZER.format(name="X"), "forge_y": OPTIMIZER.format(name="Y")}
+        install("forge-plugin-x", {"optimizer": {"stays": "forge_x:X"}, REPLACES: {"forge-plugin-old": "x"}}, modules)
+        moved = {"Forge.Plugin-X/has_moved": "forge_y"}
+        install("forge-plugin-y", {"optimizer": {"has_moved": "forge_y:Y"}, REPLACES: moved})
+        catalog = Catalog.installed()
+        for owner in ("forge-plugin-x", "forge_plugin_x", "forge-plugin-y", "forge-plugin-old"):
+            assert catalog.as_spelled_now(f"{owner}/has_moved") == "forge-plugin-y/has_moved"
+            assert catalog.type_of(catalog.load("optimizer", f"{owner}/has_moved")) == "forge-plugin-y/has_moved"
+        assert catalog.as_spelled_now("forge-plugin-old/stays") == "forge-plugin-x/stays"
+        assert catalog.as_spelled_now("forge-plugin-old") == "forge-plugin-x"
+        for same in ("has_moved", "stays", "forge-plugin-x", "forge-plugin-x/stays", "./has_moved.py:X"):
+            assert catalog.as_spelled_now(same) == same
+        assert not lacks(message_of("forge-plugin-y/stays"), "'forge-plugin-y/stays'")
+
+    def test_a_first_party_type_by_an_old_place_comes_with_the_line_that_installs_the_new_one(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(metadata, "distributions", lambda **_: [])  # none of them is installed
+        for name in ("forge-plugin-images/answers", "forge-plugin-vision/looking", "forge-plugin-vlm-eval/anls"):
+            message = message_of(name, "evaluation")
+            assert not lacks(message, "forge-plugin-vlm-eval is not installed", "pip install forge-plugin-vlm-eval")
+        assert not lacks(message_of("forge-plugin-video/fps", "frame_sampling"), "pip install forge-plugin-images")
 
     def test_two_distributions_that_claim_a_type_are_an_error_only_if_it_is_named(self, install: Install) -> None:
         modules = {"forge_p": OPTIMIZER.format(name="P"), "forge_q": OPTIMIZER.format(name="Q")}
@@ -365,6 +390,8 @@ class TestEditableInstalls:
         install("forge-plugin-live", {"optimizer": {"older": "x:Z"}}, editable=source)
         facts = ("optimizer 'newest'", "pyproject.toml", "forge-plugin-live 1.0", f"pip install --no-deps -e {source}")
         assert not lacks(message_of("newest"), *facts)
+        assert not lacks(message_of("forge-plugin-live/newest"), *facts[1:])
+        assert "pyproject.toml" not in message_of("forge-run/newest")
         with pytest.raises(UnknownTypeError) as caught:
             load("newest")
         assert caught.value.distribution == ""

@@ -1,4 +1,4 @@
-"""Images, videos and sounds as data for Forge: captions, documents, chats, drawn words, and an evaluation of answers.
+"""Images, videos and sounds as data for Forge: captions, documents, chats and drawn words.
 
 From files to rows: `listing` finds the files, `records` reads their content, `documents` are made of tokens and images,
 which `decoding` opens and `processing` turns into patches; `index` lists the room that each document needs, `plan` puts
@@ -6,7 +6,6 @@ documents into rows, and `dataset` reads the rows. The subpackage `video` has cl
 the readers and samplings of their frames.
 """
 
-from forge_plugin_images.answers import Answers
 from forge_plugin_images.image_chat import ImageChat
 from forge_plugin_images.image_prompts import ImagePrompts
 from forge_plugin_images.image_text import ImageText
@@ -17,7 +16,6 @@ from forge_plugin_images.source import ImageDataset
 from forge_plugin_images.video_kind import Span, VideoComponent, Videos
 
 __all__ = [
-    "Answers",
     "ImageChat",
     "ImageDataset",
     "ImagePrompts",

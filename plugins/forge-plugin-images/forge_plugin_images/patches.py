@@ -1,4 +1,8 @@
-"""From an image to patches. V: values of a patch, in the order channel, frame, row, column."""
+"""From an image to patches, and back.
+
+V: values of a patch, in the order channel, frame, row, column; P: patches of a row, T: frames of a grid, H, W: height
+and width in pixels, C: channels.
+"""
 
 from __future__ import annotations
 
@@ -38,3 +42,25 @@ def patches_of(pixels: np.ndarray, form: ImageFormat) -> np.ndarray:
     # A still image fills all frames of a patch: the encoder takes no fewer.
     frames = np.repeat(cut[:, :, :, None], form.frames, axis=3)
     return frames.reshape(rows * columns, form.values)
+
+
+def frames_of(patches: np.ndarray, grid: np.ndarray, form: ImageFormat) -> np.ndarray:
+    """Put the first image or clip of a row together again.
+
+    Args:
+        patches: (P, V) uint8.
+        grid: (3,): entries of the time axis, rows and columns in patches.
+        form: the encoder's format.
+
+    Returns:
+        (T, H, W, C) uint8: of an image, one frame for each frame of a patch.
+    """
+    entries, rows, columns = Grid(*map(int, grid)).plain
+    entries = 1 if grid[0] < 0 else entries  # of an image in tiles that are joined: the whole in one tile
+    cut = patches[: entries * rows * columns].reshape(
+        entries, rows, columns, form.channels, form.frames, form.patch, form.patch
+    )
+    # Undoes the order in which `patches_of` puts the values of a patch
+    ordered = cut.transpose(0, 4, 1, 5, 2, 6, 3)  # entry, frame, row, y, column, x, channel
+    shape = entries * form.frames, rows * form.patch, columns * form.patch, form.channels
+    return np.ascontiguousarray(ordered.reshape(shape))

@@ -13,6 +13,7 @@ from forge_core.contracts.layout import Layout
 from forge_plugin_images import ImageText
 from forge_plugin_images.decoding import BytesImage, ImageDecoder
 from forge_plugin_images.image_file import BrokenImage
+from forge_plugin_images.patches import frames_of, patches_of
 from forge_plugin_images.processing import ImageProcessor, native_size
 from forge_plugin_vision import ImageFormat, ViT
 from forge_testing.images import tiny_model
@@ -162,3 +163,14 @@ def test_channels_that_no_image_has_are_refused_when_the_job_is_checked(make_job
     encoder = WithDepth(dim=16, layers=1, heads=2, patch=8, size=(8, 8))
     job = make_job(ImageText(path=str(tmp_path)), model=evolve(model, vision=evolve(model.vision, encoder=encoder)))
     check_problems(job.data.sources[0].problems(job, Layout()), at("", 4, 3, 1))
+
+
+def test_patches_become_the_frames_again():
+    """Two entries of the time axis with two frames each."""
+    frames = np.random.default_rng(0).integers(0, 256, (4, 8, 12, 3)).astype(np.uint8)
+    form, apart = ImageFormat(patch=4, frames=2), ImageFormat(patch=4)
+    alone = np.stack([patches_of(frame, apart) for frame in frames]).reshape(2, 2, 6, 3, 16)
+    patches = np.concatenate([alone.transpose(0, 2, 3, 1, 4).reshape(12, -1), np.zeros((3, form.values))])
+    assert (frames_of(patches, np.array([2, 2, 3]), form) == frames).all()
+    image = patches_of(frames[0], form)
+    assert (frames_of(image, np.array([1, 2, 3]), form) == frames[[0, 0]]).all()

@@ -23,7 +23,6 @@ from forge_plugin_vision.kinds import (
     VisionEncoderComponent,
     image_input,
 )
-from forge_plugin_vision.looking import Looking
 from forge_plugin_vision.mrope import MultimodalRope
 from forge_plugin_vision.qwen import Merger, QwenViT
 from forge_plugin_vision.tiled import TiledViT
@@ -48,7 +47,6 @@ __all__ = [
     "ImageInput",
     "Joint",
     "LinearAdapter",
-    "Looking",
     "MLPAdapter",
     "Merger",
     "MultimodalRope",

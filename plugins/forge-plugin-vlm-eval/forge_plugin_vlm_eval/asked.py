@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.job import Job
-    from forge_plugin_images.questions import Question
+    from forge_plugin_vlm_eval.questions import Question
+
+NO_TOKENIZER = "answers are text, which needs a tokenizer; add [data.tokenizer], or leave this out"
 
 
 class HasValues(Protocol):
@@ -103,7 +105,7 @@ class ImageQuestions(EvaluationComponent):
         if not isinstance(job.model, HasImageInput):
             yield Problem("", f"{type(job.model).__name__} sees no images; leave this evaluation out")
         if job.data.tokenizer is None:
-            yield Problem("", "answers are text, which needs a tokenizer; add [data.tokenizer], or leave this out")
+            yield Problem("", NO_TOKENIZER)
         for setting, key in self.record_keys.items():
             if key and self.source is None:
                 message = f"{key!r} is a key of records, and held-out rows of the job do not know theirs"
@@ -199,7 +201,7 @@ def _asked(
     evaluation: ImageQuestions, dataset: Dataset, context: BuildContext, tokenizer: Tokenizer
 ) -> Iterator[Asked]:
     from forge_plugin_generate.prompts import stop_ids
-    from forge_plugin_images.questions import questions_of
+    from forge_plugin_vlm_eval.questions import questions_of
 
     seen, stops = image_input(context.job), set(stop_ids(tokenizer))
     count = min(evaluation.sequences or len(dataset), len(dataset))

@@ -36,7 +36,7 @@ class GeneratedAnswers(ImageQuestions):
 
     def check_model(self, model: Model, layout: Layout) -> None:
         """Checks that the model generates, and that the ranks of its layout can do so together."""
-        from forge_plugin_vlm_eval.answers import check_generates
+        from forge_plugin_vlm_eval.generation import check_generates
 
         check_generates(model, layout)
 
@@ -56,7 +56,7 @@ class GeneratedAnswers(ImageQuestions):
 
     def measure(self, questions: Questions, context: EvaluationContext) -> Mapping[str, float]:
         """Generates an answer to each question and compares it with the right ones. Collective."""
-        from forge_plugin_vlm_eval.answers import generated
+        from forge_plugin_vlm_eval.generation import generated
 
         said = generated(context, questions, self.max_tokens)
         prefix = self.label(context.job)

@@ -30,9 +30,9 @@ from forge_plugin_text import Bytes, Text
 from forge_plugin_text.packing import BestFit
 from forge_plugin_vision import MultimodalRope
 from forge_plugin_vlm_eval import Anls, Captions, ExactMatch, MultipleChoice, captions
-from forge_plugin_vlm_eval.answers import check_generates
 from forge_plugin_vlm_eval.asked import Asked, questions_for
 from forge_plugin_vlm_eval.generated import GeneratedAnswers
+from forge_plugin_vlm_eval.generation import check_generates
 from forge_testing import Numbers
 from forge_testing.images import LANGUAGE, tiny_model
 from forge_testing.laws import Case, layout_law
@@ -330,9 +330,9 @@ def test_captions_have_cider_among_each_other(changes, write, tmp_path):
 
 
 def test_a_model_that_cannot_generate_is_refused_before_the_first_step(changes, make_job, train, monkeypatch):
-    from forge_plugin_vlm_eval import answers
+    from forge_plugin_vlm_eval import generation
 
-    monkeypatch.setattr(answers, "Generates", type("Never", (), {}))
+    monkeypatch.setattr(generation, "Generates", type("Never", (), {}))
     job = make_job(**changes | {"steps": 1})
     with pytest.raises(ForgeError, match=naming("new_cache and decode")):
         train(job)

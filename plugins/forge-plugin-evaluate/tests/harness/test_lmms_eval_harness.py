@@ -221,8 +221,8 @@ def test_a_chat_asks_with_the_positions_of_training(template, token, tmp_path, m
     from forge_plugin_evaluate.harness.images import ForgeLMM
     from forge_plugin_huggingface import Auto
     from forge_plugin_images import ImageChat
-    from forge_plugin_images.questions import questions_of
     from forge_plugin_vision import image_input
+    from forge_plugin_vlm_eval.questions import questions_of
     from forge_testing import tiny_job
     from forge_testing.images import tiny_model
 

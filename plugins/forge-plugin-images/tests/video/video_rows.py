@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_plugin_images.gallery import frames_of
+from forge_plugin_images.patches import frames_of
 from forge_plugin_images.video import Frames, Uniform
 from forge_plugin_vision import ViT
 from forge_testing.clips import read_bar_code

@@ -15,7 +15,7 @@ from forge_core.contracts.contexts import EvaluationContext
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import Problem
 from forge_core.engine.evaluation import HeldOut
-from forge_plugin_vision.kinds import GRIDS, PATCHES, HasImageInput, ImageFormat, image_input
+from forge_plugin_vision import GRIDS, PATCHES, HasImageInput, ImageFormat, image_input
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -124,7 +124,7 @@ class ImageRows:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         import numpy as np
 
-        from forge_plugin_vision.frame_order import has_clips
+        from forge_plugin_vlm_eval.frame_order import has_clips
 
         row = self.dataset[index]
         if not _has_images(row):
@@ -164,7 +164,7 @@ class ClipRows:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        from forge_plugin_vision.frame_order import has_clips, reordered, shuffled, still
+        from forge_plugin_vlm_eval.frame_order import has_clips, reordered, shuffled, still
 
         row = self.dataset[index]
         if not has_clips(row):

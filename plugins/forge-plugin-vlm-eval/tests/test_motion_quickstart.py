@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 SHORTER = {"train.steps": 4, "eval.interval": 4, "scheduler.warmup_steps": 1, "data.sources.0.drawings": 1}
 SHORTER |= {"data.sources.0.held_out_drawings": 1, "evaluations.answers.sequences": 6, "evaluations.answers.shown": 4}
 

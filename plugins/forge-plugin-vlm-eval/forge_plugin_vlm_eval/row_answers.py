@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from attrs import field, frozen
+from rapidfuzz.distance import Levenshtein
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.data.reading import collate
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import stop_ids
-from forge_plugin_images.questions import ends_of_images, images_of
 from forge_plugin_vision import GRIDS, PATCHES, image_input
-from forge_plugin_vision.frame_order import Order, has_clips, reordered, shuffled, still
+from forge_plugin_vlm_eval.frame_order import Order, has_clips, reordered, shuffled, still
+from forge_plugin_vlm_eval.questions import ends_of_images, images_of
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
     from forge_core.contracts.data import Dataset
-    from forge_plugin_images.answers import Answers
     from forge_plugin_vision import ImageInput
+    from forge_plugin_vlm_eval.answers import Answers
 
 Row = Mapping[str, np.ndarray]
 AT_A_TIME = 16
@@ -55,9 +56,8 @@ class Answer:
 
     @property
     def letters(self) -> float:
-        """One minus the edit distance, relative to the longer text."""
-        longer = max(len(self.said), len(self.expected))
-        return 1 - edit_distance(self.said, self.expected) / longer if longer else 1.0
+        """One minus the edit distance (Levenshtein), relative to the longer text."""
+        return 1 - Levenshtein.normalized_distance(self.said, self.expected)
 
 
 def answered(settings: Answers, context: EvaluationContext) -> list[Answer]:
@@ -153,14 +153,3 @@ def _losses(rows: Sequence[Row], context: EvaluationContext) -> torch.Tensor:
     sums, _ = context.executor.evaluate([batch]).per_sequence
     # Ranks that share a row each hold a part of its loss; data-parallel ranks each hold the whole loss here.
     return (context.all_reduce(sums.double()) / context.build.layout.data_parallel).cpu()
-
-
-def edit_distance(one: str, other: str) -> int:
-    """Returns how many letters must be added, removed or exchanged to make one text the other (Levenshtein)."""
-    row = list(range(len(other) + 1))
-    # One row of the table of distances at a time; `before` is the entry diagonally above
-    for i, letter in enumerate(one, 1):
-        before, row[0] = row[0], i
-        for j, opposite in enumerate(other, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (letter != opposite))
-    return row[-1]

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from forge_plugin_vision import GRIDS, PATCHES, Grid
+from forge_plugin_images.patches import frames_of
+from forge_plugin_vision import GRIDS, PATCHES
 
 if TYPE_CHECKING:
-    from forge_plugin_images.answering import Answer
     from forge_plugin_vision import ImageFormat
+    from forge_plugin_vlm_eval.row_answers import Answer
 
 COLUMNS, CLIP_COLUMNS = 4, 2
 """Cells beside each other: of images, and where there are clips."""
@@ -86,28 +87,6 @@ def _film_strip(frames: np.ndarray) -> Image.Image:
     for number, frame in enumerate(shown):
         strip.paste(_picture(frame).resize((width, height), Image.Resampling.NEAREST), (number * (width + GAP), 0))
     return strip
-
-
-def frames_of(patches: np.ndarray, grid: np.ndarray, form: ImageFormat) -> np.ndarray:
-    """Put the first image or clip of a row together again.
-
-    Args:
-        patches: (P, V) uint8.
-        grid: (3,): entries of the time axis, rows and columns in patches.
-        form: the encoder's format.
-
-    Returns:
-        (T, H, W, C) uint8: of an image, one frame for each frame of a patch.
-    """
-    entries, rows, columns = Grid(*map(int, grid)).plain
-    entries = 1 if grid[0] < 0 else entries  # of an image in tiles that are joined: the whole in one tile
-    cut = patches[: entries * rows * columns].reshape(
-        entries, rows, columns, form.channels, form.frames, form.patch, form.patch
-    )
-    # Undoes the order in which `patches_of` puts the values of a patch
-    ordered = cut.transpose(0, 4, 1, 5, 2, 6, 3)  # entry, frame, row, y, column, x, channel
-    shape = entries * form.frames, rows * form.patch, columns * form.patch, form.channels
-    return np.ascontiguousarray(ordered.reshape(shape))
 
 
 def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

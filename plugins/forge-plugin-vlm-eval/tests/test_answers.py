@@ -18,12 +18,13 @@ from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.layout import Layout
 from forge_plugin_generate.generate import Sampling
-from forge_plugin_images import Answers, RenderedText, answering
-from forge_plugin_images.answering import Answer, answered, edit_distance
-from forge_plugin_images.gallery import draw_answers, frames_of
-from forge_plugin_images.patches import patches_of
+from forge_plugin_images import RenderedText
+from forge_plugin_text import Bytes
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_vision import VIDEO, ImageFormat
+from forge_plugin_vlm_eval import Answers, row_answers
+from forge_plugin_vlm_eval.gallery import draw_answers
+from forge_plugin_vlm_eval.row_answers import Answer, answered
 from forge_testing import tiny_job
 from forge_testing.images import LANGUAGE, tiny_model
 from forge_testing.layouts import LAYOUTS
@@ -31,26 +32,22 @@ from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, naming, problems_of
 
 
-@pytest.mark.parametrize(("one", "other", "distance"), [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3)])
-def test_the_edit_distance(one, other, distance):
-    assert edit_distance(one, other) == edit_distance(other, one) == distance
+@pytest.fixture
+def make_job(tmp_path, catalog):
+    """(dataset, further settings) -> a tiny job with a vision-language model and the tokenizer `bytes`."""
+
+    def make(dataset, **changes):
+        settings = {"model": tiny_model(), "seq_len": 24, **changes}
+        data = {"sources": (dataset,), "tokenizer": Bytes()}
+        return tiny_job(str(tmp_path / "runs"), catalog, data=data, **settings)
+
+    return make
 
 
 def test_letters_are_relative_to_the_longer_text():
     answer = Answer(row={}, expected="abcd", said="abxdef", bits=0.0)
     assert answer.letters == pytest.approx(1 - 3 / 6)
     assert not answer.is_right
-
-
-def test_patches_become_the_frames_again():
-    """Two entries of the time axis with two frames each."""
-    frames = np.random.default_rng(0).integers(0, 256, (4, 8, 12, 3)).astype(np.uint8)
-    form, apart = ImageFormat(patch=4, frames=2), ImageFormat(patch=4)
-    alone = np.stack([patches_of(frame, apart) for frame in frames]).reshape(2, 2, 6, 3, 16)
-    patches = np.concatenate([alone.transpose(0, 2, 3, 1, 4).reshape(12, -1), np.zeros((3, form.values))])
-    assert (frames_of(patches, np.array([2, 2, 3]), form) == frames).all()
-    image = patches_of(frames[0], form)
-    assert (frames_of(image, np.array([1, 2, 3]), form) == frames[[0, 0]]).all()
 
 
 @frozen(kw_only=True)
@@ -95,7 +92,7 @@ def test_clips_are_answered_with_their_first_frame_and_with_their_frames_shuffle
             return super().evaluate(context)
 
     answers: list[Answer] = []
-    monkeypatch.setattr(answering, "generate", says_frames)
+    monkeypatch.setattr(row_answers, "generate", says_frames)
     monkeypatch.setattr(ByteTokenizer, "decode", lambda self, ids: " ".join(map(str, ids)))
     model = tiny_model(8, 48, patches_per_sequence=18)
     job = make_job(Clips(), model=model, evaluations={"answers": Kept(shown=2)}, steps=1)
@@ -131,8 +128,8 @@ def test_the_answers_that_are_drawn_are_evenly_spread(make_job, tmp_path, monkey
     component = Answers(sequences=5, shown=shown, max_tokens=1)
     job, drawn = make_job(source, evaluations={"answers": component}), []
     answers = [SimpleNamespace(is_right=False, letters=0.0, without_motion={}, number=number) for number in range(5)]
-    monkeypatch.setattr("forge_plugin_images.answering.answered", lambda *given: answers)
-    monkeypatch.setattr("forge_plugin_images.gallery.draw_answers", lambda chosen, *given: drawn.extend(chosen))
+    monkeypatch.setattr("forge_plugin_vlm_eval.row_answers.answered", lambda *given: answers)
+    monkeypatch.setattr("forge_plugin_vlm_eval.gallery.draw_answers", lambda chosen, *given: drawn.extend(chosen))
     build = SimpleNamespace(layout=Layout(), folder=tmp_path)
     component.evaluate(SimpleNamespace(build=build, job=job, model=None, step=1))
     assert [answer.number for answer in drawn] == numbers

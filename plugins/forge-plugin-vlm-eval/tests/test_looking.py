@@ -8,9 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from forge_plugin_vision import Looking, VisionLanguage
+from forge_plugin_vision import VisionLanguage
 from forge_plugin_vision.kinds import GRIDS, PATCHES
-from forge_plugin_vision.looking import ImageRows
+from forge_plugin_vlm_eval import Looking
+from forge_plugin_vlm_eval.looking import ImageRows
 from forge_testing.refusals import at, check_problems, problems_of
 from forge_testing.vision import RandomImages, tiny_language, tiny_vision
 

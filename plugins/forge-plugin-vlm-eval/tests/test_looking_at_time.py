@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from forge_core.contracts.components import DatasetComponent, ModelComponent
 from forge_core.engine.evaluation import evaluate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Grid, ImageFormat, Looking, VisionLanguage, image_input
-from forge_plugin_vision.frame_order import reordered, shuffled, still
+from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Grid, ImageFormat, VisionLanguage, image_input
+from forge_plugin_vlm_eval import Looking
+from forge_plugin_vlm_eval.frame_order import reordered, shuffled, still
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import tiny_run

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from forge_core.contracts.errors import DataError
-from forge_plugin_images.questions import images_of, questions_of
 from forge_plugin_vision import GRIDS, PATCHES, SECONDS, VIDEO, Grid, Joint, VisionLanguage
+from forge_plugin_vlm_eval.questions import images_of, questions_of
 from forge_testing.refusals import naming
 from forge_testing.vision import tiny_language, tiny_vision
 

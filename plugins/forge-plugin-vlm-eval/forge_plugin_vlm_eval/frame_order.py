@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forge_plugin_vision.kinds import GRIDS, PATCHES, Grid
+from forge_plugin_vision import GRIDS, PATCHES, Grid
 
 if TYPE_CHECKING:
-    from forge_plugin_vision.kinds import ImageFormat
+    from forge_plugin_vision import ImageFormat
 
 Row = Mapping[str, np.ndarray]
 Order = Callable[[int, int], np.ndarray]
