@@ -93,6 +93,10 @@ class Engine(Protocol):
         """Hand a file to the loggers that take files; on ranks other than 0 there are none."""
         ...
 
+    def agreed_rows(self, drawn: Sequence[Batch], given: Sequence[Batch]) -> Sequence[Batch]:
+        """The micro-batches `given` for those that were `drawn`, checked together with all ranks'."""
+        ...
+
 
 @define(kw_only=True)
 class Requests:
@@ -208,6 +212,15 @@ class StepContext(TrainContext):
     may_skip: bool = False
     """Whether some hook of the run declares `may_skip`."""
     logged: dict[str, Any] = field(factory=dict)
+
+    def replace_rows(self, batches: Sequence[Batch]) -> None:
+        """Train this step on other rows, such as completions of the prompts that were drawn; only in `on_step_begin`.
+
+        The position in the data stays. As many micro-batches as were drawn, of the same rows and length; ranks with the
+        same samples give the same ones. Other entries may differ from those that were drawn: all counts of the step are
+        taken of the new rows. Collective: every rank calls it. Raises a `ForgeError`, on all ranks, if rows do not fit.
+        """
+        self.batches = self._engine.agreed_rows(self.batches, batches)
 
     def skip_update(self, reason: str) -> None:
         """Leave out this step's update; only in `on_gradients`, and for hooks that declare `may_skip`."""

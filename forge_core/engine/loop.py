@@ -31,9 +31,10 @@ from forge_core.engine.evaluation import evaluate
 from forge_core.engine.hooks import named
 from forge_core.engine.reporting import Recorder, announce, peak_memory
 from forge_core.engine.run_state import go_back, restore, snapshot, taken
-from forge_core.engine.step import Stepper, agreed_reason
+from forge_core.engine.step import Stepper, agreed_reason, agreed_rows
 from forge_core.job import TrainSection
 from forge_core.launch.rank_process import this_process
+from forge_core.parallel import mesh
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, largest
 
@@ -45,6 +46,7 @@ class Loop:
         self, run: Run, checkpoints: Checkpoints, start: Start, stack: ExitStack, echo: Callable[[str], object]
     ) -> None:
         self._run, self._job, self._hooks, self._beacon, self._echo = run, run.job, run.hooks, run.hooks.beacon, echo
+        self.seconds = self._beacon.seconds
         self.requests, self._checkpoints = Requests(), checkpoints
         self._stepper = Stepper(run)
         self._provenance = collect_provenance(run.job, run.context.plugins.catalog, run.context.tokenizer)
@@ -57,6 +59,7 @@ class Loop:
         follow = partial(follow_non_finite, run.job.train, self.progress, self.requests)
         self.recorder = Recorder(run, self.progress.step, follow, stack)
         self.log_artifact = self.recorder.artifact
+        self.agreed_rows = partial(agreed_rows, mesh.sample_rank(run.context.mesh, run.context.layout))
         self._saver = Saver(run.job.checkpoint, checkpoints, self.recorder.sync, self._saved)
         if start.checkpoint is not None:
             self._saver.continues(start.manifest)
@@ -109,7 +112,7 @@ class Loop:
         self._hooks("on_step_begin", context)
         self._beacon.enter(Phase.FORWARD_BACKWARD)
         rate = self._run.rates.apply(progress.step, progress.tokens)
-        context.output, sums = self._stepper.gradients(batches, progress.step, self._loader.waited)
+        context.output, sums = self._stepper.gradients(context.batches, progress.step, self._loader.waited)
         context.loss, context.grad_norm = sums["loss_sum"] / sums["count"].clamp(min=1), self._stepper.norm()
         self._hooks("on_gradients", context)  # complete ones, before clipping hides their size
         self._beacon.enter(Phase.OPTIMIZER)
@@ -240,9 +243,6 @@ class Loop:
 
     def _references(self) -> dict[str, Any]:
         return dict(self._run.references, requests=self.requests, engine=self, checkpoints=self._checkpoints.steps)
-
-    def seconds(self) -> Mapping[str, float]:
-        return self._beacon.seconds()
 
     def take_state(self) -> State:
         self.progress.samples = self._loader.state()

@@ -33,6 +33,9 @@ SOURCE_LOSS = "loss/source/"
 WAITED = "waited"
 """Name, among the reduced sums, of the seconds that the slowest rank waited for the data of the step."""
 
+ROW = ("input_ids", "labels")
+"""Entries that every batch has."""
+
 ABSENT = -math.inf
 """The loss of a source without a valid token in a step, which only the device can detect. The line omits it."""
 
@@ -192,8 +195,9 @@ class Stepper:
             names = sorted(every, key=lambda name: (isinstance(name, Count), name))  # one order on all ranks
             self._attached = {name: every[name] for name in names}
         if new := sorted(map(str, attached.keys() - self._attached.keys())):
-            rule = "in a pipeline, all must be in the first"
-            raise ForgeError(f"{new[0]} was first attached after the first step; {rule}")
+            raise ForgeError(
+                f"{new[0]} was first attached after the first step; in a pipeline, all must be in the first"
+            )
         if not self._attached:
             return {}
         device = self._run.context.device
@@ -207,6 +211,19 @@ def agreed_reason(own: str) -> str:
     """This rank's reason for the request, or else the reason of the first rank that has one. Collective."""
     reasons = mesh.gather_objects(own)
     return own or next((f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason), "")
+
+
+def agreed_rows(sample_rank: int, drawn: Sequence[Batch], given: Sequence[Batch]) -> list[Batch]:
+    """See `StepContext.replace_rows`."""
+    shapes, others = ([tuple(batch[name].shape) for batch in of for name in ROW] for of in (drawn, given))
+    fault = "" if shapes == others else f"rows of the shapes {others} in place of {shapes}"
+    content = [batch[name].double().sum().item() for batch in given for name in ROW]
+    contents: dict[int, list[float]] = {}
+    for rank, (samples, theirs, wrong) in enumerate(mesh.gather_objects((sample_rank, content, fault))):
+        if wrong or contents.setdefault(samples, theirs) != theirs:
+            raise ForgeError(f"replace_rows: rank {rank} gives {wrong or 'other rows than one that shares them'}")
+    kept = [{name: batch[name] for name in ("sources", "numbers", "slots") if name in batch} for batch in drawn]
+    return [{**before, **batch} for before, batch in zip(kept, given, strict=True)]
 
 
 def _flatten(parts: Sums) -> Tensor:
