@@ -34,14 +34,18 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         # In float32: bfloat16 is too coarse for sums over the vocabulary
-        logits = logits.float() / self.temperature
+        return torch.multinomial(self.truncated(logits.float()).softmax(-1), 1, generator=generator)[:, 0]
+
+    def truncated(self, logits: Tensor) -> Tensor:
+        """(B, V) logits, float32 or wider -> those that are drawn from; `temperature` is not 0."""
+        logits = logits / self.temperature
         if self.top_k:
             kth = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             # Tokens as likely as the k-th all stay, so that the choice among them is random
             logits = logits.masked_fill(logits < kth, -torch.inf)
         if self.top_p < 1:
             logits = _nucleus(logits, self.top_p)
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        return logits
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:

@@ -1,0 +1,119 @@
+"""Samples with the log-probabilities of their tokens, the same under every layout: for reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import Model
+from forge_kit.nn.generation import Generates, WholeModel, joint_generation
+from forge_plugin_generate.generate import Sampling, check_cache
+from forge_plugin_generate.running_rows import RowEnd, RunningRows
+
+
+@frozen
+class Sampled:
+    """What was drawn after a prompt."""
+
+    ids: list[int] = field(factory=list)
+    """With the id that ended it, if one did."""
+    log_p: list[float] = field(factory=list)
+    """Log-probability of each id by the model itself, at temperature 1 and among all tokens."""
+    log_q: list[float] = field(factory=list)
+    """Log-probability of each id in the distribution that it was drawn from, after temperature, top-k and top-p."""
+
+    def ended(self, stops: Sequence[int]) -> bool:
+        """Whether one of `stops` ended it, and not the greatest length."""
+        return bool(self.ids) and self.ids[-1] in stops
+
+
+@torch.no_grad()
+def sample(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    stops: Sequence[int],
+    sampling: Sampling,
+    seeds: Sequence[int],
+) -> list[Sampled]:
+    """Continue each prompt by up to `max_tokens` tokens, drawn with a seed for each.
+
+    What a row draws depends on its seed and logits alone, and so on neither the other rows nor the layout. Ranks call
+    this as they call `forge_plugin_generate.generate.generate`.
+
+    Args:
+        model: a model with a cache, in evaluation mode.
+        prompts: token ids, none empty.
+        max_tokens: upper bound of the tokens for each prompt, the one that ends it included.
+        stops: ids that end a row.
+        sampling: settings of the draws.
+        seeds: one for each prompt, of up to 63 bits.
+
+    Raises:
+        ForgeError: there is no prompt, one is empty, or the model has no cache, or one that forgets what a layer needs.
+    """
+    if not prompts or not all(prompts):
+        raise ForgeError("there is no prompt, or an empty one; pass at least one token on every rank")
+    if not isinstance(model, Generates):
+        raise ForgeError(f"{type(model).__name__} cannot generate: it has no new_cache and decode")
+    joint = joint_generation(model)
+    if isinstance(joint, WholeModel):
+        check_cache(model)
+    drawn = SeededDraws(sampling, seeds, stops)
+    end = RowEnd(list(stops), max_tokens)
+    RunningRows(joint, prompts, end, drawn, batch_size=len(prompts), use_cache=True, entries={}).run()
+    return drawn.rows
+
+
+class SeededDraws:
+    """Draws the next token of each row by a generator of that row, and records it with its log-probabilities."""
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], stops: Sequence[int]) -> None:
+        self._sampling, self._stops = sampling, set(stops)
+        # On the host, whatever the device of the model: the same numbers everywhere
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.rows = [Sampled() for _ in seeds]
+
+    def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """(B, V) logits of the rows of these numbers -> (B,) tokens."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_p = logits.log_softmax(-1)
+        if self._sampling.temperature == 0:
+            tokens, log_q = logits.argmax(-1), None
+        else:
+            log_q = self._sampling.truncated(logits).log_softmax(-1)
+            tokens = _at_quantiles(log_q.exp(), self._uniform(rows, log_q))
+        of_p, of_q = (_chosen(log, tokens) for log in (log_p, log_q))
+        for number, *values in zip(rows, tokens.tolist(), of_p, of_q, strict=True):
+            row = self.rows[number]
+            # Rows that have ended may stay in the batch for some steps
+            if not row.ended(tuple(self._stops)):
+                for record, value in zip((row.ids, row.log_p, row.log_q), values, strict=True):
+                    record.append(value)
+        return tokens
+
+    def _uniform(self, rows: Sequence[int], like: Tensor) -> Tensor:
+        """(B,) numbers in [0, 1), by each row's generator."""
+        numbers = [torch.rand((), generator=self._generators[number], dtype=torch.float64) for number in rows]
+        return torch.stack(numbers).to(like.device, like.dtype)
+
+
+def _at_quantiles(p: Tensor, u: Tensor) -> Tensor:
+    """(B, V) probabilities, (B,) numbers in [0, 1) -> (B,): the first token whose cumulative sum exceeds the number."""
+    sums = p.cumsum(-1)
+    # Times the total, which rounding keeps from being 1; and below the last token that has a probability
+    token = torch.searchsorted(sums, (u * sums[:, -1])[:, None], right=True)[:, 0]
+    last = p.shape[-1] - 1 - (p > 0).flip(-1).int().argmax(-1)
+    return torch.minimum(token, last)
+
+
+def _chosen(log: Tensor | None, tokens: Tensor) -> list[float]:
+    """The entries of the drawn tokens; 0 without draws, as the most likely token is then certain."""
+    if log is None:
+        return [0.0] * len(tokens)
+    values: list[float] = log.gather(-1, tokens[:, None])[:, 0].tolist()
+    return values
