@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +9,7 @@ from attrs import asdict, evolve
 
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog, Offer
+from forge_kit.tools.json_output import print_json
 from forge_plugin_author.plugin_checks import distribution_problems, probes
 from forge_plugin_author.plugins import ListedComponent, listing, table
 from forge_testing.stale import left_overs
@@ -31,7 +31,7 @@ def report(offers: Sequence[Offer], catalog: Catalog, *, left_too: bool, as_json
     if as_json:
         # To standard error, so that standard output is JSON alone
         print("\n".join(left), end="\n" if left else "", file=sys.stderr)
-        print(json.dumps([asdict(component) for component in components], indent=2))
+        print_json([asdict(component) for component in components])
     else:
         loads = ["LOADS", *(component.check.verdict for component in components)]
         print("\n".join([table(components, loads), *problems, *left]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,6 +17,7 @@ from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import wrapped
 from forge_kit.tools.documented_keys import Key, class_doc, keys_of, one_paragraph
+from forge_kit.tools.json_output import add_json, print_json
 
 HEADING = "extend"
 
@@ -31,11 +31,11 @@ def command(argv: list[str]) -> int:
     parser.add_argument(
         "path", nargs="?", default="", metavar="PATH", help="`train`, `optimizer`, `optimizer.adamw`, `train.steps` …"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     with_examples(parser, "forge-run explain optimizer.adamw", "forge-run explain train.precision --json")
     options, catalog = parser.parse_args(argv), Catalog.installed()
     if options.json:
-        print(json.dumps(facts(find(options.path, catalog), catalog), indent=2))
+        print_json(facts(find(options.path, catalog), catalog))
     else:
         print(explain(options.path, catalog))
     return ExitCode.FINISHED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from attrs import asdict, frozen
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
 from forge_core.plugins.catalog import Catalog, Offer
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.tables import columns
 
 
@@ -62,7 +62,7 @@ def command(argv: list[str]) -> int:
     # From here on nothing is imported: a component that cannot be loaded is listed all the same.
     listed = [listing(offer, catalog) for offer in offers]
     if options.json:
-        print(json.dumps([asdict(component) for component in listed], indent=2))
+        print_json([asdict(component) for component in listed])
     else:
         print("\n".join([table(listed), *dict.fromkeys(line for component in listed for line in component.problems)]))
     return ExitCode.FINISHED
@@ -75,7 +75,7 @@ def list_parser(program: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--kind", metavar="KIND", help="only components of this kind (`kind` lists the kinds themselves)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     return parser
 
 

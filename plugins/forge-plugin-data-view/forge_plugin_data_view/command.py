@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.commands import count
+from forge_kit.tools.json_output import add_json, print_json
 
 if TYPE_CHECKING:
     from forge_core.job import Job
@@ -47,9 +48,7 @@ def command(argv: list[str]) -> int:
 
     view = View.of(open_data(job, catalog), options.step, samples, options.measure, options.tokens)
     if options.json:
-        import json
-
-        print(json.dumps(view.as_json(), indent=1, ensure_ascii=False))
+        print_json(view.as_json())
     else:
         from forge_plugin_data_view.screen import show
 
@@ -85,6 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--measure", type=positive, default=MEASURED, metavar="N", help=measure)
     ranks = "ranks that the job is to run on (1); the samples are the same on any number"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=ranks)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     with_examples(parser, "forge-run data job.toml", "forge-run data job.toml --step 100 --sample 0 --sample 7")
     return parser

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import with_examples
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_path
 
 if TYPE_CHECKING:
@@ -44,9 +45,7 @@ def command(argv: list[str]) -> int:
     draft = make_draft(options, catalog)
     write_checked(draft, path, catalog)
     if options.json:
-        import json
-
-        print(json.dumps(_as_json(draft, path), indent=1, ensure_ascii=False))
+        print_json(_as_json(draft, path))
     else:
         _report(draft, path)
     return ExitCode.FINISHED
@@ -138,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--from", dest="start", default="", metavar="RUN", help=start)
     add("--name", metavar="NAME", help="name of the run (the name of the data)")
     add("--yes", action="store_true", help="ask nothing, also on a terminal")
-    add("--json", action="store_true", help="print what was chosen as JSON")
+    add_json(parser, ": what was chosen")
     tune = "forge-run init tune.toml --from runs/qwen3 --dataset chats.jsonl --messages messages"
     with_examples(parser, "forge-run init", "forge-run init --text ~/books --time 30m", tune)
     return parser

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
+from forge_kit.tools.json_output import add_json, print_json
 
 HEADING = "start"
 
@@ -21,7 +21,7 @@ def command(argv: list[str]) -> int:
     parser.add_argument(
         "--network", type=float, metavar="GBITS", help="Gbit/s that each GPU has to other nodes, with --gpu (400)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     with_examples(
         parser, "forge-run plan job.toml", "forge-run plan job.toml --world-size 512 --gpu h200 --parallel.tp.degree=8"
     )
@@ -49,5 +49,8 @@ def command(argv: list[str]) -> int:
         plan = make_plan(job, catalog, options.world_size, status.update)
     # Gbit/s to bytes a second
     network = (options.network or NETWORK_GBITS) * 1e9 / 8
-    print(json.dumps(facts(plan, gpu, network), indent=2) if options.json else report(plan, gpu, network))
+    if options.json:
+        print_json(facts(plan, gpu, network))
+    else:
+        print(report(plan, gpu, network))
     return ExitCode.FINISHED

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.commands import count
+from forge_kit.tools.json_output import add_json, print_json
 
 HEADING = "watch"
 
@@ -25,7 +25,7 @@ def command(argv: list[str]) -> int:
     parser.add_argument("profiles", nargs="+", type=Path, metavar="RUN", help=what)
     parser.add_argument("--step", type=count, metavar="N", help="of a run folder: the profile that begins with step N")
     parser.add_argument("--rank", type=count, metavar="R", help="show or compare this rank (all, the lowest in full)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.add_argument("--write", action="store_true", help="make profile.md and profile.json beside the traces again")
     parser.add_argument("--gpu", metavar="NAME", help="also the bounds of `forge-run plan` for this GPU: h100, a100 …")
     with_examples(parser, "forge-run profile runs/big", "forge-run profile runs/before runs/after --rank 0")
@@ -43,7 +43,7 @@ def command(argv: list[str]) -> int:
     if options.write:
         _write(found[0], options.rank)
     if options.json:
-        print(json.dumps({"ranks": ranks[0]}, indent=2))
+        print_json({"ranks": ranks[0]})
     else:
         _show(ranks[0], found[0], options.gpu)
     return ExitCode.FINISHED
@@ -54,7 +54,7 @@ def _compare(ranks: list[list[dict[str, Any]]], options: argparse.Namespace) -> 
 
     first, second = ranks[0][0], ranks[1][0]
     if options.json:
-        print(json.dumps({"first": first, "second": second}, indent=2))
+        print_json({"first": first, "second": second})
     else:
         names = tuple(map(str, options.profiles))
         print(compare(first, second, (names[0], names[1])), end="")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
 import math
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.tools.json_output import add_json, print_json
 from forge_plugin_runs.facts import STATES, Run, find_runs, read_run
 from forge_plugin_runs.words import age_text, count_text, fitted, size_text, width
 
@@ -50,13 +50,13 @@ def command(argv: list[str]) -> int:
     order = f"newest, largest or best first: by {', '.join(SORTS)} (updated)"
     add("--sort", choices=list(SORTS), default="updated", metavar="FACT", help=order)
     add("--limit", type=positive, metavar="N", help="only the first N")
-    add("--json", action="store_true", help="print JSON")
+    add_json(parser)
     with_examples(parser, "forge-run runs", "forge-run runs compared --sort held-out", "forge-run runs --state running")
     options = parser.parse_args(argv)
     runs = select(options.folders, options.state, options.name)
     runs = sorted(runs, key=SORTS[options.sort])[: options.limit]
     if options.json:
-        print(json.dumps([run.facts() for run in runs], indent=2))
+        print_json([run.facts() for run in runs])
     else:
         show(runs, options.folders)
     return ExitCode.FINISHED

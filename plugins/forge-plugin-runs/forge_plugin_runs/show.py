@@ -18,6 +18,7 @@ from forge_core.checkpoint.run_folder import JOB, LOCK, PROVENANCE
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.tables import columns
 from forge_plugin_runs.facts import Run, demand_run, finite, manifest_of, read_run, size_of
 from forge_plugin_runs.life import LIVES, Pulse
@@ -36,11 +37,14 @@ def command(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser("forge-run show", description=command.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     with_examples(parser, "forge-run show runs/quickstart", "forge-run show runs/quickstart --json")
     options = parser.parse_args(argv)
     facts = all_facts(read_run(demand_run(options.run)))
-    print(json.dumps(facts, indent=2) if options.json else describe(facts))
+    if options.json:
+        print_json(facts)
+    else:
+        print(describe(facts))
     return ExitCode.FINISHED
 
 
@@ -173,7 +177,7 @@ def _life(facts: Mapping[str, Any]) -> str:
 def _tables(facts: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Sequence[str]]]]:
     yield "job, where it differs from the defaults", [*_job_rows(facts)]
     yield "last step", [[name, _measure(name, value)] for name, value in facts["metrics"].items()]
-    evaluation = [[name, _plain(value)] for name, value in facts["evaluation"].items()]
+    evaluation = [[name, _measure(name, value)] for name, value in facts["evaluation"].items()]
     yield f"last evaluation, of step {facts['evaluated']}", evaluation
     yield "checkpoints", [_checkpoint_row(each) for each in facts["checkpoints"]]
     yield "files", [[name, size_text(size)] for name, size in facts["files"].items()]
@@ -194,7 +198,8 @@ def _job_rows(facts: Mapping[str, Any]) -> Iterator[list[str]]:
 def _checkpoint_row(checkpoint: Mapping[str, Any]) -> list[str]:
     saved = checkpoint["saved"]
     when = _clock(saved) if saved else "cannot be read"
-    losses = [f"{name} {_plain(value)}" for name, value in checkpoint["evaluation"].items() if name.endswith("loss")]
+    evaluation = checkpoint["evaluation"].items()
+    losses = [f"{name} {_measure(name, value)}" for name, value in evaluation if name.endswith("loss")]
     return [f"step {checkpoint['step']}", when, f"{count_text(checkpoint['tokens'])} tokens", "  ".join(losses)]
 
 
@@ -203,13 +208,15 @@ def _section(title: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _measure(name: str, value: Any) -> str:
-    """A value of a line of metrics: a time of day, a duration or a share with its unit, or a plain number."""
+    """A value of a line of metrics: a time of day, a duration or a share with its unit, a loss, or a plain number."""
     if not isinstance(value, int | float):
         return str(value)
     if name == "time":
         return _clock(value)
     if name == "step_seconds" or name.startswith("seconds/"):
         return f"{value:,.3g} s"
+    if name.endswith("loss"):
+        return f"{value:.4f}"  # with the digits of the log and of every other command
     return f"{value:.1%}" if name == "data_wait" else _plain(value)
 
 

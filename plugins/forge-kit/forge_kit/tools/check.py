@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.data.budgets import Budgets, check_budgets, measured_sources, report
 from forge_kit.data.damage import Damage, decode_sources, default_workers
 from forge_kit.tools.commands import count
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.tables import columns
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def command(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser("forge-run check", description=command.__doc__)
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help="ranks of the run (1)")
-    parser.add_argument("--json", action="store_true", help="print JSON, problems too")
+    add_json(parser, ", problems too")
     data = "measure the documents, in the cache or by the headers of images, and say how many exceed a sequence's room"
     parser.add_argument("--data", action="store_true", help=data)
     decode = "decode every image and clip of the sources, all frames, and name what cannot be read; implies --data"
@@ -71,11 +71,11 @@ def command(argv: list[str]) -> int:
             **_data(measured),
             **decoded.facts(),
         }
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
         return error.exit_code
     if options.json:
         facts = {"ok": True, "files": files, "problems": [], **_parts(job, catalog), **_data(measured)}
-        print(json.dumps(facts | decoded.facts(), indent=2))
+        print_json(facts | decoded.facts())
         return ExitCode.FINISHED
     parts = _parts(job, catalog)
     print(f"ok: {' + '.join(files)}\n\n{columns([*parts['components'].items()])}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import JobError
+from forge_kit.tools.json_output import add_json, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,9 +48,7 @@ def command(argv: list[str]) -> int:
     found = counts(examined)
     seconds = time.perf_counter() - started
     if options.json:
-        import json
-
-        print(json.dumps(_as_json(examined, seconds), indent=1, ensure_ascii=False))
+        print_json(_as_json(examined, seconds))
     else:
         print("\n" + ", ".join(f"{count} {state}" for state, count in found.items()) + f"; {seconds:.0f} s")
     return ExitCode.FAILED if found[State.FAILED] else ExitCode.FINISHED
@@ -127,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=positive, default=60, metavar="S", help=limit)
     world = "ranks that the job is to run on (1)"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=world)
-    parser.add_argument("--json", action="store_true", help="print JSON, with all versions")
+    add_json(parser, ", with all versions")
     each_node = "srun --ntasks-per-node=1 forge-run doctor --output /scratch/runs"
     with_examples(parser, "forge-run doctor", "forge-run doctor job.toml --nproc 4", each_node)
     return parser

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean, listed
 from forge_core.launch.world import join_world
+from forge_kit.tools.json_output import add_json, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,9 +69,7 @@ def command(argv: list[str]) -> int:
             if others := folder.close(keep=options.keep or failed):
                 screen.say(f"files in {subject.folder} that the drill did not make were kept: {listed(others, 5)}")
     if options.json:
-        import json
-
-        print(json.dumps(_as_json(subject, baseline, course, results, refused), indent=1, ensure_ascii=False))
+        print_json(_as_json(subject, baseline, course, results, refused))
     else:
         _conclude(Screen(quiet=False), course, results, refused, options.keep or failed)
     return ExitCode.FAILED if failed else ExitCode.FINISHED
@@ -161,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     patience = "seconds beyond its limits after which a run counts as hanging (60)"
     add("--patience", type=positive, default=60, metavar="S", help=patience)
     add("--keep", action="store_true", help="keep the runs and their logs, as is done when something did not hold")
-    add("--json", action="store_true", help="print JSON; progress goes to standard error")
+    add_json(parser, "; progress goes to standard error")
     with_examples(
         parser,
         "forge-run doctor drill job.toml",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import output_file
 from forge_plugin_resilience.goodput.report import describe, facts_of
 from forge_plugin_resilience.goodput.run_account import RunAccount, read_run
@@ -25,7 +25,7 @@ def command(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser("forge-run profile goodput", description=command.__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, also of a run that is running")
-    parser.add_argument("--json", action="store_true", help="print JSON: an object, or an array of several runs")
+    add_json(parser, ": an object, or an array of several runs")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the run's time into a PNG, PDF or SVG file")
     with_examples(
         parser, "forge-run profile goodput runs/big", "forge-run profile goodput runs/big --picture goodput.png"
@@ -43,7 +43,7 @@ def command(argv: list[str]) -> int:
         _draw(runs[0], options.picture)
     facts = [facts_of(run) for run in runs]
     if options.json:
-        print(json.dumps(facts[0] if len(facts) == 1 else facts, indent=2))
+        print_json(facts[0] if len(facts) == 1 else facts)
     else:
         print("\n\n".join(describe(each) for each in facts))
     return ExitCode.FINISHED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import FOLDER_MARK, MARK, free_folder, output_file, write_output
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     search = "choose values by results: --set 'optimizer.lr=log(1e-4,1e-2)', uniform(a,b), int(a,b), or a list"
     add("--search", choices=["optuna"], help=search)
     add("--trials", type=positive, default=0, metavar="N", help="runs of a search, in all")
-    add("--json", action="store_true", help="print JSON")
+    add_json(parser)
     with_examples(
         parser,
         "forge-run compare base.toml --set optimizer.lr=1e-3,3e-3 --set job.seed=1,2 --out compared",
@@ -155,7 +155,7 @@ def _show(outcomes: Sequence[Outcome], options: argparse.Namespace, out: Path | 
         draw(rows, out / PICTURE)
     if options.json:
         facts: dict[str, Any] = as_json(rows, failed)
-        print(json.dumps(facts, indent=1))
+        print_json(facts)
         return
     if rows:
         # A table that the terminal would wrap is printed as a list
