@@ -50,11 +50,12 @@ IMPORTS = ROOT / "docs" / "bring-a-model.md"
 CONTINUES = ROOT / "docs" / "how-to" / "continue-a-published-vlm.md"
 """Likewise, and the data too: its job, which is none without them, is fenced as `ini`."""
 TUTORIAL = ROOT / "docs" / "tutorials" / "own-text.md"
+COOKBOOK = ROOT / "docs" / "cookbook.md"
 METRICS = ROOT / "docs" / "how-to" / "metrics.md"
 LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
 TAPS = ROOT / "docs" / "how-to" / "taps.md"
 EVALUATES_VISION = ROOT / "docs" / "how-to" / "evaluate-vision.md"
-MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL)
+MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK)
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
