@@ -108,30 +108,14 @@ class Checkpoints:
         steps = self.storage.steps()
         return self.retention.to_delete(steps, self._metrics(steps))
 
-    def prune(self, intact: int | None = None) -> list[int]:
-        """Delete the checkpoints that retention does not keep; returns their steps. Collective.
-
-        A step known to be `intact` is kept regardless of retention. Without one, at least one checkpoint to keep must
-        be complete, judged by the sizes of its files.
-        """
-        for step in (doomed := self.ranks.on_rank0(lambda: self._doomed(intact))):
-            self._call(partial(self.storage.delete, step))
-        return doomed
-
-    def _doomed(self, intact: int | None) -> list[int]:
-        # A newer one may be damaged in a way that sizes do not show: with `keep = 1` it would be all that is left
-        doomed = [step for step in self.to_prune() if step != intact]
-        staying = [step for step in self.storage.steps() if step not in doomed]
-        if doomed and intact not in staying and not any(self._whole(step) for step in reversed(staying)):
-            self.warn(f"none of the checkpoints to keep (steps {staying}) is whole, so nothing is deleted")
-            return []
-        return doomed
-
     def tidy(self, intact: int) -> None:
-        """Delete what retention does not keep (see `prune`) and what dead saves have left. Collective."""
+        """Delete what dead saves have left, and what retention does not keep, but for the step `intact`. Collective."""
         try:
             self._call(self.storage.clear)
-            self.prune(intact)
+            for step in self.ranks.on_rank0(self.to_prune):
+                # A newer one may be damaged in a way that sizes do not show: `keep = 1` would leave nothing else
+                if step != intact:
+                    self._call(partial(self.storage.delete, step))
         except CheckpointError as error:  # no failed save: the checkpoint itself is committed by now
             self.warn(f"could not delete an old checkpoint: {error}")
 
@@ -165,10 +149,6 @@ class Checkpoints:
             return read_manifest(self.storage.path(step))
         except CheckpointError:
             return {}
-
-    def _whole(self, step: int) -> bool:
-        manifest = self._read(step)
-        return bool(manifest) and not find_faults(self.storage.path(step), manifest, list(manifest["files"]), "sizes")
 
     def warn(self, message: str) -> None:
         """Warn on rank 0."""
