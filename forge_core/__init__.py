@@ -119,8 +119,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != home.partition(".")[0]:  # something that the module itself imports is missing
             raise
-        hint = f"forge_core.{name} is in {home}: pip install {error.name.replace('_', '-')}"
-        raise ModuleNotFoundError(hint, name=error.name) from error
+        raise ModuleNotFoundError(
+            f"forge_core.{name} is in {home}: pip install {error.name.replace('_', '-')}", name=error.name
+        ) from error
 
 
 def __dir__() -> list[str]:

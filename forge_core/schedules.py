@@ -36,8 +36,11 @@ class WarmupComponent(SchedulerComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks that the warm-up ends within the run."""
         if self.warmup_steps > job.train.steps:
-            message = f"{self.warmup_steps} is longer than the run; train.steps is {job.train.steps}"
-            yield Problem("warmup_steps", message, fits=self.fitting_warmup(job.train.steps))
+            yield Problem(
+                "warmup_steps",
+                f"{self.warmup_steps} is longer than the run; train.steps is {job.train.steps}",
+                fits=self.fitting_warmup(job.train.steps),
+            )
 
     def fitting_warmup(self, steps: int) -> int:
         """The warm-up of a run of so few `steps` that this one does not fit."""

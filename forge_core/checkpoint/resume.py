@@ -75,8 +75,10 @@ def find_checkpoint(resume: str, checkpoints: Checkpoints, how: How) -> tuple[Pa
     """
     if resume == "never":
         if steps := checkpoints.steps():
-            hint = "choose another job.name, delete the folder, or continue it with --resume auto"
-            raise ResumeError(f"this run folder has checkpoints already (steps {steps}); {hint}")
+            raise ResumeError(
+                f"this run folder has checkpoints already (steps {steps}); "
+                "choose another job.name, delete the folder, or continue it with --resume auto"
+            )
         return None
     newest = checkpoints.newest()
     # Also with a path: the same command, started again after a crash, must not lose the steps since its first start.
@@ -122,8 +124,10 @@ def check_storage(folder: Path) -> None:
         return
     if steps := before.steps():
         place = before.path(steps[-1]).parent
-        hint = "set [checkpoint.storage] back, move the checkpoints, or choose another job.name"
-        raise ResumeError(f"{place} has checkpoints of this run, but the job keeps them elsewhere now; {hint}")
+        raise ResumeError(
+            f"{place} has checkpoints of this run, but the job keeps them elsewhere now; "
+            "set [checkpoint.storage] back, move the checkpoints, or choose another job.name"
+        )
 
 
 def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
@@ -133,5 +137,7 @@ def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
     if "impossible" in meanings:
         raise ResumeError(f"{listed}\nUndo what is impossible. {ANEW.format(path=path)}")
     if "flag" in meanings and not allowed:
-        undo = "Or undo the changes, or take another name: --job.name"
-        raise ResumeError(f"{listed}\nTo continue all the same, run the same command with {FLAG}. {undo}")
+        raise ResumeError(
+            f"{listed}\nTo continue all the same, run the same command with {FLAG}. "
+            "Or undo the changes, or take another name: --job.name"
+        )

@@ -18,7 +18,7 @@ from attrs import asdict, evolve, frozen
 
 from forge_core.checkpoint.storage import MALFORMED, Local, LocalStorage
 from forge_core.contracts.data import Tokenizer
-from forge_core.contracts.errors import ForgeError, JobError, Problem
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.contracts.run_end import End
 from forge_core.contracts.runtime import Storage
 from forge_core.files import write_atomically
@@ -102,7 +102,7 @@ def _lock(folder: Path, advice: str, deadline: float) -> IO[str]:
             folder.mkdir(parents=True, exist_ok=True)
             lock = (folder / LOCK).open("a+")  # not "w": the name of an owner that is there must stay readable
         except OSError as error:
-            raise JobError([Problem("job.output", f"{folder} cannot be written: {error.strerror}")]) from error
+            raise JobError.at("job.output", f"{folder} cannot be written: {error.strerror}") from error
         if not _take(lock):
             with lock:
                 lock.seek(0)

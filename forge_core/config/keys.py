@@ -27,8 +27,10 @@ def resolved_fields(cls: type) -> dict[str, Attribute]:
     try:
         return key_fields(resolve_types(cls))
     except NameError as error:
-        hint = "import the types of fields outside TYPE_CHECKING"
-        raise PluginError(f"the fields of {cls.__qualname__} cannot be read: {error}; {hint}") from error
+        raise PluginError(
+            f"the fields of {cls.__qualname__} cannot be read: {error}; "
+            "import the types of fields outside TYPE_CHECKING"
+        ) from error
 
 
 def default_of(f: Attribute) -> Any:

@@ -132,8 +132,10 @@ def _read_source(source: Source, layer: int) -> Node:
     if isinstance(source, Mapping):
         return annotate(_plain(source), {}, Origin(_name(source), 0, layer))
     if not isinstance(source, str | Path):
-        hint = "a job is a path, a text of TOML (with a line break) or a table (a dict)"
-        raise TypeError(f"{hint}, not {type(source).__name__} {source!r:.60}")
+        raise TypeError(
+            "a job is a path, a text of TOML (with a line break) or a table (a dict), "
+            f"not {type(source).__name__} {source!r:.60}"
+        )
     return read_text(str(source), "text", layer) if _name(source) == "text" else _read_file(Path(source), layer)
 
 
@@ -153,13 +155,13 @@ def _read_file(path: Path, layer: int) -> Node:
     except FileNotFoundError:
         others = [str(other) for other in path.parent.glob("*.toml")]
         hint = "; a text of TOML has a line break" if "=" in str(path) else did_you_mean(str(path), others, SURE)
-        raise _fault(f"no such file{hint}", origin=str(path)) from None
+        raise JobError.at("", f"no such file{hint}", str(path)) from None
     except OSError as error:
-        raise _fault(f"cannot be read: {error.strerror}", origin=str(path)) from None
+        raise JobError.at("", f"cannot be read: {error.strerror}", str(path)) from None
     except UnicodeDecodeError as error:
         utf_16 = "; it is UTF-16: save it as UTF-8" * (error.object[:2] in (b"\xff\xfe", b"\xfe\xff"))
-        raise _fault(
-            f"not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}{utf_16}", origin=str(path)
+        raise JobError.at(
+            "", f"not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}{utf_16}", str(path)
         ) from None
 
 
@@ -173,7 +175,7 @@ def read_text(text: str, name: str, layer: int = 0) -> Node:
         message = f"looks like {other}, and jobs are TOML" if other else "not valid TOML"
         rules = hints("syntax")["rules"] * (not other)
         reason += next((f"; {hint}" for rule, hint in rules if re.search(rule, text.split("\n")[line - 1])), "")
-        raise _fault(f"{message}: {reason[:1].lower()}{reason[1:]}", origin=f"{name}:{line}:{column}") from None
+        raise JobError.at("", f"{message}: {reason[:1].lower()}{reason[1:]}", f"{name}:{line}:{column}") from None
 
 
 def hints(table: str) -> dict[str, Any]:
@@ -200,10 +202,6 @@ def _position(text: str, message: str) -> tuple[int, int, str]:
     else:
         line, column = int(position[1]), int(position[2])
     return line, column, _POSITION.sub("", message)
-
-
-def _fault(message: str, path: str = "", origin: str = "") -> JobError:
-    return JobError([Problem(path, message, origin)])
 
 
 # --- overrides ---------------------------------------------------------------------------------------------------
@@ -241,7 +239,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     """Key path and value of `--a.b=value`; raises `JobError` where the value is missing or the key is not one."""
     key, equals, raw = text.removeprefix("--").partition("=")
     if not equals:
-        raise _fault(f"there is no value; write {text}=VALUE (to switch something on, =true)")
+        raise JobError(f"there is no value; write {text}=VALUE (to switch something on, =true)")
     return _key_path(key), _parse_value(raw)
 
 
@@ -249,7 +247,7 @@ def _key_path(key: str) -> list[str]:
     try:
         return split_key(key)
     except tomllib.TOMLDecodeError:
-        raise _fault(f"{key!r} is not a key; write --section.key=value, or --data.sources.0.path=value") from None
+        raise JobError(f"{key!r} is not a key; write --section.key=value, or --data.sources.0.path=value") from None
 
 
 def _parse_value(raw: str) -> Any:
@@ -269,8 +267,9 @@ def _put(root: Node, path: list[str], node: Node) -> None:
         else:
             parent = parent.value[_index(parent, key, path[: depth - 1])]
         if not isinstance(parent.value, dict | list):
-            message = f"{'.'.join(path[:depth])} is {parent.value!r} ({parent.origin}), not a table"
-            raise _fault(message, ".".join(path))
+            raise JobError.at(
+                ".".join(path), f"{'.'.join(path[:depth])} is {parent.value!r} ({parent.origin}), not a table"
+            )
     node.replaced = parent.child(path[-1])
     parent.value[path[-1] if isinstance(parent.value, dict) else _index(parent, path[-1], path[:-1])] = node
 
@@ -278,10 +277,10 @@ def _put(root: Node, path: list[str], node: Node) -> None:
 def _index(parent: Node, key: str, path: list[str]) -> int:
     where, count = ".".join(path), len(parent.value)
     if not key.isdecimal():
-        raise _fault(f"{where} is an array: {key!r} is no index into it", f"{where}.{key}")
+        raise JobError.at(f"{where}.{key}", f"{where} is an array: {key!r} is no index into it")
     if int(key) >= count:
         entries = "no entries" if not count else "one, number 0" if count == 1 else f"{count}, numbers 0 to {count - 1}"
-        raise _fault(f"there is no entry {key}; {where} has {entries}", f"{where}.{key}")
+        raise JobError.at(f"{where}.{key}", f"there is no entry {key}; {where} has {entries}")
     return int(key)
 
 

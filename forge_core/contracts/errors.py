@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 from attrs import evolve, frozen
 
@@ -67,6 +67,11 @@ class JobError(ForgeError):
     def __init__(self, problems: Iterable[Problem] | str) -> None:
         self.problems = [Problem("", problems)] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    @classmethod
+    def at(cls, path: str, message: str, origin: str = "") -> Self:
+        """The error of a single problem."""
+        return cls([Problem(path, message, origin)])
 
 
 class PluginError(JobError):

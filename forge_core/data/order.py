@@ -402,9 +402,12 @@ def _shortage_problem(
         for name, source, size, limit in columns
         if limit is not None
     ]
-    sums = f"{need // batch:,} x {batch:,} = {need:,} sequences, but max_epochs leaves {available:,} for them"
-    hint = "raise max_epochs (0 is no limit), give weight to another source, or lower train.steps"
-    return Problem("data.sources", f"{steps} need {sums}: {', '.join(rows)}; {hint}")
+    return Problem(
+        "data.sources",
+        f"{steps} need {need // batch:,} x {batch:,} = {need:,} sequences, "
+        f"but max_epochs leaves {available:,} for them: {', '.join(rows)}; "
+        "raise max_epochs (0 is no limit), give weight to another source, or lower train.steps",
+    )
 
 
 def source_changes(

@@ -18,7 +18,7 @@ from forge_core.config.mixture import is_drawn
 from forge_core.contracts.components import Component, DatasetComponent, TrainingHook
 from forge_core.contracts.contexts import BuildContext, Evaluation
 from forge_core.contracts.data import Dataset, Documents, DocumentStream, Stream, Tokenizer
-from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.errors import JobError
 from forge_core.contracts.model import Model, Outline
 from forge_core.contracts.optimizer import NamedParameters, roles_of
 from forge_core.contracts.phase import Phase
@@ -175,8 +175,11 @@ def build_datasets(job: Job, context: BuildContext) -> list[Dataset | Stream]:
     for number, source in enumerate(job.data.sources):
         dataset = _build_dataset(source, path := f"data.sources.{number}", context)
         if isinstance(dataset, Sized) and not len(dataset) and is_drawn(job, number):
-            message = f"holds less than one sequence of train.seq_len = {job.train.seq_len} tokens"
-            raise JobError([Problem(path, f"{message}; add data, or shorten train.seq_len")])
+            raise JobError.at(
+                path,
+                f"holds less than one sequence of train.seq_len = {job.train.seq_len} tokens; "
+                "add data, or shorten train.seq_len",
+            )
         datasets.append(dataset)
     return datasets
 
@@ -186,21 +189,27 @@ def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -
     built = _build(source, context, path)
     if isinstance(built, DocumentStream) and not isinstance(built, Stream):
         if not isinstance(packing, WindowPacking):
-            hint = "take another packing, or read the data as a whole"
-            raise JobError([Problem(path, f"is a stream, and [data.packing] needs all documents at once; {hint}")])
+            raise JobError.at(
+                path,
+                "is a stream, and [data.packing] needs all documents at once; "
+                "take another packing, or read the data as a whole",
+            )
         built = StreamWindows(built, context.job.train.seq_len, packing)
     elif isinstance(built, Documents):
         return context.build(packing, documents=built)
     elif not packing.accepts_sequences:
-        raise JobError([Problem(path, "gives finished sequences, which [data.packing] cannot pack")])
+        raise JobError.at(path, "gives finished sequences, which [data.packing] cannot pack")
     if isinstance(built, Stream):
         if context.layout.run[1] > 1:
-            raise JobError([Problem(path, "is a stream, whose position other runs of the same model do not know")])
+            raise JobError.at(path, "is a stream, whose position other runs of the same model do not know")
         # Each row of the global batch belongs to one lane: the position of a stream then depends on no layout.
         rows, ranks = context.job.train.global_batch_size, context.layout.data_parallel
         if rows % built.lanes or built.lanes % ranks:
-            rule = f"must divide train.global_batch_size = {rows} and be a multiple of the {ranks} data-parallel ranks"
-            raise JobError([Problem(path, f"is read in {built.lanes} lanes; they {rule}")])
+            raise JobError.at(
+                path,
+                f"is read in {built.lanes} lanes; they must divide train.global_batch_size = {rows} "
+                f"and be a multiple of the {ranks} data-parallel ranks",
+            )
     return built
 
 

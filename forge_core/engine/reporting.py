@@ -26,7 +26,7 @@ from forge_core.config.load import dump_job
 from forge_core.config.mixture import first_step, source_names
 from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.data import HasDescription
-from forge_core.contracts.errors import ExitCode, JobError, Problem
+from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.contracts.runtime import Flushes, LearnsEnd, Logger, TakesArtifacts
 from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
 from forge_core.engine.build import Run
@@ -155,7 +155,7 @@ def _room(run: Run, folder: Path) -> str:
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
     text = f"weights of {size / 1e6:,.0f} MB each, besides optimizer state; {free / 1e9:,.1f} GB free in {folder}"
     if size > free:
-        raise JobError([Problem("checkpoint", f"not one fits: {text}; free space, or name another disk in job.output")])
+        raise JobError.at("checkpoint", f"not one fits: {text}; free space, or name another disk in job.output")
     if 3 * size * (run.job.checkpoint.keep + 1) > free:  # two moments each, as of AdamW, and the next one
         warnings.warn(f"checkpoints may not fit: {text}; free space, or lower checkpoint.keep", stacklevel=2)
     return text

@@ -164,8 +164,14 @@ class RankProcess:
                 self._stop_requests.deliver = lambda number: None
 
     def _end_at_once(self) -> None:
-        reason = "ended at once by a second signal, without a save"
-        self.record(End(code=ExitCode.SECOND_SIGNAL, cause=Cause.SIGNAL, reason=reason, step=self.completed()))
+        self.record(
+            End(
+                code=ExitCode.SECOND_SIGNAL,
+                cause=Cause.SIGNAL,
+                reason="ended at once by a second signal, without a save",
+                step=self.completed(),
+            )
+        )
         end_at_once()
 
     def _stop_before_training(self, number: signal.Signals) -> None:

@@ -316,8 +316,10 @@ def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float) -> str:
     elif all(beat.get("waits") for beat in heartbeats.values()):
         lines.append(f"all wait for each other, in {phase}: one may have left a collective out, or made one too many")
     else:
-        question = "and none of them waits for another; is the time too short for it?"
-        lines.append(f"no rank is behind the others: all are in {phase}, {question}")
+        lines.append(
+            f"no rank is behind the others: all are in {phase}, "
+            "and none of them waits for another; is the time too short for it?"
+        )
     shown = _shown(heartbeats, absent or late)
     lines += [f"  {_describe(rank, heartbeats[rank])}" for rank in shown]
     if len(heartbeats) > len(shown):

@@ -47,8 +47,10 @@ def join_world(environment: MutableMapping[str, str] | None = None) -> World:
         variables.update(_rank_of_step(variables))
     if "RANK" not in variables:
         if variables.get("WORLD_SIZE", "1") != "1":
-            message = f"WORLD_SIZE is {variables['WORLD_SIZE']}, but RANK is not set"
-            raise JobError(f"{message}; start the ranks with --nproc, torchrun or srun, or unset WORLD_SIZE")
+            raise JobError(
+                f"WORLD_SIZE is {variables['WORLD_SIZE']}, but RANK is not set; "
+                "start the ranks with --nproc, torchrun or srun, or unset WORLD_SIZE"
+            )
         return World()
     size = _number(variables, "WORLD_SIZE")
     missing = [name for name in NEEDED if name not in variables]

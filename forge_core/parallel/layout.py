@@ -30,8 +30,13 @@ def plan_layout(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
     elif automatic:
         fixed[automatic[0]] = world_size // product
     elif product != world_size:
-        hint = f'start {product}, or set replicate or shard to "auto"'
-        problems.append(Problem("parallel", f"{arithmetic} = {product}, but there are {world_size} ranks; {hint}"))
+        problems.append(
+            Problem(
+                "parallel",
+                f"{arithmetic} = {product}, but there are {world_size} ranks; "
+                f'start {product}, or set replicate or shard to "auto"',
+            )
+        )
     run = max((stage.part_of_batch() for stage in job.parallel.values()), key=lambda part: part[1], default=(0, 1))
     return (Layout(known.values(), run=run, **fixed) if not problems else Layout()), problems
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout, MeshDimension
 from forge_core.job import LaunchSection
 from forge_core.launch.rank_process import this_process
@@ -41,13 +41,14 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not gpus):
         return torch.device("cpu")
     if not gpus:
-        raise JobError([Problem("train.device", 'is "cuda", but torch finds no CUDA device; use "cpu" or "auto"')])
+        raise JobError.at("train.device", 'is "cuda", but torch finds no CUDA device; use "cpu" or "auto"')
     if ranks <= gpus:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
     counts = f"{ranks} ranks on this machine and {gpus} GPU{'s' if gpus > 1 else ''}, which ranks cannot share"
     if name == "cuda":
-        hint = f'start {gpus}, or set train.device = "cpu"'
-        raise JobError([Problem("train.device", f'is "cuda", but there are {counts}; {hint}')])
+        raise JobError.at(
+            "train.device", f'is "cuda", but there are {counts}; start {gpus}, or set train.device = "cpu"'
+        )
     if global_rank() == 0:
         warnings.warn(f"there are {counts}: training on the CPU, with gloo; start {gpus} to use CUDA", stacklevel=2)
     return torch.device("cpu")

@@ -123,8 +123,9 @@ class Plugins:
             raise self._refused(name, error) from error
         implementations = list(self._implementations(plugin))
         if not implementations:
-            hint = "mark its methods with @forge_core.hookimpl"
-            raise PluginError(f"plugin {self._describe(name)} implements no hook; {hint}")
+            raise PluginError(
+                f"plugin {self._describe(name)} implements no hook; mark its methods with @forge_core.hookimpl"
+            )
         for method, function in implementations:
             _check_signature(f"plugin {self._describe(name)}, {method}", function)
 
