@@ -17,7 +17,7 @@ from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Initialises, Model, misspelt, with_defaults
-from forge_core.contracts.optimizer import role_problems, roles_of
+from forge_core.contracts.optimizer import roles_of
 from forge_core.job import Job
 from forge_core.parallel.mesh import local_part
 from forge_core.parallel.stages import model_problems
@@ -38,11 +38,14 @@ def bare_model(job: Job, context: BuildContext) -> Model:
         model = context.build(job.model)
     cls, base = f"{type(model).__module__}.{type(model).__qualname__}", "forge_core.contracts.model.Model"
     if not isinstance(model, Model):
-        raise JobError([Problem("model", f"builds a {cls}, which does not derive from {base}; derive it from that")])
+        raise JobError.at("model", f"builds a {cls}, which does not derive from {base}; derive it from that")
     if names := next(misspelt(model), None):
         # It would never be called, and the default would be used in silence.
-        hint = f"did you mean {names[1]!r}? If another method is meant, start its name with an underscore"
-        raise JobError([Problem("model", f"{cls} has {names[0]!r}, which {base} has not; {hint}")])
+        raise JobError.at(
+            "model",
+            f"{cls} has {names[0]!r}, which {base} has not; "
+            f"did you mean {names[1]!r}? If another method is meant, start its name with an underscore",
+        )
     model.batch_fields = job.model.batch_fields(job)
     if context.dtype == torch.float64:
         model.double()
@@ -64,7 +67,7 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
     for device in ("cuda", "cpu") if job.train.device == "auto" else (job.train.device,):
         try:
             model = bare_model(job, bare_context(job, layout, catalog, torch.device(device), tokenizer))
-            roles = roles_of(model)
+            roles_of(model)  # a wrong declaration is a problem of the model, like one that shows while it is built
         except _NotKnownYet:
             return []
         except JobError as error:
@@ -75,11 +78,7 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
             message = f"building it failed: {type(error).__name__}: {error}"
             refused.append([Problem("model", f"{message}; a model is built on the meta device, without other ranks")])
         else:
-            problems = [*role_problems(job.optimizer, roles), *job.optimizer.model_problems(model, layout)]
-            packing = job.data.packing.model_problems(model, layout)
-            problems = [problem.below("optimizer") for problem in problems]
-            problems += [problem.below("data.packing") for problem in packing]
-            return [*model_problems(model, job.parallel, layout), *problems]
+            return list(model_problems(model, job, job.parallel, layout))
     if job.data.tokenizer is not None and tokenizer is None:
         return []
     return [problem for problem in refused[0] if all(problem in others for others in refused)]
@@ -204,7 +203,7 @@ def _check_memory(model: Model, device: torch.device) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1024 * int(host[1]) if host else needed
     if needed > free:
         what = f"{sum(row[0] for row in sizes):,} parameters on this rank take {needed / 1e9:,.1f} GB with gradients"
-        raise JobError([Problem("model", f"{what}, and {device} has {free / 1e9:,.1f} GB free; see `forge-run plan`")])
+        raise JobError.at("model", f"{what}, and {device} has {free / 1e9:,.1f} GB free; see `forge-run plan`")
 
 
 def allocate(model: Model, device: torch.device, home: torch.device | None = None) -> None:

@@ -49,7 +49,7 @@ def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> l
         order = _stable_order(sorter, list(stages))
     except CycleError as error:
         cycle = [f"{b} after {a} ({why[a, b]})" for a, b in pairwise(error.args[1]) if (a, b) in why]
-        raise JobError([Problem("parallel", f"the stages cannot be ordered: {'; '.join(cycle)}")]) from error
+        raise JobError.at("parallel", f"the stages cannot be ordered: {'; '.join(cycle)}") from error
     reasons = {name: tuple(f"after {a}: {reason}" for (a, b), reason in why.items() if b == name) for name in order}
     return [OrderedStage(name, types[name], stages[name], reasons[name]) for name in order]
 
@@ -74,10 +74,17 @@ def with_owner(job: Job, layout: Layout, catalog: Catalog) -> Mapping[str, Paral
     return {**job.parallel, "replicate": stage}
 
 
-def model_problems(model: Model, stages: Mapping[str, ParallelComponent], layout: Layout) -> Iterator[Problem]:
-    """Why stages cannot be applied to the whole model: all problems of all stages."""
-    for name, stage in stages.items():
-        yield from (problem.below(f"parallel.{name}") for problem in stage.model_problems(model, layout))
+def model_problems(
+    model: Model, job: Job, stages: Mapping[str, ParallelComponent], layout: Layout
+) -> Iterator[Problem]:
+    """Why the job cannot train the whole model: all problems of the stages, the optimizer and the packing."""
+    from forge_core.contracts.optimizer import role_problems, roles_of
+
+    parts = {f"parallel.{name}": stage.model_problems(model, layout) for name, stage in stages.items()}
+    roles = role_problems(job.optimizer, roles_of(model))
+    parts["optimizer"] = [*roles, *job.optimizer.model_problems(model, layout)]
+    parts["data.packing"] = job.data.packing.model_problems(model, layout)
+    yield from (problem.below(path) for path, problems in parts.items() for problem in problems)
 
 
 def apply_stages(
@@ -90,13 +97,11 @@ def apply_stages(
         ForgeError: a stage breaks its contract (`check_contract`), changed parameter names, or lost an earlier hook.
     """
     from forge_core.contracts.model import with_defaults
-    from forge_core.contracts.optimizer import role_problems, roles_of
 
     # On the bare model, before the first stage: a problem then has names familiar to the user. Checked again, because
     # the model cannot always be built when the job is checked.
-    problems = list(model_problems(model, {stage.name: stage.component for stage in stages}, context.layout))
-    problems += [problem.below("optimizer") for problem in role_problems(context.job.optimizer, roles_of(model))]
-    if problems:
+    components = {stage.name: stage.component for stage in stages}
+    if problems := list(model_problems(model, context.job, components, context.layout)):
         raise JobError(problems)
     built = []
     for stage in stages:
@@ -111,8 +116,9 @@ def apply_stages(
             left = dict(model.named_modules())
             hooks = {(name, hook) for name, hook in hooks if left.get(name) is modules[name]}  # of dropped layers: none
         if changed:
-            message = f"changed the names of parameters: {', '.join(sorted(changed)[:4])}"
-            raise ForgeError(f"stage parallel.{stage.name} {message}")
+            raise ForgeError(
+                f"stage parallel.{stage.name} changed the names of parameters: {', '.join(sorted(changed)[:4])}"
+            )
         # A stage that swaps modules may drop what an earlier one has hung on them, and nothing would fail: torchao's
         # float8 swap silently drops the hooks of tensor parallelism, which then computes with a part of the weights.
         if lost := hooks - _hooks(model):
