@@ -109,8 +109,7 @@ class _Leaves:
     def _value(self, path: str, type_: Any, value: Any, means: WhenResumed, f: Attribute | None = None) -> _NamedLeaves:
         """`f` is the field that holds the value itself, if there is one."""
         kinds = field_types.members(type_)
-        arrays = (kind for kind in kinds if field_types.is_array(kind) or field_types.is_mapping(kind))
-        entries = field_types.item_type(next(arrays, Any))
+        entries = field_types.item_type(type_)
         if isinstance(value, list) and field_types.is_table(entries):
             for name, item in _by_name(value):
                 yield from self._value(f"{path}.{name}", entries, item, means)

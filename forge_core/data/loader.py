@@ -55,15 +55,13 @@ class TrainLoader:
         """Continues from `progress`; raises JobError if the sources do not last as long as the run."""
         self._job, self._datasets, self._context = job, datasets, context
         self._names = source_names(job)
-        self._streams = [data for data in datasets if isinstance(data, Stream)]
-        self._has_costs = any(isinstance(data, HasCost) for data in datasets)
         self._rows = job.train.global_batch_size
         count, self._micro_batch_size = micro_batches(job, context.layout)
         self._share = count * self._micro_batch_size
         place = context.layout.run[0] * context.layout.data_parallel + sample_rank(context.mesh, context.layout)
         self._first_row = place * self._share
         # The rows of a lane are read by one worker, in order; without streams `lcm` is 1, and any row goes anywhere.
-        rows_per_lane = math.lcm(*(self._rows // stream.lanes for stream in self._streams))
+        rows_per_lane = math.lcm(*(self._rows // data.lanes for data in datasets if isinstance(data, Stream)))
         self._parts = _parts(self._share, job.data.workers, rows_per_lane)
         sizes = sizes_of(datasets)
         check_supply(job, sizes, progress)
@@ -76,12 +74,12 @@ class TrainLoader:
         self._lanes: dict[tuple[int, int], Mapping[str, Any]] = {}
         self.waited = 0.0
         """Seconds that the last `next_step` waited for data."""
-        reader = RowReader(job, datasets, self._names, self._first_lanes)
+        self._reader = RowReader(job, datasets, self._names, self._first_lanes)
         loader: Any = job.data.loader or Plain()
         if job.data.workers and not job.data.loader:
             loader = context.plugins.catalog.load("loader", WORKER_LOADER)()
         self._loaded: Generator[LoadedRows] = context.build(
-            loader, reader=reader, units=self._units(order), units_per_step=len(self._parts)
+            loader, reader=self._reader, units=self._units(order), units_per_step=len(self._parts)
         )
 
     def next_step(self) -> list[Batch]:
@@ -112,7 +110,7 @@ class TrainLoader:
         identities = {name: {"identity": known} for name, known in identities_of(self._job, self._datasets).items()}
         sources = {name: source | identities.get(name, {}) for name, source in self._position["sources"].items()}
         position = self._position | {"sources": sources}
-        if not self._streams:
+        if not self._reader.has_lanes:
             return position
         # By lane and not by rank, so that another number of ranks continues. Lanes that have yielded nothing since the
         # resume keep the position that they had then.
@@ -130,7 +128,7 @@ class TrainLoader:
         """Yields the rows of each part of each step, until the sources are used up: not before the last step."""
         first, share, after = self._first_row, self._share, self._rows - self._first_row - self._share
         own = slice(first, first + share)
-        if self._has_costs:  # then each rank needs to know all rows, and not only how many there are before its own
+        if self._reader.has_costs:  # then each rank needs to know all rows, and not only how many are before its own
             first, share, after = 0, self._rows, 0
         while True:
             # Every rank draws the whole global batch and reads its share: positions agree without communication, and
@@ -139,7 +137,7 @@ class TrainLoader:
             rows = [SampleRow(slot, *sample) for slot, sample in enumerate(islice(order, share), first)]
             if len(rows) < share or order.advance(after) < after:
                 return
-            if self._has_costs:
+            if self._reader.has_costs:
                 # Among ranks first, which wait for each other at the latest when the step's gradients are summed.
                 rows = share_out(share_out(rows, self._cost, self._share)[own], self._cost, self._micro_batch_size)
             # Before the step's rows are handed out: `next_step` takes the position as soon as it has read them.

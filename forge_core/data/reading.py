@@ -57,7 +57,8 @@ class RowReader:
         self._rows, self._fields = job.train.global_batch_size, job.model.batch_fields(job)
         self._streams = {number: data for number, data in enumerate(datasets) if isinstance(data, Stream)}
         self.has_lanes = bool(self._streams)
-        self._has_costs = any(isinstance(data, HasCost) for data in datasets)
+        self.has_costs = any(isinstance(data, HasCost) for data in datasets)
+        """Whether rows are in another order than they were drawn in."""
         self._lanes: dict[tuple[int, int], LaneSamples] = {}
 
     def read(self, rows: Sequence[SampleRow]) -> LoadedRows:
@@ -77,7 +78,7 @@ class RowReader:
         batch = collate(samples, self._fields, lambda number: self.describe(rows[number]))
         batch["sources"] = _stack([row.source for row in rows], "int64")
         batch["numbers"] = _stack([row.number for row in rows], "int64")
-        if self._has_costs:  # rows are in another order than they were drawn in
+        if self.has_costs:
             batch["slots"] = _stack([row.slot for row in rows], "int64")
         return LoadedRows(batch, positions)
 
@@ -123,8 +124,10 @@ def collate(
             one, other = first.get(name, "absent"), forms.get(name, "absent")
             if name in fields:
                 raise DataError(f"entry {name!r} is {other} in {describe(number)}; the model takes {one}")
-            message = f"entry {name!r} is {one} in {describe(0)} and {other} in {describe(number)}"
-            raise DataError(f"{message}; all rows of a batch must have the same entries, of equal shape and dtype")
+            raise DataError(
+                f"entry {name!r} is {one} in {describe(0)} and {other} in {describe(number)}; "
+                "all rows of a batch must have the same entries, of equal shape and dtype"
+            )
     return {name: _stack([sample[name] for sample in samples], DTYPES.get(name)) for name in first}
 
 
@@ -145,8 +148,11 @@ class Plain(LoaderComponent):
 
     def problems(self, job: Job, layout: Layout) -> Iterator[Problem]:
         if job.data.workers:
-            message = f"reads in one thread, but data.workers = {job.data.workers}"
-            yield Problem("type", f"{message}; set data.workers = 0, or leave [data.loader] out")
+            yield Problem(
+                "type",
+                f"reads in one thread, but data.workers = {job.data.workers}; "
+                "set data.workers = 0, or leave [data.loader] out",
+            )
 
     def build(
         self, context: BuildContext, reader: SampleReader, units: Iterator[Sequence[SampleRow]], units_per_step: int

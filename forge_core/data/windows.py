@@ -94,13 +94,12 @@ class HeldOutWindows:
     def __getitem__(self, index: int) -> Sample:
         first = checked(index, len(self)) * self._seq_len
         last = min(first + self._seq_len, len(self._documents))
-        tokens = np.full(self._seq_len + 1, self._documents.end_of_text, dtype=np.int64)
         before = min(first, 1)  # the first window has no token before it
-        filled = slice(1 - before, 1 + last - first)
-        tokens[filled] = self._documents.tokens(first - before, last)
-        learned = np.zeros(self._seq_len + 1, dtype=bool)
+        padding = 1 - before, self._seq_len - (last - first)
+        tokens = self._documents.tokens(first - before, last)
         mask = self._documents.learned(first - before, last)
-        learned[filled] = True if mask is None else mask
+        learned = np.pad(np.ones(len(tokens), dtype=bool) if mask is None else mask, padding)
+        tokens = np.pad(tokens, padding, constant_values=self._documents.end_of_text)
         bounds = first - 1, first + self._seq_len
         starts = starts_within(self._documents.ends(), *bounds) if self._packing.needs_boundaries else None
         return self._packing.sequence(Window(tokens, starts, learned))

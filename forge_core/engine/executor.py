@@ -50,27 +50,25 @@ class PlainExecutor:
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
         """Each backward pass follows its forward pass: activations of one micro-batch are held at a time."""
-        outputs = []
-        for number, batch in enumerate(batches, 1):
-            # The context spans the backward pass, because recomputation and the reduction of gradients happen there.
-            with around(self._stages, self._model, backward=True, last=number == len(batches)):
-                output = self._forward(batch, self._loss)
-                (output.sum / denominator).backward()
-            outputs.append(output._replace(sum=output.sum.detach()))  # else the graph of every micro-batch lives on
-        return combine(outputs)
+        return self._run(batches, self._loss, denominator)
 
     def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
         import torch
 
-        outputs = []
         with torch.no_grad():
-            for number, batch in enumerate(batches, 1):
-                with around(self._stages, self._model, backward=False, last=number == len(batches)):
-                    outputs.append(self._forward(batch, measure or self._loss))
-        return combine(outputs)
+            return self._run(batches, measure or self._loss)
 
-    def _forward(self, batch: Batch, loss: LossFunction) -> LossOutput:
-        return loss(self._model.head, self._model(batch), batch)
+    def _run(self, batches: Sequence[Batch], loss: LossFunction, denominator: Tensor | None = None) -> StepOutput:
+        """Forward passes, with a backward pass after each if there is a `denominator` of the loss sums."""
+        outputs = []
+        for number, batch in enumerate(batches, 1):
+            # The context spans the backward pass, because recomputation and the reduction of gradients happen there.
+            with around(self._stages, self._model, backward=denominator is not None, last=number == len(batches)):
+                output = loss(self._model.head, self._model(batch), batch)
+                if denominator is not None:
+                    (output.sum / denominator).backward()
+            outputs.append(output._replace(sum=output.sum.detach()))  # else the graph of every micro-batch lives on
+        return combine(outputs)
 
 
 class SplittingExecutor:

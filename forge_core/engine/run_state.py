@@ -85,8 +85,10 @@ def go_back(rollback: Rollback, run: Run, checkpoints: Checkpoints) -> Progress:
         source = in_folder(*found)
     else:
         before = "" if rollback.step is None else f" of at most {rollback.step} steps"
-        hint = "checkpoint.at_start = true saves one before the first step"
-        raise CheckpointError(f"cannot go back ({rollback.reason}): there is no checkpoint{before}; {hint}")
+        raise CheckpointError(
+            f"cannot go back ({rollback.reason}): there is no checkpoint{before}; "
+            "checkpoint.at_start = true saves one before the first step"
+        )
     own = {name: holder for name, holder in _holders(run).items() if holder.rolls_back or rollback.with_data}
     run.optimizer.state.clear()  # of parameters that had none then, which the source does not name
     return restore_state(source, run.model, run.optimizer, own, run.outline.sizes)
@@ -105,24 +107,27 @@ def _check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Ite
             continue
         # No job records hooks from Python, so that the comparison of jobs has not noticed that this one is new.
         if name.startswith("hook:python.") and not start.with_changes:
-            hint = f"to let it start afresh, continue with resume_with_changes ({FLAG})"
-            raise ResumeError(f"{start.checkpoint} holds no state of {name}, which this run has; {hint}")
+            raise ResumeError(
+                f"{start.checkpoint} holds no state of {name}, which this run has; "
+                f"to let it start afresh, continue with resume_with_changes ({FLAG})"
+            )
         yield f"{name} starts afresh: the checkpoint has no state of it"
     yield from (f"state of {name} is left behind" for name, state in saved.items() if state and name not in own)
 
 
 def _has_state(holder: TrainingHook | Plugin) -> bool:
     """Whether a hook or plugin keeps any state: it has state fields, or its own way to save state."""
-    base = next(cls for cls in (TrainingHook, Plugin) if isinstance(holder, cls))
-    return bool(state_fields(type(holder))) or type(holder).state_dict is not base.state_dict
+    return bool(state_fields(type(holder))) or type(holder).state_dict is not TrainingHook.state_dict
 
 
 def _check_sources(start: Start, run: Run) -> list[str]:
     sizes = dict(zip(source_names(run.job), sizes_of(run.datasets), strict=True))
     saved = start.manifest["progress"]["samples"]
     if (changes := source_changes(saved, sizes, identities_of(run.job, run.datasets))) and not start.with_changes:
-        hint = f"to continue all the same, run the same command with {FLAG}"
-        raise ResumeError(f"the data is not the same as in {start.checkpoint}: {'; '.join(changes)}; {hint}")
+        raise ResumeError(
+            f"the data is not the same as in {start.checkpoint}: {'; '.join(changes)}; "
+            f"to continue all the same, run the same command with {FLAG}"
+        )
     return changes
 
 

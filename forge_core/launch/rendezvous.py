@@ -155,27 +155,23 @@ class Rendezvous:
         Raises `EndedElsewhere`.
         """
         self._meetings += 1
+        meeting = f"met/{self._meetings}"
+        pause_s = POLL_S
         try:
-            report = self._met(f"met/{self._meetings}")
+            if self._call(self._store.add, f"{meeting}/ranks", 1) == self.world.size:
+                self._call(self._store.set, meeting, "")
+            while not self._exist([meeting]):
+                if report := self.ending():
+                    raise EndedElsewhere(report)
+                time.sleep(pause_s)
+                # One rank may take an hour, for an export, and thousands of others ask
+                pause_s = min(2 * pause_s, self.heartbeat_s)
+        except EndedElsewhere:
+            raise
         except Exception:
             # The watchdog has the same trouble with the store, describes what it means, and ends this process
             time.sleep(2 * self.heartbeat_s + SILENT_S)
             raise
-        if report is not None:
-            raise EndedElsewhere(report)
-
-    def _met(self, meeting: str) -> FailureReport | None:
-        """None once all ranks have come to a meeting; else why the run ends."""
-        if self._call(self._store.add, f"{meeting}/ranks", 1) == self.world.size:
-            self._call(self._store.set, meeting, "")
-        pause_s = POLL_S
-        while not self._exist([meeting]):
-            if report := self.ending():
-                return report
-            time.sleep(pause_s)
-            # One rank may take an hour, for an export, and thousands of others ask
-            pause_s = min(2 * pause_s, self.heartbeat_s)
-        return None
 
     def _exist(self, keys: Collection[str]) -> bool:
         return bool(self._call(self._store.check, list(keys)))
@@ -244,8 +240,10 @@ def _serve(world: World) -> Store:
             options["master_listen_fd"] = socket.create_server(("127.0.0.1", world.port), backlog=4096).detach()
         return TCPStore(world.address, world.port, **options)
     except (DistNetworkError, OSError) as error:
-        hint = "set MASTER_PORT to a free port, the same for all ranks"
-        raise ForgeError(f"cannot serve the ranks' store at port {world.port}; {hint}: {error}") from error
+        raise ForgeError(
+            f"cannot serve the ranks' store at port {world.port}; "
+            f"set MASTER_PORT to a free port, the same for all ranks: {error}"
+        ) from error
 
 
 def _connect(world: World, timeout_s: float) -> Store:
