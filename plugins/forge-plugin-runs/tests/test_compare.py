@@ -72,7 +72,8 @@ def test_processes_train_a_grid_side_by_side_and_the_best_is_first(folder, capfd
     assert sorted(path.name for path in Path("out/runs").iterdir()) == names
     held_out = [lines(Path("out/runs") / name)[-1]["eval/loss"] for name in names]
     head, best, other = rows(Path("out/comparison.md").read_text())
-    assert head[1:] == ["held-out loss", "difference", "training loss", "steps", "tokens", "s/step", "CPU s", "memory"]
+    losses = ["held-out loss", "difference", "training loss", "mean loss, last 5 %"]
+    assert head[1:] == [*losses, "steps", "tokens", "s/step", "CPU s", "memory"]
     assert best[:3] == ["optimizer.lr=3e-2", f"{held_out[1]:.4f}", "best"]
     assert other[:3] == ["optimizer.lr=1e-4", f"{held_out[0]:.4f}", f"{held_out[0] - held_out[1]:+.4f}"]
     for row in (best, other):  # as wait4 reports them
@@ -437,7 +438,7 @@ def test_curves_beyond_the_colours_are_dashed(tmp_path, monkeypatch):
             trial=trial, folder=tmp_path, ended="", step=2, tokens=[8, 16], losses=[3.0, 2.0], evaluations={},
             step_seconds=1.0,
         )  # fmt: skip
-        rows.append(CellResult(cell=cell, outcomes=[run], by="loss"))
+        rows.append(CellResult(cell=cell, outcomes=[run], by="mean_loss"))
     picture.draw(rows, tmp_path / "curves.png")
     [figure] = figures
     lines = figure.axes[0].get_lines()

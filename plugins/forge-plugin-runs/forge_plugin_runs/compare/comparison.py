@@ -187,4 +187,4 @@ def _score(outcome: Outcome) -> float:
     """What a search minimises: the held-out loss, or the training loss where there is none; of a failure, NaN."""
     if outcome.failed:
         return float("nan")
-    return outcome.held_out if outcome.evaluations else outcome.loss
+    return outcome.held_out if outcome.evaluations else outcome.mean_loss

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from forge_kit.tools.pictures import GREY, quiet_style, write_figure
-from forge_plugin_runs.compare.results import CellResult, Outcome
+from forge_plugin_runs.compare.results import CellResult, Order, Outcome
 from forge_plugin_runs.curves.drawing import new_figure
 from forge_plugin_runs.curves.history import Average
+from forge_plugin_runs.final_loss import MEAN_NAME
 
 COLORS = ("#2563eb", "#e8590c", "#0f9d76", "#7c4dbd", "#c1121f", "#0891b2", "#a16207", "#be185d", "#4d7c0f", "#475569")
 SMOOTH = 0.02
 """Share of a run over which curves are averaged."""
+ORDERED_BY: Mapping[Order, str] = {"held_out": "held-out loss", "mean_loss": MEAN_NAME}
+"""Names of the figures in the legend."""
 VIEW = 0.15
 """Share of a run whose losses may lie above the picture: with them in view the rest would be flat."""
 
@@ -30,7 +33,7 @@ def draw(rows: Sequence[CellResult], path: Path) -> None:
     with quiet_style():
         figure = new_figure((11, 6.5), heading=0.0)
         axes = figure.subplots()
-        axes.set_title("Training loss")
+        axes.set_title(f"Training loss, averaged over {100 * SMOOTH:.0f} % of the steps")
         tops, bottoms = [], []
         for number, row in enumerate(rows):
             color = COLORS[number % len(COLORS)]
@@ -53,7 +56,7 @@ def draw(rows: Sequence[CellResult], path: Path) -> None:
         axes.set_xlabel("tokens")
         axes.set_ylabel("nats per token")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.legend(loc="upper right", title="final loss, best first", alignment="left", labelcolor=GREY)
+        axes.legend(loc="upper right", title=f"{ORDERED_BY[rows[0].by]}, best first", alignment="left", labelcolor=GREY)
         write_figure(figure, path, "png")
 
 

@@ -16,9 +16,10 @@ from forge_core.checkpoint.run_folder import RunFolder
 from forge_kit.tools.metrics import Metrics
 from forge_plugin_runs.compare.grid import Cell, Trial
 from forge_plugin_runs.compare.record import Entry
+from forge_plugin_runs.final_loss import MEAN_NAME, final_loss, mean_of_last
 
-LAST = 0.05
-"""Share of a run over whose last steps the training loss is averaged."""
+Order = Literal["held_out", "mean_loss"]
+"""What rows are ordered by."""
 
 
 @frozen(kw_only=True)
@@ -47,9 +48,13 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        """Training loss, over the last steps."""
-        count = max(1, round(LAST * len(self.losses)))
-        return statistics.fmean(self.losses[-count:]) if self.losses else math.nan
+        """Training loss of the last step."""
+        return final_loss(self.losses)
+
+    @property
+    def mean_loss(self) -> float:
+        """Training loss, a mean over the last twentieth of the steps."""
+        return mean_of_last(self.losses)
 
     @property
     def held_out(self) -> float:
@@ -90,7 +95,7 @@ class CellResult:
 
     cell: Cell
     outcomes: Sequence[Outcome]
-    by: Literal["held_out", "loss"]
+    by: Order
     """What rows are ordered by."""
 
     @property
@@ -116,12 +121,13 @@ class CellResult:
 def rows_of(outcomes: Sequence[Outcome]) -> list[CellResult]:
     """Best first: finished rows, then those that ended earlier, the longest first. Losses that are not finite: last.
 
-    By the held-out loss where every finished run has one, else by the training loss.
+    By the held-out loss where every finished run has one, else by the mean training loss of the last steps: the loss
+    of one step depends on its batch.
     """
     usable = [outcome for outcome in outcomes if not outcome.failed and outcome.losses]
     # Unfinished runs may not have been evaluated yet; they decide only if none has finished
     decisive = [outcome for outcome in usable if not outcome.ended] or usable
-    by: Literal["held_out", "loss"] = "held_out" if all(outcome.evaluations for outcome in decisive) else "loss"
+    by: Order = "held_out" if all(outcome.evaluations for outcome in decisive) else "mean_loss"
     cells: dict[tuple[str, str, str], list[Outcome]] = {}
     for outcome in usable:
         cell = outcome.trial.cell
@@ -164,7 +170,8 @@ def as_json(rows: Sequence[CellResult], failed: Sequence[Outcome]) -> dict[str, 
 
 
 def _row(row: CellResult, rows: Sequence[CellResult]) -> dict[str, Any]:
-    figures = {name: row.mean(name) for name in ("held_out", "loss", "step_seconds", "cpu_seconds", "peak_memory")}
+    names = ("held_out", "loss", "mean_loss", "step_seconds", "cpu_seconds", "peak_memory")
+    figures = {name: row.mean(name) for name in names}
     figures |= {"difference": row.score - best_of(rows), "held_out_std": row.spread("held_out")}
     return {
         "label": row.cell.label,
@@ -207,6 +214,7 @@ def _cells(row: CellResult, rows: Sequence[CellResult], seeds: bool) -> dict[str
         **({"held-out loss": _figure(row, "held_out")} if evaluated else {}),
         "difference": "best" if row is rows[0] else "–" if math.isnan(difference) else f"{difference:+.4f}",
         "training loss": _figure(row, "loss"),
+        MEAN_NAME: _figure(row, "mean_loss"),
         "steps": f"{row.outcomes[0].step:,}",
         "tokens": f"{row.outcomes[0].fed:,.0f}",
         "s/step": _short(row.mean("step_seconds")),

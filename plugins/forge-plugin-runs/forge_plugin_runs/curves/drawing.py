@@ -79,8 +79,9 @@ def _facts(history: History, total_steps: int) -> Iterator[str]:
     yield f"step {history.step:,} of {total_steps:,}"
     if history.tokens:
         yield f"{EngFormatter(places=1, sep='')(history.tokens)} tokens"
-    if len(history.smooth_loss):
-        yield f"loss {history.smooth_loss.values[-1]:.4f}"
+    if len(history.loss):
+        # Of the last step, as in the log and in `metrics.jsonl`; the strong line is an average, and is labelled so
+        yield f"loss {history.loss.values[-1]:.4f}"
     for name, text in (("loss", "held-out loss {:.4f}"), ("bits_per_byte", "{:.4f} bits per byte")):
         if name in history.evaluations:
             yield text.format(history.evaluations[name].values[-1])

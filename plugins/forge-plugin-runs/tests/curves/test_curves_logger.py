@@ -128,6 +128,11 @@ def test_the_run_is_named_with_how_far_it_is(panels):
     ]
 
 
+def test_the_heading_has_the_loss_of_the_last_step_and_no_average(panels):
+    figure = panels(training(1, 4.0), training(2, 2.0), horizon=2)[0].figure
+    assert "loss 2.0000" in figure.texts[1].get_text()
+
+
 def test_values_that_are_not_finite_are_gaps_with_crosses(panels):
     loss, _, _, norm = panels(training(1), training(2, "nan", "inf"), training(3, math.nan, 2.0))
     assert np.isnan(lines(loss)["each step"]).tolist() == [False, True, True]

@@ -10,10 +10,10 @@ from attrs import frozen
 from forge_core.config.mixture import weights_over_time
 from forge_core.data.order import whole_shares
 from forge_kit.tools.report_sections import Bars, Block, Cell, ReportRun, ReportSection, Table
+from forge_plugin_runs.final_loss import MEAN_NAME, mean_of_last
 
 COLORS = ("#4e79a7", "#9c755f", "#76b7b2", "#edc948", "#b07aa1", "#59a14f", "#ff9da7", "#8d949b")
 """Colours that differ from the colours of runs."""
-LAST = 20
 
 
 @frozen(kw_only=True)
@@ -39,7 +39,7 @@ class Data(ReportSection):
             ]
             colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(names)}
             yield Bars(title="Mixture", parts=colors, rows=bars)
-        head = ["source", "run", "type", "share", "training loss"]
+        head = ["source", "run", "type", "share", MEAN_NAME]
         yield Table(head=head, rows=[row for run in mixed for row in _rows(run)])
 
 
@@ -73,6 +73,7 @@ def _shares(weights: Mapping[str, float], temperature: float) -> dict[str, float
 def _rows(run: ReportRun) -> Iterable[Sequence[Cell]]:
     shares = phase_shares(run.job)[0][1]
     for name, source in _sources(run).items():
-        losses = run.metrics.column(f"loss/source/{name}")[1]
-        loss = float(losses[-max(1, len(losses) // LAST) :].mean()) if len(losses) else None
+        losses = run.metrics.column(f"loss/source/{name}")[1].tolist()
+        # A mean: the last step has few tokens of a small source, or none
+        loss = mean_of_last(losses) if losses else None
         yield [name, run, str(source.get("type", "")).rpartition("/")[2], f"{100 * shares[name]:.1f} %", loss]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import mean, median
+from statistics import median
 from typing import Any, ClassVar
 
 from attrs import frozen
 
 from forge_kit.tools.report_sections import Block, Cell, ReportRun, ReportSection, Table
 from forge_plugin_runs.facts import Run, read_run
+from forge_plugin_runs.final_loss import final_loss, last_values, mean_of_last
 from forge_plugin_runs.words import count_text, size_text
 
 MANY = 4
 """Number of runs from which each is a row and not a column."""
-LAST = 20
-"""The training loss is a mean over the last twentieth of the steps."""
 BETTER_IS_MORE = ("accuracy", "acc", "exact_match")
 
 
@@ -58,10 +57,11 @@ def facts_of(run: ReportRun, state: Run) -> dict[str, Cell]:
 
 
 def _losses(run: ReportRun) -> Iterator[tuple[str, Cell]]:
-    losses = run.metrics.column("loss")[1]
-    if len(losses):
-        last = losses[-max(1, len(losses) // LAST) :].tolist()
-        yield "training loss", f"{mean(last):.4f}" + (f" (mean of {len(last):,} steps)" if len(last) > 1 else "")
+    losses = run.metrics.column("loss")[1].tolist()
+    if losses:
+        steps = len(last_values(losses))
+        mean = f" (mean of the last {steps:,} steps {mean_of_last(losses):.4f})" if steps > 1 else ""
+        yield "training loss", f"{final_loss(losses):.4f}{mean}"
     skipped = int(run.metrics.column("skipped")[1].astype(bool).sum())
     if skipped:
         yield "updates skipped", f"{skipped:,}"
