@@ -96,7 +96,7 @@ def chunked(
 
     def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
         labels = batch["labels"]
-        hidden_TD, learned_L = hidden.flatten(0, -2), _learned(labels.flatten()) if learned_only else None
+        hidden_TD, learned_L = hidden.flatten(0, -2), learned_positions(labels.flatten()) if learned_only else None
         if learned_L is not None:
             hidden_TD = hidden_TD.index_select(0, learned_L)
             batch = {**batch, "labels": labels.flatten()[learned_L]}
@@ -118,7 +118,7 @@ def chunked(
     return loss
 
 
-def _learned(labels_T: Tensor) -> Tensor | None:
+def learned_positions(labels_T: Tensor) -> Tensor | None:
     """(L,): the positions with a label, if leaving out the others saves work; None: take all."""
     # Answers of a chat and texts beside images are often a minority. On an accelerator their number would have to be
     # waited for, and a planned step has no labels.

@@ -15,13 +15,32 @@ from forge_core.vocab_parallel import accumulation_dtype
 from forge_kit.nn.modules import LinearHead
 
 if TYPE_CHECKING:
-    from forge_plugin_losses.chunked import Task
+    from forge_core.contracts.model import Head
+    from forge_plugin_losses.workspace import Workspace
+
+
+class Task(Protocol):
+    """What a projection reads of a call."""
+
+    @property
+    def head(self) -> Head: ...
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """The weights that the head's logits are made of, whole."""
+        ...
+
+    @property
+    def workspace(self) -> Workspace: ...
 
 
 def projection_of(task: Task, hidden_TD: Tensor, needs: Sequence[bool]) -> Projection:
     """The projection for the task's head. `needs`: see `Projection`."""
-    linear = getattr(task.head.logits, "__func__", None) is LinearHead.logits
-    return (LinearProjection if linear else GraphProjection)(task, hidden_TD, needs)
+    return (LinearProjection if is_linear(task.head) else GraphProjection)(task, hidden_TD, needs)
+
+
+def is_linear(head: Head) -> bool:
+    """Whether the logits of a head are a product with its weights, and a bias if it has one, and nothing else."""
+    return getattr(head.logits, "__func__", None) is LinearHead.logits
 
 
 class Projection(Protocol):

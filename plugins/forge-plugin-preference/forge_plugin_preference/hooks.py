@@ -1,0 +1,158 @@
+"""Hooks of preference losses: the same reference in a continued run, the known first loss, and the baseline of KTO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+from forge_core.contracts.components import FilePath, TrainingHook
+from forge_core.contracts.errors import CheckpointError, ForgeError
+from forge_plugin_preference.reference_path import starts_as_reference
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_plugin_preference.base import PreferenceLoss
+
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2}
+"""By `train.precision`: how far the first loss may be from the known one, relative to it."""
+
+
+def reference_hooks(loss: PreferenceLoss, reference: str, check_first_loss: bool) -> Iterator[TrainingHook]:
+    """Yields the hooks of a loss with a reference from a checkpoint."""
+    if reference:
+        yield SameReference(reference=reference)
+    if reference and check_first_loss:
+        yield FirstLoss(loss=loss)
+
+
+@define(kw_only=True, slots=False)
+class SameReference(TrainingHook):
+    """Refuses to continue a run with another checkpoint of the reference than it had before.
+
+    A run folder that names the reference may have newer checkpoints since.
+    """
+
+    resumes_as = "safe"
+    reference: FilePath
+    checkpoint: str = field(init=False, default="")
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        """Compares the checkpoint that `reference` names now with the one of the run so far.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        from forge_plugin_losses.teacher import find_trained
+
+        # Called after the state was loaded, if the run continues
+        current = str(find_trained(Path(self.reference))[0])
+        before, self.checkpoint = self.checkpoint, current
+        if before and before != current:
+            hint = f'name it in the job, loss.reference = "{before}", and continue with --resume-with-changes'
+            message = f"the reference {self.reference} was {before} when this run began, and is {current} now"
+            raise CheckpointError(f"{message}; {hint}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the path as the job has it, and the checkpoint that was found there."""
+        return {"reference": self.reference, "checkpoint": self.checkpoint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignores the state if the job names another path: that change is intended."""
+        if state["reference"] == self.reference:
+            self.checkpoint = state["checkpoint"]
+
+
+@define(kw_only=True, slots=False)
+class FirstLoss(TrainingHook):
+    """Compares the loss of the first step, in which the model still is the reference, with the known one."""
+
+    resumes_as = "safe"
+    loss: Any
+    """The `PreferenceLoss` of the job."""
+
+    def on_gradients(self, context: StepContext) -> None:
+        """Compares before the first update. Collective in the first step.
+
+        Raises:
+            ForgeError: the loss is another one.
+        """
+        # A run that continues has made this step before
+        if context.step != 1 or not starts_as_reference(self.loss.reference, context.job):
+            return
+        metrics = _means(context)
+        known = self.loss.first_loss(metrics)
+        if known is None:
+            return
+        found, name = metrics.get(self.loss.metric), self.loss.metric
+        tolerance = TOLERANCE[context.job.train.precision]
+        if found is None or not abs(found - known) <= tolerance * known:
+            message = (
+                f"{name} of the first step is {found}, and must be {known:.6g}, as [checkpoint.load] loads the "
+                "weights of loss.reference: the model that is trained computes something else"
+            )
+            hint = (
+                "look for dropout, noise, other settings of the model, or a plugin that changes it; if it is meant, "
+                "set loss.check_first_loss = false"
+            )
+            raise ForgeError(f"{message}; {hint}")
+
+
+def _means(context: StepContext) -> dict[str, float]:
+    """The means of this step that modules and losses attached, over all ranks. Collective."""
+    import torch
+
+    from forge_core.parallel.mesh import all_reduce_tokens, gather_objects, pipeline_group
+
+    build = context.build
+    assert build is not None, "the run loop gives hooks its context"
+    pipeline = pipeline_group(build.mesh)
+    own = {name: float(value) for name, value in build.auxiliary.totals().items() if isinstance(name, str)}
+    # Ranks of a pipeline have different modules, and the last one the loss
+    every = gather_objects(sorted(own), pipeline) if pipeline is not None else [sorted(own)]
+    names = sorted({name for part in every for name in part})
+    values = torch.tensor([own.get(name, 0.0) for name in names], dtype=torch.float64, device=build.device)
+    if pipeline is not None:
+        torch.distributed.all_reduce(values, group=pipeline)
+    all_reduce_tokens(values, build.mesh)
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+@define(kw_only=True, slots=False)
+class Baseline(TrainingHook):
+    """Estimates the reference point z of KTO before each step, on the answers to other prompts of its global batch."""
+
+    resumes_as = "safe"
+
+    def on_step_begin(self, context: StepContext) -> None:
+        """Adds `kto_baseline` (B,) to each micro-batch. Collective.
+
+        Raises:
+            ForgeError: rows have no answers to other prompts.
+        """
+        from forge_plugin_preference.answers import BASELINE
+        from forge_plugin_preference.objective import mean_ratio, mismatched, objective_of
+
+        assert context.build is not None, "the run loop gives hooks its context"
+        assert context.executor is not None
+        measure = objective_of(context.build.auxiliary).ratios
+        with _evaluating(context.model):
+            output = context.executor.evaluate([mismatched(batch) for batch in context.batches], measure)
+        z = mean_ratio(output.loss_sum, context.batches, context.build.mesh).clamp(min=0)
+        for batch in context.batches:
+            batch[BASELINE] = z.expand(len(batch["labels"]))
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Modules in evaluation mode: the default generators are not seeded before a step, so that nothing may draw."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
