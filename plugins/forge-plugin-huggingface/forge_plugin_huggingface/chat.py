@@ -7,7 +7,8 @@ Either way the text is checked to be the one that the template renders.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,7 +22,7 @@ ASSISTANT = "assistant"
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around the assistant's parts while a template is rendered: code points that Unicode reserves internally."""
 PROBE = "\ufdd3"
-"""Stands for an answer when the end of turns is looked for."""
+"""Stands for the content of a message when its beginning or the end of turns is looked for."""
 GENERATION = re.compile(r"(\{%[-+]?)\s*generation\s*([-+]?%\})")
 END_GENERATION = re.compile(r"(\{%[-+]?)\s*endgeneration\s*([-+]?%\})")
 TODAY = "strftime_now"
@@ -40,6 +41,10 @@ Tools = list[dict[str, Any]] | None
 """JSON schemas of the functions that the assistant may call."""
 Span = tuple[int, int]
 """Start and end of a part of a text, in characters."""
+
+
+class UnclearTurns(JobError):
+    """A chat template does not show which part of the text is the assistant's."""
 
 
 class ChatTokens(NamedTuple):
@@ -66,8 +71,17 @@ class ChatTokenizer(Protocol):
     def check_chat(self) -> None:
         """Raise `JobError` if it cannot encode chats."""
 
-    def chat(self, messages: Messages, tools: Tools = None) -> ChatTokens:
-        """Encode a conversation, with the beginning of text once; raises `JobError` if it cannot be encoded."""
+    def chat(self, messages: Messages, tools: Tools = None, learned: Sequence[bool] | None = None) -> ChatTokens:
+        """Encode a conversation, with the beginning of text once.
+
+        Args:
+            messages: the conversation.
+            tools: what the assistant may call.
+            learned: whether each message is learned; None, and left out where it is None: all of the assistant's.
+
+        Raises:
+            JobError: it cannot be encoded, or the template does not show which part a learned message is.
+        """
         ...
 
 
@@ -104,19 +118,38 @@ class ChatTemplate:
         # A tuple, as `str.endswith` takes several suffixes in this form only
         self._special = tuple(tokenizer.get_added_vocab())
 
-    def render(self, messages: Messages, tools: Tools) -> Rendered:
+    def render(self, messages: Messages, tools: Tools, learned: Sequence[bool] | None = None) -> Rendered:
         """Render a conversation.
 
+        Args:
+            messages: the conversation.
+            tools: what the assistant may call.
+            learned: whether each message is to be in `Rendered.spans`; None: all of the assistant's.
+
         Raises:
-            JobError: the template refuses it, or does not show which part is the assistant's.
+            JobError: the template refuses it, or does not show which part of the text a message is.
         """
         template = self._tokenizer.get_chat_template(None, tools)
         text = self._text(template, messages, tools)
         if BEGIN in text or END in text:
             raise JobError("it has the code point U+FDD0 or U+FDD1, which are not characters; take it out")
-        if GENERATION.search(template):
+        is_marked = GENERATION.search(template) is not None
+        if is_marked and learned is None:
             return Rendered(text, self._marked_spans(text, _with_marks(template), messages, tools))
-        return Rendered(text, list(self._spans_by_prefix(text, template, messages, tools)))
+        is_answer = [message["role"] == ASSISTANT for message in messages]
+        chosen = [number for number, wanted in enumerate(is_answer if learned is None else learned) if wanted]
+        marked: Mapping[int, Sequence[Span]] = {}
+        if is_marked and any(is_answer[number] for number in chosen):
+            marked = self._marked_by_message(text, _with_marks(template), messages, tools)
+        spans: list[Span] = []
+        for number in chosen:
+            if number in marked:
+                spans += marked[number]
+            elif is_answer[number]:
+                spans.append(self._answer(number, text, template, messages, tools))
+            else:
+                spans.append(self._other(number, text, template, messages, tools))
+        return Rendered(text, spans)
 
     def prompt(self, messages: Messages, tools: Tools, *, goes_on: bool = False) -> str:
         """Returns the text of a conversation with the beginning of an answer; raises `JobError` as `render`.
@@ -174,20 +207,59 @@ class ChatTemplate:
             raise JobError(f"the chat template changes the text that its {{% generation %}} gives; {FIX} around it all")
         return spans
 
-    def _spans_by_prefix(self, text: str, template: str, messages: Messages, tools: Tools) -> Iterator[Span]:
-        """Yields the text that each answer adds to the conversation before it and the generation prompt."""
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            # The generation prompt is not learned: at inference it is given.
-            before = self._text(template, messages[:number], tools, prompt=True)
+    def _marked_by_message(
+        self, text: str, marked: str, messages: Messages, tools: Tools
+    ) -> Mapping[int, Sequence[Span]]:
+        """Returns the parts that the template marks of each answer.
+
+        A template does not show which message it marks. But the conversation up to an answer has the marks of that
+        answer, and of those before it: their number separates the parts, also where the text of earlier turns changes.
+        """
+        spans = self._marked_spans(text, marked, messages, tools)
+        answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        counts = [self._text(marked, messages[: number + 1], tools).count(BEGIN) for number in answers]
+        if not all(before < after for before, after in pairwise([0, *counts])) or counts[-1] != len(spans):
+            listed = ", ".join(map(str, counts))
+            problem = (
+                f"the chat template has {len(spans)} {{% generation %}} parts in the whole conversation, and up to"
+            )
+            raise UnclearTurns(f"{problem} each answer {listed}, so that it does not show which is whose; {FIX}")
+        return {
+            number: spans[before:after] for number, (before, after) in zip(answers, pairwise([0, *counts]), strict=True)
+        }
+
+    def _answer(self, number: int, text: str, template: str, messages: Messages, tools: Tools) -> Span:
+        """Returns the text that an answer adds to the conversation before it and the generation prompt."""
+        # The generation prompt is not learned: at inference it is given.
+        before = self._text(template, messages[:number], tools, prompt=True)
+        after = self._text(template, messages[: number + 1], tools)
+        if not (after.startswith(before) and text.startswith(after)):
+            problem = f"the chat template writes the conversation up to message {number} otherwise than in the whole"
+            raise UnclearTurns(f"{problem}, so that it does not show which part is the assistant's; {FIX}")
+        return len(before), self._end_of_turn(after, len(before))
+
+    def _other(self, number: int, text: str, template: str, messages: Messages, tools: Tools) -> Span:
+        """Returns the content of a message that is not the assistant's, with the token that ends its turn.
+
+        No generation prompt shows where it begins. The template must therefore write the content as it is.
+        """
+        message = messages[number]
+        content, begin = message.get("content"), None
+        if isinstance(content, str) and content.strip():
+            probe = {**message, "content": PROBE}
+            # Many templates refuse a conversation without a message
+            before = self._text(template, messages[:number], tools) if number else ""
             after = self._text(template, messages[: number + 1], tools)
-            if not (after.startswith(before) and text.startswith(after)):
-                problem = (
-                    f"the chat template writes the conversation up to message {number} otherwise than in the whole"
-                )
-                raise JobError(f"{problem}, so that it does not show which part is the assistant's; {FIX}")
-            yield len(before), self._end_of_turn(after, len(before))
+            probed = self._text(template, [*messages[:number], probe], tools)
+            head, _, tail = probed.partition(PROBE)
+            written = [head + part + tail for part in (content, content.strip())]
+            if head.startswith(before) and after in written and text.startswith(after):
+                begin = len(head)
+        if begin is None:
+            role = message["role"]
+            problem = f"message {number} of role {role!r} has train = true, but the chat template does not show which"
+            raise UnclearTurns(f"{problem} part of the text its content is; leave train out there")
+        return begin, self._end_of_turn(after, begin)
 
     def _end_of_turn(self, text: str, start: int) -> int:
         """Returns the end of the answer that begins at `start` and is the last part of `text`.

@@ -10,19 +10,26 @@ from attrs import frozen
 from attrs.validators import ge
 
 from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
+from forge_core.contracts.data import HasDescription
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.rank_zero import from_rank0
+from forge_plugin_huggingface.learned import LearnsSomething
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.problems import NO_TOKENIZER, problems_of
 from forge_plugin_huggingface.source import DescribedSource, Origin
 
 if TYPE_CHECKING:
+    from forge_core.contracts.components import TrainingHook
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Documents, DocumentStream, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
     from forge_plugin_huggingface.encoding import Encoder
-    from forge_plugin_huggingface.tokens import DocumentSource
+    from forge_plugin_huggingface.stream import LaneStream
+    from forge_plugin_huggingface.tokens import DocumentSource, EncodedRows
+
+
+Learn = Literal["all", "last"]
 
 
 def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None:
@@ -32,7 +39,7 @@ def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None
 
 @frozen(kw_only=True)
 class HuggingFace(DatasetComponent):
-    """Documents of a Hugging Face dataset: rows with a text, or with the messages of a chat.
+    """Documents of a Hugging Face dataset: rows with a text, with a chat, or with a prompt and its completion.
 
     Read as a whole, it is tokenised once and cached; as a stream, rows are tokenised as they are read, and nothing
     is cached. Rows without text, and chats without an answer of the assistant, are left out. Code of a dataset is
@@ -54,9 +61,21 @@ class HuggingFace(DatasetComponent):
     """The field of a row that holds its text."""
     messages: str = ""
     """The field that holds a chat, a list of messages with `role` and `content`; instead of `field`. The tokenizer's
-    chat template writes it, and only the assistant's turns are learned."""
+    chat template writes it, and only the assistant's turns are learned. A message with `train = false`, or with
+    `weight = 0` as in OpenAI's format, is not learned."""
+    prompt: str = ""
+    """The field that holds a prompt, instead of `field`; with `completion`."""
+    completion: str = ""
+    """The field that holds the completion of `prompt`, which alone is learned, with the end-of-text. Both are texts, or
+    both are lists of chat messages."""
     tools: str = ""
-    """With `messages`: the field that holds the JSON schemas of the functions that the assistant may call."""
+    """With chats: the field that holds the JSON schemas of the functions that the assistant may call."""
+    learn: Learn = "all"
+    """With chats: whether all turns of the assistant are learned, or only the last one (`last`)."""
+    too_long: Literal["keep", "drop", "truncate", "error"] = "keep"
+    """What happens to documents of more than `train.seq_len` tokens, end-of-text aside. `keep`: they are cut into
+    sequences by `[data.packing]`, and all of their tokens are used; `drop`: they are left out; `truncate`: only their
+    beginning is used, or they are left out if nothing of that is learned; `error`: the first one ends the run."""
     held_out_split: str = ""
     """The split to evaluate on; empty: none."""
     held_out_every: int = attrs.field(default=0, validator=_off_or_at_least_two)
@@ -75,6 +94,8 @@ class HuggingFace(DatasetComponent):
     """Processes that tokenise a dataset that is read as a whole."""
     verify: Literal["sizes", "full"] = attrs.field(default="sizes", metadata=when_resumed("safe"))
     """How cached token files are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
+    _built: list[HasDescription] = attrs.field(factory=list, init=False, eq=False, repr=False)
+    """The data that `build` returned, for `choices`."""
 
     def documents(self) -> Iterator[str]:
         """Yields texts of the rows that are not held out, each once; none for a dataset of chats."""
@@ -82,7 +103,8 @@ class HuggingFace(DatasetComponent):
             return iter(())
         from forge_plugin_huggingface.tokens import texts
 
-        return texts(self.origin().open(), self.path, self.training_part(), self.field, self.streaming)
+        fields = [self.prompt, self.completion] if self.prompt else [self.field]
+        return texts(self.origin().open(), self.path, self.training_part(), fields, self.streaming)
 
     def build(self, context: BuildContext) -> Documents | DocumentStream:
         """Returns the tokenised documents, or a stream of them.
@@ -90,13 +112,36 @@ class HuggingFace(DatasetComponent):
         Raises:
             JobError: the data cannot be read, or does not match the job's keys.
         """
+        built = self._data(context)
+        self._built[:] = [built]
+        return built
+
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """Reports in the run's summary how much of the tokens is learned, and which rows are left out."""
+        reported = self.has_mask or self.too_long != "keep"
+        if (described := "".join(data.describe() for data in self._built)) and reported:
+            yield f"rows {self.name or self.path}", described, f"too_long = {self.too_long}"
+
+    def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """A check that the first step learns something, for data of which only a part is learned."""
+        masked = {number: source for number, source in enumerate(job.data.sources) if _has_mask(source)}
+        # One check for all of them, as it is of the whole global batch
+        if masked and next(iter(masked.values())) is self:
+            yield LearnsSomething(sources=tuple(source.name or str(number) for number, source in masked.items()))
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether only a part of the tokens is learned."""
+        return bool(self.messages or self.prompt)
+
+    def _data(self, context: BuildContext) -> EncodedRows | LaneStream:
         if context.tokenizer is None:
             raise JobError(NO_TOKENIZER)
         splits = [split for split in (self.split, self.held_out_split) if split]
         streamed = (self.split,) if self.streaming else ()
         # Collective: rank 0 alone contacts the hub and lists files, and all ranks must reach this call
         data = from_rank0(context, lambda: DescribedSource.of(self.origin(), splits, streamed))
-        corpus = self._corpus(data, context.tokenizer)
+        corpus = self._corpus(data, context.tokenizer, context.job.train.seq_len)
         if self.streaming:
             return self._stream(corpus, context)
         if self.held_out_split:
@@ -128,36 +173,42 @@ class HuggingFace(DatasetComponent):
             return SplitPart(self.split, self.held_out_every, is_held_out=True, limit=self.held_out_documents)
         return None
 
-    def _corpus(self, data: DescribedSource, tokenizer: Tokenizer) -> DocumentSource:
+    def _corpus(self, data: DescribedSource, tokenizer: Tokenizer, seq_len: int) -> DocumentSource:
         from forge_plugin_huggingface.tokens import DocumentSource
 
         return DocumentSource(
             data=data,
             path=self.path,
-            encoder=self._encoder(tokenizer),
+            encoder=self._encoder(tokenizer, seq_len),
             vocab_size=tokenizer.vocab_size,
             end_of_text=tokenizer.end_of_text,
             processes=self.processes,
             verify=self.verify,
         )
 
-    def _encoder(self, tokenizer: Tokenizer) -> Encoder:
-        from forge_plugin_huggingface.encoding import ChatEncoder, TextEncoder
+    def _encoder(self, tokenizer: Tokenizer, seq_len: int) -> Encoder:
+        from forge_plugin_huggingface.encoding import ChatEncoder, CompletionEncoder, LengthLimit, TextEncoder
 
+        encoder: Encoder
         if self.messages:
-            return ChatEncoder(tokenizer, self.messages, self.tools)
-        return TextEncoder(tokenizer, self.field)
+            encoder = ChatEncoder(tokenizer, self.messages, self.tools, self.learn)
+        elif self.prompt:
+            encoder = CompletionEncoder(tokenizer, self.prompt, self.completion, self.tools, self.learn)
+        else:
+            encoder = TextEncoder(tokenizer, self.field)
+        return encoder if self.too_long == "keep" else LengthLimit(encoder, self.too_long, seq_len)
 
-    def _stream(self, corpus: DocumentSource, context: BuildContext) -> DocumentStream:
+    def _stream(self, corpus: DocumentSource, context: BuildContext) -> LaneStream:
         from forge_plugin_huggingface.rows import stream_rows
-        from forge_plugin_huggingface.stream import LaneReader, LaneStream
+        from forge_plugin_huggingface.stream import CountingEncoder, LaneReader, LaneStream
 
         job, held_out = context.job, self.held_out_part()
         lanes = self.lanes or job.train.global_batch_size
         name = f"{self.path!r}, split {self.split!r}"
+        encode = CountingEncoder(corpus.encoder, name)
         reader = LaneReader(
             stream_rows(corpus.data.source.stream(self.split), corpus.encoder.columns, name, lanes),
-            corpus.encoder.encode,
+            encode,
             data=corpus.data.fingerprints[self.split],
             lanes=lanes,
             shuffle=self.shuffle,
@@ -165,4 +216,9 @@ class HuggingFace(DatasetComponent):
             seed=job.job.seed if job.data.seed is None else job.data.seed,
             held_out_every=self.held_out_every,
         )
-        return LaneStream(reader, corpus.end_of_text, corpus.first_documents(held_out) if held_out else None)
+        held_out_documents = corpus.first_documents(held_out) if held_out else None
+        return LaneStream(reader, corpus.end_of_text, held_out_documents, encode.counts)
+
+
+def _has_mask(source: DatasetComponent) -> bool:
+    return isinstance(source, HuggingFace) and source.has_mask

@@ -235,15 +235,15 @@ class PretrainedTokenizer:
             raise JobError("this tokenizer has no tokenizer.json, which chats need to know which token is whose")
         _ = self._template
 
-    def chat(self, messages: Messages, tools: Tools = None) -> ChatTokens:
-        """Encode a conversation as its template writes it; the assistant's turns are learned.
+    def chat(self, messages: Messages, tools: Tools = None, learned: Sequence[bool] | None = None) -> ChatTokens:
+        """Encode a conversation as its template writes it; `learned` messages, or the assistant's turns, are learned.
 
         Special tokens spelt out in a message are special tokens, as with `apply_chat_template`.
 
         Raises:
             JobError: the template refuses the conversation, or does not show which part is the assistant's.
         """
-        rendered = self._template.render(messages, tools)
+        rendered = self._template.render(messages, tools, learned)
         return self._begun(self._checked(self._chat_tokens(rendered.text, rendered.spans)))
 
     def chat_prompt(self, messages: Messages, tools: Tools = None) -> list[int]:

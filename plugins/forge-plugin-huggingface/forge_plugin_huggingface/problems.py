@@ -64,11 +64,33 @@ def _content_problems(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
         yield Problem("", NO_TOKENIZER)
     elif dataset.messages and not getattr(job.data.tokenizer, "chats", False):
         yield Problem("messages", 'chats need a tokenizer with a template; set [data.tokenizer] type = "auto"')
-    if dataset.messages and dataset.field != DEFAULT_FIELD:
-        message = f"{dataset.field!r}, but messages = {dataset.messages!r} is set as well"
-        yield Problem("field", f"{message}; keep one of the two")
-    if dataset.tools and not dataset.messages:
+    yield from _choice_problems(dataset)
+    if dataset.tools and not (dataset.messages or dataset.prompt):
         yield Problem("tools", "only chats have tools; set `messages` to the field with the chat")
+    if dataset.learn != "all" and not (dataset.messages or dataset.prompt):
+        yield Problem("learn", "only chats have turns; set `messages` to the field with the chat")
+
+
+def _choice_problems(dataset: HuggingFace) -> Iterator[Problem]:
+    """Yields a problem unless one of `field`, `messages`, and `prompt` with `completion` is set."""
+    given = {key: value for key in ("messages", "prompt", "completion") if (value := getattr(dataset, key))}
+    if given and dataset.field != DEFAULT_FIELD:
+        listed = " and ".join(f"{key} = {value!r}" for key, value in given.items())
+        hint = "keep one of the two" if len(given) == 1 else "keep `field`, or the others"
+        yield Problem(
+            "field", f"{dataset.field!r}, but {listed} {'is' if len(given) == 1 else 'are'} set as well; {hint}"
+        )
+    if dataset.messages and (dataset.prompt or dataset.completion):
+        message = f"messages = {dataset.messages!r} is set as well; keep `messages`, or `prompt` and `completion`"
+        yield Problem("prompt" if dataset.prompt else "completion", message)
+    elif dataset.prompt and not dataset.completion:
+        message = f"prompt = {dataset.prompt!r} needs it; name the field with the text that the model is to write"
+        yield Problem("completion", message)
+    elif dataset.completion and not dataset.prompt:
+        message = f"completion = {dataset.completion!r} needs it; name the field with the text before the completion"
+        yield Problem("prompt", message)
+    elif dataset.prompt and dataset.prompt == dataset.completion:
+        yield Problem("completion", f"{dataset.completion!r} is the prompt, too; name another field")
 
 
 def _held_out_problems(dataset: HuggingFace) -> Iterator[Problem]:

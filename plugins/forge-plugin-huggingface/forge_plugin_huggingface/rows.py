@@ -147,7 +147,8 @@ def _check_columns(names: Sequence[str], columns: Sequence[str], name: str) -> N
     for column in columns:
         if column not in names:
             there = ", ".join(map(repr, names)) or "none"
-            raise JobError(f"{name} has no field {column!r}; set `field` or `messages` to one of its fields: {there}")
+            hint = "set `field`, `messages`, or `prompt` and `completion`, to its fields"
+            raise JobError(f"{name} has no field {column!r}; {hint}: {there}")
 
 
 def _by_row(columns: Mapping[str, Sequence[Any]]) -> Iterator[Mapping[str, Any]]:

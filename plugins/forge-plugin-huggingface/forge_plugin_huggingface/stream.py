@@ -22,7 +22,8 @@ from attrs import evolve, frozen
 from forge_core.contracts.data import StreamedDocument
 from forge_core.contracts.errors import JobError
 from forge_core.data.order import Permutation
-from forge_plugin_huggingface.encoding import Encoded
+from forge_plugin_huggingface.counts import RowCounts
+from forge_plugin_huggingface.encoding import Encoded, Encoder
 from forge_plugin_huggingface.rows import SourceRow, StreamRows
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 ENCODED_ROWS = 16
 """Rows that a lane encodes at once."""
+ROWS_WITHOUT_DOCUMENT = 2000
+"""Rows after which a stream of chats or completions ends the run if none of them has anything to learn."""
 
 
 class Share(NamedTuple):
@@ -83,14 +86,53 @@ class LanePosition:
 class LaneStream:
     """See `forge_core.contracts.data.DocumentStream`."""
 
-    def __init__(self, lanes: LaneReader[Encoded], end_of_text: int, held_out: Documents | None = None) -> None:
-        """Read the rows of lanes as documents, each ended by `end_of_text`."""
+    def __init__(
+        self,
+        lanes: LaneReader[Encoded],
+        end_of_text: int,
+        held_out: Documents | None = None,
+        counts: RowCounts | None = None,
+    ) -> None:
+        """Read the rows of lanes as documents, each ended by `end_of_text`; `counts` are of the rows read so far."""
         self._reader, self.lanes, self._end_of_text, self.held_out = lanes, lanes.lanes, end_of_text, held_out
+        self._counts = counts
+
+    def describe(self) -> str:
+        """Returns the counts of the rows that this process has read; empty before the first one."""
+        counts = self._counts
+        return f"of the first {counts.rows:,} rows: {counts.describe()}" if counts and counts.rows else ""
 
     def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
         """Yields the documents of a lane, epoch after epoch; raises as `LaneReader.read`."""
         for document, place in self._reader.read(lane, position):
             yield _finished(document, self._end_of_text, place)
+
+
+class CountingEncoder:
+    """Encodes rows of a stream and counts them. Data workers have a copy each."""
+
+    def __init__(self, encoder: Encoder, name: str) -> None:
+        self._encoder, self._name, self.counts = encoder, name, RowCounts()
+
+    def __call__(self, rows: Sequence[SourceRow]) -> list[Encoded | None]:
+        """Returns the document of each row, None for rows that are left out.
+
+        Raises:
+            JobError: none of the first `ROWS_WITHOUT_DOCUMENT` rows has a document of which a part is learned.
+        """
+        encoded = self._encoder.encode(rows)
+        counts = self.counts
+        was_whole = not (counts.too_long or counts.cut)
+        for row, document in zip(rows, encoded, strict=True):
+            counts.add(document)
+            if was_whole and (counts.too_long or counts.cut):
+                was_whole = False
+                what = "truncated" if counts.cut else "left out"
+                logger.warning("%s is longer than train.seq_len, and is %s, as others will be", row.place, what)
+        if self._encoder.has_mask and not counts.documents and counts.rows >= ROWS_WITHOUT_DOCUMENT:
+            message = f"none of the first {counts.rows:,} rows has {self._encoder.learns}{counts.reason()}"
+            raise JobError(f"{self._name}: {message}; `forge-run data` shows what is learned")
+        return [document if isinstance(document, Encoded) else None for document in encoded]
 
 
 class LaneReader(Generic[T]):
@@ -221,9 +263,9 @@ def _digest(row: SourceRow) -> str:
 
 
 def _finished(document: Encoded, end_of_text: int, position: Mapping[str, Any]) -> StreamedDocument:
-    """Append the end-of-text, which is learned if the token before it is."""
-    ids, learned, _ = document
-    mask = None if learned is None else np.append(learned, learned[-1:].any())
+    """Append the end-of-text, which is learned if the token before it is, and the document is whole."""
+    ids, learned = document.ids, document.learned
+    mask = None if learned is None else np.append(learned, learned[-1:].any() and not document.is_cut)
     return StreamedDocument(np.append(ids, end_of_text), mask, position)
 
 

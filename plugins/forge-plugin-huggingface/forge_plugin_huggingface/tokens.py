@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+import numpy as np
 from attrs import frozen
 
 from forge_core import report_progress
@@ -20,7 +22,8 @@ from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.data.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
 from forge_kit.data.token_file import TokenFile, TokenFileWriter
 from forge_kit.tools.forks import collect_own_garbage, collector_paused
-from forge_plugin_huggingface.encoding import Encoded, Encoder, text_of
+from forge_plugin_huggingface.counts import RowCounts
+from forge_plugin_huggingface.encoding import Encoded, Encoder, LeftOut, text_of
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.rows import SourceRow, TableRows, stream_rows
 from forge_plugin_huggingface.source import DescribedSource, Source
@@ -33,13 +36,31 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 """Part of the key: increase it when the same inputs result in other files."""
 STEM = "tokens"
+COUNTS = "counts"
+"""Entry of the cache's manifest: the fields of `RowCounts`."""
 BATCH_ROWS = 256
 """Rows that are encoded at once."""
 BATCHES_AHEAD = 4
 """Batches queued for each process."""
 
-Batch = list[tuple[str, Encoded | None]]
-"""Location and document of each row."""
+Batch = list[tuple[str, Encoded | LeftOut]]
+"""Location and document of each row, or why it has none."""
+
+
+class EncodedRows(TokenFile):
+    """The documents of rows, with what became of the rows."""
+
+    def __init__(self, stem: Path, held_out: Documents | None, identity: str, counts: RowCounts | None) -> None:
+        """Map the files; see `TokenFile`. Caches of earlier versions have no counts."""
+        super().__init__(stem, held_out, identity)
+        self.counts = counts
+
+    def describe(self) -> str:
+        """See `HasDescription`; empty where the counts are not known."""
+        return "" if self.counts is None else self.counts.describe()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EncodedRows, (self._stem, self.held_out, self._identity, self.counts)
 
 
 @frozen
@@ -54,21 +75,23 @@ class DocumentSource:
     processes: int = 1
     verify: Verify = "sizes"
 
-    def documents(self, part: SplitPart, held_out: Documents | None = None) -> TokenFile:
+    def documents(self, part: SplitPart, held_out: Documents | None = None) -> EncodedRows:
         """Returns the documents of a part, encoding them if the cache does not have them."""
-        stored = self._cached(part, "table", self._encode_table)
-        return TokenFile(stored.path / STEM, held_out, stored.identity(STEM))
+        return self._opened(self._cached(part, "table", self._encode_table), held_out)
 
-    def first_documents(self, part: SplitPart) -> TokenFile:
+    def first_documents(self, part: SplitPart) -> EncodedRows:
         """Like `documents`, but reads a stream up to the part's limit. Rows are numbered file by file."""
-        stored = self._cached(part, "stream", self._encode_stream)
-        return TokenFile(stored.path / STEM, identity=stored.identity(STEM))
+        return self._opened(self._cached(part, "stream", self._encode_stream), None)
+
+    def _opened(self, stored: CachedFolder, held_out: Documents | None) -> EncodedRows:
+        counts = RowCounts(**stored.info[COUNTS]) if COUNTS in stored.info else None
+        return EncodedRows(stored.path / STEM, held_out, stored.identity(STEM), counts)
 
     def _cached(self, part: SplitPart, how: str, encode: Callable[[SplitPart, int], Iterator[Batch]]) -> CachedFolder:
         fingerprint = self.data.fingerprints[part.split]
         key = digest_of("huggingface", FORMAT, how, fingerprint, part.key(), self.encoder.key())
 
-        def make(folder: Path) -> Mapping[str, int]:
+        def make(folder: Path) -> Mapping[str, Any]:
             logger.info("tokenising %s", _name(self.path, part))
             return self._write(folder, encode, part)
 
@@ -76,29 +99,32 @@ class DocumentSource:
 
     def _write(
         self, folder: Path, encode: Callable[[SplitPart, int], Iterator[Batch]], part: SplitPart
-    ) -> Mapping[str, int]:
+    ) -> Mapping[str, Any]:
         """Encode a part into `folder`, continuing after an interrupted process. Returns the counts."""
         has_mask, progress = self.encoder.has_mask, Progress(folder)
+        resume = progress.state.get(STEM)
+        # A process of an earlier version may have left a state without counts
+        counts, is_counted = RowCounts(**progress.state.get(COUNTS, {})), COUNTS in progress.state or resume is None
         rows: int = progress.state.get("rows", 0)
-        vocabulary, resume = (self.vocab_size, self.end_of_text), progress.state.get(STEM)
         # A chat's template may write the end-of-text after each turn.
         options = {"learned": has_mask, "may_contain_end": has_mask}
-        with TokenFileWriter(folder / STEM, *vocabulary, **options, resume=resume) as writer:
+        with TokenFileWriter(folder / STEM, self.vocab_size, self.end_of_text, **options, resume=resume) as writer:
             for batch in encode(part, rows):
                 for place, encoded in batch:
-                    if encoded is not None:
-                        writer.add(place, encoded.ids, learned=encoded.learned, text_bytes=encoded.text_bytes)
+                    counts.add(encoded)
+                    if isinstance(encoded, Encoded):
+                        _add(writer, place, encoded)
                 rows += len(batch)
                 report_progress(f"{rows:,} rows tokenised")  # other ranks wait for this one
                 if progress.is_due:
                     # Synced first: the state must not count rows that the disk does not have
-                    progress.save({"rows": rows, STEM: writer.sync()})
+                    progress.save({"rows": rows, STEM: writer.sync(), COUNTS: attrs.asdict(counts)})
         progress.finish()
         header = writer.header()
         if not header.documents:
-            kind = "an answer of the assistant" if has_mask else "text"
-            raise JobError(f"{_name(self.path, part)}: none of {rows} rows has {kind}")
-        return {"documents": header.documents, "left_out": rows - header.documents, "tokens": header.tokens}
+            raise JobError(f"{_name(self.path, part)}: none of {rows} rows has {self.encoder.learns}{counts.reason()}")
+        facts = {"documents": header.documents, "left_out": rows - header.documents, "tokens": header.tokens}
+        return {**facts, COUNTS: attrs.asdict(counts)} if is_counted else facts
 
     def _encode_table(self, part: SplitPart, start: int) -> Iterator[Batch]:
         rows = TableRows(self.data.source.table(part.split), self.encoder.columns, _name(self.path, part))
@@ -118,12 +144,20 @@ class DocumentSource:
         return list(zip((row.place for row in rows), self.encoder.encode(rows), strict=True))
 
 
-def texts(source: Source, path: str, part: SplitPart, field: str, as_stream: bool) -> Iterator[str]:
-    """Yields the texts of a part, each once."""
+def texts(source: Source, path: str, part: SplitPart, fields: Sequence[str], as_stream: bool) -> Iterator[str]:
+    """Yields the texts of a part, each once: the fields of a row one after the other."""
     dataset = source.stream(part.split) if as_stream else source.table(part.split)
-    rows = stream_rows(dataset, [field], _name(path, part))
+    rows = stream_rows(dataset, fields, _name(path, part))
     chosen = (row for file in range(rows.files) for _, row in rows.read(file, wanted=part.has))
-    return (text for row in chosen if (text := text_of(row, field)))
+    return (text for row in chosen if (text := "".join(text_of(row, field) for field in fields)))
+
+
+def _add(writer: TokenFileWriter, place: str, document: Encoded) -> None:
+    ids, learned, text_bytes, is_cut = document
+    writer.add(place, ids, learned=learned, text_bytes=text_bytes, is_last=not is_cut)
+    if is_cut:
+        # By itself, the end is not learned: a document that goes on does not end here
+        writer.add(place, (), learned=np.zeros(0, dtype=bool))
 
 
 def in_order(work: Callable[[Any], Any], tasks: Iterator[Any], processes: int) -> Iterator[Any]:
