@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -135,20 +136,14 @@ class Checkpoints:
         metrics: dict[int, float] = {}
         evaluations = set()
         for step in steps if self.retention.keep_best else ():
-            evaluation = self._read(step).get("evaluation", {})
-            value = evaluation.get("metrics", {}).get(self.retention.best_metric)
-            # An evaluation counts for the first checkpoint after it only, so that the best are of different evaluations
-            if value is not None and evaluation["step"] not in evaluations:
-                evaluations.add(evaluation["step"])
-                metrics[step] = value
+            with suppress(CheckpointError):  # a damaged one has no metric
+                evaluation = read_manifest(self.storage.path(step)).get("evaluation", {})
+                value = evaluation.get("metrics", {}).get(self.retention.best_metric)
+                # An evaluation counts for the first checkpoint after it only: the best are of different evaluations
+                if value is not None and evaluation["step"] not in evaluations:
+                    evaluations.add(evaluation["step"])
+                    metrics[step] = value
         return metrics
-
-    def _read(self, step: int) -> dict[str, Any]:
-        """A manifest; empty if it cannot be read."""
-        try:
-            return read_manifest(self.storage.path(step))
-        except CheckpointError:
-            return {}
 
     def warn(self, message: str) -> None:
         """Warn on rank 0."""

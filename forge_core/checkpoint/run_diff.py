@@ -111,8 +111,7 @@ class _Leaves:
         kinds = field_types.members(type_)
         entries = field_types.item_type(type_)
         if isinstance(value, list) and field_types.is_table(entries):
-            for name, item in _by_name(value):
-                yield from self._value(f"{path}.{name}", entries, item, means)
+            yield from self._value(path, Mapping[str, entries], dict(_by_name(value)), means)
         elif not isinstance(value, dict):
             yield path, _Leaf(value, means, f is not None and self._is_default(value, f))
         elif base := next(filter(field_types.is_component, kinds), None):

@@ -244,7 +244,9 @@ def _fill_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, 
     counters = {group["match"]: {key: value for key, value in group.items() if key != "match"} for group in saved}
     if any(counters.values()) and counters.keys() != set(matches):
         theirs, ours = (", ".join(map(repr, names)) for names in (counters, matches))
-        hint = f"this job has {ours}; give [[optimizer.groups]] the patterns that it had, in any order"
-        raise ResumeError(f"the checkpoint has counters of the parameter groups {theirs}, {hint}")
+        raise ResumeError(
+            f"the checkpoint has counters of the parameter groups {theirs}, this job has {ours}; "
+            "give [[optimizer.groups]] the patterns that it had, in any order"
+        )
     for match, group in zip(matches, optimizer.param_groups, strict=True):
         group.update(counters.get(match, {}))

@@ -187,8 +187,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         fetch(folder, [MANIFEST])
         manifest = json.loads(path.read_text())
         if manifest["format"] != FORMAT:
-            message = f"format {manifest['format']!r}; this version of forge-run reads {FORMAT}"
-            raise CheckpointError(f"{folder}: {message}")
+            raise CheckpointError(f"{folder}: format {manifest['format']!r}; this version of forge-run reads {FORMAT}")
         for name, entry in manifest["files"].items():
             own_file(name)
             _ = entry["size"], entry["sha256"]

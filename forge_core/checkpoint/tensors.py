@@ -159,8 +159,10 @@ def _with_base(folder: Path, index: Index, base: Mapping[str, Any]) -> Index:
     place = Path(base["path"])
     if not place.is_dir() or manifest_digest(place) != base["digest"]:
         what = "is another checkpoint now" if place.is_dir() else "is not there"
-        hint = "put it back, or leave a link to it there"
-        raise CheckpointError(f"{folder} holds only what was trained; its base {place}, with all else, {what}: {hint}")
+        raise CheckpointError(
+            f"{folder} holds only what was trained; its base {place}, with all else, {what}: "
+            "put it back, or leave a link to it there"
+        )
     below = read_index(place)
     borrowed = {name: below.tensors[theirs] for name, theirs in base["tensors"].items()}
     shifted = {name: evolve(each, files=each.files + len(index.files)) for name, each in borrowed.items()}

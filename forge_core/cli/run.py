@@ -92,8 +92,11 @@ def _train(
 def _warn_of_idle_tasks() -> None:
     """Warn of a batch script without srun: it trains on one of its tasks and pays for all."""
     if (tasks := tasks_of_shell(os.environ)) > 1:
-        allotted = f"SLURM has allotted {tasks} tasks, and this is the shell of the job, which is one process; "
-        warnings.warn(allotted + "`srun forge-run …` makes each task a rank", stacklevel=2)
+        warnings.warn(
+            f"SLURM has allotted {tasks} tasks, and this is the shell of the job, which is one process; "
+            "`srun forge-run …` makes each task a rank",
+            stacklevel=2,
+        )
 
 
 def describe_summary(summary: Summary) -> str:

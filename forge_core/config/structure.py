@@ -370,8 +370,10 @@ def _left_over(root: Node, table: str, key: Node, cls: type) -> str:
     if old is None:
         return ""
     kind = cls.kind if issubclass(cls, Component) else "table"
-    hint = "remove it there, or replace the whole table: " + flag(table, f'{{type = "{type_.value}"}}')
-    return f" (left over from {kind} {old.value!r} in {old.origin}); {hint}"
+    return (
+        f" (left over from {kind} {old.value!r} in {old.origin}); remove it there, or replace the whole table: "
+        + flag(table, f'{{type = "{type_.value}"}}')
+    )
 
 
 def _misplaced(table: str, key: str, tables: Mapping[str, type]) -> str:

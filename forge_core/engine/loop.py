@@ -255,8 +255,10 @@ def _in_words(run: Run, error: BaseException) -> BaseException:
         return error
     position, (_, size) = run.hooks.beacon.position, micro_batches(run.job, run.context.layout)
     where = f"step {position.step}, {position}" if position.step else str(position)
-    hint = f"Reduce train.micro_batch_size (here {size}), train.seq_len or the model, or recompute activations"
-    return ForgeError(f"memory ran out in {where}: {words}\n{hint}; see `forge-run plan`")
+    return ForgeError(
+        f"memory ran out in {where}: {words}\nReduce train.micro_batch_size (here {size}), train.seq_len or the model, "
+        "or recompute activations; see `forge-run plan`"
+    )
 
 
 @contextmanager

@@ -61,8 +61,11 @@ def _warn_of_untested_torch() -> None:
     # Only up to torch's: parsing the requirements of all extras would take longer than the rest of the summary.
     tested = next(item.specifier for item in map(Requirement, metadata.requires(CORE) or ()) if item.name == "torch")
     if not tested.contains(torch.__version__, prereleases=True):
-        message = f"torch {torch.__version__}: {CORE} {core_version()} was tested with torch {tested} only"
-        warnings.warn(f'{message}; pip install "torch{tested}"', stacklevel=2)
+        warnings.warn(
+            f"torch {torch.__version__}: {CORE} {core_version()} was tested with torch {tested} only; "
+            f'pip install "torch{tested}"',
+            stacklevel=2,
+        )
 
 
 def describe_run(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> str:

@@ -147,7 +147,8 @@ def _take_weights(start: Start, run: Run) -> Iterator[str]:
         names, lines = run.job.checkpoint.loads[table].load(found, table, run.context, run.model, run.outline)
         # Which of two values stays would be a matter of the order of tables
         if both := [name for name in names if name in tables]:
-            pair = f"[{tables[both[0]]}] and [{table}]"
-            raise ResumeError(f"{pair} both load {listed(both)}; exclude these from one of them")
+            raise ResumeError(
+                f"[{tables[both[0]]}] and [{table}] both load {listed(both)}; exclude these from one of them"
+            )
         tables |= dict.fromkeys(names, table)
         yield from lines

@@ -100,8 +100,13 @@ class RankProcess:
             self._show_life()
             idle_s = idle_s + 1 if ProgressBeacon.reports == reports else 0
             reports = ProgressBeacon.reports
-        text = f"forge-run: rank {self._world.rank} has done its work and does not exit within launch.hang_timeout_s ="
-        self.emit(FailureReport(rank=self._world.rank, text=f"{text} {self._exit_limit_s:g} s: {_unfinished()}"))
+        self.emit(
+            FailureReport(
+                rank=self._world.rank,
+                text=f"forge-run: rank {self._world.rank} has done its work and does not exit within "
+                f"launch.hang_timeout_s = {self._exit_limit_s:g} s: {_unfinished()}",
+            )
+        )
         os._exit(ExitCode.FAILED)
 
     def _show_life(self) -> None:

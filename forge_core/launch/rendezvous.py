@@ -255,9 +255,10 @@ def _connect(world: World, timeout_s: float) -> Store:
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                server = f"rank 0 at {world.address}:{world.port} (MASTER_ADDR, MASTER_PORT)"
-                message = f"rank {world.rank} cannot reach {server} within launch.start_timeout_s = {timeout_s:g} s"
-                raise RanksMissing(f"{message}: {error}") from error
+                raise RanksMissing(
+                    f"rank {world.rank} cannot reach rank 0 at {world.address}:{world.port} (MASTER_ADDR, MASTER_PORT) "
+                    f"within launch.start_timeout_s = {timeout_s:g} s: {error}"
+                ) from error
             time.sleep(4 * POLL_S)
     # A rank 0 that is stopped still accepts connections, by its kernel, and torch then waits for its greeting
     return call_within(timeout_s, lambda: TCPStore(world.address, world.port, is_master=False, timeout=ANSWER))

@@ -46,24 +46,16 @@ def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> l
     for first, second in why:
         sorter.add(second, first)
     try:
-        order = _stable_order(sorter, list(stages))
+        sorter.prepare()
     except CycleError as error:
         cycle = [f"{b} after {a} ({why[a, b]})" for a, b in pairwise(error.args[1]) if (a, b) in why]
         raise JobError.at("parallel", f"the stages cannot be ordered: {'; '.join(cycle)}") from error
+    # Always the first in the file of those that may come next: `static_order` leaves the rest to chance.
+    order: list[str] = []
+    while left := [name for name in stages if name not in order]:
+        order.append(next(name for name in left if not any((other, name) in why for other in left)))
     reasons = {name: tuple(f"after {a}: {reason}" for (a, b), reason in why.items() if b == name) for name in order}
     return [OrderedStage(name, types[name], stages[name], reasons[name]) for name in order]
-
-
-def _stable_order(sorter: TopologicalSorter[str], names: Sequence[str]) -> list[str]:
-    # One at a time, the first in the file of those that may come next: `static_order` leaves the rest to chance.
-    sorter.prepare()
-    order: list[str] = []
-    ready: list[str] = []
-    while sorter.is_active():
-        ready = sorted([*ready, *sorter.get_ready()], key=names.index)
-        order.append(ready.pop(0))
-        sorter.done(order[-1])
-    return order
 
 
 def with_owner(job: Job, layout: Layout, catalog: Catalog) -> Mapping[str, ParallelComponent]:
