@@ -37,6 +37,18 @@ def test_it_passes_the_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert load(name, monkeypatch).train.steps > 0
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tests/benchmarks").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_job_of_a_benchmark_passes_the_check(path: Path) -> None:
+    assert load_job(path, with_data=False).train.steps > 0
+
+
+def test_inside_fits_the_length_of_the_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load("inside", monkeypatch)
+    autoencoder = job.parallel["taps"].sinks["sae"]
+    assert job.train.steps - autoencoder.first_step + 1 == 200, "as its first lines have it"
+    assert job.hooks["profile"].start < job.train.steps
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
 def test_it_names_no_file_of_the_repository_so_that_it_starts_in_any_folder(path: Path) -> None:
     values = [tomllib.loads(path.read_text())]

@@ -295,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
         'forge-run generate runs/quickstart --prompt "def "',
         'forge-run generate runs/large --prompt "def " --nproc 2 --parallel.tp.degree=2',
         "forge-run generate runs/quickstart --interactive --temperature 0",
-        "forge-run generate runs/quickstart/checkpoints/step-400 --max-tokens 50 --seed 1",
+        "forge-run generate runs/quickstart/checkpoints/step-1500 --max-tokens 50 --seed 1",
     )
     return parser
 

@@ -59,7 +59,7 @@ def command(argv: list[str]) -> int:
     with_examples(
         parser,
         'forge-run inside attention runs/quickstart --prompt "def main(): return main"',
-        "forge-run inside attention runs/quickstart --prompt 'one two one' --layers 1 --heads 0-3",
+        "forge-run inside attention runs/quickstart --prompt 'one two one' --layers 0-1 --heads 0",
     )
     return _show(parser.parse_args(argv))
 

@@ -45,7 +45,7 @@ def command(argv: list[str]) -> int:
     with_examples(
         parser,
         'forge-run inside lens runs/quickstart --prompt "def main("',
-        "forge-run inside lens runs/quickstart/checkpoints/step-400 --prompt 'import ' --out early.png",
+        "forge-run inside lens runs/quickstart/checkpoints/step-1500 --prompt 'import ' --out early.png",
         "forge-run inside lens runs/quickstart --list",
     )
     options = parser.parse_args(argv)

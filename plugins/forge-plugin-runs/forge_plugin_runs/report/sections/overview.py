@@ -59,8 +59,8 @@ def facts_of(run: ReportRun, state: Run) -> dict[str, Cell]:
 def _losses(run: ReportRun) -> Iterator[tuple[str, Cell]]:
     losses = run.metrics.column("loss")[1].tolist()
     if losses:
-        steps = len(last_values(losses))
-        mean = f" (mean of the last {steps:,} steps {mean_of_last(losses):.4f})" if steps > 1 else ""
+        count = len(last_values(losses))
+        mean = f" (mean of the last {count:,} steps {mean_of_last(losses):.4f})" if count > 1 else ""
         yield "training loss", f"{final_loss(losses):.4f}{mean}"
     skipped = int(run.metrics.column("skipped")[1].astype(bool).sum())
     if skipped:
