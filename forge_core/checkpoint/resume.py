@@ -99,8 +99,10 @@ def locate(path: Path, how: How) -> tuple[Path, dict[str, Any]]:
         return (path := in_storage(path)), verify(path, how)
     newest = Checkpoints(storage_of(path), Retention(), how).newest()
     if newest is None:
-        hint = did_you_mean(str(path), ("auto", "never"))
-        raise ResumeError(f"{path} is neither a checkpoint nor a run folder with checkpoints{hint}")
+        raise ResumeError(
+            f"{path} is neither a checkpoint nor a run folder with checkpoints"
+            + did_you_mean(str(path), ("auto", "never"))
+        )
     return newest
 
 

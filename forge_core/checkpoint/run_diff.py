@@ -111,7 +111,7 @@ class _Leaves:
         kinds = field_types.members(type_)
         entries = field_types.item_type(type_)
         if isinstance(value, list) and field_types.is_table(entries):
-            yield from self._value(path, Mapping[str, entries], dict(_by_name(value)), means)
+            yield from self._value(path, Mapping[str, entries], dict(_by_name(value)), means)  # type: ignore[valid-type]
         elif not isinstance(value, dict):
             yield path, _Leaf(value, means, f is not None and self._is_default(value, f))
         elif base := next(filter(field_types.is_component, kinds), None):

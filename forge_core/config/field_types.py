@@ -204,10 +204,8 @@ def fits(value: Any, type_: Any) -> bool:
         return is_table(type_) if isinstance(value, dict) else is_array(type_)
     if is_literal(type_) or is_enum(type_):  # types too, since True == 1
         return any(value == choice and type(value) is type(choice) for choice in choices(type_))
-    if isinstance(value, bool) or type_ is bool:
-        return isinstance(value, bool) and type_ is bool
-    pairs = SCALARS.items() if is_scalar(type_) else ()
-    return any(isinstance(value, accepted) for base, accepted in pairs if issubclass(type_, base))
+    base = next((base for base in SCALARS if is_scalar(type_) and issubclass(type_, base)), None)
+    return base is not None and isinstance(value, SCALARS[base]) and isinstance(value, bool) == (base is bool)
 
 
 def unexpected(value: Any, type_: Any) -> Mismatch:

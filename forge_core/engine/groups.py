@@ -81,15 +81,19 @@ def _problems(tables: Sequence[ParameterGroup], groups: Sequence[Group], names: 
     for number, table in enumerate(tables):
         path, match = f"optimizer.groups.{number}", [table.match]
         if not fits(all_names, match):
-            hint = did_you_mean(table.match, all_names)
-            yield Problem(f"{path}.match", f"{table.match!r} fits no parameter of the model{hint}")
+            yield Problem(
+                f"{path}.match",
+                f"{table.match!r} fits no parameter of the model{did_you_mean(table.match, all_names)}",
+            )
         fitting = [group for group in groups if any(fits(names.get(n, (n,)), match) for n in group["names"])]
         known = {key for group in fitting for key in group} - {"params", "names", "param_names", "match"}
         for key in table.values() if fitting else ():
             if key not in known:
                 table_path = path if key in ("lr", "weight_decay") else f"{path}.settings"
-                allowed = ", ".join(sorted(known))
-                yield Problem(f"{table_path}.{key}", f"is no setting of these parameters; they have {allowed}")
+                yield Problem(
+                    f"{table_path}.{key}",
+                    f"is no setting of these parameters; they have {', '.join(sorted(known))}",
+                )
 
 
 def fits(names: Iterable[str], patterns: Iterable[str]) -> bool:

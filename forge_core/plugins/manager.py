@@ -150,8 +150,9 @@ class Plugins:
         for name, plugin in self.active.items():
             for method, _ in self._implementations(plugin):
                 if method not in specified:
-                    close = did_you_mean(method, specified)
-                    raise PluginError(f"plugin {self._describe(name)}: there is no hook {method!r}{close}")
+                    raise PluginError(
+                        f"plugin {self._describe(name)}: there is no hook {method!r}{did_you_mean(method, specified)}"
+                    )
 
     def _specified(self) -> list[str]:
         return [name for name, caller in vars(self._manager.hook).items() if caller.has_spec()]
