@@ -73,7 +73,7 @@ class SeededDraws:
     """Draws the next token of each row by a generator of that row, and records it with its log-probabilities."""
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int], stops: Sequence[int]) -> None:
-        self._sampling, self._stops = sampling, set(stops)
+        self._sampling, self._stops = sampling, stops
         # On the host, whatever the device of the model: the same numbers everywhere
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.rows = [Sampled() for _ in seeds]
@@ -88,12 +88,13 @@ class SeededDraws:
             log_q = self._sampling.truncated(logits).log_softmax(-1)
             tokens = _at_quantiles(log_q.exp(), self._uniform(rows, log_q))
         of_p, of_q = (_chosen(log, tokens) for log in (log_p, log_q))
-        for number, *values in zip(rows, tokens.tolist(), of_p, of_q, strict=True):
+        for number, id_, value_p, value_q in zip(rows, tokens.tolist(), of_p, of_q, strict=True):
             row = self.rows[number]
             # Rows that have ended may stay in the batch for some steps
-            if not row.ended(tuple(self._stops)):
-                for record, value in zip((row.ids, row.log_p, row.log_q), values, strict=True):
-                    record.append(value)
+            if not row.ended(self._stops):
+                row.ids.append(id_)
+                row.log_p.append(value_p)
+                row.log_q.append(value_q)
         return tokens
 
     def _uniform(self, rows: Sequence[int], like: Tensor) -> Tensor:

@@ -1,0 +1,94 @@
+"""The loss `grpo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, min_len
+
+from forge_core import LossComponent, Problem, TrainingHook
+from forge_core.contracts.components import when_resumed
+from forge_plugin_grpo.advantages import Algorithm
+from forge_plugin_grpo.kinds import RewardComponent, RolloutComponent
+from forge_plugin_grpo.prompts import Prompts
+from forge_plugin_grpo.rollout import EngineRollout
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.runtime import LossFunction
+    from forge_core.job import Job
+
+
+@frozen(kw_only=True)
+class GRPO(LossComponent):
+    """Reinforcement learning from rewards of completions that the model draws in training (Shao et al. 2024).
+
+    Each row of the global batch is a prompt, of a source of type `prompts`. Before a step, `group` completions of each
+    are drawn and scored, and take the place of the row: document g of a row is prompt and completion g, in a slot of
+    `train.seq_len / group` positions.
+    """
+
+    draws_completions: ClassVar[bool] = True
+    """Tells sources of prompts that completions of them are learned."""
+
+    rewards: Mapping[str, RewardComponent] = field(validator=min_len(1))
+    """`[loss.rewards.NAME]`: what scores completions; the weighted sum of all is learned, and each is logged."""
+    rollout: RolloutComponent = field(factory=EngineRollout)
+    """What draws completions."""
+    algorithm: Algorithm = "grpo"
+    """`grpo`: standardised advantages, means over the tokens of a completion. `dr_grpo` (Liu et al. 2025): advantages
+    that are only centred, sums over tokens divided by `max_tokens`. `dapo` (Yu et al. 2025): the mean over all tokens.
+    `gspo` (Zheng et al. 2025): one ratio for a completion. `rloo` (Ahmadian et al. 2024): REINFORCE, against the mean
+    of the others."""
+    group: int = field(default=8, validator=ge(2))
+    """Completions of a prompt; divides `train.seq_len`."""
+    max_tokens: int = field(default=64, validator=ge(1))
+    """Tokens of a completion at most, the one that ends it included."""
+    updates: int = field(default=1, validator=ge(1))
+    """Steps on the same completions. With 1, the weights that learn from one have drawn it, and nothing is clipped."""
+    clip_low: float = field(default=0.2, validator=gt(0))
+    """Ratios of probabilities below 1 - clip_low are not learned; not used by `rloo`."""
+    clip_high: float = field(default=0.2, validator=gt(0))
+    """Ratios above 1 + clip_high are not learned; DAPO takes 0.28."""
+    chunk_tokens: int = field(default=0, validator=ge(0), metadata=when_resumed("safe"))
+    """Positions whose logits exist at a time; 0: as many as `chunked_cross_entropy` takes."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that groups fit into rows, that all sources give prompts, and that the layout can draw completions."""
+        if job.train.seq_len % self.group:
+            message = (
+                f"{self.group} does not divide train.seq_len = {job.train.seq_len}, of which each has an equal part"
+            )
+            yield Problem("group", message)
+        elif self.max_tokens >= job.train.seq_len // self.group:
+            slot = job.train.seq_len // self.group
+            yield Problem(
+                "max_tokens", f"{self.max_tokens} leaves no room for a prompt in the {slot} positions of a slot"
+            )
+        for number, source in enumerate(job.data.sources):
+            if not isinstance(source, Prompts):
+                message = (
+                    f"draws completions of prompts, and data.sources.{number} ({type(source).__name__}) gives none"
+                )
+                yield Problem("", f'{message}; take type = "prompts"')
+        if layout.cp > 1:
+            yield Problem("", "compares whole completions, which parallel.cp divides; leave it out")
+        if self.updates > 1 and layout.pp > 1:
+            yield Problem(
+                "updates", "in a pipeline, only the last rank has the log-probabilities of earlier updates; take 1"
+            )
+
+    def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """One hook, which draws and scores completions."""
+        from forge_plugin_grpo.hook import Rollouts
+
+        return [Rollouts(loss=self)]
+
+    def build(self, context: BuildContext) -> LossFunction:
+        """Returns the loss. Of rows without advantages, as in evaluations, it is the cross-entropy of labels."""
+        from forge_plugin_grpo.objective import grpo_loss
+
+        return grpo_loss(self, context)

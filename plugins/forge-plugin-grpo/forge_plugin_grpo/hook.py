@@ -1,0 +1,179 @@
+"""The hook that draws completions before a step and puts them in the place of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from forge_core import TrainingHook
+from forge_core.contracts.data import IGNORED_LABEL
+from forge_core.engine.evaluation import evaluation_mode
+from forge_core.parallel import mesh
+from forge_core.parallel.initialise import seed_of
+from forge_plugin_generate.prompts import stop_ids
+from forge_plugin_grpo.advantages import ADVANTAGES as ADVANTAGES_OF
+from forge_plugin_grpo.grpo import GRPO
+from forge_plugin_grpo.kinds import Drawn, Sampler
+from forge_plugin_grpo.objective import ADVANTAGES, MEMORIES, OLD, SAMPLED
+from forge_plugin_grpo.scoring import Scorer, weighted
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.data import Batch
+
+
+@define(kw_only=True, slots=False)
+class Rollouts(TrainingHook):
+    """Draws `group` completions of each prompt, scores them, and trains on them for `updates` steps.
+
+    Logs means over the completions of all ranks: `reward`, `reward/NAME` of each reward, `reward/std`, the mean
+    standard deviation of a group; `reward/equal`, the share of groups whose completions all have one reward, from which
+    nothing is learned; `completions/tokens` and `completions/ended`.
+    """
+
+    loss: GRPO
+
+    def __attrs_post_init__(self) -> None:
+        # No fields, which would be state: what is kept between updates is, and `state_dict` has it
+        self._rows: list[Batch] = []
+        self._restored: dict[str, Tensor] = {}
+        self._sampler: Sampler | None = None
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        """Builds the sampler."""
+        assert context.build is not None, "a run has a context of its build"
+        self._build = context.build
+        tokenizer = self._build.tokenizer
+        assert tokenizer is not None, "Prompts.problems refuses jobs without a tokenizer"
+        self._stops = stop_ids(tokenizer)
+        self._padding = tokenizer.end_of_text
+        self._scorer = Scorer(self.loss, tokenizer, self._stops)
+        self._sample_rank = mesh.sample_rank(self._build.mesh, self._build.layout)
+        build: Any = self._build.build
+        self._sampler = build(self.loss.rollout, max_tokens=self.loss.max_tokens, stops=self._stops)
+
+    def on_step_begin(self, context: StepContext) -> None:
+        """Replaces the rows of the step."""
+        if (context.step - 1) % self.loss.updates == 0:
+            MEMORIES[self._build.auxiliary].log_p.clear()
+            self._rows = self._draw(context)
+        elif self._restored:
+            self._rows, self._restored = self._own_part(context, self._restored), {}
+        context.replace_rows(self._rows)
+
+    def on_step_end(self, context: StepContext) -> None:
+        """Keeps the log-probabilities of the first update for the next ones."""
+        memory = MEMORIES[self._build.auxiliary].log_p
+        if self.loss.updates > 1 and memory:
+            self._rows = [{**rows, OLD: log_p} for rows, log_p in zip(self._rows, memory, strict=True)]
+            memory.clear()
+        if context.step % self.loss.updates == 0:
+            self._rows = []
+
+    # --- completions -------------------------------------------------------------------------------------------------
+
+    def _draw(self, context: StepContext) -> list[Batch]:
+        prompts, lines = self._prompts(context)
+        group = self.loss.group
+        first = self._first_row(context, len(prompts))
+        rows = [number * group + place for number in range(first, first + len(prompts)) for place in range(group)]
+        seeds = [seed_of(f"{context.job.job.seed}:rollout:{context.step}:{row}") for row in rows]
+        assert self._sampler is not None
+        with evaluation_mode(context.model, context.optimizer):
+            drawn = self._sampler(context.model, [ids for ids in prompts for _ in range(group)], seeds)
+        of_each = [line for line in lines for _ in range(group)]
+        parts = {name: scores.view(-1, group) for name, scores in self._scorer(drawn, of_each).items()}
+        rewards = weighted(self.loss, parts)
+        advantages = ADVANTAGES_OF[self.loss.algorithm](rewards)
+        self._log(context, drawn, rewards, parts)
+        return list(self._batches(context, prompts, drawn, advantages))
+
+    def _prompts(self, context: StepContext) -> tuple[list[list[int]], list[Mapping[str, Any]]]:
+        """The prompts of this rank's rows, and the lines that they are from."""
+        sources: Any = context.job.data.sources
+        prompts: list[list[int]] = []
+        lines: list[Mapping[str, Any]] = []
+        for batch in context.batches:
+            entries = (batch[name].tolist() for name in ("input_ids", "prompt_tokens", "sources", "numbers"))
+            for ids, length, source, number in zip(*entries, strict=True):
+                prompts.append(ids[:length])
+                lines.append(sources[source].lines()[number])
+        return prompts, lines
+
+    def _first_row(self, context: StepContext, rows: int) -> int:
+        """The place of this rank's first row in the global batch: completions are drawn by it, alike in all layouts."""
+        return self._sample_rank * rows
+
+    def _batches(
+        self, context: StepContext, prompts: Sequence[Sequence[int]], drawn: Sequence[Drawn], advantages: Tensor
+    ) -> Iterator[Batch]:
+        """The micro-batches of the step: each row has the completions of its prompt, in slots of equal width."""
+        group, device = self.loss.group, self._build.device
+        done = 0
+        for batch in context.batches:
+            size, length = batch["input_ids"].shape
+            width = length // group
+            rows = torch.full((size, group, width), self._padding, dtype=torch.int64)
+            labels = torch.full_like(rows, IGNORED_LABEL)
+            sampled = torch.zeros(rows.shape, dtype=torch.float64)
+            for row in range(size):
+                prompt = prompts[done + row]
+                for place, one in enumerate(drawn[(done + row) * group : (done + row + 1) * group]):
+                    ids = torch.tensor([*prompt, *one.ids])
+                    rows[row, place, : len(ids) - 1] = ids[:-1]
+                    labels[row, place, len(prompt) - 1 : len(ids) - 1] = ids[len(prompt) :]
+                    sampled[row, place, len(prompt) - 1 : len(ids) - 1] = torch.tensor(one.log_p, dtype=torch.float64)
+            slots = torch.arange(group).repeat_interleave(width)
+            made = {
+                "input_ids": rows.flatten(1),
+                "labels": labels.flatten(1),
+                "document_ids": slots.expand(size, -1),
+                "positions": torch.arange(width).repeat(group).expand(size, -1),
+                "examples": torch.full((size,), group),
+                ADVANTAGES: advantages[done : done + size],
+                SAMPLED: sampled.flatten(1),
+            }
+            yield {name: entry.contiguous().to(device) for name, entry in made.items()}
+            done += size
+
+    def _log(self, context: StepContext, drawn: Sequence[Drawn], rewards: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Log means over all ranks. Collective."""
+        sums = {
+            "reward": rewards.sum(),
+            **{f"reward/{name}": scores.sum() for name, scores in parts.items()},
+            "reward/std": rewards.std(1).sum() * self.loss.group,
+            "reward/equal": (rewards.amax(1) == rewards.amin(1)).sum() * self.loss.group,
+            "completions/tokens": torch.tensor(sum(len(one.ids) for one in drawn)),
+            "completions/ended": torch.tensor(sum(bool(one.ids) and one.ids[-1] in self._stops for one in drawn)),
+            "": torch.tensor(len(drawn)),
+        }
+        flat = torch.stack([value.double() for value in sums.values()]).to(self._build.device)
+        mesh.all_reduce_samples(flat, self._build.mesh)
+        for name, value in zip(sums, flat / flat[-1], strict=True):
+            if name:
+                context.log(name, value)
+
+    # --- state: the rows of a step that is not the last one on them --------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the rows of the whole global batch, as tensors, between two updates on them. Collective then."""
+        if not self._rows:
+            return {}
+        own = {name: torch.cat([rows[name] for rows in self._rows]).cpu() for name in self._rows[0]}
+        of_ranks = dict(mesh.gather_objects((self._sample_rank, own)))
+        return {name: torch.cat([of_ranks[rank][name] for rank in sorted(of_ranks)]) for name in own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the rows back; each rank finds its part of them at the next step."""
+        self._restored = dict(state)
+
+    def _own_part(self, context: StepContext, whole: Mapping[str, Tensor]) -> list[Batch]:
+        sizes = [len(batch["input_ids"]) for batch in context.batches]
+        first = self._first_row(context, sum(sizes))
+        own = {name: entry[first : first + sum(sizes)].to(self._build.device) for name, entry in whole.items()}
+        parts = {name: entry.split(sizes) for name, entry in own.items()}
+        return [{name: part[number] for name, part in parts.items()} for number in range(len(sizes))]

@@ -1,0 +1,157 @@
+"""The dataset `prompts`: what completions are drawn for."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import field, frozen
+from attrs.validators import ge
+
+from forge_core.contracts.components import DatasetComponent, FilePath
+from forge_core.contracts.data import IGNORED_LABEL
+from forge_core.contracts.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Dataset, Tokenizer
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+
+Line = Mapping[str, Any]
+SHOWN = 20
+"""Lines that one error names."""
+
+
+@frozen(kw_only=True)
+class Prompts(DatasetComponent):
+    """Prompts from a JSONL file, for losses that draw completions, such as `grpo`. A row of a batch is one prompt.
+
+    A line has `prompt`, a text or a list of chat messages that the tokenizer's template writes, and whatever rewards
+    read: an `answer`, for instance.
+    """
+
+    path: FilePath
+    """A JSONL file."""
+    held_out_every: int = field(default=0, validator=ge(0))
+    """Hold out every n-th line, starting with the first; 0: none."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks that there is a file, a tokenizer, and a loss that draws completions."""
+        if not Path(self.path).is_file():
+            yield Problem("path", f"there is no file {self.path!r}; give a JSONL file of prompts")
+        if job.data.tokenizer is None:
+            yield Problem("", 'prompts are texts; add [data.tokenizer], such as type = "auto"')
+        if not getattr(type(job.loss), "draws_completions", False):
+            yield Problem(
+                "", f'[loss] is {type(job.loss).__name__}, and prompts alone teach nothing; take type = "grpo"'
+            )
+        if self.held_out_every == 1:
+            yield Problem("held_out_every", "holds out all lines; take 0 (none) or at least 2")
+
+    def documents(self) -> Iterator[str]:
+        """Yields all texts of the training lines, for a tokenizer to be trained on."""
+        for line in self.lines():
+            prompt = line["prompt"]
+            yield prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+            yield from (value for key, value in line.items() if key != "prompt" and isinstance(value, str))
+
+    def lines(self, held_out: bool = False) -> Sequence[Line]:
+        """Returns the lines to train on, or those held out, in order: row n of the dataset is of line n.
+
+        Raises:
+            JobError: lines are malformed; each is named.
+        """
+        every = self.held_out_every
+        lines = read_lines(self.path, Path(self.path).stat().st_mtime_ns)
+        return [line for number, line in enumerate(lines) if (bool(every) and number % every == 0) is held_out]
+
+    def build(self, context: BuildContext) -> Dataset:
+        """Returns the prompts, as the losses that draw completions expect them.
+
+        Raises:
+            JobError: a line is malformed, or a prompt leaves no room for completions; each is named.
+        """
+        assert context.tokenizer is not None
+        loss: Any = context.job.loss
+        width = context.job.train.seq_len // loss.group
+        room = width - loss.max_tokens + 1  # the last token of a completion is a label only
+        training: list[list[int]] = []
+        for held_out in (True, False):
+            training = [encode_prompt(context.tokenizer, line["prompt"]) for line in self.lines(held_out)]
+            long = [number for number, ids in enumerate(training) if len(ids) > room]
+            if long:
+                seen = f"the prompt {self.lines(held_out)[long[0]]['prompt']!r:.60} has {len(training[long[0]])} tokens"
+                fix = f"{room} are left by train.seq_len / loss.group - loss.max_tokens + 1"
+                raise JobError([Problem("path", f"{self.path}: {seen}, and {len(long) - 1} more are too long; {fix}")])
+        # Those held out are for the evaluation `rewards`, which reads the lines: without labels, they have no loss
+        return PromptRows(training, context.job.train.seq_len, context.tokenizer.end_of_text)
+
+
+@functools.lru_cache(maxsize=8)
+def read_lines(path: str, _changed: int) -> Sequence[Line]:
+    """Read and check all lines of a file; empty ones are left out. `_changed`: its time of change, for the cache.
+
+    Raises:
+        JobError: lines are malformed; each is named.
+    """
+    lines, problems = [], []
+    for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if text.strip():
+            fault = _fault(text)
+            if fault:
+                problems.append(Problem("path", f"{path}, line {number}: {fault}"))
+            else:
+                lines.append(json.loads(text))
+    if not lines and not problems:
+        problems = [Problem("path", f"{path} is empty")]
+    if problems:
+        more = [Problem("path", f"… and {len(problems) - SHOWN} more of {path}")] if len(problems) > SHOWN else []
+        raise JobError([*problems[:SHOWN], *more])
+    return lines
+
+
+def _fault(text: str) -> str:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        return f"is no JSON ({error})"
+    if not isinstance(line, dict) or "prompt" not in line:
+        return f"{text[:60]!r} has no key 'prompt'"
+    prompt = line["prompt"]
+    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    if not prompt or not (isinstance(prompt, str) or is_chat):
+        return f"its prompt is {prompt!r:.60}; a prompt is a text, or a list of messages with 'role' and 'content'"
+    return ""
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str | list[dict[str, Any]]) -> list[int]:
+    """Returns the ids of a prompt; of a chat, to where the answer begins."""
+    from forge_plugin_generate.prompts import chat_ids, prompt_ids
+
+    return list(prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else chat_ids(tokenizer, prompt))
+
+
+@frozen
+class PromptRows:
+    """See `forge_core.contracts.data.Dataset`. A row has its prompt at the start, and no labels."""
+
+    prompts: Sequence[Sequence[int]]
+    length: int
+    padding: int
+    held_out: Any = None
+    bytes_per_token: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        prompt = self.prompts[index]
+        ids = np.full(self.length, self.padding, dtype=np.int64)
+        ids[: len(prompt)] = prompt
+        labels = np.full(self.length, IGNORED_LABEL, dtype=np.int64)
+        return {"input_ids": ids, "labels": labels, "prompt_tokens": np.array(len(prompt))}

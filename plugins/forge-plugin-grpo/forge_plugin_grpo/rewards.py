@@ -1,0 +1,59 @@
+"""Rewards that need no model."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from forge_core import Problem
+from forge_plugin_grpo.kinds import Completion, RewardComponent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+
+
+@frozen(kw_only=True)
+class Answer(RewardComponent):
+    """1 if a completion has ended and its answer is that of the line, else 0.
+
+    Numbers are compared by value (`7` and `7.0` are equal), all else as text without the white space around it.
+    """
+
+    key: str = "answer"
+    """Key of a line that has the answer."""
+    pattern: str = ""
+    """Regular expression whose first group, in its last match, is the answer of a completion (`#### *(.+)`); empty: all
+    of the text. A completion without a match scores 0."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Checks the expression."""
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            yield Problem("pattern", f"{self.pattern!r} is no regular expression: {error}")
+            return
+        if self.pattern and not groups:
+            yield Problem("pattern", f"{self.pattern!r} has no group (…) that would be the answer")
+
+    def score(self, completion: Completion) -> float:
+        """See `RewardComponent.score`."""
+        text = completion.text
+        if self.pattern:
+            found = re.findall(self.pattern, text)
+            if not found:
+                return 0.0
+            text = found[-1] if isinstance(found[-1], str) else found[-1][0]
+        return float(completion.ended and _same(text, str(completion.row[self.key])))
+
+
+def _same(one: str, other: str) -> bool:
+    one, other = one.strip(), other.strip()
+    try:
+        return float(one.replace(",", "")) == float(other.replace(",", ""))
+    except ValueError:
+        return one == other
