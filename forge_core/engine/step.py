@@ -222,8 +222,11 @@ def agreed_rows(sample_rank: int, drawn: Sequence[Batch], given: Sequence[Batch]
     for rank, (samples, theirs, wrong) in enumerate(mesh.gather_objects((sample_rank, content, fault))):
         if wrong or contents.setdefault(samples, theirs) != theirs:
             raise ForgeError(f"replace_rows: rank {rank} gives {wrong or 'other rows than one that shares them'}")
-    kept = [{name: batch[name] for name in ("sources", "numbers", "slots") if name in batch} for batch in drawn]
-    return [{**before, **batch} for before, batch in zip(kept, given, strict=True)]
+    own = ("sources", "numbers", "slots")  # where the drawn rows are from
+    return [
+        {**{name: entry for name, entry in before.items() if name in own}, **after}
+        for before, after in zip(drawn, given, strict=True)
+    ]
 
 
 def _flatten(parts: Sums) -> Tensor:
