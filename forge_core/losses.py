@@ -42,8 +42,6 @@ def cross_entropy_loss(
     auxiliary: Auxiliary | None, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> LossFunction:
     """The loss of `CrossEntropy`, a function of (head, hidden (B, S, D), batch). `auxiliary` logs its terms."""
-    import torch
-
     from forge_core.vocab_parallel import vocab_cross_entropy, vocab_mean
 
     def log(name: str, value: Tensor) -> None:
@@ -62,7 +60,7 @@ def cross_entropy_loss(
         if label_smoothing:  # -Σ log p / V over the vocabulary, without a second tensor of the logits' size
             uniform = (logsumexp - vocab_mean(logits, head.vocab_shard)).where(valid, 0).sum()
             log("loss/uniform", uniform)
-            objective = torch.lerp(objective, uniform, label_smoothing)
+            objective = objective.lerp(uniform, label_smoothing)
         if z_loss:
             squares = logsumexp.square().where(valid, 0).sum()
             log("loss/z_loss", squares)
