@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 from torch import Tensor
 
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"]
+from forge_plugin_grpo.grpo import Algorithm
+
 EPSILON = 1e-4
 """Added to standard deviations, as in TRL."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, min_len
 
 from forge_core import LossComponent, Problem, TrainingHook
 from forge_core.contracts.components import when_resumed
-from forge_plugin_grpo.advantages import Algorithm
 from forge_plugin_grpo.kinds import RewardComponent, RolloutComponent
 from forge_plugin_grpo.prompts import Prompts
 from forge_plugin_grpo.rollout import EngineRollout
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.runtime import LossFunction
     from forge_core.job import Job
+
+
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"]
 
 
 @frozen(kw_only=True)

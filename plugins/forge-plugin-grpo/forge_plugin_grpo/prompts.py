@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from attrs import field, frozen
 from attrs.validators import ge
 
@@ -17,6 +16,8 @@ from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Dataset, Tokenizer
     from forge_core.contracts.layout import Layout
@@ -150,6 +151,8 @@ class PromptRows:
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        import numpy as np  # late: jobs are checked, and schemas made, without it
+
         prompt = self.prompts[index]
         ids = np.full(self.length, self.padding, dtype=np.int64)
         ids[: len(prompt)] = prompt
