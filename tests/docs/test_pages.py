@@ -45,7 +45,7 @@ type = "vit"
 size = [32, 32]
 """
 
-ABSENT = re.compile(r"matches no file|does not exist|FileNotFoundError")
+ABSENT = re.compile(r"matches no file|does not exist|there is no folder|FileNotFoundError")
 """The README of a plugin may name data and files that are not here."""
 
 CHECKPOINTS = ("runs/text", *(f"runs/{run}/checkpoints/step-1000" for run in ("base", "language", "encoder")))

@@ -14,6 +14,7 @@ VISION = {"vision": {"encoder": {"type": "vit"}}}
 SAMPLES: Mapping[str, Samples] = {
     "forge-plugin-freeze": {"freeze": {"stages": [{"train": ["*"]}]}},
     "forge-plugin-moma": {"moma": {"experts": {"text": 4, "image": 4}}},
+    "forge-plugin-preference": {"pairs": {"path": "a.jsonl"}},
     "forge-plugin-schedules": {"sequential": {"parts": [{"schedule": {"type": "linear"}, "until": 5}]}},
     "forge-plugin-evaluate": {"file": {"path": "a.jsonl"}, "tasks": {"tasks": [{"type": "copy"}]}},
     "forge-plugin-transformer": {

@@ -21,9 +21,11 @@ from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import ForgeError
 from forge_core.losses import loss_output
 from forge_core.parallel import mesh as mesh_of_run
+from forge_kit.torch_internals import detect_fake_mode
 from forge_plugin_losses.log_probabilities import log_probabilities
 from forge_plugin_losses.workspace import Workspace
 from forge_plugin_preference.answers import ABSENT, BASELINE, CHOSEN, KINDS, MISMATCHED, REFERENCE, Answers
+from forge_plugin_preference.apart import check_apart
 from forge_plugin_preference.reference import Reference, load_reference
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from forge_plugin_preference.kto import KTO
 
 TOKEN_ENTRIES = ("input_ids", "labels", "document_ids", "positions")
+PLANNED_PLACES = 65
+"""Ids of documents in a row of a planned step: those of `pairs` by default."""
 FILLER = -1.0
 """log p of an answer that is not there: finite, and so are its gradients, which a mask then makes 0."""
 
@@ -62,6 +66,8 @@ class Objective:
     @classmethod
     def of(cls, loss: PreferenceLoss, context: BuildContext) -> Objective:
         """Load the reference, if the loss names one. Collective."""
+        if detect_fake_mode() is None:
+            check_apart(context)
         path = getattr(loss, "reference", "")
         reference = load_reference(Path(path), context, loss.chunk_tokens) if path else None
         return cls(loss, context.auxiliary, reference, shared_groups(context), Workspace())
@@ -178,12 +184,22 @@ class Rows:
         needed = ["document_ids", KINDS, "examples"]
         needed += [REFERENCE] if loss.uses_reference and not getattr(loss, "reference", "") else []
         missing = [name for name in needed if name not in batch]
+        if missing and detect_fake_mode() is not None:
+            return cls._planned(batch)
         if missing:
             message = f"batches have no {', '.join(missing)}, by which {type(loss).__name__} finds the answers in a row"
             raise ForgeError(f'loss: {message}; take a source of type "pairs", or give these entries')
         stored = batch[REFERENCE][:, 0] if REFERENCE in batch else None
         valid = batch["labels"] != IGNORED_LABEL
         return cls(batch["document_ids"], batch[KINDS][:, 0], valid, stored, batch.get(BASELINE))
+
+    @classmethod
+    def _planned(cls, batch: Batch) -> Rows:
+        """Rows without values, for a planned step, whose batches have tokens alone."""
+        labels = batch["labels"]
+        kinds = labels.new_zeros(len(labels), PLANNED_PLACES)
+        stored = torch.zeros_like(kinds, dtype=torch.float64)
+        return cls(torch.zeros_like(labels), kinds, labels != IGNORED_LABEL, stored, stored[:, 0])
 
     @property
     def is_chosen(self) -> Tensor:

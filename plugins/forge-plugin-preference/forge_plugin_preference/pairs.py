@@ -67,7 +67,7 @@ class Pairs(DatasetComponent):
         if is_checked_elsewhere():
             return
         if not Path(self.path).is_file():
-            yield Problem("path", f"there is no file {self.path!r}; give a JSONL file of preferences")
+            yield Problem("path", f"{self.path!r} does not exist; give a JSONL file of preferences")
             return
         try:
             number, text = next(numbered_lines(self.path), (0, ""))

@@ -16,9 +16,9 @@ from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import DIMENSIONS, Layout
 from forge_core.contracts.runtime import ParallelStage
-from forge_core.engine.build import build_bare_model
+from forge_core.engine.build import build_bare_model, stages_of
 from forge_core.parallel.initialise import allocate, materialise
-from forge_core.parallel.stages import OrderedStage, apply_stages, around, order_stages
+from forge_core.parallel.stages import apply_stages, around
 from forge_core.plugins.manager import RunContext
 from forge_kit.tools.checkpoints import load_model
 from forge_kit.torch_internals import detect_fake_mode, unset_fake_temporarily
@@ -74,7 +74,9 @@ def load_reference(source: Path, context: BuildContext, chunk_tokens: int) -> Re
     checkpoint, manifest = find_trained(source)
     _check_tokenizer(checkpoint, manifest, context)
     own = context_beside(context, manifest["job"], str(checkpoint / "manifest.json"))
-    stages = _dividing(context)
+    layers = {dimension.name for dimension, _ in context.layout.sizes if dimension.layers}
+    kept = {name: stage for name, stage in context.job.parallel.items() if _divides(stage, layers)}
+    stages = stages_of(attrs.evolve(context.job, parallel=kept), context)
     own = attrs.evolve(own, layout=_without_pipeline(context.layout), mesh=context.mesh)
     with unset_fake_temporarily():  # on the meta device, like the run's own model
         model, outline = build_bare_model(own.job, own)
@@ -106,14 +108,8 @@ def _check_tokenizer(checkpoint: Path, manifest: Mapping[str, dict[str, str]], c
         raise JobError([Problem("loss.reference", f"{message}; take a reference with the tokenizer of this job")])
 
 
-def _dividing(context: RunContext) -> list[OrderedStage]:
-    """The stages of the run that the reference needs, in their order."""
-    layers = {dimension.name for dimension, _ in context.layout.sizes if dimension.layers}
-    kept = {name: stage for name, stage in context.job.parallel.items() if _divides(stage, layers)}
-    return order_stages(kept, context.plugins.catalog)
-
-
 def _divides(stage: ParallelComponent, layers: set[str]) -> bool:
+    """Whether the reference needs a stage of the run."""
     # By the dimensions that a stage declares and not by its name, so that stages of others count, too. `ep` declares
     # none, as it shares those of `fsdp`, which then divides the experts like all else.
     return bool(stage.degrees()) and not layers & stage.degrees().keys()

@@ -11,10 +11,15 @@ import attrs
 import numpy as np
 import pytest
 from preference_runs import LENGTH, pair_lines, preference_job, single_lines, write_lines
+from tokenizers import AddedToken, Tokenizer, models
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_context, build_tokenizer
 from forge_core.losses import CrossEntropy
+from forge_plugin_huggingface import Auto
 from forge_plugin_preference import DPO, KTO, Pairs, SimPO
 from forge_plugin_preference.answers import CHOSEN, KINDS, MISMATCHED, REFERENCE, REJECTED
 from forge_plugin_preference.rows import Rows
@@ -272,3 +277,26 @@ def test_jobs_that_cannot_work_are_refused_by_name(tmp_path: Path) -> None:
     assert "loss.reference: nowhere does not exist" in problems(tmp_path, pairs, DPO(reference="nowhere"))
     assert "loss.estimate_z" in problems(tmp_path, single, KTO())
     assert 'set [data.tokenizer] type = "auto"' in problems(tmp_path, CHATS, SimPO())
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_chat_template_of_transformers_writes_the_pairs(tmp_path: Path) -> None:
+    characters = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    tokenizer = Tokenizer(models.BPE({bytes_: n for n, bytes_ in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.add_special_tokens(characters)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", chat_template=TEMPLATE)
+    fast.save_pretrained(str(tmp_path / "tokenizer"))
+    auto = Auto(path=str(tmp_path / "tokenizer"))
+    assert problems(tmp_path, CHATS[:1], SimPO(), tokenizer=auto) == ""
+    loaded = auto.build(None, lambda: ())  # type: ignore[arg-type]
+    rows = [build(tmp_path, [line], tokenizer=loaded, seq_len=256)[0] for line in CHATS]
+    for row in rows:
+        labels = [row["labels"][row["document_ids"] == number] for number in (0, 1)]
+        texts = [fast.decode(part[part >= 0]) for part in labels]
+        assert texts == ["yes<|im_end|>", "no<|im_end|>"]

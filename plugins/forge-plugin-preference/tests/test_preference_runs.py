@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import define
+from attrs import define, frozen
 from preference_runs import observe, pair_lines, preference_job, prepared, write_lines
 
 from forge_core import TrainingHook
 from forge_core.cli import main
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.trainer import Trainer
 from forge_plugin_checkpoints import Parts
 from forge_plugin_losses.log_probabilities import log_probabilities
-from forge_plugin_preference import DPO, IPO, KTO, Pairs
+from forge_plugin_preference import DPO, IPO, KTO, Pairs, SimPO
 from forge_plugin_preference.hooks import SameReference
 from forge_plugin_preference.objective import objective_of
 from forge_plugin_text import Bytes
+from forge_testing import TinyModel
 from forge_testing.catalogs import installed
 from forge_testing.laws import Interrupted, resumption_law
 from forge_testing.layouts import LAYOUTS
@@ -181,6 +182,31 @@ def test_another_first_loss_ends_the_run_before_an_update(tmp_path: Path) -> Non
 
 def test_a_model_that_starts_otherwise_than_the_reference_has_no_known_loss(tmp_path: Path) -> None:
     Trainer(preference_job(tmp_path, DPO, steps=1), catalog=installed(), echo=lambda text: None).run()
+
+
+class Leaking(torch.nn.Module):
+    """Adds to each position the mean of all before it, whichever document they are of."""
+
+    def forward(self, carry: Any, batch: Any) -> Any:
+        (x,) = carry if isinstance(carry, tuple) else (carry,)
+        mean = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+        return (x + mean,) if isinstance(carry, tuple) else x + mean
+
+
+@frozen(kw_only=True)
+class LeakingModel(TinyModel):
+    """`TinyModel` whose last layer does that."""
+
+    def build(self, context: Any) -> Any:
+        model = super().build(context)
+        model.layers[str(len(model.layers))] = Leaking()
+        return model
+
+
+def test_a_model_in_which_documents_see_each_other_is_refused(tmp_path: Path) -> None:
+    job = preference_job(tmp_path, SimPO(), model=LeakingModel(), steps=1)
+    with pytest.raises(JobError, match=r"answers in a row would change each other in layers.2 of"):
+        build_run(job, build_context(job, installed(), None))
 
 
 # --- references ------------------------------------------------------------------------------------------------------
