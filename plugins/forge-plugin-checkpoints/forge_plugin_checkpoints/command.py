@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, fields_dict, frozen
 
-from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults, read_manifest
+from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults, manifest_digest, read_manifest
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
 from forge_kit.tools.commands import count, gigabytes
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         parser,
         "forge-run checkpoints runs/quickstart",
         "forge-run checkpoints runs/quickstart --json",
-        "forge-run checkpoints runs/quickstart verify 400",
+        "forge-run checkpoints runs/quickstart verify 1500",
         "forge-run checkpoints runs/quickstart export --out model.safetensors",
     )
     actions = parser.add_subparsers(
@@ -94,6 +94,30 @@ def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int])
 # --- list and verify ---------------------------------------------------------------------------------------------
 
 
+Bases = dict[str, list[str]]
+"""Faults of bases by their paths: one base of many checkpoints is read once."""
+
+
+def base_faults(manifest: Mapping[str, Any], method: How, bases: Bases) -> list[str]:
+    """Returns the faults of the checkpoint that has what this one leaves out; none if it leaves nothing out."""
+    if (base := manifest.get("base")) is None:
+        return []
+    if (path := base["path"]) not in bases:
+        bases[path] = _faults_in_base(Path(path), base["digest"], method, bases)
+    return bases[path]
+
+
+def _faults_in_base(folder: Path, digest: str, method: How, bases: Bases) -> list[str]:
+    try:
+        if manifest_digest(folder) != digest:
+            return [f"its base {folder} is another checkpoint now"]
+        manifest = read_manifest(folder)
+    except (OSError, CheckpointError):
+        return [f"its base {folder} is not there"]
+    faults = find_faults(folder, manifest, list(manifest["files"]), method)
+    return [*(f"of its base, {fault}" for fault in faults), *base_faults(manifest, method, bases)]
+
+
 @frozen
 class Row:
     """One checkpoint in the list."""
@@ -106,8 +130,11 @@ class Row:
     faults: Sequence[str]
 
     @classmethod
-    def of(cls, storage: Storage, step: int, method: How) -> Row:
-        """Check a checkpoint by `method`. A manifest that cannot be read is a fault of the row, and raises nothing."""
+    def of(cls, storage: Storage, step: int, method: How, bases: Bases) -> Row:
+        """Check a checkpoint by `method`, and its base, unless `bases` has the faults of that.
+
+        A manifest that cannot be read is a fault of the row, and raises nothing.
+        """
         path = storage.path(step)
         try:
             manifest = read_manifest(path)
@@ -118,7 +145,7 @@ class Row:
         faults = find_faults(path, manifest, list(manifest["files"]), method)
         if manifest["step"] != step:
             faults = [f"{path.name} holds step {manifest['step']}: it was renamed or copied", *faults]
-        return cls(step, manifest, size, faults)
+        return cls(step, manifest, size, [*faults, *base_faults(manifest, method, bases)])
 
     def cells(self) -> list[str]:
         """Returns the columns of the list; `?` for entries of a manifest that cannot be read."""
@@ -134,7 +161,12 @@ class Row:
         names = {"step": self.step, "saved": get("time"), "size": self.size, "tokens": get("tokens")}
         metrics = (get("evaluation") or {}).get("metrics", {})
         evaluation = {"step": self.manifest["evaluation"]["step"], "metrics": metrics} if metrics else None
-        return {**names, "evaluation": evaluation, "faults": list(self.faults)}
+        return {**names, "evaluation": evaluation, "base": self.base, "faults": list(self.faults)}
+
+    @property
+    def base(self) -> str | None:
+        """The checkpoint that has what this one leaves out, such as the frozen weights beside adapters."""
+        return (self.manifest.get("base") or {}).get("path")
 
     def _loss(self) -> str:
         evaluation = self.manifest.get("evaluation") or {}
@@ -161,7 +193,7 @@ def list_checkpoints(options: argparse.Namespace) -> int:
         _print_table(head, [row.cells() for row in rows], right=(0, 2, 3))
     else:
         print(f"{options.run} has no checkpoints")
-    for line in (*_damage(rows), *_unfinished(storage)):
+    for line in (*_bases(rows), *_damage(rows), *_unfinished(storage)):
         print(line)
     if user := owner(options.run):
         print(f"in use by {user}")
@@ -169,22 +201,24 @@ def list_checkpoints(options: argparse.Namespace) -> int:
 
 
 def _rows(storage: Storage, method: How) -> Iterator[Row]:
+    bases: Bases = {}
     for step in storage.steps():
         with suppress(FileNotFoundError):  # a running job may delete it meanwhile
-            row = Row.of(storage, step, method)
+            row = Row.of(storage, step, method, bases)
             if step in storage.steps():
                 yield row
 
 
 def verify_checkpoints(options: argparse.Namespace) -> int:
-    """Compare every file with its SHA-256; exit code 1 if one is damaged."""
+    """Compare every file with its SHA-256, those of a base too; exit code 1 if one is damaged."""
     storage = _storage(options.run)
     steps = storage.steps()
     for step in options.steps:
         _demand_step(step, steps, options.run)
     rows = []
+    bases: Bases = {}
     for step in options.steps or steps:
-        row = Row.of(storage, step, "full")
+        row = Row.of(storage, step, "full", bases)
         rows.append(row)
         if not options.json:
             print("\n".join(_damage([row])) or f"step {step}: intact, {_size(row.size)}", flush=True)
@@ -193,6 +227,11 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
     elif not steps:
         print(f"{options.run} has no checkpoints")
     return ExitCode.FAILED if any(row.faults for row in rows) else ExitCode.FINISHED
+
+
+def _bases(rows: Sequence[Row]) -> Iterator[str]:
+    for base in dict.fromkeys(row.base for row in rows if row.base):
+        yield f"base, which has the weights that were not trained: {base}"
 
 
 def _damage(rows: Sequence[Row]) -> Iterator[str]:
@@ -293,7 +332,8 @@ def _prune(options: argparse.Namespace, storage: Storage) -> int:
     doomed = Checkpoints(storage, retention, "full").to_prune()
     staying = [step for step in storage.steps() if step not in doomed]
     # By digests, though it takes long: sizes do not show every damage, and deleting is for good
-    faults = [Row.of(storage, step, "full").faults for step in staying] if doomed else []
+    bases: Bases = {}
+    faults = [Row.of(storage, step, "full", bases).faults for step in staying] if doomed else []
     if doomed and all(faults):
         raise CheckpointError(f"nothing is deleted, since none of what would stay is intact: {faults[-1][0]}")
     for step in doomed:

@@ -12,6 +12,7 @@ from torch import Size
 from forge_core.checkpoint.state import MODEL, model_tensors
 from forge_core.checkpoint.tensors import base_of, load_tensors, shared_index
 from forge_core.contracts.errors import SHOWN, JobError, Problem, ResumeError, did_you_mean, listed
+from forge_core.contracts.runtime import SpreadStorage
 from forge_kit.tools.checkpoints import evaluated_names
 from forge_plugin_checkpoints.model_settings import compare_settings, refuse
 from forge_plugin_checkpoints.parts import Parts, fits
@@ -57,7 +58,9 @@ def load(
     refuse(table, folder, settings.refused)
     own = model_tensors(model)
     load_tensors(folder, {full: own[name] for name, full in selection.loaded.items() if name in own}, index)
-    if based := {MODEL + name: full for name, full in selection.loaded.items() if name in model.unchanged}:
+    based = {MODEL + name: full for name, full in selection.loaded.items() if name in model.unchanged}
+    # No base in a bucket or in the memory of machines: its folder is a cache, which a later process may not find
+    if based and folder.absolute() not in SpreadStorage.opened:
         # Of several tables, the first one with such tensors: a checkpoint has one base, and holds all else itself
         model.base = model.base or base_of(folder, based)
     changed = [f"  accepted: {change}" for change in settings.accepted]

@@ -11,6 +11,7 @@ from attrs import define, field
 from attrs.validators import ge, gt, min_len
 
 from forge_core import Job, JobError, ModelComponent, Plugin, Problem, hookimpl, when_resumed
+from forge_core.checkpoint.run_folder import JOB, run_folder
 from forge_core.contracts.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class LoRA(Plugin):
     """Patterns of further parameters that train as they are: `head.*`, `*norm*`."""
     base_dtype: Literal["unchanged", "bf16"] = "unchanged"
     """`bf16` keeps what is frozen in bfloat16, at half of its memory; adapters stay as they are, in float32."""
+    random_base: bool = field(default=False, metadata=when_resumed("safe"))
+    """Whether a new run may train adapters beside random weights, without `[checkpoint.load]`: for tests."""
 
     @property
     def scale(self) -> float:
@@ -54,7 +57,11 @@ class LoRA(Plugin):
         return self.alpha / (math.sqrt(self.rank) if self.method == "rslora" else self.rank)
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        """Checks that the dtype of the base goes with that of the computation."""
+        """Checks that there is a base, and that its dtype goes with that of the computation."""
+        # Only before the run begins: later its checkpoints refer to their base.
+        if not (self.random_base or job.checkpoint.loads or (run_folder(job) / JOB).exists()):
+            what = "the frozen weights would be random: load a model by [checkpoint.load] (forge-plugin-checkpoints)"
+            yield Problem("", f"{what}, or set random_base = true")
         if self.base_dtype == "bf16" and job.train.precision == "fp64":
             hint = 'leave it out, or take train.precision = "bf16"'
             yield Problem("base_dtype", f'bfloat16 weights beside train.precision = "fp64" are neither; {hint}')
@@ -65,10 +72,11 @@ class LoRA(Plugin):
         """Freezes the model and puts adapters beside the matrices that `targets` names."""
         model = yield
         if component is context.job.model:  # and not a model inside of it, such as a teacher's
-            self._adapt(model)
+            table = next(name for name, plugin in context.job.plugins.items() if plugin is self)
+            self._adapt(model, f"plugins.{table}")
         return model
 
-    def _adapt(self, model: Model) -> None:
+    def _adapt(self, model: Model, table: str) -> None:
         from forge_core.checkpoint.state import model_tensors
         from forge_kit.nn.adapters import adapter_names
         from forge_plugin_lora.adapted import A, B, adapt
@@ -83,7 +91,7 @@ class LoRA(Plugin):
                 hint = did_you_mean(pattern, names)
                 problems.append(Problem(f"train.{number}", f"{pattern!r} fits no parameter of the model{hint}"))
         if problems:
-            raise JobError(problem.below("plugins.lora") for problem in problems)
+            raise JobError(problem.below(table) for problem in problems)
         exempt = [*model.float8_exempt(), *(f"{name}.{part}" for name in chosen for part in (A, B))]
         model.float8_exempt = lambda: exempt  # type: ignore[method-assign]
         model.tensor_parallel_plan = with_adapters(model.tensor_parallel_plan, chosen)  # type: ignore[method-assign]
@@ -97,6 +105,8 @@ class LoRA(Plugin):
             adapt(model.get_submodule(name), self.rank, self.scale, decomposed=self.method == "dora")
         model.begins_here, model.unchanged = adapter_names(model), frozen
         self._chosen = chosen
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        self._sizes = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
 
     def _freeze_buffers(self, model: Model) -> None:
         """Keep the buffers that change with updates, such as the bias that balances a router's experts, as they are."""
@@ -118,14 +128,18 @@ class LoRA(Plugin):
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Reports the adapters in the summary of the run."""
-        yield "adapters", self._describe(), f"{self.method}, rank {self.rank}, scaled by {self.scale:g}"
+        yield "adapters", self._describe(), self._settings()
 
     def plan_lines(self, job: Job) -> Iterable[tuple[str, str]]:
         """Reports the adapters to `forge-run plan`; see `forge_plugin_plan.report.HasPlanLines`."""
-        yield "adapters", f"{self._describe()}; {self.method}, rank {self.rank}, scaled by {self.scale:g}"
+        yield "adapters", f"{self._describe()}; {self._settings()}"
 
     def _describe(self) -> str:
-        return f"beside {len(self._chosen)} matrices"
+        trained, whole = self._sizes
+        return f"beside {len(self._chosen)} matrices; {trained:,} of {whole:,} parameters train ({trained / whole:.2%})"
+
+    def _settings(self) -> str:
+        return f"{self.method}, rank {self.rank}, scaled by {self.scale:g}"
 
 
 def _stay() -> None:

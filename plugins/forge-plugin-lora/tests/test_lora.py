@@ -26,7 +26,7 @@ from forge_testing import Numbers, tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.outcomes import Stop, losses_of, state_differences
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import at, check_problems, naming, problems_of
+from forge_testing.refusals import at, check_problems, lacks, naming, problems_of
 
 MODEL = Transformer(vocab_size=32, dim=32, layers=2, attention=GroupedQueryAttention(heads=4, kv_heads=2))
 METHODS = ("lora", "rslora", "dora")
@@ -184,6 +184,22 @@ def test_a_base_in_bfloat16_takes_half_the_memory(adapted, train):
     }
     assert dtypes[torch.float32] == {name for name in parameters if "lora_" in name}
     assert len(dtypes[torch.bfloat16]) == len(parameters) - 28
+
+
+def test_a_run_with_a_random_base_is_refused_until_it_has_begun(adapted, train):
+    without = adapted(checkpoint={"load": ()})
+    check_problems(problems_of(without), at("plugins.lora", "random", "[checkpoint.load]", "random_base"))
+    assert not problems_of(adapted(checkpoint={"load": ()}, plugin=LoRA(rank=2, random_base=True)))
+    train(adapted())
+    assert not problems_of(without)  # its checkpoint has a base
+
+
+def test_the_summary_says_how_much_trains(adapted, train):
+    text = (train(adapted(steps=1)).folder / "plan.txt").read_text()
+    [line] = [line for line in text.splitlines() if line.startswith("adapters")]
+    parameters = dict(load_model(adapted().job.output + "/adapted").model.named_parameters())
+    trained = sum(p.numel() for name, p in parameters.items() if "lora_" in name)
+    assert not lacks(line, "14 matrices", f"{trained:,} of {sum(p.numel() for p in parameters.values()):,}", "rank 2")
 
 
 EXPERTS = Transformer(vocab_size=32, dim=16, layers=1, attention=GroupedQueryAttention(heads=4), ffn=MoE(experts=4))

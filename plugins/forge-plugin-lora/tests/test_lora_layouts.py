@@ -23,10 +23,10 @@ EXPERTS = Transformer(
 )
 # Rank 4 and s = 4: updates are large, so that an error in an adapter's share of a sum is no rounding error
 METHODS: Mapping[str, tuple[Any, LoRA]] = {
-    "lora": (DENSE, LoRA(rank=4, alpha=16)),
-    "dora": (DENSE, LoRA(rank=4, alpha=16, method="dora", train=("*norm*",))),
-    "experts": (EXPERTS, LoRA(rank=4, alpha=16, train=("*router*",))),
-    "torch's layers": (SplittableModel(), LoRA(rank=2, alpha=4, method="rslora")),
+    "lora": (DENSE, LoRA(rank=4, alpha=16, random_base=True)),
+    "dora": (DENSE, LoRA(rank=4, alpha=16, method="dora", train=("*norm*",), random_base=True)),
+    "experts": (EXPERTS, LoRA(rank=4, alpha=16, train=("*router*",), random_base=True)),
+    "torch's layers": (SplittableModel(), LoRA(rank=2, alpha=4, method="rslora", random_base=True)),
 }
 
 

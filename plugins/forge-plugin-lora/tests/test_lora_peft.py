@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,12 +18,14 @@ from forge_plugin_checkpoints import Parts
 from forge_plugin_lora import LoRA, PEFTAdapter
 from forge_plugin_moe import MoE, SoftmaxTopK
 from forge_plugin_parallel import TensorParallel
+from forge_plugin_text import Bytes, Text
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_plugin_weights import Export
 from forge_plugin_weights.exporting import export_adapters, export_run
 from forge_testing import Numbers, tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.processes import run_on_ranks
-from forge_testing.refusals import lacks, naming, problems_of
+from forge_testing.refusals import at, check_problems, lacks, naming, problems_of
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -92,6 +95,31 @@ def test_transformers_computes_the_same_with_merged_weights(tmp_path, model, cap
     hf = transformers.AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(published_logits(hf), logits(run), rtol=1e-6, atol=2e-6)
     assert not list(tmp_path.glob(".merging-*"))
+
+
+def test_a_model_that_has_a_row_for_each_token_of_its_tokenizer_is_compared_too(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("To be, or not to be: that is the question. " * 20)
+    data = {"sources": (Text(path=str(tmp_path / "text.txt")),), "tokenizer": Bytes()}
+    model = evolve(DENSE, vocab_size=0)
+    base = trained(tmp_path, "base", model, data=data)
+    assert main(["weights", "export", str(base), "--out", str(tmp_path / "plain"), "--verify"]) == 0
+    load = {"load": Parts(path=str(base))}
+    run = trained(tmp_path, "adapted", model, plugins={"lora": LoRA(rank=4)}, checkpoint=load, data=data)
+    out = str(tmp_path / "merged")
+    capsys.readouterr()
+    assert main(["weights", "export", str(run), "--out", out, "--merge", "--verify"]) == 0
+    assert not lacks(capsys.readouterr().out, "adapters added to 14 matrices", "nothing was lost")
+
+
+def test_exports_during_a_run_with_adapters_are_refused(tmp_path):
+    job = tiny_job(
+        str(tmp_path),
+        installed(),
+        model=DENSE,
+        plugins={"mine": LoRA(rank=2, random_base=True)},
+        hooks={"export": Export()},
+    )
+    check_problems(problems_of(job), at("hooks.export", "plugins.mine", "--merge", "--adapters"))
 
 
 def test_what_rounding_takes_from_the_update_is_stated(tmp_path, capsys):
