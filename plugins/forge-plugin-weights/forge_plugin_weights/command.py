@@ -228,7 +228,8 @@ def export(options: argparse.Namespace) -> int:
         print(path)
     if merging is not None:
         lost = f"rounding took {merging['lost']:.2%} of the update of {merging['name']}, and less of the others"
-        print(f"adapters added to {merging['matrices']} matrices; {lost}")
+        what = lost if merging["lost"] else "nothing was lost by rounding"
+        print(f"adapters added to {merging['matrices']} matrices; {what}")
     return ExitCode.FINISHED
 
 

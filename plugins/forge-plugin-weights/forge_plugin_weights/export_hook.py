@@ -50,8 +50,16 @@ class Export(TrainingHook):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Yields why the model has no published form, so that a run is refused before it trains."""
         from forge_core.plugins.catalog import Catalog
+        from forge_plugin_weights.adapters import AddsAdapters
         from forge_plugin_weights.exporting import find_form
 
+        # A published model has no place for adapters, and merging needs the whole model in one process
+        for name, plugin in job.plugins.items():
+            if isinstance(plugin, AddsAdapters):
+                what = f"cannot export a model with adapters, which plugins.{name} adds; leave the hook out"
+                after = "after the run, `forge-run weights export RUN --out FOLDER` takes --merge or --adapters"
+                yield Problem("", f"{what}: {after}")
+                return
         try:
             find_form(job.model, Catalog.installed(), self.architecture)
         except JobError as error:

@@ -324,7 +324,8 @@ def _prove(
     """Read an export as a published model, by its own `config.json`, and hold it against the checkpoint."""
     from forge_plugin_weights.verifying import PublishedSide, TrainedSide, compare_logits, model_changes, random_batch
 
-    published, trained = PublishedSide(folder, catalog, architecture), TrainedSide(weights.checkpoint, catalog)
+    published = PublishedSide(folder, catalog, architecture)
+    trained = TrainedSide(weights.checkpoint, catalog, weights.run)
     # A part, such as a tower, has no counterparts of the model's other tensors.
     whole = set(published.shapes) == set(trained.shapes)
     back, names = ReadBack(published.places), weights.names_of(target)

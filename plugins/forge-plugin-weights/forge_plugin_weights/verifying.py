@@ -90,12 +90,13 @@ class PublishedSide(Side):
 class TrainedSide(Side):
     """The checkpoint of a run."""
 
-    def __init__(self, path: Path, catalog: Catalog) -> None:
+    def __init__(self, path: Path, catalog: Catalog, run: Path | None = None) -> None:
+        """Args: `run` has the tokenizer, where the checkpoint does not lie in its run folder."""
         try:
             self._checkpoint, manifest = locate(path, "sizes")
         except CheckpointError as error:
             raise JobError(str(error)) from error
-        self._catalog, self._run = catalog, run_of(path, self._checkpoint)
+        self._catalog, self._run = catalog, run or run_of(path, self._checkpoint)
         self.job = parse_job(manifest["job"], str(self._checkpoint / "manifest.json"), catalog, MODEL_TABLES)
         self._stored = stored_tensors(self._checkpoint)
         self._names = {name.partition(".")[2]: name for name in evaluated_names(self._stored).values()}
@@ -283,7 +284,10 @@ class _LayerByLayer:
         # In float32 on the CPU, however it was trained: what differs is then due to the weights
         job = attrs.evolve(side.job, parallel={}, train=attrs.evolve(side.job.train, precision="fp32", device="cpu"))
         self._side, self._given = side, batch
-        self._model: Any = build_bare_model(job, build_context(job, catalog, None))[0].eval()
+        # A run's model may have as many rows as its tokenizer has tokens; a published one says how many it has
+        tokenizer = side.tokenizer() if isinstance(side, TrainedSide) else None
+        context = attrs.evolve(build_context(job, catalog, None), tokenizer=tokenizer)
+        self._model: Any = build_bare_model(job, context)[0].eval()
         self._other_names = dict(self._model.tied_parameters())  # stored under one name
         self._carry: Any = ()
 
