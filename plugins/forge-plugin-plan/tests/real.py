@@ -99,7 +99,7 @@ def step(job: Job, logits: int = 0) -> dict[str, Any]:
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda holder: holder.tensor):
                 _, sums = stepper.gradients(batches, number)
             norm = stepper.norm()
-            found["gradients"] = _bytes(p.grad for p in parameters)
+            found["gradients"] = _bytes(p.grad for p in parameters if p.grad is not None)
             stepper.update(_context(run, norm), sums["loss_sum"])
         found |= {"collectives": collectives.seen, "kept": kept.most}
     loader.close()

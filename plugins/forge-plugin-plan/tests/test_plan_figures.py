@@ -13,6 +13,7 @@ from attrs import evolve
 from forge_core.parallel.mesh import leave_group
 from forge_core.parallel.stages import Replicate
 from forge_core.plugins.catalog import Catalog
+from forge_plugin_lora import LoRA
 from forge_plugin_losses import ChunkedCrossEntropy
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_plan import simulate
@@ -29,7 +30,7 @@ LAYER = 2 * DIM * DIM + 2 * DIM * KV + 3 * DIM * HIDDEN + 2 * DIM
 TABLE = VOCABULARY * DIM
 """Parameters of a layer, and of the embedding or the head."""
 FLOAT = 4
-SMALL = 24
+SMALL = 32
 """Bytes of the largest among the reductions of every step: the count of tokens, the norm, the sums of the loss."""
 
 
@@ -48,9 +49,12 @@ def plan_of(job: Any, ranks: int) -> Plan:
     return make_plan(job, Catalog.installed(), ranks)
 
 
+ADAPTERS = {"lora": LoRA(rank=4, base_dtype="bf16", train=("*norm*",), random_base=True)}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one process, bf16": (1, {}, {"precision": "bf16"}),
     "plain": (1, {}, {}),
+    "adapters": (1, {}, {"plugins": ADAPTERS, "precision": "bf16"}),
+    "adapters, fsdp2": (2, {"fsdp": FSDP()}, {"ranks": 2, "plugins": {"lora": LoRA(rank=4, random_base=True)}}),
     "fsdp2": (2, {"fsdp": FSDP()}, {"ranks": 2, "micro_batches": 4}),
     "fsdp2, kept": (2, {"fsdp": FSDP(reshard_after_forward=False)}, {"ranks": 2, "micro_batches": 4}),
     "tp2, sequence": (2, {"tp": TensorParallel(degree=2)}, {}),
