@@ -46,6 +46,7 @@ PURPOSES = (
     "Models",
     "Data",
     "Optimizers, schedules and losses",
+    "Fine-tuning",
     "Parallelism, precision and speed",
     "Loggers",
     "Evaluation and insight",

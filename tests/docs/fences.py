@@ -49,6 +49,8 @@ IMPORTS = ROOT / "docs" / "bring-a-model.md"
 """The page whose commands make the model of its job."""
 CONTINUES = ROOT / "docs" / "how-to" / "continue-a-published-vlm.md"
 """Likewise, and the data too: its job, which is none without them, is fenced as `ini`."""
+LORA = ROOT / "docs" / "how-to" / "lora.md"
+"""Likewise: its second and third job load what the commands make."""
 TUTORIAL = ROOT / "docs" / "tutorials" / "own-text.md"
 COOKBOOK = ROOT / "docs" / "cookbook.md"
 METRICS = ROOT / "docs" / "how-to" / "metrics.md"
@@ -61,7 +63,7 @@ MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES)
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
     *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS),
-    *(EVALUATES_VISION, CONTINUES, PREFERENCES),
+    *(EVALUATES_VISION, CONTINUES, PREFERENCES, LORA),
 )
 """Pages of which every command is run."""
 
