@@ -248,6 +248,11 @@ def main() -> None:
     if options.engine is None:
         compare(options)
         return
+    run_here(options)
+
+
+def run_here(options: argparse.Namespace) -> None:
+    """Run the one engine that the options name in this process."""
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     sys.path.insert(0, str(HERE))
     import torch
