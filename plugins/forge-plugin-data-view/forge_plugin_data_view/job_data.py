@@ -15,7 +15,7 @@ from forge_core.checkpoint.run_folder import run_folder
 from forge_core.config.mixture import source_names
 from forge_core.contracts.components import Component
 from forge_core.contracts.contexts import BuildContext
-from forge_core.contracts.data import Batch, Dataset, Documents, SampleRow, Stream, Tokenizer
+from forge_core.contracts.data import Batch, Dataset, DataSource, Documents, SampleRow, Stream, Tokenizer
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_core.data.order import check_supply, expected_draws, sample_order, sizes_of
@@ -37,6 +37,8 @@ class JobData:
     datasets: Sequence[Dataset | Stream]
     documents: Mapping[int, Documents]
     """The documents that were packed, by the number of the source; none for streams and finished sequences."""
+    built: Mapping[int, DataSource]
+    """What the component of each source built, before it was packed."""
 
     @property
     def names(self) -> list[str]:
@@ -122,13 +124,16 @@ class _RecordingBuilder:
 
     def __init__(self, context: BuildContext) -> None:
         self._plugins, self._packing = context.plugins, context.job.data.packing
+        self._sources = context.job.data.sources
         self.packed: list[tuple[Any, Documents]] = []
+        self.built: dict[int, DataSource] = {}
 
     def build(self, component: Component[Any], context: BuildContext, **inputs: Any) -> Any:
         built = self._plugins.build(component, context, **inputs)
         # By identity, as another component of the job may be equal
         if component is self._packing:
             self.packed.append((built, inputs["documents"]))
+        self.built |= {number: built for number, source in enumerate(self._sources) if source is component}
         return built
 
     def type_of(self, component: Component[Any]) -> str:
@@ -158,4 +163,6 @@ def open_data(job: Job, catalog: Catalog) -> JobData:
     documents = {
         source: documents for dataset, documents in builder.packed for source in sources if datasets[source] is dataset
     }
-    return JobData(job=job, catalog=catalog, tokenizer=tokenizer, datasets=datasets, documents=documents)
+    return JobData(
+        job=job, catalog=catalog, tokenizer=tokenizer, datasets=datasets, documents=documents, built=builder.built
+    )

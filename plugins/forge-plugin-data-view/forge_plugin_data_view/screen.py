@@ -25,7 +25,7 @@ def show(view: View) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     colour = console.is_terminal and not console.no_color
     for source in view.sources:
-        _show_source(console, source)
+        _show_source(console, source, view.measured if len(view.sources) > 1 else 0)
     _show_fill(console, view)
     for sample in view.samples:
         console.print()
@@ -33,10 +33,13 @@ def show(view: View) -> None:
     console.print(Text(_legend(colour), style=QUIET))
 
 
-def _show_source(console: Console, source: Source) -> None:
+def _show_source(console: Console, source: Source, measured: int) -> None:
+    """Print a source; with `measured` samples of several sources, also the share of it that is learned."""
     console.print(Text.assemble((f"source {source.name}", "bold"), f"  {source.type}"))
     for line in source_lines(source):
         console.print(f"  {line}")
+    if measured and source.learned is not None:
+        console.print(f"  learned {source.learned:.2%} of its positions among {measured:,} samples")
     if source.lengths is not None:
         # On a narrow terminal, the bar leaves room for the bound and the share
         for line in histogram(source.lengths, min(BAR, max(8, console.width - 36))):
@@ -52,6 +55,8 @@ def source_lines(source: Source) -> Iterator[str]:
         yield ", ".join(f"{count:,} {what}" for count, what in parts if count is not None)
     if note := left_out_note(source.left_out):
         yield note
+    if source.rows:
+        yield source.rows
     if source.description:
         yield source.description  # also describes the held-out part
     elif source.held_out is not None:

@@ -54,6 +54,10 @@ class Source:
     type: str
     description: str
     """The dataset's description of itself; empty if it has none."""
+    rows: str
+    """What became of the rows of the source, as its component describes them before they are packed; may be empty."""
+    learned: float | None
+    """Share of the positions that are learned, over the measured samples; None: none is of this source."""
     documents: int | None
     tokens: int | None
     """Tokens to train on."""
@@ -118,18 +122,20 @@ class View:
         """
         decoder = Decoder(data.tokenizer)
         fill, shifted, measured, shown = Fill(), True, 0, {}
+        fills: dict[int, Fill] = {}
         # One pass for counts and shown samples: a stream is read from its start in each pass
         for number, (row, where, batch) in enumerate(data.read(step, max(measure, max(numbers) + 1))):
             sample = Sample.of(batch, decoder.end_of_text, data.starts(row))
             if number < measure:
                 fill, shifted, measured = fill + sample.fill, shifted and sample.shifted(), measured + 1
+                fills[row.source] = fills.get(row.source, Fill()) + sample.fill
             if number in numbers:
                 shown[number] = _shown(number, data.names[row.source], where, sample, most)
         return cls(
             data=data,
             step=step,
             decoder=decoder,
-            sources=describe_sources(data),
+            sources=describe_sources(data, fills),
             measured=measured,
             fill=fill,
             shifted=shifted,
@@ -194,25 +200,29 @@ def _shown(number: int, source: str, where: str, sample: Sample, most: int) -> S
     )
 
 
-def describe_sources(data: JobData) -> list[Source]:
-    """Returns the facts of each source."""
+def describe_sources(data: JobData, fills: Mapping[int, Fill]) -> list[Source]:
+    """Returns the facts of each source; `fills` are of its measured samples, by its number."""
     draws = data.draws()
     total = sum(draws)
     return [
-        _source(data, number, dataset, size, drawn, drawn / total)
+        _source(data, number, dataset, size, drawn, drawn / total, fills.get(number))
         for number, (dataset, size, drawn) in enumerate(zip(data.datasets, data.sizes, draws, strict=True))
     ]
 
 
-def _source(data: JobData, number: int, dataset: Any, size: int | None, drawn: float, share: float) -> Source:
+def _source(
+    data: JobData, number: int, dataset: Any, size: int | None, drawn: float, share: float, fill: Fill | None
+) -> Source:
     documents = data.documents.get(number)
     ends = None if documents is None else ends_of(documents)
     held_out: Dataset | None = dataset.held_out
-    component = data.job.data.sources[number]
+    component, built = data.job.data.sources[number], data.built.get(number)
     return Source(
         name=data.names[number],
         type=data.catalog.type_of(type(component)),
         description=dataset.describe() if isinstance(dataset, HasDescription) else "",
+        rows=built.describe() if built is not dataset and isinstance(built, HasDescription) else "",
+        learned=fill.learned / fill.positions if fill else None,
         documents=None if ends is None else len(ends),
         tokens=None if documents is None else len(documents),
         sequences=size,

@@ -45,6 +45,7 @@ def test_shares_and_epochs_follow_the_weights(here, write_job, as_json) -> None:
     first, second = as_json(job)["sources"]
     assert (first["share"], second["share"]) == (0.25, 0.75)
     assert second["epochs"] == pytest.approx(18 / second["sequences"])
+    assert all(0 < source["learned"] < 1 for source in (first, second))
 
 
 def test_the_answers_of_a_chat_are_learned_and_special_tokens_have_names(write_job, as_json) -> None:

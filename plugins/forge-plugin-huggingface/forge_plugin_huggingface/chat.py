@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -138,17 +137,14 @@ class ChatTemplate:
             return Rendered(text, self._marked_spans(text, _with_marks(template), messages, tools))
         is_answer = [message["role"] == ASSISTANT for message in messages]
         chosen = [number for number, wanted in enumerate(is_answer if learned is None else learned) if wanted]
-        marked: Mapping[int, Sequence[Span]] = {}
-        if is_marked and any(is_answer[number] for number in chosen):
-            marked = self._marked_by_message(text, _with_marks(template), messages, tools)
         spans: list[Span] = []
         for number in chosen:
-            if number in marked:
-                spans += marked[number]
-            elif is_answer[number]:
-                spans.append(self._answer(number, text, template, messages, tools))
-            else:
+            if not is_answer[number]:
                 spans.append(self._other(number, text, template, messages, tools))
+            elif is_marked:
+                spans += self._marked_answer(number, text, _with_marks(template), messages, tools)
+            else:
+                spans.append(self._answer(number, text, template, messages, tools))
         return Rendered(text, spans)
 
     def prompt(self, messages: Messages, tools: Tools, *, goes_on: bool = False) -> str:
@@ -207,36 +203,43 @@ class ChatTemplate:
             raise JobError(f"the chat template changes the text that its {{% generation %}} gives; {FIX} around it all")
         return spans
 
-    def _marked_by_message(
-        self, text: str, marked: str, messages: Messages, tools: Tools
-    ) -> Mapping[int, Sequence[Span]]:
-        """Returns the parts that the template marks of each answer.
-
-        A template does not show which message it marks. But the conversation up to an answer has the marks of that
-        answer, and of those before it: their number separates the parts, also where the text of earlier turns changes.
-        """
-        spans = self._marked_spans(text, marked, messages, tools)
-        answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        counts = [self._text(marked, messages[: number + 1], tools).count(BEGIN) for number in answers]
-        if not all(before < after for before, after in pairwise([0, *counts])) or counts[-1] != len(spans):
-            listed = ", ".join(map(str, counts))
-            problem = (
-                f"the chat template has {len(spans)} {{% generation %}} parts in the whole conversation, and up to"
-            )
-            raise UnclearTurns(f"{problem} each answer {listed}, so that it does not show which is whose; {FIX}")
-        return {
-            number: spans[before:after] for number, (before, after) in zip(answers, pairwise([0, *counts]), strict=True)
-        }
+    def _marked_answer(self, number: int, text: str, marked: str, messages: Messages, tools: Tools) -> Sequence[Span]:
+        """Returns the parts that the template marks of one answer: those behind the conversation up to it."""
+        spans, whole = self._marked_spans(text, marked, messages, tools), self._text(marked, messages, tools)
+        # Many templates refuse a conversation without a message
+        before = self._shared(number, whole, self._text(marked, messages[:number], tools)) if number else 0
+        after = self._shared(number, whole, self._text(marked, messages[: number + 1], tools))
+        found = spans[whole.count(BEGIN, 0, before) : whole.count(BEGIN, 0, after)]
+        if not found:
+            problem = f"the chat template marks no part of message {number} by {{% generation %}}"
+            raise UnclearTurns(f"{problem}, so that it does not show which part is the assistant's; {FIX}")
+        return found
 
     def _answer(self, number: int, text: str, template: str, messages: Messages, tools: Tools) -> Span:
         """Returns the text that an answer adds to the conversation before it and the generation prompt."""
         # The generation prompt is not learned: at inference it is given.
         before = self._text(template, messages[:number], tools, prompt=True)
         after = self._text(template, messages[: number + 1], tools)
-        if not (after.startswith(before) and text.startswith(after)):
-            problem = f"the chat template writes the conversation up to message {number} otherwise than in the whole"
-            raise UnclearTurns(f"{problem}, so that it does not show which part is the assistant's; {FIX}")
-        return len(before), self._end_of_turn(after, len(before))
+        end = self._shared(number, text, after)
+        if not after[:end].startswith(before):
+            raise _otherwise(number)
+        return len(before), self._end_of_turn(after[:end], len(before))
+
+    def _shared(self, number: int, whole: str, beginning: str) -> int:
+        """Returns how far the text of the messages up to `number` is that of the whole conversation.
+
+        That is all of it, but for a token that some templates write behind the last turn, as Phi-3's do.
+        """
+        if whole.startswith(beginning):
+            return len(beginning)
+        blank = f" \n{BEGIN}{END}"
+        head = beginning.rstrip(blank)
+        last = max((token for token in self._special if head.endswith(token)), key=len, default="")
+        head = head.removesuffix(last).rstrip(blank)
+        # The turn must have ended without that token: else it is the end of this turn, and another one in the whole
+        if last and head.endswith(self._special) and whole.startswith(head):
+            return len(head)
+        raise _otherwise(number)
 
     def _other(self, number: int, text: str, template: str, messages: Messages, tools: Tools) -> Span:
         """Returns the content of a message that is not the assistant's, with the token that ends its turn.
@@ -288,6 +291,11 @@ def learned_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
 def clipped(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     """Returns the spans within a part of a text, counted from its start."""
     return [(max(a, start) - start, min(b, end) - start) for a, b in spans if a < end and b > start]
+
+
+def _otherwise(number: int) -> UnclearTurns:
+    problem = f"the chat template writes the conversation up to message {number} otherwise than in the whole"
+    return UnclearTurns(f"{problem}, so that it does not show which part is the assistant's; {FIX}")
 
 
 def _with_marks(template: str) -> str:
