@@ -23,6 +23,22 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Model, Outline
     from forge_core.job import Job
 
+OTHERS = (
+    "alpha_pattern",
+    "rank_pattern",
+    "layer_replication",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+"""Keys of `adapter_config.json` by which adapters compute something else, if they are set."""
+SAME_BASE = ("gaussian", "eva", "orthogonal")
+"""Initial values of adapters, of those with a name, that leave the weights beside them as they are."""
+
 
 @frozen(kw_only=True)
 class PEFTAdapter(LoadComponent):
@@ -50,7 +66,19 @@ class PEFTAdapter(LoadComponent):
             yield Problem("", "loads adapters alone; add a table [[checkpoint.load]] with the model that they are for")
         if plugin.method == "dora":
             yield Problem("path", "adapters of DoRA come from their own run only: peft's lengths of rows are not read")
-        theirs = {"use_rslora": False, "use_dora": False, **json.loads((folder / CONFIG).read_text())}
+        try:
+            theirs = {"use_rslora": False, "use_dora": False, **json.loads((folder / CONFIG).read_text())}
+        except (ValueError, TypeError) as error:
+            yield Problem("path", f"{folder / CONFIG} cannot be read: {error}")
+            return
+        for key in OTHERS:
+            if theirs.get(key):
+                yield Problem(
+                    "path", f"{folder / CONFIG} has {key} = {theirs[key]!r}, which [plugins.lora] does not support"
+                )
+        if isinstance(begin := theirs.get("init_lora_weights"), str) and begin not in SAME_BASE:
+            hint = "save it with path_initial_model_for_weight_conversion, which makes it one for the original model"
+            yield Problem("path", f"the adapters of {folder} began with {begin!r}, which changes the base: {hint}")
         for key, ours in settings(plugin).items():
             if theirs.get(key) != ours:
                 message = f"{folder / CONFIG} has {key} = {theirs.get(key)!r}, where [plugins.lora] means {ours!r}"

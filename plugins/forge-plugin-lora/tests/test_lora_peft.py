@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,12 @@ def test_an_adapter_of_another_kind_is_refused_by_name(tmp_path):
     def job_of(plugins: Any, load: Any = tables) -> Any:
         return tiny_job(str(tmp_path), installed(), model=DENSE, plugins=plugins, checkpoint={"load": load})
 
+    def with_config(folder: Path, changes: dict[str, Any]) -> Any:
+        other = Path(shutil.copytree(folder, tmp_path / "other", dirs_exist_ok=True))
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (other / "adapter_config.json").write_text(json.dumps(config | changes))
+        return Parts(path=str(base)), PEFTAdapter(path=str(other))
+
     def refused(job: Any) -> list[str]:
         return [str(problem) for problem in problems_of(job)]
 
@@ -210,6 +217,13 @@ def test_an_adapter_of_another_kind_is_refused_by_name(tmp_path):
     assert not lacks(no_plugin, "checkpoint.load.1", "[plugins.lora]")
     [no_model] = refused(job_of({"lora": LoRA(rank=4, targets=("q",))}, (PEFTAdapter(path=str(folder)),)))
     assert not lacks(no_model, "[[checkpoint.load]]")
+    for changes, key in (
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+    ):
+        [of_another_kind] = refused(job_of({"lora": LoRA(rank=4, targets=("q",))}, with_config(folder, changes)))
+        assert not lacks(of_another_kind, "checkpoint.load.1.path", key)
+    assert not refused(job_of({"lora": LoRA(rank=4, targets=("q",))}, with_config(folder, {"rank_pattern": {}})))
     plugins = {"lora": LoRA(rank=4, targets=("q", "k"))}
     with pytest.raises(CheckpointError, match=naming("layers.0.self_attn.k_proj", "targets")):
         trained(tmp_path, "other", DENSE, checkpoint={"load": tables}, plugins=plugins)
