@@ -100,7 +100,7 @@ class LaneStream:
     def describe(self) -> str:
         """Returns the counts of the rows that this process has read; empty before the first one."""
         counts = self._counts
-        return f"of the first {counts.rows:,} rows: {counts.describe()}" if counts and counts.rows else ""
+        return f"of {counts.rows:,} rows that were read: {counts.describe()}" if counts and counts.rows else ""
 
     def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
         """Yields the documents of a lane, epoch after epoch; raises as `LaneReader.read`."""

@@ -387,5 +387,7 @@ def test_a_stream_describes_the_rows_that_were_read(write, build_dataset) -> Non
     stream = build_dataset(write("jsonl", LONG), prompt="q", completion="a", too_long="drop", streaming=True, lanes=1)
     assert stream.describe() == ""
     next(stream.read(0, None))
-    assert stream.describe().startswith("of the first 4 rows: 2 documents, 42.9% of 7 tokens learned; 2 rows longer")
+    assert stream.describe().startswith(
+        "of 4 rows that were read: 2 documents, 42.9% of 7 tokens learned; 2 rows longer"
+    )
     assert np.isclose(stream._counts.learned, 3)
