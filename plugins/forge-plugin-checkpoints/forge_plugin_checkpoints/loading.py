@@ -59,12 +59,16 @@ def load(
     own = model_tensors(model)
     load_tensors(folder, {full: own[name] for name, full in selection.loaded.items() if name in own}, index)
     based = {MODEL + name: full for name, full in selection.loaded.items() if name in model.unchanged}
+    must_stay = False
     # No base in a bucket or in the memory of machines: its folder is a cache, which a later process may not find
     if based and folder.absolute() not in SpreadStorage.opened:
         # Of several tables, the first one with such tensors: a checkpoint has one base, and holds all else itself
+        must_stay = model.base is None
         model.base = model.base or base_of(folder, based)
     changed = [f"  accepted: {change}" for change in settings.accepted]
     changed += [f"  trained with another setting: {change}" for change in settings.others]
+    if must_stay:
+        changed.append(f"  keep {folder}: {len(based)} tensors that never change are not saved again")
     return selection.loaded, [*_describe(selection, folder, manifest, context, outline), *changed]
 
 

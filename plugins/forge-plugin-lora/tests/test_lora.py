@@ -194,6 +194,12 @@ def test_a_run_with_a_random_base_is_refused_until_it_has_begun(adapted, train):
     assert not problems_of(without)  # its checkpoint has a base
 
 
+def test_a_new_run_prints_what_must_stay(adapted, base, train):
+    printed: list[str] = []
+    train(adapted(steps=1), echo=printed.append)
+    assert not lacks("\n".join(printed), f"keep {base}/checkpoints/step-10", "21 tensors")
+
+
 def test_the_summary_says_how_much_trains(adapted, train):
     text = (train(adapted(steps=1)).folder / "plan.txt").read_text()
     [line] = [line for line in text.splitlines() if line.startswith("adapters")]
