@@ -140,7 +140,7 @@ class ReferencePairLoss(PairLoss):
         """Yields where the reference comes from, and the first loss if it is known."""
         from forge_plugin_preference.reference_path import describe_reference
 
-        return describe_reference(self, self.reference, self.check_first_loss, context.job)
+        return describe_reference(self, context)
 
     def rewards(self, answers: Answers) -> Tensor:
         """Returns `log_ratio`."""

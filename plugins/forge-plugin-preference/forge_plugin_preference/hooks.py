@@ -11,7 +11,6 @@ from attrs import define, field
 
 from forge_core.contracts.components import FilePath, TrainingHook
 from forge_core.contracts.errors import CheckpointError, ForgeError
-from forge_plugin_preference.reference_path import starts_as_reference
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext
@@ -80,8 +79,13 @@ class FirstLoss(TrainingHook):
         Raises:
             ForgeError: the loss is another one.
         """
-        # A run that continues has made this step before
-        if context.step != 1 or not starts_as_reference(self.loss.reference, context.job):
+        from forge_plugin_preference.objective import objective_of
+
+        build = context.build
+        assert build is not None, "the run loop gives hooks its context"
+        # A run that continues has made this step before; of several runs that train one model, each knows a part of
+        # these means
+        if context.step != 1 or build.layout.run[1] > 1 or not objective_of(build.auxiliary).starts_as_reference:
             return
         metrics = _means(context)
         known = self.loss.first_loss(metrics)

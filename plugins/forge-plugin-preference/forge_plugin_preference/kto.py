@@ -64,6 +64,9 @@ class KTO(PreferenceLoss):
         if self.estimate_z and not self.reference:
             message = "is estimated on prompts with answers to others, whose reference log-probabilities no data have"
             yield Problem("estimate_z", f"{message}; set it to false, or give a reference")
+        if self.estimate_z and layout.run[1] > 1:
+            message = "is a mean over the global batch, of which each of several runs of one model has a part"
+            yield Problem("estimate_z", f"{message}; set it to false, or train in one run")
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """Hooks that estimate z, keep the reference the same in a continued run, and check the first loss."""
@@ -73,7 +76,7 @@ class KTO(PreferenceLoss):
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Yields where the reference comes from, and the first loss if it is known."""
-        return describe_reference(self, self.reference, self.check_first_loss, context.job)
+        return describe_reference(self, context)
 
     def losses(self, answers: Answers, desirable: Tensor, z: Tensor) -> Tensor:
         """Returns (N,): the loss of each answer.

@@ -27,6 +27,7 @@ from forge_plugin_losses.workspace import Workspace
 from forge_plugin_preference.answers import ABSENT, BASELINE, CHOSEN, KINDS, MISMATCHED, REFERENCE, Answers
 from forge_plugin_preference.apart import check_apart
 from forge_plugin_preference.reference import Reference, load_reference
+from forge_plugin_preference.reference_path import starts_as_reference
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,6 +63,8 @@ class Objective:
     groups: Sequence[dist.ProcessGroup]
     """Of ranks that hold different positions of the same rows."""
     workspace: Workspace
+    starts_as_reference: bool
+    """Whether the first loss is known, and to be checked."""
 
     @classmethod
     def of(cls, loss: PreferenceLoss, context: BuildContext) -> Objective:
@@ -70,7 +73,10 @@ class Objective:
             check_apart(context)
         path = getattr(loss, "reference", "")
         reference = load_reference(Path(path), context, loss.chunk_tokens) if path else None
-        return cls(loss, context.auxiliary, reference, shared_groups(context), Workspace())
+        checked = path and getattr(loss, "check_first_loss", False) and detect_fake_mode() is None
+        # Found out here, where every rank is: of a hook or a summary, some ranks alone might ask
+        starts = bool(checked) and starts_as_reference(path, context.job)
+        return cls(loss, context.auxiliary, reference, shared_groups(context), Workspace(), starts)
 
     @property
     def ranks(self) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.contracts.errors import ForgeError, Problem
 
 if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
     from forge_core.job import Job
     from forge_plugin_preference.base import PreferenceLoss
 
@@ -21,7 +22,7 @@ def reference_problems(reference: str) -> Iterator[Problem]:
 
 
 def starts_as_reference(reference: str, job: Job) -> bool:
-    """Whether training starts from the weights of the reference, all of them, by `[checkpoint.load]`."""
+    """Whether training starts from the weights of the reference, all of them, by `[checkpoint.load]`. Collective."""
     from forge_plugin_losses.teacher import find_trained
 
     tables = list(job.checkpoint.loads.values())
@@ -38,18 +39,15 @@ def starts_as_reference(reference: str, job: Job) -> bool:
         return False
 
 
-def describe_reference(
-    loss: PreferenceLoss, reference: str, check_first_loss: bool, job: Job
-) -> Iterator[tuple[str, str, str]]:
-    """Yields lines for the summary of a run, as `Component.choices` does."""
-    if not reference:
+def describe_reference(loss: PreferenceLoss, context: BuildContext) -> Iterator[tuple[str, str, str]]:
+    """Yields lines for the summary of a run, as `Component.choices` does. Rank 0 alone calls it."""
+    from forge_plugin_preference.objective import objective_of
+
+    objective = objective_of(context.auxiliary)
+    if objective.reference is None:
         yield "reference", "log-probabilities in the data", "loss.reference is empty"
         return
-    from forge_plugin_losses.teacher import find_trained
-
-    yield "reference", str(find_trained(Path(reference))[0]), "loss.reference"
-    if not starts_as_reference(reference, job):
-        return
+    yield "reference", str(objective.reference.checkpoint), "loss.reference"
     known = loss.first_loss({})
-    if known is not None and check_first_loss:
+    if known is not None and objective.starts_as_reference:
         yield "first loss", f"{known:.6f}", "the model starts as the reference; another one ends the run"

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, sigmoid
 
 from forge_core.engine.build import build_context, build_tokenizer
+from forge_core.engine.evaluation import evaluate
 from forge_core.engine.step import Stepper, metrics
 from forge_plugin_losses.teacher import load_trained
 from forge_plugin_preference import DPO, IPO, KTO, ORPO, Answers, Pairs, SimPO
@@ -145,11 +146,11 @@ def step_of(job: Any) -> tuple[dict[str, float], list[Tensor], Training]:
     return values, [item.parameter.grad.clone() for item in training.run.parameters], training
 
 
-def by_formula(job: Any, training: Training) -> tuple[Tensor, list[Tensor]]:
+def by_formula(job: Any, training: Training, rows: Any = None) -> tuple[Tensor, list[Tensor]]:
     """The mean loss over examples, every document in a row by itself, all logits at once; and its gradients."""
     run, loss = training.run, job.loss
     reference = load_trained(Path(prepared().reference), run.context).model
-    examples = [example for row in run.datasets[0].rows for example in row]
+    examples = [example for row in rows or run.datasets[0].rows for example in row]
 
     def log_p(model: Any, document: Any) -> Tensor:
         ids = torch.from_numpy(document.ids).long()
@@ -214,3 +215,15 @@ def test_rows_are_not_longer_than_the_job_says(tmp_path: Path) -> None:
     job = whole_batch(tmp_path, SimPO(), packed=True)
     with Training.of(job, installed()) as training:
         assert {len(training.run.datasets[0][n]["labels"]) for n in range(5)} == {LENGTH}
+
+
+@pytest.mark.parametrize("loss", [DPO, KTO])
+def test_the_evaluation_is_the_formula_on_what_is_held_out(loss: Any, tmp_path: Path) -> None:
+    """The last batch is filled with rows that do not count."""
+    job = preference_job(tmp_path, loss, steps=1)
+    with Training.of(job, installed()) as training:
+        rows = training.run.held_out.datasets[0].rows
+        assert len(rows) % job.train.global_batch_size
+        found = evaluate(training.run, 0)
+        mean, _ = by_formula(job, training, rows)
+    assert found[f"eval/{job.loss.metric}"] == pytest.approx(mean.item(), rel=1e-10)

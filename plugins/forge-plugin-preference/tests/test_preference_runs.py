@@ -209,6 +209,36 @@ def test_a_model_in_which_documents_see_each_other_is_refused(tmp_path: Path) ->
         build_run(job, build_context(job, installed(), None))
 
 
+@pytest.mark.parametrize(("loss", "layout"), [(KTO, "fsdp2"), (DPO, "pp2")])
+def test_whole_runs_on_ranks_log_what_one_process_logs(loss: Any, layout: str, tmp_path: Path) -> None:
+    """With the summary, the known first loss and the estimate of z; the reference is named by its run folder."""
+    alone = logged(tmp_path / "alone", loss, {})
+    changes = LAYOUTS[layout].changes(installed())
+    run_on_ranks(2, lambda rank: logged(tmp_path / "ranks", loss, changes), timeout=120)
+    assert read_steps(tmp_path / "ranks") == [pytest.approx(line, rel=1e-9, abs=1e-12) for line in alone]
+
+
+def logged(folder: Path, loss: Any, changes: Any) -> list[dict[str, float]]:
+    load = {"load": Parts(path=prepared().reference)}
+    job = preference_job(folder, loss, steps=3, checkpoint=load, evaluations={}, **changes)
+    Trainer(job, catalog=installed(), echo=lambda text: None).run()
+    return read_steps(folder)
+
+
+def read_steps(folder: Path) -> list[dict[str, float]]:
+    """What the loss has logged."""
+    [file] = folder.glob("*/metrics.jsonl")
+    names = ("loss", "grad_norm")
+    return [
+        {
+            name: value
+            for name, value in json.loads(line).items()
+            if name in names or name.startswith(("loss/", "re", "k"))
+        }
+        for line in file.read_text().splitlines()
+    ]
+
+
 # --- references ------------------------------------------------------------------------------------------------------
 
 
