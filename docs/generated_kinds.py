@@ -30,7 +30,6 @@ HOMES = {
     "forge_core.contracts.components": COMPONENTS,
     "forge_core.contracts.contexts": COMPONENTS,
     "forge_core.contracts.errors": "/reference/python.md",
-    "forge_kit.nn.routers": COMPONENTS,
 }
 """Modules whose names are linked wherever they stand in a signature, and the page that documents them."""
 EVENTS_PAGE, HOOKS_PAGE = "/training-hooks.md", "/reference/hooks.md"
@@ -43,8 +42,6 @@ NO_BUILD = {
 """What kinds are asked for whose classes are not built."""
 BY_OTHER_SUITES = {"loader": "DatasetSuite", "packing": "DatasetSuite", "tokenizer": "DatasetSuite"}
 """Kinds without a suite of their own, and the one that tests them in the job around its component."""
-OF_KIT = ("router",)
-"""Kinds of forge-kit that have a page, as those of the core."""
 FIRST, EVERY = "of the first that does not give None", "of all together"
 Row = tuple[str, ...]
 
@@ -52,7 +49,7 @@ Row = tuple[str, ...]
 def core_kinds(catalog: Catalog) -> list[str]:
     """Kinds whose components stand in jobs and that have a page each, in alphabetical order."""
     declared = sorted(offer.type for offer in catalog.offers("kind") if offer.distribution.name == CORE)
-    return sorted([*OF_KIT, *(kind for kind in declared if kind != Command.kind)])
+    return [kind for kind in declared if kind != Command.kind]
 
 
 def kind_rows(catalog: Catalog) -> list[Row]:
@@ -79,8 +76,6 @@ def plugin_kind_rows(catalog: Catalog) -> list[Row]:
     rows: list[Row] = []
     declared = [offer for offer in catalog.offers("kind") if offer.distribution.name != CORE]
     for offer in sorted(declared, key=lambda offer: offer.type):
-        if offer.type in OF_KIT:
-            continue
         base = catalog.kind_base(offer.type)
         asked = "<br>".join(signature(method) for method in asked_of(base))
         rows.append((f"`{offer.type}`", one_paragraph(class_doc(base)), asked, f"`{offer.distribution.name}`"))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         PackingComponent,
         ParallelComponent,
         Plugin,
+        RouterComponent,
         SchedulerComponent,
         StorageComponent,
         TokenizerComponent,
@@ -44,8 +45,7 @@ if TYPE_CHECKING:
     from forge_core.plugins.catalog import Catalog
 
     __version__: str
-    RouterComponent: Any  # these three are forge-kit's, which the core does not import; `forge_kit` has their types
-    load_model: Any
+    load_model: Any  # these two are forge-kit's, which the core does not import; `forge_kit` has their types
     read_metrics: Any
 
 _HOMES = {
@@ -58,7 +58,6 @@ _HOMES = {
     "forge_core.launch.progress_beacon": ["report_progress"],
     "forge_core.plugins.catalog": ["Catalog"],
     "forge_kit.tools.metrics": ["read_metrics"],
-    "forge_kit.nn.routers": ["RouterComponent"],
     "forge_kit.tools.trained": ["load_model"],
 }
 """Public names by the module that defines them; all others are of `forge_core.contracts.components`."""

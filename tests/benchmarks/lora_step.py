@@ -18,7 +18,8 @@ RANK = 16
 
 
 def lora_job(options, folder: str) -> str:
-    return step_time.job_text(options, folder) + f"[plugins.lora]\nrank = {RANK}\nalpha = {2 * RANK}\nrandom_base = true\n"
+    lora = f"[plugins.lora]\nrank = {RANK}\nalpha = {2 * RANK}\nrandom_base = true\n"
+    return step_time.job_text(options, folder) + lora
 
 
 def forge_lora(options, meter) -> None:

@@ -26,6 +26,7 @@ from forge_core.contracts.components import (
     PackingComponent,
     ParallelComponent,
     Plugin,
+    RouterComponent,
     SchedulerComponent,
     StorageComponent,
     TokenizerComponent,
@@ -35,7 +36,6 @@ from forge_core.contracts.components import (
 from forge_core.contracts.errors import Problem
 from forge_core.contracts.hookspecs import hookimpl
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
-from forge_kit.nn.routers import RouterComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout

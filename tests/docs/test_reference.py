@@ -27,7 +27,7 @@ from search_ranks import rank
 
 DOCS = ROOT / "docs"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-KINDS = sorted({*PROJECT["entry-points"]["forge.kind"], *generated_kinds.OF_KIT} - {"command"})
+KINDS = sorted({*PROJECT["entry-points"]["forge.kind"]} - {"command"})
 """Those whose components stand in jobs; a command is a function."""
 
 

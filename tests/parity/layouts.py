@@ -18,12 +18,12 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from forge_core.contracts.components import RouterComponent
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Batch
 from forge_core.job import Job
 from forge_core.parallel.stages import Replicate
 from forge_kit.nn.modules import Linear
-from forge_kit.nn.routers import RouterComponent
 from forge_plugin_compile import Compile
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_parallel import (

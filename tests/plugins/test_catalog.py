@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from forge_core.contracts.components import LossComponent, OptimizerComponent
+from forge_core.contracts.components import LossComponent, OptimizerComponent, RouterComponent
 from forge_core.contracts.errors import ExitCode, PluginError
 from forge_core.plugins.catalog import (
     REPLACES,
@@ -30,7 +30,6 @@ from forge_core.plugins.catalog import (
     core_version,
     declared_entry_points,
 )
-from forge_kit.nn.routers import RouterComponent
 from forge_testing.catalogs import with_components
 from forge_testing.refusals import lacks, naming
 

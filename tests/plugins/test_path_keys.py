@@ -38,12 +38,13 @@ WRITTEN = {
 """Names of keys that are paths of what a run writes."""
 NO_PATHS = {
     "accept_changes", "after", "answer", "architecture", "backend", "base_url", "before", "begin_of_text",
-    "best_metric", "branch", "chat_variables", "clip", "colours", "config", "content", "directions", "edits", "end",
-    "end_of_text", "entity", "exclude", "factory", "fault", "field", "freeze", "gradients", "group", "held_out",
-    "held_out_split", "host", "image", "image_token", "images", "include", "labels", "layers", "lighthouse", "match",
-    "messages", "name", "names", "options", "overview", "placeholders", "point", "points", "prefix", "project",
-    "prompt", "prompts", "references", "revision", "row_end", "segment_format", "segments", "server_url", "shapes",
-    "single", "sink", "sound", "space_id", "special_tokens", "split", "start", "stop", "tags", "target", "text", "tile",
+    "best_metric", "branch", "chat_variables", "clip", "colours", "completion", "config", "content",
+    "directions", "edits", "end", "end_of_text", "entity", "exclude", "factory", "fault", "field", "freeze",
+    "gradients", "group", "held_out", "held_out_split", "host", "image", "image_token", "images", "include",
+    "key", "labels", "layers", "lighthouse", "match", "messages", "name", "names", "options", "overview",
+    "pattern", "placeholders", "point", "points", "prefix", "project", "prompt", "prompts", "references",
+    "revision", "row_end", "segment_format", "segments", "server_url", "shapes", "single", "sink", "sound",
+    "space_id", "special_tokens", "split", "start", "stop", "tags", "target", "targets", "text", "tile",
     "timestamp_format", "tools", "train", "url", "video_token", "videos",
 }  # fmt: skip
 """Names of keys that are strings, and no paths."""

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_core.contracts.components import default_type, when_resumed
+from forge_core.contracts.components import RouterComponent, default_type, when_resumed
 from forge_core.contracts.errors import Problem
-from forge_kit.nn.routers import RouterComponent
 from forge_kit.optim.fields import TRAINING_ONLY
 from forge_plugin_transformer import FFNComponent, InitStd
 

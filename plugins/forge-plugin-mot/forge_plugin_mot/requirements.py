@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from forge_core.contracts.components import RouterComponent
 from forge_core.contracts.errors import JobError, Problem
-from forge_kit.nn.routers import RouterComponent
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive python packing.py --seq-len 1024
 
-A model of 4.2 million parameters on random documents whose lengths are log-normal. A step is forward, backward and update of
-one micro-batch; sides take turns, and figures are medians. The one to trust is processor time over all threads.
+A model of 4.2 million parameters on random documents whose lengths are log-normal. A step is forward, backward and
+update of one micro-batch; sides take turns, and figures are medians. The one to trust is processor time over all
+threads.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge
 
-from forge_core.contracts.components import ModelComponent
+from forge_core.contracts.components import ModelComponent, RouterComponent
 from forge_core.contracts.errors import Problem
-from forge_kit.nn.routers import RouterComponent
 from forge_testing.tiny import VOCABULARY
 
 if TYPE_CHECKING:

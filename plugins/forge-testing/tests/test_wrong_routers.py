@@ -7,8 +7,8 @@ import torch
 from attrs import frozen
 from torch import nn
 
+from forge_core.contracts.components import RouterComponent
 from forge_kit.nn.modules import Linear
-from forge_kit.nn.routers import RouterComponent
 from forge_testing.suites import RouterSuite
 
 pytestmark = pytest.mark.thorough

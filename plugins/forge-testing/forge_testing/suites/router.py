@@ -9,11 +9,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from forge_core.contracts.components import RouterComponent
 from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
 from forge_core.parallel.initialise import check_finite, materialise
-from forge_kit.nn.routers import RouterComponent
 from forge_testing.suites.base import Suite, explained
 
 TOKENS = (2, 12)

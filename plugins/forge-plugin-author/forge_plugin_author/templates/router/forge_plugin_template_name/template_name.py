@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from forge_core import Problem
-from forge_kit.nn.routers import RouterComponent
+from forge_core.contracts.components import RouterComponent
 
 if TYPE_CHECKING:
     from torch import nn
