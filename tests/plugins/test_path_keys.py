@@ -23,7 +23,7 @@ from forge_testing import TINY_JOB
 CATALOG = Catalog.installed()
 READ = {
     "chat_template", "data_files", "file", "folder", "fonts", "held_out_fonts", "held_out_list", "held_out_path",
-    "path", "store", "teacher", "words",
+    "path", "reference", "store", "teacher", "words",
 }  # fmt: skip
 """Names of keys that are paths of what a run reads."""
 WRITTEN = {
