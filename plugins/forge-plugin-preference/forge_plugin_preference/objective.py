@@ -357,6 +357,9 @@ def mismatched(batch: Batch) -> Batch:
         message = f"batches have no {MISMATCHED}, prompts with answers to others, on which KTO estimates z"
         raise ForgeError(f'loss: {message}; take a source of type "pairs", or set loss.estimate_z = false')
     entries = dict(zip(TOKEN_ENTRIES, batch[MISMATCHED].unbind(1), strict=True))
+    # An evaluation fills its last batch with rows whose labels are all ignored; these labels are of them, too
+    counts = (batch["labels"] != IGNORED_LABEL).any(1)
+    entries["labels"] = entries["labels"].where(counts[:, None], IGNORED_LABEL)
     left_out = {*TOKEN_ENTRIES, MISMATCHED, KINDS, REFERENCE, "examples"}
     return {**{name: value for name, value in batch.items() if name not in left_out}, **entries}
 
