@@ -22,8 +22,8 @@ PARTS = ("continue-smollm2", "vlm-stages")
 """Files that need a model: that of an import, or of the files above."""
 NAMES = sorted({path.stem for path in (ROOT / "configs").glob("*.toml")} - {*PARTS})
 RANKS = {"8b": 8, "2b": 8}
-REFERENCES = {"dpo": {"loss.reference": "configs"}}
-"""What stands for the run of another file, to which a loss refers."""
+REFERENCES = {"dpo": {"loss.reference": "configs"}, "sft": {"data.tokenizer": {"type": "bytes"}}}
+"""What stands for the run of another file, to which a loss or a tokenizer refers."""
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch, overrides: Mapping[str, Any] | None = None) -> Job:

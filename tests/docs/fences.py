@@ -57,13 +57,14 @@ METRICS = ROOT / "docs" / "how-to" / "metrics.md"
 LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
 TAPS = ROOT / "docs" / "how-to" / "taps.md"
 PREFERENCES = ROOT / "docs" / "how-to" / "preferences.md"
+SFT = ROOT / "docs" / "how-to" / "sft.md"
 EVALUATES_VISION = ROOT / "docs" / "how-to" / "evaluate-vision.md"
-MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES)
+MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, SFT)
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
     *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS),
-    *(EVALUATES_VISION, CONTINUES, PREFERENCES, LORA),
+    *(EVALUATES_VISION, CONTINUES, PREFERENCES, LORA, SFT),
 )
 """Pages of which every command is run."""
 
