@@ -23,7 +23,7 @@ from attrs import evolve, field, frozen
 
 from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.storage import FORMAT, How, find_faults, read_manifest, to_json, write_manifest
-from forge_core.checkpoint.tensors import Staging, TensorWriter
+from forge_core.checkpoint.tensors import Staging, TensorWriter, base_folder
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.runtime import SpreadStorage, State, Storage
 from forge_core.job import CheckpointSection, Retention
@@ -152,7 +152,7 @@ class Checkpoints:
 
 
 def verify(folder: Path, how: How, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Check the files of a checkpoint against its manifest, which is returned.
+    """Check the files of a checkpoint, and of its base, against its manifest, which is returned.
 
     Collective: each rank checks its share of the files, and all raise the same `CheckpointError`, naming each fault.
     """
@@ -164,6 +164,8 @@ def verify(folder: Path, how: How, ranks: Ranks | None = None) -> dict[str, Any]
     faults = [fault for of_rank in gather_objects(mine, ranks.group) for fault in of_rank]
     if faults:
         raise CheckpointError("; ".join(faults))
+    if base := manifest.get("base"):
+        verify(ranks.on_rank0(lambda: base_folder(folder, base)), how, ranks)
     return manifest
 
 

@@ -155,15 +155,18 @@ def base_of(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
     return {"path": str(folder.resolve()), "digest": manifest_digest(folder), "tensors": dict(names)}
 
 
-def _with_base(folder: Path, index: Index, base: Mapping[str, Any]) -> Index:
+def base_folder(folder: Path, base: Mapping[str, Any]) -> Path:
+    """The folder of a checkpoint's base; raises a `CheckpointError` if it is gone, or another checkpoint."""
     place = Path(base["path"])
     if not place.is_dir() or manifest_digest(place) != base["digest"]:
         what = "is another checkpoint now" if place.is_dir() else "is not there"
-        raise CheckpointError(
-            f"{folder} holds only what was trained; its base {place}, with all else, {what}: "
-            "put it back, or leave a link to it there"
-        )
-    below = read_index(place)
+        hint = "put it back, or leave a link to it there"
+        raise CheckpointError(f"{folder} holds only what was trained; its base {place}, with all else, {what}: {hint}")
+    return place
+
+
+def _with_base(folder: Path, index: Index, base: Mapping[str, Any]) -> Index:
+    below = read_index(place := base_folder(folder, base))
     borrowed = {name: below.tensors[theirs] for name, theirs in base["tensors"].items()}
     shifted = {name: evolve(each, files=each.files + len(index.files)) for name, each in borrowed.items()}
     return Index([*index.files, *(str(place / file) for file in below.files)], {**shifted, **index.tensors})

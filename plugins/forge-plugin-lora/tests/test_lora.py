@@ -130,6 +130,19 @@ def test_a_base_that_changed_or_is_gone_is_refused_by_name(adapted, base, train,
         load_model(folder)
 
 
+def test_a_damaged_base_is_noticed_before_training_continues(adapted, base, train, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(base, copy)
+    checkpoint = {"load": Parts(path=str(copy))}
+    train(adapted(checkpoint=checkpoint), Stop(step=3))
+    file = next((copy / "checkpoints/step-10").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=naming(file.name, "SHA-256")):
+        train(adapted(checkpoint=checkpoint))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_stops_and_continues_is_the_same_to_the_bit(adapted, train, method):
     whole = train(adapted("whole", method))
