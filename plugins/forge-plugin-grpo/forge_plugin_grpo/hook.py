@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from forge_core import TrainingHook
 from forge_core.contracts.data import IGNORED_LABEL
-from forge_core.engine.evaluation import evaluation_mode
 from forge_core.parallel import mesh
 from forge_core.parallel.initialise import seed_of
 from forge_plugin_generate.prompts import stop_ids
@@ -24,6 +24,24 @@ from forge_plugin_grpo.scoring import Scorer, weighted
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext
     from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Model
+
+
+@contextmanager
+def trained_weights(model: Model) -> Iterator[None]:
+    """The model in evaluation mode, without gradients.
+
+    Unlike `evaluation_mode` of the engine, it leaves the optimizer in its mode: averages of weights, as `ema` and
+    schedule-free optimizers evaluate, are another policy than the one whose gradient is computed.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @define(kw_only=True, slots=False)
@@ -58,11 +76,14 @@ class Rollouts(TrainingHook):
 
     def on_step_begin(self, context: StepContext) -> None:
         """Replaces the rows of the step."""
-        if (context.step - 1) % self.loss.updates == 0:
+        begins = (context.step - 1) % self.loss.updates == 0
+        if self._restored and not begins:
+            self._rows = self._own_part(context, self._restored)
+        self._restored = {}
+        # No rows between two updates: a run that continues with other `updates` or another batch than it began with
+        if begins or not self._rows:
             MEMORIES[self._build.auxiliary].log_p.clear()
             self._rows = self._draw(context)
-        elif self._restored:
-            self._rows, self._restored = self._own_part(context, self._restored), {}
         context.replace_rows(self._rows)
 
     def on_step_end(self, context: StepContext) -> None:
@@ -83,7 +104,7 @@ class Rollouts(TrainingHook):
         rows = [number * group + place for number in range(first, first + len(prompts)) for place in range(group)]
         seeds = [seed_of(f"{context.job.job.seed}:rollout:{context.step}:{row}") for row in rows]
         assert self._sampler is not None
-        with evaluation_mode(context.model, context.optimizer):
+        with trained_weights(context.model):
             drawn = self._sampler(context.model, [ids for ids in prompts for _ in range(group)], seeds)
         of_each = [line for line in lines for _ in range(group)]
         parts = {name: scores.view(-1, group) for name, scores in self._scorer(drawn, of_each).items()}
@@ -173,6 +194,8 @@ class Rollouts(TrainingHook):
 
     def _own_part(self, context: StepContext, whole: Mapping[str, Tensor]) -> list[Batch]:
         sizes = [len(batch["input_ids"]) for batch in context.batches]
+        if len(next(iter(whole.values()))) != sum(sizes) * self._build.layout.data_parallel:
+            return []
         first = self._first_row(context, sum(sizes))
         own = {name: entry[first : first + sum(sizes)].to(self._build.device) for name, entry in whole.items()}
         parts = {name: entry.split(sizes) for name, entry in own.items()}

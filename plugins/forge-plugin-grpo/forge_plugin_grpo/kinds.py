@@ -31,7 +31,7 @@ class Completion:
 
 @frozen(kw_only=True)
 class RewardComponent(Component["RewardComponent"]):
-    """Scores completions. Derive, add keys, and write `score`; a reward needs no other method.
+    """Scores completions. Derive, add keys, and write `score`; no other method is needed.
 
         @frozen(kw_only=True)
         class Short(RewardComponent):
@@ -54,6 +54,10 @@ class RewardComponent(Component["RewardComponent"]):
     def score(self, completion: Completion) -> float:
         """Returns a finite number, larger for better completions."""
         raise NotImplementedError
+
+    def row_fault(self, row: Mapping[str, Any]) -> str:
+        """Returns what a line of the data lacks to be scored; empty if nothing. Called for each before training."""
+        return ""
 
 
 class Drawn(Protocol):

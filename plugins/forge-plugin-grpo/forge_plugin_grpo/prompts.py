@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Dataset, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_plugin_grpo.kinds import RewardComponent
 
 Line = Mapping[str, Any]
 SHOWN = 20
@@ -67,53 +68,86 @@ class Prompts(DatasetComponent):
         Raises:
             JobError: lines are malformed; each is named.
         """
+        return [line for _, line in self._numbered(held_out)]
+
+    def _numbered(self, held_out: bool) -> Sequence[tuple[int, Line]]:
+        """The lines of one part, each with its number in the file."""
         every = self.held_out_every
         lines = read_lines(self.path, Path(self.path).stat().st_mtime_ns)
-        return [line for number, line in enumerate(lines) if (bool(every) and number % every == 0) is held_out]
+        return [line for place, line in enumerate(lines) if (bool(every) and place % every == 0) is held_out]
 
     def build(self, context: BuildContext) -> Dataset:
         """Returns the prompts, as the losses that draw completions expect them.
 
         Raises:
-            JobError: a line is malformed, or a prompt leaves no room for completions; each is named.
+            JobError: a line is malformed, lacks what a reward reads, or leaves no room for completions, or no line is
+                left to train on; each is named.
         """
         assert context.tokenizer is not None
         loss: Any = context.job.loss
-        width = context.job.train.seq_len // loss.group
-        room = width - loss.max_tokens + 1  # the last token of a completion is a label only
-        training: list[list[int]] = []
+        length = context.job.train.seq_len
+        room = length // loss.group - loss.max_tokens + 1  # the last token of a completion is a label only
+        problems: list[Problem] = []
+        parts: dict[bool, list[list[int]]] = {}
         for held_out in (True, False):
-            training = [encode_prompt(context.tokenizer, line["prompt"]) for line in self.lines(held_out)]
-            long = [number for number, ids in enumerate(training) if len(ids) > room]
-            if long:
-                seen = f"the prompt {self.lines(held_out)[long[0]]['prompt']!r:.60} has {len(training[long[0]])} tokens"
-                fix = f"{room} are left by train.seq_len / loss.group - loss.max_tokens + 1"
-                raise JobError([Problem("path", f"{self.path}: {seen}, and {len(long) - 1} more are too long; {fix}")])
+            parts[held_out] = []
+            for number, line in self._numbered(held_out):
+                ids, fault = _encoded(context.tokenizer, line, room)
+                faults = [fault, *(_unread(name, reward, line) for name, reward in loss.rewards.items())]
+                problems += [Problem("path", f"{self.path}, line {number}: {one}") for one in faults if one]
+                parts[held_out].append(ids)
+        if not parts[False]:
+            problems.append(Problem("held_out_every", f"holds out every line of {self.path}; none is left to train on"))
+        _refuse(self.path, problems)
         # Those held out are for the evaluation `rewards`, which reads the lines: without labels, they have no loss
-        return PromptRows(training, context.job.train.seq_len, context.tokenizer.end_of_text)
+        return PromptRows(parts[False], length, context.tokenizer.end_of_text)
 
 
 @functools.lru_cache(maxsize=8)
-def read_lines(path: str, _changed: int) -> Sequence[Line]:
-    """Read and check all lines of a file; empty ones are left out. `_changed`: its time of change, for the cache.
+def read_lines(path: str, _changed: int) -> Sequence[tuple[int, Line]]:
+    """Read and check all lines of a file, each with its number; empty ones are left out.
+
+    `_changed`, the time of the file's last change, is there for the cache.
 
     Raises:
         JobError: lines are malformed; each is named.
     """
     lines, problems = [], []
-    for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    # Not `splitlines`, which also divides at characters that JSON may have inside of a string, such as U+2028
+    for number, text in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if text.strip():
             fault = _fault(text)
             if fault:
                 problems.append(Problem("path", f"{path}, line {number}: {fault}"))
             else:
-                lines.append(json.loads(text))
+                lines.append((number, json.loads(text)))
     if not lines and not problems:
-        problems = [Problem("path", f"{path} is empty")]
+        problems = [Problem("path", f"{path} has no line; write a JSON object with a prompt in each")]
+    _refuse(path, problems)
+    return lines
+
+
+def _refuse(path: str, problems: Sequence[Problem]) -> None:
     if problems:
         more = [Problem("path", f"… and {len(problems) - SHOWN} more of {path}")] if len(problems) > SHOWN else []
         raise JobError([*problems[:SHOWN], *more])
-    return lines
+
+
+def _encoded(tokenizer: Tokenizer, line: Line, room: int) -> tuple[list[int], str]:
+    """The ids of a line's prompt, and what is wrong with them."""
+    try:
+        ids = encode_prompt(tokenizer, line["prompt"])
+    except JobError as error:
+        return [], str(error)
+    if len(ids) <= room:
+        return ids, ""
+    left = f"train.seq_len / loss.group - loss.max_tokens + 1 leaves {room}"
+    return ids, f"its prompt has {len(ids)} tokens, and {left}; raise train.seq_len, or shorten the prompt"
+
+
+def _unread(name: str, reward: RewardComponent, line: Line) -> str:
+    fault = reward.row_fault(line)
+    return fault and f"loss.rewards.{name} cannot score its completions: {fault}"
 
 
 def _fault(text: str) -> str:

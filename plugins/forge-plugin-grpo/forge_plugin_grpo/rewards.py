@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -11,7 +11,7 @@ from forge_core import Problem
 from forge_plugin_grpo.kinds import Completion, RewardComponent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
@@ -40,14 +40,20 @@ class Answer(RewardComponent):
         if self.pattern and not groups:
             yield Problem("pattern", f"{self.pattern!r} has no group (…) that would be the answer")
 
+    def row_fault(self, row: Mapping[str, Any]) -> str:
+        """See `RewardComponent.row_fault`."""
+        if self.key in row:
+            return ""
+        return f"there is no key {self.key!r} with the answer, only {', '.join(map(repr, row))}; set `key` to another"
+
     def score(self, completion: Completion) -> float:
         """See `RewardComponent.score`."""
         text = completion.text
         if self.pattern:
-            found = re.findall(self.pattern, text)
-            if not found:
+            matches = list(re.finditer(self.pattern, text))
+            if not matches:
                 return 0.0
-            text = found[-1] if isinstance(found[-1], str) else found[-1][0]
+            text = matches[-1][1] or ""
         return float(completion.ended and _same(text, str(completion.row[self.key])))
 
 

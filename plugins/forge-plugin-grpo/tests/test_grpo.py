@@ -8,58 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from grpo_runs import Even, lines_of, settings
 from torch import Tensor
 
-from forge_core import Trainer, TrainingHook
-from forge_plugin_grpo import GRPO, Answer, EngineRollout, Prompts, RewardComponent, Rewards
+from forge_core import TrainingHook
+from forge_plugin_grpo import GRPO, Answer, EngineRollout, Rewards
 from forge_plugin_grpo.advantages import ADVANTAGES
 from forge_plugin_grpo.objective import objective
-from forge_plugin_text import Bytes
-from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing import TinyAdamW, tiny_job
+from forge_testing import tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.laws import Case, Interrupted, layout_law, resumption_law
 from forge_testing.refusals import at, check_problems, problems_of
 
-MODEL = Transformer(vocab_size=258, dim=16, layers=2, attention=GroupedQueryAttention(heads=4, kv_heads=2))
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
-
-
-@frozen(kw_only=True)
-class Vowels(RewardComponent):
-    """Share of bytes below 128 and even: something that any completion has to a degree."""
-
-    def score(self, completion: Any) -> float:
-        return sum(id_ % 2 == 0 for id_ in completion.ids) / max(1, len(completion.ids))
-
-
-def prompts_in(folder: Path, count: int = 12) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(count)))
-    return path
-
-
-def settings(folder: Path, **loss: Any) -> dict[str, Any]:
-    keys = {"rewards": {"even": Vowels()}, "group": 4, "max_tokens": 5, **loss}
-    return {
-        "model": MODEL,
-        "optimizer": TinyAdamW(lr=1e-2),
-        "precision": "fp64",
-        "global_batch_size": 8,
-        "seq_len": 48,
-        "data": {"sources": (Prompts(path=str(prompts_in(folder)), held_out_every=6),), "tokenizer": Bytes()},
-        "loss": GRPO(**keys),
-        "eval": {"interval": 0},
-    }
-
-
-def lines_of(folder: Path, changes: Any, *hooks: TrainingHook, **loss: Any) -> list[dict[str, Any]]:
-    job = tiny_job(str(folder), installed(), **{**settings(folder, **loss), "steps": 4, **changes})
-    summary = Trainer(job, hooks=hooks, catalog=installed(), echo=lambda line: None).run()
-    text = (summary.folder / "metrics.jsonl").read_text()
-    return [record for line in text.splitlines() if "loss" in (record := json.loads(line))]
 
 
 # --- formulas ---------------------------------------------------------------------------------------------------------
@@ -92,7 +53,7 @@ def test_objectives_are_the_published_ones(algorithm):
     valid = torch.rand(log_p.shape, generator=generator) < 0.7
     valid[..., 0] = True
     a = torch.randn(2, 3, generator=generator, dtype=torch.float64)
-    loss = GRPO(rewards={"one": Vowels()}, algorithm=algorithm, group=3, max_tokens=7, clip_low=0.2, clip_high=0.3)
+    loss = GRPO(rewards={"one": Even()}, algorithm=algorithm, group=3, max_tokens=7, clip_low=0.2, clip_high=0.3)
     result = objective(loss, log_p.where(valid, 0), old.where(valid, 0), valid, a)
     count = {"example": 6, "token": int(valid.sum())}[result.unit]
     expected = written_out(algorithm, log_p.flatten(0, 1), old.flatten(0, 1), valid.flatten(0, 1), a.flatten(), 7)
