@@ -77,7 +77,6 @@ class LoRA(Plugin):
         return model
 
     def _adapt(self, model: Model, table: str) -> None:
-        from forge_core.checkpoint.state import model_tensors
         from forge_kit.nn.adapters import adapter_names
         from forge_plugin_lora.adapted import A, B, adapt
         from forge_plugin_lora.sharing import with_adapters
@@ -99,7 +98,8 @@ class LoRA(Plugin):
             parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in self.train))
             if self.base_dtype == "bf16" and not parameter.requires_grad:
                 parameter.data = parameter.data.bfloat16()
-        frozen = [name for name, p in model_tensors(model).items() if not p.requires_grad]
+        # No buffers, which are small: a module may change its own in any forward pass, as a batch norm does
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         self._freeze_buffers(model)
         for name in chosen:
             adapt(model.get_submodule(name), self.rank, self.scale, decomposed=self.method == "dora")
