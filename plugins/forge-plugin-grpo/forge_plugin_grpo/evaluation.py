@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Rewards(EvaluationComponent):
     """The mean reward of completions of held-out prompts, by the rewards of `[loss]`.
 
-    Logs `eval/reward`, `eval/reward/NAME` of each reward, and `eval/ended`, the share of completions that end.
+    Logs `eval/reward`, `eval/reward/NAME` of each reward, `eval/ended`, the share of completions that end, and
+    `eval/negative_reward`, for `checkpoint.best_metric`, of which the lowest value is the best.
     """
 
     prompts: int = field(default=0, validator=ge(0))
@@ -72,4 +73,6 @@ class Rewards(EvaluationComponent):
         means["ended"] = torch.tensor([float(scorer.ended(one)) for one in drawn], dtype=torch.float64)
         sums = torch.stack([*(values.sum() for values in means.values()), torch.tensor(float(len(chosen)))])
         total = context.all_reduce((sums * bool(own)).to(context.build.device))
-        return {f"eval/{name}": value for name, value in zip(means, (total[:-1] / total[-1]).tolist(), strict=True)}
+        metrics = dict(zip(means, (total[:-1] / total[-1]).tolist(), strict=True))
+        metrics["negative_reward"] = -metrics["reward"]
+        return {f"eval/{name}": value for name, value in metrics.items()}

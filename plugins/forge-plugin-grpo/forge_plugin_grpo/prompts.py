@@ -45,15 +45,30 @@ class Prompts(DatasetComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks that there is a file, a tokenizer, and a loss that draws completions."""
         if not Path(self.path).is_file():
-            yield Problem("path", f"there is no file {self.path!r}; give a JSONL file of prompts")
+            yield Problem("path", f"the file {self.path!r} does not exist; give a JSONL file of prompts")
         if job.data.tokenizer is None:
             yield Problem("", 'prompts are texts; add [data.tokenizer], such as type = "auto"')
         if not getattr(type(job.loss), "draws_completions", False):
             yield Problem(
                 "", f'[loss] is {type(job.loss).__name__}, and prompts alone teach nothing; take type = "grpo"'
             )
+        elif Path(self.path).is_file() and (fault := self._first_fault(job)):
+            yield Problem("path", fault)
         if self.held_out_every == 1:
             yield Problem("held_out_every", "holds out all lines; take 0 (none) or at least 2")
+
+    def _first_fault(self, job: Job) -> str:
+        """What is wrong with the first line; the others are read when the data are built."""
+        rewards: Mapping[str, RewardComponent] = getattr(job.loss, "rewards", {})
+        with Path(self.path).open(encoding="utf-8-sig", newline="\n") as file:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    fault = _fault(text)
+                    faults = (
+                        [fault] if fault else [_unread(name, one, json.loads(text)) for name, one in rewards.items()]
+                    )
+                    return next((f"{self.path}, line {number}: {one}" for one in faults if one), "")
+        return ""
 
     def documents(self) -> Iterator[str]:
         """Yields all texts of the training lines, for a tokenizer to be trained on."""
@@ -87,15 +102,16 @@ class Prompts(DatasetComponent):
         loss: Any = context.job.loss
         length = context.job.train.seq_len
         room = length // loss.group - loss.max_tokens + 1  # the last token of a completion is a label only
-        problems: list[Problem] = []
+        found: list[tuple[int, Problem]] = []
         parts: dict[bool, list[list[int]]] = {}
         for held_out in (True, False):
             parts[held_out] = []
             for number, line in self._numbered(held_out):
                 ids, fault = _encoded(context.tokenizer, line, room)
                 faults = [fault, *(_unread(name, reward, line) for name, reward in loss.rewards.items())]
-                problems += [Problem("path", f"{self.path}, line {number}: {one}") for one in faults if one]
+                found += [(number, Problem("path", f"{self.path}, line {number}: {one}")) for one in faults if one]
                 parts[held_out].append(ids)
+        problems = [problem for _, problem in sorted(found, key=lambda one: one[0])]
         if not parts[False]:
             problems.append(Problem("held_out_every", f"holds out every line of {self.path}; none is left to train on"))
         _refuse(self.path, problems)

@@ -65,6 +65,11 @@ def test_a_line_without_the_answer_is_named_with_its_keys(tmp_path):
         build(tmp_path, '{"prompt": "1", "answer": "1"}\n{"prompt": "2", "solution": "2"}\n', rewards={"sum": Answer()})
 
 
+def test_the_first_line_is_read_when_the_job_is_checked(tmp_path):
+    job = tiny_job(str(tmp_path), installed(), **settings(tmp_path, rewards={"sum": Answer(key="result")}))
+    check_problems(problems_of(job), at("data.sources.0.path", "line 1", "loss.rewards.sum", "result", "answer"))
+
+
 def test_a_file_that_is_held_out_whole_is_refused(tmp_path):
     with refuses("held_out_every", "lines.jsonl"):
         build(tmp_path, '{"prompt": "1"}', held_out_every=2)

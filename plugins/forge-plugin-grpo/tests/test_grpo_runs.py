@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from grpo_runs import lines_of, logged
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_compile import Compile
 from forge_plugin_ema import EMA
-from forge_plugin_grpo import RewardComponent
+from forge_plugin_grpo import RewardComponent, Rewards
 from forge_plugin_parallel import FSDP
 from forge_testing.outcomes import Stop
 from forge_testing.processes import run_on_ranks
@@ -84,6 +85,19 @@ class Fails(RewardComponent):
 def test_a_reward_that_fails_is_named(tmp_path: Path, value: Any, facts: list[str]) -> None:
     with pytest.raises(ForgeError, match=naming("loss.rewards.mine", *facts)):
         lines_of(tmp_path, {}, rewards={"mine": Fails(value=value)})
+
+
+def test_the_best_checkpoint_is_the_one_of_the_largest_reward(tmp_path):
+    changes = {"evaluations": {"rewards": Rewards()}, "eval": {"interval": 1}}
+    lines_of(
+        tmp_path, {**changes, "checkpoint": {"interval": 1, "keep_best": 1, "best_metric": "eval/negative_reward"}}
+    )
+    [path] = tmp_path.rglob("metrics.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rewards = {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
+    assert all(line["eval/negative_reward"] == -line["eval/reward"] for line in lines if "eval/reward" in line)
+    best = max(rewards, key=lambda step: (rewards[step], -step))
+    assert (path.parent / "checkpoints" / f"step-{best}").is_dir()
 
 
 def test_a_model_that_never_ends_its_texts_trains_on_their_beginnings(tmp_path):
