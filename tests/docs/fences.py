@@ -57,14 +57,15 @@ METRICS = ROOT / "docs" / "how-to" / "metrics.md"
 LOGGERS = ROOT / "docs" / "how-to" / "loggers.md"
 TAPS = ROOT / "docs" / "how-to" / "taps.md"
 PREFERENCES = ROOT / "docs" / "how-to" / "preferences.md"
+REWARDS = ROOT / "docs" / "how-to" / "reinforcement-learning.md"
 SFT = ROOT / "docs" / "how-to" / "sft.md"
 EVALUATES_VISION = ROOT / "docs" / "how-to" / "evaluate-vision.md"
-MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, SFT)
+MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, REWARDS, SFT)
 """Pages whose commands make the data of their jobs."""
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
     *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS),
-    *(EVALUATES_VISION, CONTINUES, PREFERENCES, LORA, SFT),
+    *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT),
 )
 """Pages of which every command is run."""
 

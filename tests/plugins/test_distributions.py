@@ -13,6 +13,10 @@ NAMES = [distribution.name for distribution in distributions() if any(distributi
 VISION = {"vision": {"encoder": {"type": "vit"}}}
 SAMPLES: Mapping[str, Samples] = {
     "forge-plugin-freeze": {"freeze": {"stages": [{"train": ["*"]}]}},
+    "forge-plugin-grpo": {
+        "prompts": {"path": "a.jsonl"},
+        "grpo": {"rewards": {"sum": {"type": "answer"}}},
+    },
     "forge-plugin-moma": {"moma": {"experts": {"text": 4, "image": 4}}},
     "forge-plugin-preference": {"pairs": {"path": "a.jsonl"}},
     "forge-plugin-schedules": {"sequential": {"parts": [{"schedule": {"type": "linear"}, "until": 5}]}},
