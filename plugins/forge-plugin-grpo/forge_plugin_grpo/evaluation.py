@@ -74,5 +74,5 @@ class Rewards(EvaluationComponent):
         sums = torch.stack([*(values.sum() for values in means.values()), torch.tensor(float(len(chosen)))])
         total = context.all_reduce((sums * bool(own)).to(context.build.device))
         metrics = dict(zip(means, (total[:-1] / total[-1]).tolist(), strict=True))
-        metrics["negative_reward"] = -metrics["reward"]
+        metrics["negative_reward"] = 0.0 - metrics["reward"]  # no -0.0
         return {f"eval/{name}": value for name, value in metrics.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ class Rollouts(TrainingHook):
         self._rows: list[Batch] = []
         self._restored: dict[str, Tensor] = {}
         self._sampler: Sampler | None = None
+        self._is_first = True
 
     def on_train_begin(self, context: TrainContext) -> None:
         """Builds the sampler."""
@@ -174,9 +176,15 @@ class Rollouts(TrainingHook):
         }
         flat = torch.stack([value.double() for value in sums.values()]).to(self._build.device)
         mesh.all_reduce_samples(flat, self._build.mesh)
-        for name, value in zip(sums, flat / flat[-1], strict=True):
-            if name:
-                context.log(name, value)
+        means = dict(zip(sums, flat / flat[-1], strict=True))
+        del means[""]
+        for name, value in means.items():
+            context.log(name, value)
+        if self._is_first and mesh.global_rank() == 0 and means["reward/equal"] == 1:
+            seen = f"rewards of the first completions are equal for each prompt, on average {means['reward']:.3g}"
+            ended = f"{means['completions/ended']:.0%} of them ended within loss.max_tokens = {self.loss.max_tokens}"
+            warnings.warn(f"{seen}, so that nothing is learned from them; {ended}", stacklevel=2)
+        self._is_first = False
 
     # --- state: the rows of a step that is not the last one on them --------------------------------------------------
 

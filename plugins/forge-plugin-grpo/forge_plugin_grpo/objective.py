@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.losses import loss_output
+from forge_plugin_losses.apart import check_apart
 from forge_plugin_losses.log_probabilities import log_probabilities
 from forge_plugin_losses.workspace import Workspace
 
@@ -92,7 +93,12 @@ MEMORIES: WeakKeyDictionary[Auxiliary, Memory] = WeakKeyDictionary()
 
 
 def grpo_loss(loss: GRPO, context: BuildContext) -> LossFunction:
-    """Build the loss function."""
+    """Build the loss function.
+
+    Raises:
+        JobError: the model lets the completions in a row see each other; the part of it is named.
+    """
+    check_apart(context, "completions")
     auxiliary, workspace = context.auxiliary, Workspace()
     memory = MEMORIES[auxiliary] = Memory()
 

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import frozen
 from grpo_runs import Even, lines_of, settings
 from torch import Tensor
 
-from forge_core import TrainingHook
+from forge_core import JobError, TrainingHook
+from forge_core.engine.build import build_context
 from forge_plugin_grpo import GRPO, Answer, EngineRollout, Rewards
 from forge_plugin_grpo.advantages import ADVANTAGES
 from forge_plugin_grpo.objective import objective
-from forge_testing import tiny_job
+from forge_testing import TinyModel, tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.laws import Case, Interrupted, layout_law, resumption_law
-from forge_testing.refusals import at, check_problems, problems_of
+from forge_testing.refusals import at, check_problems, naming, problems_of
 
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 
@@ -199,6 +201,30 @@ def test_mistakes_are_named_when_the_job_is_checked(tmp_path, loss, changes, pro
 
 def test_the_rollout_is_a_component(tmp_path):
     """Greedy completions of a group are all alike, so nothing is learned."""
-    lines = lines_of(tmp_path, {"steps": 1}, rollout=EngineRollout(top_k=1))
+    with pytest.warns(UserWarning, match="nothing is learned"):
+        lines = lines_of(tmp_path, {"steps": 1}, rollout=EngineRollout(top_k=1))
     assert lines[0]["reward/equal"] == 1
     assert lines[0]["grad_norm"] == 0
+
+
+class Leaking(torch.nn.Module):
+    """Adds to each position the mean of all before it, whichever completion they are of."""
+
+    def forward(self, carry: Any, batch: Any) -> Any:
+        (x,) = carry
+        return (x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None],)
+
+
+@frozen(kw_only=True)
+class LeakingModel(TinyModel):
+    def build(self, context: Any) -> Any:
+        model = super().build(context)
+        model.layers[str(len(model.layers))] = Leaking()
+        return model
+
+
+def test_a_model_in_which_completions_see_each_other_is_refused(tmp_path):
+    job = tiny_job(str(tmp_path), installed(), **{**settings(tmp_path), "model": LeakingModel()})
+    context = build_context(job, installed(), None)
+    with pytest.raises(JobError, match=naming("completions", "layers.2")):
+        job.loss.build(context)

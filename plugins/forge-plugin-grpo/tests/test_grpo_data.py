@@ -11,21 +11,11 @@ import pytest
 from grpo_runs import Even, settings
 
 from forge_core.engine.build import build_context, build_tokenizer
-from forge_plugin_grpo import GRPO, Answer, Completion, Prompts
+from forge_plugin_grpo import Answer, Completion, Prompts
 from forge_plugin_text import Bytes
 from forge_testing import tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.refusals import at, check_problems, problems_of, refuses
-from forge_testing.suites import DatasetSuite
-
-
-class TestPrompts(DatasetSuite):
-    job = {"data": {"tokenizer": Bytes()}, "loss": GRPO(rewards={"even": Even()}, group=2, max_tokens=2)}
-
-    def make(self, folder):
-        path = folder / "a.jsonl"
-        path.write_text("".join(json.dumps({"prompt": chr(97 + n)}) + "\n" for n in range(24)))
-        return Prompts(path=str(path), held_out_every=4)
 
 
 def build(folder: Path, text: str, rewards: Any = None, **keys: Any) -> Any:

@@ -13,7 +13,7 @@ from grpo_runs import lines_of, logged
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_compile import Compile
 from forge_plugin_ema import EMA
-from forge_plugin_grpo import RewardComponent, Rewards
+from forge_plugin_grpo import Answer, RewardComponent, Rewards
 from forge_plugin_parallel import FSDP
 from forge_testing.outcomes import Stop
 from forge_testing.processes import run_on_ranks
@@ -100,8 +100,10 @@ def test_the_best_checkpoint_is_the_one_of_the_largest_reward(tmp_path):
     assert (path.parent / "checkpoints" / f"step-{best}").is_dir()
 
 
-def test_a_model_that_never_ends_its_texts_trains_on_their_beginnings(tmp_path):
-    """Its completions have `max_tokens`, and none of them ended; only the metric shows it."""
-    lines = lines_of(tmp_path, {"steps": 1}, max_tokens=1)
+def test_a_start_from_which_nothing_is_learned_is_reported(tmp_path):
+    """As with a model whose texts never end: without an end, no answer is right."""
+    with pytest.warns(UserWarning, match=naming("0", "loss.max_tokens", "1")):
+        lines = lines_of(tmp_path, {"steps": 2}, max_tokens=1, rewards={"sum": Answer()})
+    assert lines[0]["reward/equal"] == 1
     assert lines[0]["completions/tokens"] == 1
-    assert lines[0]["completions/ended"] < 1
+    assert lines[0]["grad_norm"] == 0
