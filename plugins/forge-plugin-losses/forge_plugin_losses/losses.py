@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import define, field, frozen
 from attrs.validators import and_, ge, gt, le, lt
 
 from forge_core.contracts.components import FilePath, LossComponent, TrainingHook, when_resumed
-from forge_core.contracts.errors import CheckpointError, JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_losses.same_trained import SameTrained
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.runtime import LossFunction
@@ -127,38 +126,9 @@ class Distillation(ChunkedCrossEntropy):
 
 
 @define(kw_only=True, slots=False)
-class SameTeacher(TrainingHook):
-    """Refuses to resume with another teacher checkpoint than before.
+class SameTeacher(SameTrained):
+    """Refuses to resume with another teacher checkpoint than before."""
 
-    A run folder that names the teacher may have newer checkpoints since.
-    """
+    key = "teacher"
 
-    resumes_as = "safe"
     teacher: FilePath
-    checkpoint: str = field(init=False, default="")
-
-    def on_train_begin(self, context: Any) -> None:
-        """Compares the checkpoint that `teacher` names now with the one of the run so far.
-
-        Raises:
-            CheckpointError: they differ.
-        """
-        from forge_plugin_losses.teacher import find_trained
-
-        # Called after the state was loaded, if the run continues
-        current = str(find_trained(Path(self.teacher))[0])
-        before, self.checkpoint = self.checkpoint, current
-        if before and before != current:
-            hint = f'name it in the job, loss.teacher = "{before}", and continue with --resume-with-changes'
-            raise CheckpointError(
-                f"the teacher {self.teacher} was {before} when this run began, and is {current} now; {hint}"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the path as the job has it, and the checkpoint that was found there."""
-        return {"teacher": self.teacher, "checkpoint": self.checkpoint}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignores the state if the job names another path: that change is intended."""
-        if state["teacher"] == self.teacher:
-            self.checkpoint = state["checkpoint"]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
+from attrs import define
 
 from forge_core.contracts.components import FilePath, TrainingHook
-from forge_core.contracts.errors import CheckpointError, ForgeError
+from forge_core.contracts.errors import ForgeError
+from forge_plugin_losses.same_trained import SameTrained
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.contexts import StepContext
     from forge_plugin_preference.base import PreferenceLoss
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2}
@@ -29,40 +29,12 @@ def reference_hooks(loss: PreferenceLoss, reference: str, check_first_loss: bool
 
 
 @define(kw_only=True, slots=False)
-class SameReference(TrainingHook):
-    """Refuses to continue a run with another checkpoint of the reference than it had before.
+class SameReference(SameTrained):
+    """Refuses to continue a run with another checkpoint of the reference than it had before."""
 
-    A run folder that names the reference may have newer checkpoints since.
-    """
+    key = "reference"
 
-    resumes_as = "safe"
     reference: FilePath
-    checkpoint: str = field(init=False, default="")
-
-    def on_train_begin(self, context: TrainContext) -> None:
-        """Compares the checkpoint that `reference` names now with the one of the run so far.
-
-        Raises:
-            CheckpointError: they differ.
-        """
-        from forge_plugin_losses.teacher import find_trained
-
-        # Called after the state was loaded, if the run continues
-        current = str(find_trained(Path(self.reference))[0])
-        before, self.checkpoint = self.checkpoint, current
-        if before and before != current:
-            hint = f'name it in the job, loss.reference = "{before}", and continue with --resume-with-changes'
-            message = f"the reference {self.reference} was {before} when this run began, and is {current} now"
-            raise CheckpointError(f"{message}; {hint}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the path as the job has it, and the checkpoint that was found there."""
-        return {"reference": self.reference, "checkpoint": self.checkpoint}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignores the state if the job names another path: that change is intended."""
-        if state["reference"] == self.reference:
-            self.checkpoint = state["checkpoint"]
 
 
 @define(kw_only=True, slots=False)

@@ -22,10 +22,10 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.losses import loss_output
 from forge_core.parallel import mesh as mesh_of_run
 from forge_kit.torch_internals import detect_fake_mode
+from forge_plugin_losses.apart import check_apart
 from forge_plugin_losses.log_probabilities import log_probabilities
 from forge_plugin_losses.workspace import Workspace
 from forge_plugin_preference.answers import ABSENT, BASELINE, CHOSEN, KINDS, MISMATCHED, REFERENCE, Answers
-from forge_plugin_preference.apart import check_apart
 from forge_plugin_preference.reference import Reference, load_reference
 from forge_plugin_preference.reference_path import starts_as_reference
 
@@ -69,8 +69,7 @@ class Objective:
     @classmethod
     def of(cls, loss: PreferenceLoss, context: BuildContext) -> Objective:
         """Load the reference, if the loss names one. Collective."""
-        if detect_fake_mode() is None:
-            check_apart(context)
+        check_apart(context)
         path = getattr(loss, "reference", "")
         reference = load_reference(Path(path), context, loss.chunk_tokens) if path else None
         checked = path and getattr(loss, "check_first_loss", False) and detect_fake_mode() is None
