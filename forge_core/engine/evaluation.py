@@ -57,7 +57,9 @@ class HeldOut(EvaluationComponent):
                     total[2:] += torch.stack([(labels * batch[BYTES_PER_TOKEN]).sum(), labels.sum().double()])
         # Labels are counted separately from `tokens`: ranks that divide sequences each count labels of whole sequences.
         loss_sum, tokens, text_bytes, all_labels = context.all_reduce(total).tolist()
-        loss = loss_sum / max(tokens, 1)
+        if not tokens:  # rows without labels have no loss, rather than one of 0
+            return {}
+        loss = loss_sum / tokens
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
         if text_bytes:
             metrics["bits_per_byte"] = loss / math.log(2) / (text_bytes / all_labels)

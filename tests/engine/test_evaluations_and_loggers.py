@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.components import EvaluationComponent, LoggerComponent, TrainingHook
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, NonFiniteError, Problem
 from forge_core.metrics.console import Console
+from forge_testing import Numbers
 from forge_testing.refusals import naming, refuses
 
 VALUES = {
@@ -238,3 +240,31 @@ def test_an_artifact_that_cannot_be_read_is_a_warning(make_job, train):
     with pytest.warns(UserWarning, match=r"loggers\.diary .*missing\.txt"):
         train(make_job(steps=1, loggers={"diary": diary}), Lost())
     assert diary.events == [(ExitCode.FINISHED, ""), "closed"]
+
+
+@frozen(kw_only=True)
+class Unlabelled(Numbers):
+    """`Numbers` whose held-out rows have no label, such as prompts."""
+
+    def build(self, context):
+        training = super().build(context)
+        return evolve(training, held_out=WithoutLabels(training.held_out))
+
+
+@frozen
+class WithoutLabels:
+    rows: Any
+    held_out = None
+    bytes_per_token = None
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        return {**row, "labels": row["labels"] * 0 - 100}
+
+
+def test_held_out_rows_without_labels_have_no_loss(make_job, train):
+    assert train(make_job(data={"sources": (Numbers(),)})).evaluation["eval/loss"] > 0
+    assert train(make_job(job={"name": "unlabelled"}, data={"sources": (Unlabelled(),)})).evaluation == {}
