@@ -10,10 +10,11 @@ from typing import Any
 from attrs import frozen
 
 from forge_core import Trainer, TrainingHook
+from forge_plugin_adamw import AdamW
 from forge_plugin_grpo import GRPO, Prompts, RewardComponent
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing import TinyAdamW, tiny_job
+from forge_testing import tiny_job
 from forge_testing.catalogs import installed
 
 MODEL = Transformer(vocab_size=258, dim=16, layers=2, attention=GroupedQueryAttention(heads=4, kv_heads=2))
@@ -40,7 +41,7 @@ def settings(folder: Path, **loss: Any) -> dict[str, Any]:
     keys = {"rewards": {"even": Even()}, "group": 4, "max_tokens": 5, **loss}
     return {
         "model": MODEL,
-        "optimizer": TinyAdamW(lr=1e-2),
+        "optimizer": AdamW(lr=1e-2),
         "precision": "fp64",
         "global_batch_size": 8,
         "seq_len": 48,

@@ -17,6 +17,7 @@ from forge_core.checkpoint.storage import read_manifest
 from forge_core.contracts.components import TrainingHook
 from forge_kit.nn.adapters import adapter_names, adapters_off, merge_adapters
 from forge_kit.tools.checkpoints import stored_tensors
+from forge_plugin_adamw import AdamW
 from forge_plugin_checkpoints import Parts
 from forge_plugin_lora import LoRA
 from forge_plugin_moe import MoE
@@ -46,6 +47,8 @@ def adapted(base: Path, tmp_path: Path) -> Callable[..., Job]:
     def make(name: str = "adapted", method: Any = "lora", plugin: LoRA | None = None, **changes: Any) -> Job:
         settings: dict[str, Any] = {
             "model": MODEL,
+            # One whose type is spelled alike in every process that continues a run
+            "optimizer": AdamW(lr=1e-2),
             "steps": 6,
             "precision": "fp64",
             "job": {"name": name, "output": str(tmp_path)},

@@ -85,7 +85,9 @@ def test_the_summary_says_where_a_step_goes(profiled):
     assert (facts["rank"], other["rank"], facts["steps"], facts["first_step"]) == (0, 1, 2, 7)
     host = {row["name"]: row["host_s"] for row in facts["phases"]}
     assert {"data", "forward", "backward", "optimizer", "agreement of the ranks"} <= host.keys()
-    assert sum(host.values()) == pytest.approx(facts["step_s"], rel=0.05), "phases cover the step, and do not overlap"
+    # Between two phases a busy machine may take the processor away
+    covered = sum(host.values()) / facts["step_s"]
+    assert 0.8 < covered < 1.01, "phases cover the step, and do not overlap"
     assert host["backward"] > host["data"]
     layers = {row["name"]: row for row in facts["layers"]}
     assert list(layers) == ["layers.0", "layers.1", "outside the layers"]

@@ -100,7 +100,7 @@ def test_a_rank_with_more_work_is_named_after_three_looks_with_its_host(folder):
 
 @pytest.mark.slow
 def test_a_rank_that_runs_a_quarter_of_the_time_is_named(folder):
-    process = start(folder, "--train.steps=160", "--hooks.stragglers.every=20")  # looks with many stops each
+    process = start(folder, "--train.steps=240", "--hooks.stragglers.every=30")  # looks with many stops each
     over = threading.Event()
 
     def brake():
