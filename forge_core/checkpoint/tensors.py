@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.storage import (
     MALFORMED,
+    MANIFEST,
     describe_fault,
     fetch,
     manifest_digest,
@@ -158,8 +159,9 @@ def base_of(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
 def base_folder(folder: Path, base: Mapping[str, Any]) -> Path:
     """The folder of a checkpoint's base; raises a `CheckpointError` if it is gone, or another checkpoint."""
     place = Path(base["path"])
-    if not place.is_dir() or manifest_digest(place) != base["digest"]:
-        what = "is another checkpoint now" if place.is_dir() else "is not there"
+    there = (place / MANIFEST).is_file()
+    if not there or manifest_digest(place) != base["digest"]:
+        what = "is another checkpoint now" if there else "is not there"
         hint = "put it back, or leave a link to it there"
         raise CheckpointError(f"{folder} holds only what was trained; its base {place}, with all else, {what}: {hint}")
     return place

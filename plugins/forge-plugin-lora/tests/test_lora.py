@@ -128,6 +128,9 @@ def test_a_base_that_changed_or_is_gone_is_refused_by_name(adapted, base, train,
         load_model(folder)
     manifest.write_text(text)
     assert load_model(folder)
+    manifest.unlink()
+    with pytest.raises(CheckpointError, match=naming(folder, copy, "not there")):
+        load_model(folder)
     shutil.rmtree(copy)
     with pytest.raises(CheckpointError, match=naming(folder, copy, "not there")):
         load_model(folder)
