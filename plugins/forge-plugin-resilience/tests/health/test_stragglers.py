@@ -11,13 +11,23 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from attrs import evolve
 
-from forge_plugin_resilience.health.stragglers import Look, Noise, Stragglers, describe, matmul_ms, slow_ranks
+from forge_plugin_resilience.health.stragglers import (
+    SAMPLE_S,
+    Look,
+    Noise,
+    Stragglers,
+    WaitMeter,
+    describe,
+    matmul_ms,
+    slow_ranks,
+)
 from forge_testing import TINY_JOB
 from forge_testing.refusals import lacks, naming
 
@@ -36,6 +46,7 @@ slow = 1.5
 
 SLOW = '''
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -45,13 +56,19 @@ from forge_core import TrainingHook
 
 @define(kw_only=True, slots=False)
 class Slow(TrainingHook):
-    """Each step takes 30 ms, and on one rank `more_s` longer."""
+    """Each step takes 30 ms, and on one rank `more_s` longer, or its process is stopped until another wakes it."""
 
     more_s: float = 0.0
+    stops: bool = False
+
+    def on_train_begin(self, context):
+        Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
 
     def on_step_begin(self, context):
-        Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-        time.sleep(0.03 + (self.more_s if os.environ["RANK"] == "1" else 0))
+        slow = os.environ["RANK"] == "1"
+        time.sleep(0.03 + (self.more_s if slow else 0))
+        if slow and self.stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
 '''
 
 
@@ -99,22 +116,19 @@ def test_a_rank_with_more_work_is_named_after_three_looks_with_its_host(folder):
 
 
 @pytest.mark.slow
-def test_a_rank_that_runs_a_quarter_of_the_time_is_named(folder):
-    process = start(folder, "--train.steps=240", "--hooks.stragglers.every=30")  # looks with many stops each
+def test_a_rank_whose_process_is_stopped_for_a_part_of_each_step_is_named(folder):
+    process = start(folder, "--train.steps=30", "--hooks.slow.stops=true")
     over = threading.Event()
 
-    def brake():
-        path = folder / "pid-1"
-        while not path.exists() and not over.is_set():
-            time.sleep(0.05)
-        while not over.wait(0.06):
-            with suppress(ProcessLookupError, ValueError):  # it has ended, or is just writing its file
-                rank = int(path.read_text())  # once: a rank that is stopped while it writes its file leaves it empty
-                os.kill(rank, signal.SIGSTOP)
-                time.sleep(0.18)  # half of the time would be lost in the noise of a busy machine
-                os.kill(rank, signal.SIGCONT)
+    def wake():
+        while not over.wait(0.01):
+            with suppress(OSError, ValueError):  # not there yet, ended, or just writing its file
+                rank = int((folder / "pid-1").read_text())
+                if Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                    time.sleep(0.3)  # far above what a busy machine adds to the steps of either rank
+                    os.kill(rank, signal.SIGCONT)
 
-    thread = threading.Thread(target=brake)
+    thread = threading.Thread(target=wake)
     thread.start()
     try:
         _, err = process.communicate(timeout=600)
@@ -124,6 +138,19 @@ def test_a_rank_that_runs_a_quarter_of_the_time_is_named(folder):
     assert process.returncode == 0
     assert named(err)
     assert all(f"rank 1 on {socket.gethostname()} " in line for line in named(err))
+
+
+def test_of_the_time_in_which_a_process_was_stopped_two_samples_count_as_a_wait_at_most(monkeypatch):
+    meter = WaitMeter()
+    meter.stop()
+    meter._thread.join()
+    times, ends = iter([0.0, 0.02, 5.0]), iter([False, False, True])
+    module = "forge_plugin_resilience.health.stragglers"
+    monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(f"{module}.waits", lambda frame: True)
+    meter.seconds, meter._over = 0.0, SimpleNamespace(wait=lambda seconds: next(ends))
+    meter._run()
+    assert meter.seconds == pytest.approx(0.02 + 2 * SAMPLE_S)
 
 
 def test_the_fastest_of_some_products_counts(monkeypatch):
