@@ -230,7 +230,7 @@ class Catalog:
         return f"{cls.__module__}:{cls.__qualname__}"
 
     def _load_path(self, kind: str, spec: str) -> tuple[Any, str, str]:
-        """The class at `module:Class` or `file.py:Class`, its spelling in a resolved job, and its source."""
+        """The class at `module:Class` or `file.py:Class`, the spelling of a file's in a resolved job, and its source."""
         location, _, attribute = spec.rpartition(":")
         try:
             if location.endswith(".py"):
@@ -238,7 +238,8 @@ class Catalog:
                 self.files[str(path)] = digest
                 target, spelling = _module_of_file(path, digest), f"{path}:{attribute}"
             else:
-                target, spelling = importlib.import_module(location), spec
+                # `type_of` knows one spelling of a class, wherever else it may be imported from
+                target, spelling = importlib.import_module(location), ""
             for part in attribute.split("."):
                 target = getattr(target, part)
         except Exception as error:

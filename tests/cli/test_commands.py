@@ -294,7 +294,7 @@ class TestExplain:
             ("optimizer.forge-plugin-adamw/adamw", "optimizer forge-plugin-adamw/adamw\n"),
             ("optimizer.adamw.lr", "lr: float (default 0.0003, > 0)"),
             ("optimizer.adamw.weight_decay", "weight_decay: float or scheduler table (default 0.1)"),
-            ("optimizer.job_parts:Muon", "optimizer job_parts:Muon\n"),
+            ("optimizer.forge_testing:TinyAdamW", "optimizer forge_testing.tiny:TinyAdamW\n"),
             ("model.transformer.ffn.moe.router.topk", "router forge-plugin-moe/topk\n"),
             ("model.ffn.moe", "ffn forge-plugin-moe/moe\n"),
             ("model.ffn.moe.router.topk", "router forge-plugin-moe/topk\n"),

@@ -290,10 +290,14 @@ class TestPaths:
         file.write_text(OPTIMIZER.format(name="Mine").replace("0.5", "0.7"))
         assert (first().lr, load(f"{file}:Mine")().lr) == (0.5, 0.7)
 
-    def test_a_dotted_path_keeps_its_spelling(self, install: Install, site: Path) -> None:
-        (site / "research.py").write_text(OPTIMIZER.format(name="Idea"))
+    def test_a_class_has_one_spelling_by_whichever_path_it_was_loaded(self, site: Path) -> None:
+        package = site / "research"
+        package.mkdir()
+        (package / "ideas.py").write_text(OPTIMIZER.format(name="Idea"))
+        (package / "__init__.py").write_text("from research.ideas import Idea\n")
         catalog = Catalog.installed()
-        assert catalog.type_of(catalog.load("optimizer", "research:Idea")) == "research:Idea"
+        for path in ("research:Idea", "research.ideas:Idea"):
+            assert catalog.type_of(catalog.load("optimizer", path)) == "research.ideas:Idea"
 
     @pytest.mark.parametrize(
         ("type_", "reason"),

@@ -266,7 +266,7 @@ class TestShow:
             "eval.interval": 2,
         }
         assert facts["job"]["model.dim"] == 16
-        assert facts["components"]["model"] == "forge_testing:TinyModel"
+        assert facts["components"]["model"] == "forge_testing.tiny:TinyModel"
         assert facts["versions"].keys() >= {"forge-run", "torch", "python"}
         assert [checkpoint["step"] for checkpoint in facts["checkpoints"]] == [2, 4]
         assert {"job.toml", "metrics.jsonl", "checkpoints/"} <= facts["files"].keys()
