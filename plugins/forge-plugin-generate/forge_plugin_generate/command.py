@@ -53,7 +53,7 @@ def _generate(options: argparse.Namespace) -> int:
         return _answer_lines(trained, options, answer)
     if options.chat and not options.prompt:
         return talk(trained.tokenizer, answer, options, trained.job.train.seq_len)
-    if options.stream and not options.chat:
+    if options.stream:
         return _stream(trained, options, answer)
     prompts: list[str] = options.prompt or [""]
     rows = _answers(trained, options, answer) if options.chat else _rows(trained, options, prompts, answer)
@@ -76,7 +76,7 @@ def _answer_lines(trained: Trained, options: argparse.Namespace, answer: Any) ->
 
 
 def _stream(trained: Trained, options: argparse.Namespace, answer: Any) -> int:
-    """Write the continuation of the only prompt as it is made; returns the exit code."""
+    """Write the continuation of the only prompt, or the answer to it, as it is made; returns the exit code."""
     [prompt] = options.prompt or [""]
     try:
         _continue_aloud(trained, options, answer, prompt)
@@ -91,8 +91,12 @@ def _continue_aloud(trained: Trained, options: argparse.Namespace, answer: Any, 
     from forge_plugin_generate.terminal import write
 
     stream = TextStream(trained.tokenizer, write)
-    write(prompt)
-    [row] = _rows(trained, options, [prompt], partial(answer, until=stream.show))
+    shown = partial(answer, until=stream.show)
+    if options.chat:
+        [row] = _answers(trained, options, shown)
+    else:
+        write(prompt)
+        [row] = _rows(trained, options, [prompt], shown)
     stream.finish(row)
     print(flush=True)
 

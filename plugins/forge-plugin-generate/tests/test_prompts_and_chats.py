@@ -124,6 +124,15 @@ def test_a_message_is_answered_by_the_template_until_the_turn_ends(run, capsys) 
     assert row == [*tokenizer.encode("hello you"), tokenizer.token_id("<|end|>")]
 
 
+def test_an_answer_can_be_streamed(run, capsys, monkeypatch) -> None:
+    pieces: list[str] = []
+    monkeypatch.setattr("forge_plugin_generate.terminal.write", pieces.append)
+    assert main(["generate", str(run), "--chat", "--prompt", "hi", "--stream", *GREEDY]) == 0
+    assert "".join(pieces) == "hello you"
+    assert len(pieces) > 1
+    assert capsys.readouterr().out == "\n"
+
+
 def test_lines_of_standard_input_are_one_conversation(run, capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\n  \nhi\n"))
     assert main(["generate", str(run), "--chat", "--system", "be kind", "--max-tokens", "12", *GREEDY]) == 0
