@@ -360,8 +360,9 @@ class InSave(Fault):
 
     def before_commit(self, injection: Injection) -> None:
         """Kill the process when all files are written, the manifest too, and only the commit is missing."""
-        injection.mark()
-        os.kill(os.getpid(), signal.SIGKILL)
+        if injection.is_victim:  # of a spread storage, all ranks commit
+            injection.mark()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DiskFull(Fault):

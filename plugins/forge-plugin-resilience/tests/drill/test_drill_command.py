@@ -308,6 +308,14 @@ def test_an_end_that_names_another_rank_is_no_finding(name):
     assert FAULTS[name]().finding(evolve(FOUND[name], end=end), RANK) is None
 
 
+@pytest.mark.parametrize("is_victim", [True, False])
+def test_of_the_ranks_that_commit_a_save_one_is_killed(monkeypatch, is_victim):
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
+    FAULTS["save"]().before_commit(SimpleNamespace(is_victim=is_victim, mark=lambda: None))
+    assert killed == [(os.getpid(), signal.SIGKILL)] * is_victim
+
+
 def test_ranks_that_leave_during_the_work_at_the_end_are_objected_to():
     assert FAULTS["long-export"]().objection(evidence(records=[record(Event.WORKED, ranks=1)]))
 
