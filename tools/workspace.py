@@ -160,16 +160,23 @@ def contracts() -> Mapping[str, Any]:
                 "ignore_imports": sorted(extends),
                 "unmatched_ignore_imports_alerting": "none",
             },
-            {
-                "name": "Only author kits import the test kit",
-                "type": "forbidden",
-                "source_modules": [
-                    each.package
-                    for each in every
-                    if "forge_testing" not in each.requires and each.package != "forge_testing"
-                ],
-                "forbidden_modules": ["forge_testing"],
-            },
+            *(
+                {
+                    "name": name,
+                    "type": "forbidden",
+                    "source_modules": [
+                        each.package
+                        for each in every
+                        if shared not in each.requires and each.package not in ("forge_core", shared)
+                    ],
+                    "forbidden_modules": [shared],
+                    "allow_indirect_imports": shared == "forge_kit",  # whoever requires a plugin gets its requirements
+                }
+                for shared, name in (
+                    ("forge_kit", "Plugins import forge-kit only where they require it"),
+                    ("forge_testing", "Only author kits import the test kit"),
+                )
+            ),
         ],
     }
 
