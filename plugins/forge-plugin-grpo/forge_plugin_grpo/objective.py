@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 ADVANTAGES, OLD, SAMPLED = "advantages", "old_log_p", "sampler_log_p"
 """Entries of batches: (B, G), of each completion; (B, S), of each label, before the first update on these rows, and as
 the sampler drew it."""
+DIFFERENCE = "rollout/log_p_difference"
+"""The metric of how far the last two are apart, as a mean over labels."""
 
 
 class Objective(NamedTuple):
@@ -118,7 +120,7 @@ def grpo_loss(loss: GRPO, context: BuildContext) -> LossFunction:
             unit: Unit = "example" if loss.algorithm == "gspo" else "token"
             auxiliary.metric("policy/clipped", result.clipped, unit)
             apart = (old - batch[SAMPLED]).abs().where(valid, 0)
-            auxiliary.metric("rollout/log_p_difference", apart.sum(), "token")
+            auxiliary.metric(DIFFERENCE, apart.sum(), "token")
         return loss_output(anchor, -log_p, valid)
 
     return function
