@@ -17,6 +17,7 @@ from forge_core.contracts.errors import did_you_mean
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from forge_core.contracts.components import TrainingHook
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
@@ -50,11 +51,20 @@ class LoRA(Plugin):
     """`bf16` keeps what is frozen in bfloat16, at half of its memory; adapters stay as they are, in float32."""
     random_base: bool = field(default=False, metadata=when_resumed("safe"))
     """Whether a new run may train adapters beside random weights, without `[checkpoint.load]`: for tests."""
+    check_first_loss: bool = field(default=True, metadata=when_resumed("safe"))
+    """Whether a new run whose `[checkpoint.load]` has no adapters compares, before its first step, the loss with fresh
+    adapters and without them, and ends if they differ: two forward passes of one micro-batch."""
 
     @property
     def scale(self) -> float:
         """s, by which B A is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.method == "rslora" else self.rank)
+
+    @property
+    def adapters_alone(self) -> bool:
+        """Whether nothing but adapters trains: with them off, the model stays the one that was loaded."""
+        # Read by losses that compare with that model, such as those of forge-plugin-preference
+        return not self.train
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks that there is a base, and that its dtype goes with that of the computation."""
@@ -75,6 +85,13 @@ class LoRA(Plugin):
             table = next(name for name, plugin in context.job.plugins.items() if plugin is self)
             self._adapt(model, f"plugins.{table}")
         return model
+
+    @hookimpl
+    def forge_training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Contributes the check of `check_first_loss`."""
+        from forge_plugin_lora.hooks import StartsAsBase
+
+        return [StartsAsBase()] if self.check_first_loss and job.checkpoint.loads else []
 
     def _adapt(self, model: Model, table: str) -> None:
         from forge_kit.nn.adapters import adapter_names
