@@ -122,15 +122,17 @@ class ReferencePairLoss(PairLoss):
 
     reference: FilePath = ""
     """The frozen reference: a checkpoint, or a run folder or job file whose newest checkpoint is taken. Ranks divide it
-    as `[parallel]` divides the model, but for a pipeline's stages. Empty: the data have its log-probabilities."""
+    as `[parallel]` divides the model, but for a pipeline's stages. `adapters_off`: the model in training with its
+    adapters off, in a forward pass before each step. Empty: the data have its log-probabilities."""
     check_first_loss: bool = True
     """Whether the first loss is compared with the one of a model that is the reference, where `[checkpoint.load]` has
-    that checkpoint. Dropout needs `false`: with it, a model in training computes something else than the reference."""
+    that checkpoint, or adapters begin at zero. Dropout needs `false`: with it, a model in training computes something
+    else than the reference."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks sources, and that the reference exists."""
         yield from super().problems(job, layout)
-        yield from reference_problems(self.reference)
+        yield from reference_problems(self.reference, job)
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """Hooks that keep the reference the same in a continued run, and check the first loss."""

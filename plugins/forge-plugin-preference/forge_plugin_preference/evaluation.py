@@ -55,17 +55,15 @@ class Preferences(EvaluationComponent):
 
     def _baseline(self, context: EvaluationContext, objective: Objective) -> Tensor:
         """The reference point of KTO, on these rows."""
-        from forge_plugin_preference.objective import mean_ratio, mismatched
-
         batches = list(context.batches(context.held_out, self.sequences))  # type: ignore[arg-type]
-        output = context.executor.evaluate([mismatched(batch) for batch in batches], objective.ratios)
-        return mean_ratio(output.loss_sum, batches, context.build.mesh).clamp(min=0)
+        return objective.baseline(context.executor, context.model, batches, context.build.mesh)
 
     def _means(self, context: EvaluationContext, objective: Objective, z: Tensor | None) -> dict[str, float]:
         import torch
 
         from forge_core.parallel.layout import micro_batches
         from forge_core.parallel.mesh import gather_objects, pipeline_group
+        from forge_plugin_preference.adapters_off import add_reference
         from forge_plugin_preference.answers import BASELINE
 
         totals: dict[str, Tensor] = {}
@@ -75,16 +73,21 @@ class Preferences(EvaluationComponent):
                 totals[name] = totals[name] + pair if name in totals else pair
             return objective.training(head, hidden, batch)
 
+        def run(group: list[Batch]) -> None:
+            if objective.adapters_off:
+                add_reference(objective, context.executor, context.model, group)
+            context.executor.evaluate(group, measure)
+
         # As many micro-batches at a time as a step has: of one alone, all ranks of a pipeline but one would wait
         at_a_time, _ = micro_batches(context.job, context.build.layout)
         group: list[Batch] = []
         for batch in context.batches(context.held_out, self.sequences):  # type: ignore[arg-type]
             group.append(batch if z is None else {**batch, BASELINE: z.expand(len(batch["labels"]))})
             if len(group) == at_a_time:
-                context.executor.evaluate(group, measure)
+                run(group)
                 group = []
         if group:
-            context.executor.evaluate(group, measure)
+            run(group)
         # Of a pipeline, the last rank alone has measured
         pipeline = pipeline_group(context.build.mesh)
         every = gather_objects(sorted(totals), pipeline) if pipeline is not None else [sorted(totals)]

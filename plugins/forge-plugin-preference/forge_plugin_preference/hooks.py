@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from attrs import define
@@ -11,9 +10,10 @@ from attrs import define
 from forge_core.contracts.components import FilePath, TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_losses.same_trained import SameTrained
+from forge_plugin_preference.reference_path import ADAPTERS_OFF
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import StepContext
+    from forge_core.contracts.contexts import StepContext, TrainContext
     from forge_plugin_preference.base import PreferenceLoss
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2}
@@ -21,8 +21,10 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2}
 
 
 def reference_hooks(loss: PreferenceLoss, reference: str, check_first_loss: bool) -> Iterator[TrainingHook]:
-    """Yields the hooks of a loss with a reference from a checkpoint."""
-    if reference:
+    """Yields the hooks of a loss with a reference that is a model."""
+    if reference == ADAPTERS_OFF:
+        yield AdaptersOff()
+    elif reference:
         yield SameReference(reference=reference)
     if reference and check_first_loss:
         yield FirstLoss(loss=loss)
@@ -35,6 +37,33 @@ class SameReference(SameTrained):
     key = "reference"
 
     reference: FilePath
+
+
+@define(kw_only=True, slots=False)
+class AdaptersOff(TrainingHook):
+    """Computes the log-probabilities of the reference before each step, by the model with its adapters off."""
+
+    resumes_as = "safe"
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        """Checks that the model trains adapters alone. Collective.
+
+        Raises:
+            ForgeError: it trains none, or further parameters.
+        """
+        from forge_plugin_preference.adapters_off import check_adapters
+
+        assert context.build is not None, "the run loop gives hooks its context"
+        check_adapters(context.model, context.build.mesh)
+
+    def on_step_begin(self, context: StepContext) -> None:
+        """Adds `reference_log_p` to each micro-batch. Collective."""
+        from forge_plugin_preference.adapters_off import add_reference
+        from forge_plugin_preference.objective import objective_of
+
+        assert context.build is not None, "the run loop gives hooks its context"
+        assert context.executor is not None
+        add_reference(objective_of(context.build.auxiliary), context.executor, context.model, context.batches)
 
 
 @define(kw_only=True, slots=False)
@@ -66,9 +95,12 @@ class FirstLoss(TrainingHook):
         found, name = metrics.get(self.loss.metric), self.loss.metric
         tolerance = TOLERANCE[context.job.train.precision]
         if found is None or not abs(found - known) <= tolerance * known:
+            alike = "[checkpoint.load] loads the weights of loss.reference"
+            if objective_of(build.auxiliary).adapters_off:
+                alike = "adapters begin at zero"
             message = (
-                f"{name} of the first step is {found}, and must be {known:.6g}, as [checkpoint.load] loads the "
-                "weights of loss.reference: the model that is trained computes something else"
+                f"{name} of the first step is {found}, and must be {known:.6g}, as {alike}: "
+                "the model that is trained computes something else"
             )
             hint = (
                 "look for dropout, noise, other settings of the model, or a plugin that changes it; if it is meant, "
@@ -109,26 +141,14 @@ class Baseline(TrainingHook):
         Raises:
             ForgeError: rows have no answers to other prompts.
         """
+        from forge_plugin_preference.adapters_off import evaluating
         from forge_plugin_preference.answers import BASELINE
-        from forge_plugin_preference.objective import mean_ratio, mismatched, objective_of
+        from forge_plugin_preference.objective import objective_of
 
         assert context.build is not None, "the run loop gives hooks its context"
         assert context.executor is not None
-        measure = objective_of(context.build.auxiliary).ratios
-        with _evaluating(context.model):
-            output = context.executor.evaluate([mismatched(batch) for batch in context.batches], measure)
-        z = mean_ratio(output.loss_sum, context.batches, context.build.mesh).clamp(min=0)
+        objective = objective_of(context.build.auxiliary)
+        with evaluating(context.model):
+            z = objective.baseline(context.executor, context.model, context.batches, context.build.mesh)
         for batch in context.batches:
             batch[BASELINE] = z.expand(len(batch["labels"]))
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Modules in evaluation mode: the default generators are not seeded before a step, so that nothing may draw."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

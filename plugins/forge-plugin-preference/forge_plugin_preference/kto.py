@@ -39,10 +39,12 @@ class KTO(PreferenceLoss):
 
     reference: FilePath = ""
     """The frozen reference: a checkpoint, or a run folder or job file whose newest checkpoint is taken. Ranks divide it
-    as `[parallel]` divides the model, but for a pipeline's stages. Empty: the data have its log-probabilities."""
+    as `[parallel]` divides the model, but for a pipeline's stages. `adapters_off`: the model in training with its
+    adapters off, in a forward pass before each step. Empty: the data have its log-probabilities."""
     check_first_loss: bool = True
     """Whether the first loss is compared with the one of a model that is the reference, where `[checkpoint.load]` has
-    that checkpoint. Dropout needs `false`: with it, a model in training computes something else than the reference."""
+    that checkpoint, or adapters begin at zero. Dropout needs `false`: with it, a model in training computes something
+    else than the reference."""
     beta: float = field(default=0.1, validator=gt(0))
     """β, per nat: how strongly the model is held to the reference."""
     desirable_weight: float = field(default=1.0, validator=gt(0))
@@ -60,7 +62,7 @@ class KTO(PreferenceLoss):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks sources and reference, and that z can be estimated with it."""
         yield from super().problems(job, layout)
-        yield from reference_problems(self.reference)
+        yield from reference_problems(self.reference, job)
         if self.estimate_z and not self.reference:
             message = "is estimated on prompts with answers to others, whose reference log-probabilities no data have"
             yield Problem("estimate_z", f"{message}; set it to false, or give a reference")

@@ -6,7 +6,7 @@ Shapes: B rows, S positions of this rank, E ids of documents, N = B x places for
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,10 @@ from forge_kit.torch_internals import detect_fake_mode
 from forge_plugin_losses.apart import check_apart
 from forge_plugin_losses.log_probabilities import log_probabilities
 from forge_plugin_losses.workspace import Workspace
+from forge_plugin_preference.adapters_off import token_log_probabilities
 from forge_plugin_preference.answers import ABSENT, BASELINE, CHOSEN, KINDS, MISMATCHED, REFERENCE, Answers
 from forge_plugin_preference.reference import Reference, load_reference
-from forge_plugin_preference.reference_path import starts_as_reference
+from forge_plugin_preference.reference_path import ADAPTERS_OFF, starts_as_reference
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
-    from forge_core.contracts.model import Head
-    from forge_core.contracts.runtime import LossFunction, LossOutput
+    from forge_core.contracts.model import Head, Model
+    from forge_core.contracts.runtime import Executor, LossFunction, LossOutput
     from forge_plugin_preference.base import PairLoss, PreferenceLoss
     from forge_plugin_preference.kto import KTO
 
@@ -71,11 +72,17 @@ class Objective:
         """Load the reference, if the loss names one. Collective."""
         check_apart(context)
         path = getattr(loss, "reference", "")
-        reference = load_reference(Path(path), context, loss.chunk_tokens) if path else None
+        own = path in ("", ADAPTERS_OFF)
+        reference = None if own else load_reference(Path(path), context, loss.chunk_tokens)
         checked = path and getattr(loss, "check_first_loss", False) and detect_fake_mode() is None
         # Found out here, where every rank is: of a hook or a summary, some ranks alone might ask
-        starts = bool(checked) and starts_as_reference(path, context.job)
+        starts = bool(checked) and starts_as_reference(path, context)
         return cls(loss, context.auxiliary, reference, shared_groups(context), Workspace(), starts)
+
+    @property
+    def adapters_off(self) -> bool:
+        """Whether the reference is the model in training with its adapters off."""
+        return getattr(self.loss, "reference", "") == ADAPTERS_OFF
 
     @property
     def ranks(self) -> int:
@@ -84,7 +91,7 @@ class Objective:
 
     def training(self, head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
         """A `LossFunction`. Without gradients, as in evaluations, the cross-entropy of the chosen answers alone."""
-        rows, log_p = Rows.of(batch, self.loss), self._log_p(head, hidden, batch)
+        rows, log_p = Rows.of(batch, self.loss), self.log_p(head, hidden, batch)
         # The objective is attached: a loss returns sums over tokens, and this one is a mean over examples
         anchor = log_p.sum() * 0
         if torch.is_grad_enabled():
@@ -93,18 +100,42 @@ class Objective:
 
     def sums(self, head: Head, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Returns (2,) by the name of each metric: sum and count of this rank's part of the rows, for evaluations."""
-        terms = self._terms(Rows.of(batch, self.loss), self._log_p(head, hidden, batch), batch)
+        terms = self._terms(Rows.of(batch, self.loss), self.log_p(head, hidden, batch), batch)
         values = {name: values for name, (_, values) in terms.objective.items()} | dict(terms.logged)
         masked = {name: (each, terms.mask) for name, each in values.items()} | dict(terms.by_kind)
         return {name: _sum_and_count(each, mask) / self.ranks for name, (each, mask) in masked.items()}
 
-    def ratios(self, head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
-        """A `LossFunction` that returns log p - log p_reference of the labels."""
-        assert self.reference is not None, "KTO.problems refuses data with the reference's log-probabilities"
-        ratio = self._log_p(head, hidden, batch) - self.reference.log_probabilities(batch)
-        return loss_output(ratio.sum(), ratio, batch["labels"] != IGNORED_LABEL)
+    def baseline(self, executor: Executor, model: Model, batches: Sequence[Batch], mesh: DeviceMesh | None) -> Tensor:
+        """Returns (): the reference point of KTO on these batches, from their rows of mismatched answers. Collective.
 
-    def _log_p(self, head: Head, hidden: Tensor, batch: Batch) -> Tensor:
+        Raises:
+            ForgeError: they have no such rows.
+        """
+        rows = [mismatched(batch) for batch in batches]
+        reference: Callable[[Batch], Tensor]
+        if self.adapters_off:
+            # Executors take micro-batches in order, which each rank's values are in as well
+            values = iter(token_log_probabilities(self, executor, model, rows))
+            reference = lambda batch: next(values)  # noqa: E731
+        else:
+            assert self.reference is not None, "KTO.problems refuses data with the reference's log-probabilities"
+            reference = self.reference.log_probabilities
+
+        def ratios(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
+            ratio = self.log_p(head, hidden, batch) - reference(batch)
+            return loss_output(ratio.sum(), ratio, batch["labels"] != IGNORED_LABEL)
+
+        output = executor.evaluate(rows, ratios)
+        return mean_ratio(output.loss_sum, batches, mesh).clamp(min=0)
+
+    def answer_sums(self, log_p: Tensor, batch: Batch) -> Tensor:
+        """Returns (B, E): the sum of log p (B, S) over each document, on all ranks that share a row. Collective."""
+        rows = Rows.of(batch, self.loss)
+        answers, _ = rows.answers(log_p, None, self.groups)
+        return answers.log_p
+
+    def log_p(self, head: Head, hidden: Tensor, batch: Batch) -> Tensor:
+        """Returns (B, S): log p of each label, 0 where there is none."""
         return log_probabilities(
             head, hidden, batch["labels"], chunk_tokens=self.loss.chunk_tokens, workspace=self.workspace
         )
@@ -113,6 +144,9 @@ class Objective:
         reference = None
         if self.loss.uses_reference:
             reference = rows.stored if self.reference is None else self.reference.log_probabilities(batch)
+            if reference is None:
+                message = f"batches have no {REFERENCE}, which a hook adds before each step"
+                raise ForgeError(f"loss: {message} for loss.reference = {ADAPTERS_OFF!r}")
         answers, there = rows.answers(log_p, reference, self.groups)
         return (pair_terms if self.loss.paired else single_terms)(self.loss, answers, there, rows)  # type: ignore[arg-type]
 

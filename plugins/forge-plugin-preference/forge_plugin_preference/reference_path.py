@@ -14,17 +14,46 @@ if TYPE_CHECKING:
     from forge_plugin_preference.base import PreferenceLoss
 
 
-def reference_problems(reference: str) -> Iterator[Problem]:
+ADAPTERS_OFF = "adapters_off"
+"""The value of `reference` that means the model in training with its adapters off."""
+
+
+def reference_problems(reference: str, job: Job) -> Iterator[Problem]:
     """Checks that a reference exists; an empty one is in the data, which their source checks."""
-    if reference and not Path(reference).exists():
+    if reference == ADAPTERS_OFF:
+        yield from _adapter_problems(job)
+    elif reference and not Path(reference).exists():
         message = f"{reference} does not exist; give a checkpoint, a run folder, or a job file whose run is there"
         yield Problem("reference", message)
 
 
-def starts_as_reference(reference: str, job: Job) -> bool:
-    """Whether training starts from the weights of the reference, all of them, by `[checkpoint.load]`. Collective."""
+def _adapter_problems(job: Job) -> Iterator[Problem]:
+    """Why the model with adapters off is not the one from which training began."""
+    alone = _adapters_alone(job)
+    if not alone:
+        message = f'"{ADAPTERS_OFF}" is the model without its adapters, and the job trains none'
+        yield Problem("reference", f"{message}; add [plugins.lora], or give a checkpoint")
+    for name, is_alone in alone.items():
+        if not is_alone:
+            message = f"plugins.{name} also trains parameters that are no adapters (its key `train`)"
+            hint = "train adapters alone, or give a checkpoint"
+            yield Problem("reference", f'{message}, which "{ADAPTERS_OFF}" cannot undo; {hint}')
+
+
+def _adapters_alone(job: Job) -> dict[str, bool]:
+    """By the name of each plugin of a job that adds adapters: whether it trains nothing else."""
+    # By an attribute and not by its class, so that plugins of others count, too
+    found = {name: getattr(plugin, "adapters_alone", None) for name, plugin in job.plugins.items()}
+    return {name: alone for name, alone in found.items() if alone is not None}
+
+
+def starts_as_reference(reference: str, context: BuildContext) -> bool:
+    """Whether training is known to start from the weights of the reference, all of them. Collective."""
+    if reference == ADAPTERS_OFF:
+        return _starts_without_adapters(context)
     from forge_plugin_losses.teacher import find_trained
 
+    job = context.job
     tables = list(job.checkpoint.loads.values())
     if not reference or len(tables) != 1:
         return False
@@ -39,15 +68,36 @@ def starts_as_reference(reference: str, job: Job) -> bool:
         return False
 
 
+def _starts_without_adapters(context: BuildContext) -> bool:
+    """Whether adapters begin at zero, as none are loaded. Collective."""
+    from forge_plugin_losses.teacher import context_beside, find_trained
+
+    tables = list(context.job.checkpoint.loads.values())
+    if not tables:
+        return True
+    # One of several may load adapters alone, as type `peft` does; and so may one of another kind
+    path = getattr(tables[0], "path", None) if len(tables) == 1 else None
+    if path is None:
+        return False
+    try:
+        checkpoint, manifest = find_trained(Path(path))
+        trained = context_beside(context, manifest["job"], str(checkpoint / "manifest.json"))
+    except (ForgeError, OSError):  # the run names what is missing
+        return False
+    return not _adapters_alone(trained.job)
+
+
 def describe_reference(loss: PreferenceLoss, context: BuildContext) -> Iterator[tuple[str, str, str]]:
     """Yields lines for the summary of a run, as `Component.choices` does. Rank 0 alone calls it."""
     from forge_plugin_preference.objective import objective_of
 
     objective = objective_of(context.auxiliary)
-    if objective.reference is None:
+    if objective.adapters_off:
+        yield "reference", "the model with its adapters off", "loss.reference"
+    elif objective.reference is None:
         yield "reference", "log-probabilities in the data", "loss.reference is empty"
-        return
-    yield "reference", str(objective.reference.checkpoint), "loss.reference"
+    else:
+        yield "reference", str(objective.reference.checkpoint), "loss.reference"
     known = loss.first_loss({})
     if known is not None and objective.starts_as_reference:
         yield "first loss", f"{known:.6f}", "the model starts as the reference; another one ends the run"

@@ -19,7 +19,7 @@ from forge_core.engine.trainer import Trainer
 from forge_core.job import Job
 from forge_plugin_moe import MoE
 from forge_plugin_preference import KTO, Pairs, Preferences
-from forge_plugin_preference.hooks import Baseline
+from forge_plugin_preference.hooks import AdaptersOff, Baseline
 from forge_plugin_text import Bytes, Text
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import tiny_job
@@ -110,8 +110,8 @@ def preference_job(folder: Path, loss: Any, *, experts: bool = False, **changes:
 
 
 @frozen
-class WithBaseline:
-    """A loader after which the hook of KTO runs, as the run loop calls it."""
+class WithHooks:
+    """A loader after which the hooks of a loss add to batches, as in the run loop."""
 
     run: Any
     loader: Any
@@ -121,7 +121,9 @@ class WithBaseline:
         context: Any = SimpleNamespace(
             build=self.run.context, executor=self.run.executor, model=self.run.model, batches=batches
         )
-        Baseline().on_step_begin(context)
+        for hook in self.run.job.loss.training_hooks(self.run.job):
+            if isinstance(hook, AdaptersOff | Baseline):
+                hook.on_step_begin(context)
         return batches
 
     def close(self) -> None:
@@ -129,10 +131,9 @@ class WithBaseline:
 
 
 def curve(job: Job) -> Curve:
-    """Train a job from the start, with the hook of KTO if it needs it. Collective."""
+    """Train a job from the start, with the hooks of its loss that add to batches. Collective."""
     with Training.of(job, installed()) as training:
-        if job.loss.wants_mismatched:
-            training = evolve(training, loader=WithBaseline(training.run, training.loader))
+        training = evolve(training, loader=WithHooks(training.run, training.loader))
         return training.curve(job.train.steps)
 
 

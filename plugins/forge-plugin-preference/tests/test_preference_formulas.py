@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from preference_runs import LENGTH, WithBaseline, pair_lines, preference_job, prepared, single_lines, write_lines
+from preference_runs import LENGTH, WithHooks, pair_lines, preference_job, prepared, single_lines, write_lines
 from torch import Tensor
 from torch.nn.functional import logsigmoid, sigmoid
 
@@ -138,9 +138,7 @@ def whole_batch(folder: Path, loss: Any, packed: bool) -> Any:
 def step_of(job: Any) -> tuple[dict[str, float], list[Tensor], Training]:
     """Metrics and gradients of the first step."""
     with Training.of(job, installed()) as training:
-        loader = training.loader
-        if job.loss.wants_mismatched:
-            loader = WithBaseline(training.run, loader)
+        loader = WithHooks(training.run, training.loader)
         _, sums = Stepper(training.run).gradients(loader.next_step(), 0)
         values = {name: float(value) for name, value in metrics(sums).items() if isinstance(name, str)}
     return values, [item.parameter.grad.clone() for item in training.run.parameters], training
@@ -223,9 +221,7 @@ def test_the_evaluation_is_the_formula_on_what_is_held_out(loss: Any, tmp_path: 
     job = preference_job(tmp_path, loss)
     with Training.of(job, installed()) as training:
         # Trained first: the z of KTO is then above 0
-        attrs.evolve(
-            training, loader=WithBaseline(training.run, training.loader) if loss is KTO else training.loader
-        ).curve(3)
+        attrs.evolve(training, loader=WithHooks(training.run, training.loader)).curve(3)
         rows = training.run.held_out.datasets[0].rows
         assert len(rows) % job.train.global_batch_size
         found = evaluate(training.run, 0)
