@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import torch
 from forge_core import Trainer, load_model
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.cli import main
+from forge_kit.tools.checkpoints import stored_tensors
+from forge_plugin_adamw import AdamW
 from forge_plugin_checkpoints import Parts
 from forge_plugin_checkpoints.objects import Objects
 from forge_plugin_lora import LoRA
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.refusals import lacks
@@ -38,6 +42,29 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
     """The base, and a run with adapters beside it that has two checkpoints."""
     base = trained(tmp_path, "base")
     return base, adapted(base)
+
+
+def test_the_trained_part_of_a_checkpoint_is_at_most_3_percent_of_the_model(tmp_path):
+    """At rank 8 beside all matrices of a layer of 512 channels, in float32.
+
+    Without the optimizer's state: AdamW's two moments, which add twice the adapters and nothing of the frozen weights.
+    """
+    model = Transformer(vocab_size=32, dim=512, layers=1, attention=GroupedQueryAttention(heads=8))
+    settings: dict[str, Any] = {"model": model, "optimizer": AdamW(), "precision": "fp32", "steps": 1}
+    base = trained(tmp_path, "base", **settings)
+    load = {"load": Parts(path=str(base))}
+    run = trained(tmp_path, "adapted", plugins={"lora": LoRA(rank=8)}, checkpoint=load, **settings)
+    folder = run / "checkpoints/step-1"
+    tensors = stored_tensors(folder)
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
+    whole = sum(size for name, size in sizes.items() if name.startswith("model."))
+    written = json.loads((folder / "index.json").read_text())
+    adapters = sum(sizes[name] for name in written if name.startswith("model."))
+    assert {dtype for name, (_, dtype) in tensors.items() if name.startswith("model.")} == {torch.float32}
+    assert 0 < adapters <= 0.03 * whole
+    # What lies on the disk has no more than that: 3 x the adapters, and names and offsets
+    files = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    assert 3 * adapters <= files <= 3 * adapters + 10_000
 
 
 def facts_of(run: Path, action: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any]]]:
