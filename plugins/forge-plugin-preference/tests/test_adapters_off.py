@@ -12,15 +12,18 @@ import pytest
 from preference_runs import curve, preference_job, prepared
 
 from forge_core.contracts.errors import ForgeError
+from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.trainer import Trainer
+from forge_kit.nn.adapters import HasAdapter
 from forge_plugin_checkpoints import Parts
 from forge_plugin_lora import LoRA
 from forge_plugin_preference import DPO, IPO, KTO
-from forge_plugin_preference.adapters_off import check_adapters
+from forge_plugin_preference.adapters_off import add_reference, check_adapters
+from forge_plugin_preference.answers import REFERENCE
 from forge_plugin_preference.objective import objective_of
 from forge_testing.catalogs import installed
-from forge_testing.curves import Curve, same_curve
+from forge_testing.curves import Curve, Training, same_curve
 from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
@@ -78,6 +81,23 @@ def test_no_second_model_is_built(tmp_path: Path) -> None:
     assert references[0] is None
     base = sum(parameter.numel() for name, parameter in run.model.named_parameters() if "lora_" not in name)
     assert sum(parameter.numel() for parameter in references[1].model.parameters()) == base > 0
+
+
+def test_nothing_is_dropped_in_the_pass_of_the_reference(tmp_path: Path) -> None:
+    """Modules are in evaluation mode with adapters off in it, and as before after it."""
+    job = adapted_job(tmp_path, DPO(reference="adapters_off"))
+    run = build_run(job, build_context(job, installed(), None))
+    run.model.train()
+    seen: list[tuple[bool, bool]] = []
+    adapted = next(module for module in run.model.modules() if isinstance(module, HasAdapter))
+    adapted.register_forward_hook(lambda module, *_: seen.append((module.training, module.adapter_on)))
+    with Training(run, TrainLoader(job, run.datasets, run.context)) as training:
+        batches = training.loader.next_step()
+        add_reference(objective_of(run.context.auxiliary), run.executor, run.model, batches)
+    assert seen == [(False, False)] * len(batches)
+    assert all(REFERENCE in batch for batch in batches)
+    assert adapted.training
+    assert adapted.adapter_on
 
 
 def observe_adapters(loss: Any) -> Callable[[Path, Mapping[str, Any]], Curve]:
