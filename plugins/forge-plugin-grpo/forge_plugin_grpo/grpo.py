@@ -55,6 +55,10 @@ class GRPO(LossComponent):
     """Ratios of probabilities below 1 - clip_low are not learned; not used by `rloo`."""
     clip_high: float = field(default=0.2, validator=gt(0))
     """Ratios above 1 + clip_high are not learned; DAPO takes 0.28."""
+    dynamic_sampling: int = field(default=0, validator=ge(0))
+    """Further draws at most in place of groups whose completions all have one reward, from which nothing is learned
+    (Yu et al. 2025, section 3.2). Each takes another line of the row's source, drawn by the seed of the job, the step,
+    and the row's place in the global batch; the position in the data stays. 0: such groups are kept."""
     check_first_log_p: bool = field(default=True, metadata=when_resumed("safe"))
     """Stop the run in its first step if the log-probabilities of `rollout` differ from those in training by more than
     rounding: a mean of 1e-9 nats a token in float64, 1e-3 in float32, and 2e-2 in bfloat16 or TF32."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from forge_plugin_grpo.advantages import ADVANTAGES as ADVANTAGES_OF
 from forge_plugin_grpo.grpo import GRPO
 from forge_plugin_grpo.kinds import Drawn, Sampler
 from forge_plugin_grpo.objective import ADVANTAGES, MEMORIES, OLD, SAMPLED
+from forge_plugin_grpo.prompts import encode_prompt
 from forge_plugin_grpo.scoring import Scorer, weighted
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class Rollouts(TrainingHook):
 
     Logs means over the completions of all ranks: `reward`, `reward/NAME` of each reward, `reward/std`, the mean
     standard deviation of a group; `reward/equal`, the share of groups whose completions all have one reward, from which
-    nothing is learned; `completions/tokens` and `completions/ended`.
+    nothing is learned; `completions/tokens` and `completions/ended`. With `dynamic_sampling`, these are of the first
+    draw; `redraws` is the mean number of further draws of a row, `redraws/equal` the share of rows that still have one
+    reward after them.
     """
 
     loss: GRPO
@@ -100,32 +103,114 @@ class Rollouts(TrainingHook):
     # --- completions -------------------------------------------------------------------------------------------------
 
     def _draw(self, context: StepContext) -> list[Batch]:
-        prompts, lines = self._prompts(context)
-        group = self.loss.group
+        prompts, lines, sources = self._prompts(context)
         first = self._first_row(context, len(prompts))
-        rows = [number * group + place for number in range(first, first + len(prompts)) for place in range(group)]
-        seeds = [seed_of(f"{context.job.job.seed}:rollout:{context.step}:{row}") for row in rows]
+        drawn, parts = self._complete(context, prompts, lines, range(first, first + len(prompts)))
+        rewards = weighted(self.loss, parts)
+        means = self._log(context, drawn, rewards, parts)
+        equal: Tensor | float = means["reward/equal"]  # a tensor is not waited for after the first step
+        if self.loss.dynamic_sampling:
+            equal = self._redraw(context, first, sources, prompts, drawn, rewards)
+        if self._is_first and mesh.global_rank() == 0 and equal == 1:
+            equals = f"rewards of the first completions are equal for each prompt, on average {means['reward']:.3g}"
+            ended = f"{means['completions/ended']:.0%} of them ended within loss.max_tokens = {self.loss.max_tokens}"
+            warnings.warn(f"{equals}, so that nothing is learned from them; {ended}", stacklevel=2)
+        self._is_first = False
+        return list(self._batches(context, prompts, drawn, ADVANTAGES_OF[self.loss.algorithm](rewards)))
+
+    def _complete(
+        self,
+        context: StepContext,
+        prompts: Sequence[Sequence[int]],
+        lines: Sequence[Mapping[str, Any]],
+        places: Iterable[int],
+        attempt: int = 0,
+    ) -> tuple[list[Drawn], dict[str, Tensor]]:
+        """Draw and score a group for each prompt. Every rank calls it at the same time.
+
+        Args:
+            context: of the step.
+            prompts: token ids of P prompts.
+            lines: of the data, that they are from.
+            places: of their rows in the global batch.
+            attempt: 0, or the number of the further draw.
+
+        Returns:
+            `group` completions of each prompt, in order, and (P, group) scores by the name of the reward.
+        """
+        group = self.loss.group
+        again = f":{attempt}" if attempt else ""
+        rows = [place * group + number for place in places for number in range(group)]
+        seeds = [seed_of(f"{context.job.job.seed}:rollout:{context.step}:{row}{again}") for row in rows]
         assert self._sampler is not None
         with trained_weights(context.model):
-            drawn = self._sampler(context.model, [ids for ids in prompts for _ in range(group)], seeds)
-        of_each = [line for line in lines for _ in range(group)]
-        parts = {name: scores.view(-1, group) for name, scores in self._scorer(drawn, of_each).items()}
-        rewards = weighted(self.loss, parts)
-        advantages = ADVANTAGES_OF[self.loss.algorithm](rewards)
-        self._log(context, drawn, rewards, parts)
-        return list(self._batches(context, prompts, drawn, advantages))
+            drawn = list(self._sampler(context.model, [ids for ids in prompts for _ in range(group)], seeds))
+        scores = self._scorer(drawn, [line for line in lines for _ in range(group)])
+        return drawn, {name: each.view(-1, group) for name, each in scores.items()}
 
-    def _prompts(self, context: StepContext) -> tuple[list[list[int]], list[Mapping[str, Any]]]:
-        """The prompts of this rank's rows, and the lines that they are from."""
+    def _redraw(
+        self,
+        context: StepContext,
+        first: int,
+        sources: Sequence[int],
+        prompts: list[list[int]],
+        drawn: list[Drawn],
+        rewards: Tensor,
+    ) -> float:
+        """Replace, in place, groups without a spread of rewards by groups of other prompts. Collective.
+
+        Returns:
+            The share of rows, of all ranks, whose completions still have one reward.
+        """
+        group = self.loss.group
+        redraws = torch.zeros((), dtype=torch.float64)
+        share = self._mean(_equal(rewards))
+        for attempt in range(1, self.loss.dynamic_sampling + 1):
+            if not share:
+                break
+            rows = _equal(rewards).nonzero()[:, 0].tolist()
+            # Ranks draw together: one with nothing to replace draws for its first row, and drops the result
+            chosen = rows or [0]
+            lines = [self._other_line(context, sources[row], first + row, attempt) for row in chosen]
+            assert self._build.tokenizer is not None
+            others = [encode_prompt(self._build.tokenizer, line["prompt"]) for line in lines]
+            completions, parts = self._complete(context, others, lines, [first + row for row in chosen], attempt)
+            scores = weighted(self.loss, parts)
+            for number, row in enumerate(rows):
+                prompts[row] = others[number]
+                drawn[row * group : (row + 1) * group] = completions[number * group : (number + 1) * group]
+                rewards[row] = scores[number]
+            redraws += len(rows)
+            share = self._mean(_equal(rewards))
+        context.log("redraws", self._mean(redraws.expand(len(prompts)) / len(prompts)))
+        context.log("redraws/equal", share)
+        return share
+
+    def _other_line(self, context: StepContext, source: int, place: int, attempt: int) -> Mapping[str, Any]:
+        """A line of the same source, drawn by step and place alone: the same one in every layout."""
+        sources: Any = context.job.data.sources
+        lines = sources[source].lines()
+        return lines[seed_of(f"{context.job.job.seed}:redraw:{context.step}:{place}:{attempt}") % len(lines)]
+
+    def _mean(self, values: Tensor) -> float:
+        """The mean over the rows of all ranks, from (R,) of this one's. Collective."""
+        sums = torch.stack([values.double().sum(), torch.tensor(float(len(values)), dtype=torch.float64)])
+        total = mesh.all_reduce_samples(sums.to(self._build.device), self._build.mesh)
+        return (total[0] / total[1]).item()
+
+    def _prompts(self, context: StepContext) -> tuple[list[list[int]], list[Mapping[str, Any]], list[int]]:
+        """The prompts of this rank's rows, and the lines and sources that they are from."""
         sources: Any = context.job.data.sources
         prompts: list[list[int]] = []
         lines: list[Mapping[str, Any]] = []
+        numbers: list[int] = []
         for batch in context.batches:
             entries = (batch[name].tolist() for name in ("input_ids", "prompt_tokens", "sources", "numbers"))
             for ids, length, source, number in zip(*entries, strict=True):
                 prompts.append(ids[:length])
                 lines.append(sources[source].lines()[number])
-        return prompts, lines
+                numbers.append(source)
+        return prompts, lines, numbers
 
     def _first_row(self, context: StepContext, rows: int) -> int:
         """The place of this rank's first row in the global batch: completions are drawn by it, alike in all layouts."""
@@ -163,13 +248,15 @@ class Rollouts(TrainingHook):
             yield {name: entry.contiguous().to(device) for name, entry in made.items()}
             done += size
 
-    def _log(self, context: StepContext, drawn: Sequence[Drawn], rewards: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Log means over all ranks. Collective."""
+    def _log(
+        self, context: StepContext, drawn: Sequence[Drawn], rewards: Tensor, parts: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Log means over all ranks, and return them. Collective."""
         sums = {
             "reward": rewards.sum(),
             **{f"reward/{name}": scores.sum() for name, scores in parts.items()},
             "reward/std": rewards.std(1).sum() * self.loss.group,
-            "reward/equal": (rewards.amax(1) == rewards.amin(1)).sum() * self.loss.group,
+            "reward/equal": _equal(rewards).sum() * self.loss.group,
             "completions/tokens": torch.tensor(sum(len(one.ids) for one in drawn)),
             "completions/ended": torch.tensor(sum(bool(one.ids) and one.ids[-1] in self._stops for one in drawn)),
             "": torch.tensor(len(drawn)),
@@ -180,11 +267,7 @@ class Rollouts(TrainingHook):
         del means[""]
         for name, value in means.items():
             context.log(name, value)
-        if self._is_first and mesh.global_rank() == 0 and means["reward/equal"] == 1:
-            seen = f"rewards of the first completions are equal for each prompt, on average {means['reward']:.3g}"
-            ended = f"{means['completions/ended']:.0%} of them ended within loss.max_tokens = {self.loss.max_tokens}"
-            warnings.warn(f"{seen}, so that nothing is learned from them; {ended}", stacklevel=2)
-        self._is_first = False
+        return means
 
     # --- state: the rows of a step that is not the last one on them --------------------------------------------------
 
@@ -208,3 +291,8 @@ class Rollouts(TrainingHook):
         own = {name: entry[first : first + sum(sizes)].to(self._build.device) for name, entry in whole.items()}
         parts = {name: entry.split(sizes) for name, entry in own.items()}
         return [{name: part[number] for name, part in parts.items()} for number in range(len(sizes))]
+
+
+def _equal(rewards: Tensor) -> Tensor:
+    """(P,) bool, from (P, G): whether all completions of a group have one reward."""
+    return rewards.amax(1) == rewards.amin(1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forge_core import JobError, TrainingHook
 from forge_core.engine.build import build_context
-from forge_plugin_grpo import GRPO, Answer, EngineRollout, Rewards
+from forge_plugin_grpo import GRPO, Answer, EngineRollout, RewardComponent, Rewards
 from forge_plugin_grpo.advantages import ADVANTAGES
 from forge_plugin_grpo.objective import objective
 from forge_testing import TinyModel, tiny_job
@@ -151,6 +151,7 @@ def test_several_updates_use_the_same_completions(tmp_path):
 def observation(**loss: Any) -> Any:
     def observe(folder: Path, changes: Any) -> list[tuple[float, ...]]:
         names = ("loss", "grad_norm", "loss/policy", "rollout/log_p_difference", "reward", "completions/tokens")
+        names = (*names, "redraws", "redraws/equal")
         changes = {**changes, "evaluations": {"rewards": Rewards(temperature=0.8)}}
         lines = lines_of(folder, changes, **loss)
         records = map(json.loads, next(folder.rglob("metrics.jsonl")).read_text().splitlines())
@@ -167,9 +168,52 @@ def same(ranks: Any, alone: Any) -> None:
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@frozen(kw_only=True)
+class Rare(RewardComponent):
+    """1 for completions that few draws are: most groups have one reward."""
+
+    def score(self, completion: Any) -> float:
+        return float(completion.ids[0] % 8 == 0)
+
+
+REDRAWN = {"rewards": {"rare": Rare()}, "dynamic_sampling": 2}
+
+
+def test_groups_without_a_spread_are_replaced_by_other_prompts(tmp_path):
+    """The rows that have a spread stay to the bit, and the position in the data does too."""
+    before, after, whole = Seen(), Seen(), Seen()
+    changes = {"steps": 1}
+    plain = lines_of(tmp_path / "plain", changes, before, rewards={"rare": Rare()})
+    few = lines_of(tmp_path / "few", changes, after, **REDRAWN)
+    many = lines_of(tmp_path / "many", changes, whole, **{**REDRAWN, "dynamic_sampling": 60})
+    learned = [(run.batches[0][0]["advantages"] != 0).any(1) for run in (before, after, whole)]
+    assert 0 < learned[0].sum() < learned[1].sum() < 8
+    assert learned[2].all()
+    assert not (learned[0] & ~learned[1]).any()
+    first, second, third = (run.batches[0][0]["input_ids"] for run in (before, after, whole))
+    assert first[learned[0]].equal(second[learned[0]])
+    assert second[learned[1]].equal(third[learned[1]])  # further draws begin with the same ones
+    prompts = [{bytes(row[:4].tolist()) for row in ids[~learned[0]]} for ids in (first, second)]
+    assert prompts[0] != prompts[1]
+    # What is logged of rewards is of the first draw, which no selection biases
+    assert plain[0]["reward"] == few[0]["reward"] == many[0]["reward"]
+    assert few[0]["reward/equal"] == 1 - learned[0].sum() / 8
+    assert few[0]["redraws/equal"] == 1 - learned[1].sum() / 8
+    assert few[0]["redraws"] == (8 - learned[0].sum() + 8 - _learned_after_one(tmp_path).sum()) / 8
+    assert many[0]["redraws/equal"] == 0
+    assert "redraws" not in plain[0]
+
+
+def _learned_after_one(folder: Path) -> Tensor:
+    seen = Seen()
+    lines_of(folder / "one", {"steps": 1}, seen, **{**REDRAWN, "dynamic_sampling": 1})
+    return (seen.batches[0][0]["advantages"] != 0).any(1)
+
+
 test_layouts = layout_law(
     Case("grpo", observe=observation(), compare=same, layouts=("fsdp2", "tp2", "pp2", "fsdp2_tp2")),
     Case("dapo", observe=observation(algorithm="dapo", updates=2), compare=same, layouts=("fsdp2", "tp2")),
+    Case("redraws", observe=observation(**REDRAWN), compare=same, layouts=("fsdp2", "tp2")),
 )
 
 
