@@ -11,6 +11,7 @@ from torch import nn
 from forge_core.contracts.errors import Problem, did_you_mean
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Model
+from forge_kit.nn.adapters import HasAdapter
 from forge_kit.nn.modules import Linear
 from forge_plugin_float8.float8 import MULTIPLE
 
@@ -46,13 +47,16 @@ def choose(model: Model, exclude: Sequence[str]) -> tuple[Sequence[str], Mapping
     return changed, left
 
 
-def model_problems(model: Model, exclude: Sequence[str], layout: Layout) -> Iterator[Problem]:
+def model_problems(model: Model, exclude: Sequence[str], layout: Layout, all_gather: bool = False) -> Iterator[Problem]:
     """Yields why a model cannot be computed in float8 with these settings."""
     names = list(linear_layers(model))
     for pattern in exclude:
         if not fnmatch.filter(names, pattern):
             yield Problem("exclude", f"{pattern!r} fits no linear layer{did_you_mean(pattern, names)}")
     changed, left = choose(model, exclude)
+    if adapted := [name for name in changed if all_gather and isinstance(model.get_submodule(name), HasAdapter)]:
+        message = f"{short(adapted)}: adapters read the weight beside them, which fsdp would gather rounded"
+        yield Problem("all_gather", f"{message}; leave it out, or exclude these layers")
     if not changed:
         why = "; ".join(f"{short(names)}: {reason}" for reason, names in left.items())
         message = f"{type(model).__name__} has no linear layer to compute in float8" + (f" ({why})" if why else "")
@@ -86,9 +90,15 @@ def _reason(module: nn.Module, exempt: bool, excluded: bool) -> str:
     if exempt or excluded:
         return "exempt" if exempt else "excluded"
     # A custom forward pass, of the class or set on the object, computes something other than x Wᵀ + b.
-    if type(module).forward not in (Linear.forward, nn.Linear.forward) or "forward" in vars(module):
+    own = without_adapter(type(module))
+    if own.forward not in (Linear.forward, nn.Linear.forward) or "forward" in vars(module):
         return OWN_WAY
     return NOT_A_MULTIPLE if any(size % MULTIPLE for size in module.weight.shape) else ""  # type: ignore[union-attr]
+
+
+def without_adapter(cls: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class that computes x Wᵀ + b: `cls`, or of a layer with an adapter the one that it is put before."""
+    return next(each for each in cls.__mro__ if issubclass(each, nn.Module) and not issubclass(each, HasAdapter))
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:

@@ -83,7 +83,7 @@ class Float8(ParallelComponent):
         """Checks `exclude`, that a layer is left to convert, and sizes of parts under tensor parallelism."""
         from forge_plugin_float8.choice import model_problems
 
-        return model_problems(model, self.exclude, layout)
+        return model_problems(model, self.exclude, layout, self.all_gather)
 
     def build(self, context: BuildContext) -> ParallelStage:
         """Imports torchao only here: a job is checked without it."""
