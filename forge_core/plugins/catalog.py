@@ -230,7 +230,7 @@ class Catalog:
         return f"{cls.__module__}:{cls.__qualname__}"
 
     def _load_path(self, kind: str, spec: str) -> tuple[Any, str, str]:
-        """The class at `module:Class` or `file.py:Class`, the spelling of a file's in a resolved job, and its source."""
+        """The class at `module:Class` or `file.py:Class`, how a resolved job spells the latter, and its source."""
         location, _, attribute = spec.rpartition(":")
         try:
             if location.endswith(".py"):
