@@ -52,7 +52,7 @@ def test_the_optimizer_and_the_data_need_not_be_installed(run, capsys):
     expected = capsys.readouterr().out
     for path in (run / "runs/run/job.toml", *run.glob("runs/run/checkpoints/*/manifest.json")):
         text = path.read_text()
-        for type_ in ("forge_testing:TinyAdamW", "forge-plugin-text/text"):
+        for type_ in ("forge_testing.tiny:TinyAdamW", "forge-plugin-text/text"):
             assert type_ in text
             text = text.replace(type_, "forge-plugin-nowhere/nobody")
         path.write_text(text)

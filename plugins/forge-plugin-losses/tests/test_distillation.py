@@ -259,8 +259,8 @@ def test_the_optimizer_of_the_teacher_need_not_be_installed(folder, student):
     shutil.copytree(folder / "teacher", folder / "stranger")
     manifest = folder / "stranger/checkpoints/step-6/manifest.json"
     text = manifest.read_text()
-    assert "forge_testing:TinyAdamW" in text
-    manifest.write_text(text.replace("forge_testing:TinyAdamW", "forge-plugin-nowhere/nobody"))
+    assert "forge_testing.tiny:TinyAdamW" in text
+    manifest.write_text(text.replace("forge_testing.tiny:TinyAdamW", "forge-plugin-nowhere/nobody"))
     assert distil(folder, "of-a-stranger", teacher="stranger/checkpoints/step-6") == 0
     assert numbers(folder, "of-a-stranger") == student
 

@@ -388,8 +388,8 @@ def test_what_trained_the_model_need_not_be_installed(lm, runs, tmp_path, capsys
     shutil.copytree(runs / "runs/plain", tmp_path / "plain")
     [manifest] = tmp_path.glob("plain/checkpoints/*/manifest.json")
     text = manifest.read_text()
-    assert "forge_testing:TinyAdamW" in text
-    manifest.write_text(text.replace("forge_testing:TinyAdamW", "forge-plugin-nowhere/nobody"))
+    assert "forge_testing.tiny:TinyAdamW" in text
+    manifest.write_text(text.replace("forge_testing.tiny:TinyAdamW", "forge-plugin-nowhere/nobody"))
     shown = []
     options = ["--device=cpu", "--include=tasks", "--bootstrap=0", "--tasks=choice", "--limit=3"]
     for run in ("runs/plain", str(tmp_path / "plain")):

@@ -129,7 +129,7 @@ def test_a_job_keeps_its_components_and_gets_a_folder_of_its_own(job):
     made = subject("job.name=mine", "optimizer.lr=0.5")
     base, layer = made.write("killed-0", {"steps": 12}, {"launch.hang_timeout_s": 20.0})
     assert made.folder == Path("runs/mine.drill")
-    assert 'type = "forge_testing:TinyModel"' in base.read_text()
+    assert 'type = "forge_testing.tiny:TinyModel"' in base.read_text()
     assert "lr = 0.5" in base.read_text()
     assert "hang_timeout_s = 20.0" in layer.read_text()
     assert made.run_folder("killed-0") == Path("runs/mine.drill/runs/mine-drill-killed-0")
