@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from attrs import define
 
@@ -41,12 +40,14 @@ class StartsAsBase(TrainingHook):
         Raises:
             ForgeError: the losses differ.
         """
+        from forge_kit.nn.adapters import evaluating
+
         # A run that continues has made this step before, but for one that stopped in it
         if context.step != 1 or not _begin_fresh(context.job):
             return
         # The same number of micro-batches on all ranks, which agree on the first one with labels
         for batch in context.batches:
-            with _evaluating(context.model):
+            with evaluating(context.model):
                 without, count = _loss(context, batch, adapters=False)
                 with_adapters, _ = _loss(context, batch, adapters=True)
             if count:
@@ -96,15 +97,3 @@ def _loss(context: StepContext, batch: Batch, adapters: bool) -> tuple[float, fl
     sums = torch.stack([output.loss_sum.double(), output.count.double()])
     total, count = all_reduce_tokens(sums, context.build.mesh).tolist()
     return total / max(count, 1.0), count
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Modules in evaluation mode: dropout would make two passes differ."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import ForgeError
 from forge_core.losses import loss_output
 from forge_core.parallel.mesh import gather_objects, pipeline_group
-from forge_kit.nn.adapters import HasAdapter, adapter_names, adapters_off
+from forge_kit.nn.adapters import HasAdapter, adapter_names, adapters_off, evaluating
 from forge_plugin_preference.answers import REFERENCE
 
 if TYPE_CHECKING:
@@ -69,18 +69,6 @@ def without_adapters(model: Model) -> Iterator[None]:
     off = adapters_off(model) if _has_adapters(model) else nullcontext()
     with evaluating(model), off:
         yield
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Modules in evaluation mode: the default generators are not seeded before a step, so that nothing may draw."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def check_adapters(model: Model, mesh: DeviceMesh | None) -> None:

@@ -141,7 +141,7 @@ class Baseline(TrainingHook):
         Raises:
             ForgeError: rows have no answers to other prompts.
         """
-        from forge_plugin_preference.adapters_off import evaluating
+        from forge_kit.nn.adapters import evaluating
         from forge_plugin_preference.answers import BASELINE
         from forge_plugin_preference.objective import objective_of
 

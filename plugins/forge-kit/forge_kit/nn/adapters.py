@@ -61,6 +61,21 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             module.adapter_on = was_on
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which modules are in evaluation mode: two passes agree, as neither draws for dropout.
+
+    Unlike an evaluation of the engine, it leaves weights as they are that an optimizer averages.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def merge_adapters(model: nn.Module) -> dict[str, Tensor]:
     """Returns the weights with their adapters added, by the name of the parameter that each replaces; float32 or wider.
 
