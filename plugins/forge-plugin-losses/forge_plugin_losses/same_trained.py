@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from attrs import define, field
 
-from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.components import FilePath, TrainingHook
 from forge_core.contracts.errors import CheckpointError
 
 
@@ -50,3 +50,12 @@ class SameTrained(TrainingHook):
         """Ignores the state if the job names another path: that change is intended."""
         if state[self.key] == getattr(self, self.key):
             self.checkpoint = state["checkpoint"]
+
+
+@define(kw_only=True, slots=False)
+class SameReference(SameTrained):
+    """Refuses to continue a run with another checkpoint of the reference than it had before."""
+
+    key = "reference"
+
+    reference: FilePath

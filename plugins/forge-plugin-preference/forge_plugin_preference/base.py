@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
@@ -10,8 +10,8 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import FilePath, LossComponent, TrainingHook, when_resumed
 from forge_core.contracts.errors import Problem
+from forge_plugin_losses.reference_path import reference_problems
 from forge_plugin_preference.hooks import reference_hooks
-from forge_plugin_preference.reference_path import reference_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,10 +140,24 @@ class ReferencePairLoss(PairLoss):
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Yields where the reference comes from, and the first loss if it is known."""
-        from forge_plugin_preference.reference_path import describe_reference
-
         return describe_reference(self, context)
 
     def rewards(self, answers: Answers) -> Tensor:
         """Returns `log_ratio`."""
         return answers.log_ratio
+
+
+def describe_reference(loss: PreferenceLoss, context: BuildContext) -> Iterator[tuple[str, str, str]]:
+    """Yields lines for the summary of a run, as `Component.choices` does. Rank 0 alone calls it."""
+    from forge_plugin_preference.objective import objective_of
+
+    objective = objective_of(context.auxiliary)
+    if objective.adapters_off:
+        yield "reference", "the model with its adapters off", "loss.reference"
+    elif objective.reference is None:
+        yield "reference", "log-probabilities in the data", "loss.reference is empty"
+    else:
+        yield "reference", str(objective.reference.checkpoint), "loss.reference"
+    known = loss.first_loss({})
+    if known is not None and objective.starts_as_reference:
+        yield "first loss", f"{known:.6f}", "the model starts as the reference; another one ends the run"

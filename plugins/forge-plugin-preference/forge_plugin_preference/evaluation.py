@@ -63,7 +63,6 @@ class Preferences(EvaluationComponent):
 
         from forge_core.parallel.layout import micro_batches
         from forge_core.parallel.mesh import gather_objects, pipeline_group
-        from forge_plugin_preference.adapters_off import add_reference
         from forge_plugin_preference.answers import BASELINE
 
         totals: dict[str, Tensor] = {}
@@ -75,7 +74,7 @@ class Preferences(EvaluationComponent):
 
         def run(group: list[Batch]) -> None:
             if objective.adapters_off:
-                add_reference(objective, context.executor, context.model, group)
+                objective.add_reference(context.executor, context.model, group)
             context.executor.evaluate(group, measure)
 
         # As many micro-batches at a time as a step has: of one alone, all ranks of a pipeline but one would wait

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from forge_core.contracts.components import FilePath, TrainingHook
+from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_losses.same_trained import SameTrained
-from forge_plugin_preference.reference_path import ADAPTERS_OFF
+from forge_plugin_losses.reference_path import ADAPTERS_OFF
+from forge_plugin_losses.same_trained import SameReference
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext
@@ -31,15 +31,6 @@ def reference_hooks(loss: PreferenceLoss, reference: str, check_first_loss: bool
 
 
 @define(kw_only=True, slots=False)
-class SameReference(SameTrained):
-    """Refuses to continue a run with another checkpoint of the reference than it had before."""
-
-    key = "reference"
-
-    reference: FilePath
-
-
-@define(kw_only=True, slots=False)
 class AdaptersOff(TrainingHook):
     """Computes the log-probabilities of the reference before each step, by the model with its adapters off."""
 
@@ -51,19 +42,18 @@ class AdaptersOff(TrainingHook):
         Raises:
             ForgeError: it trains none, or further parameters.
         """
-        from forge_plugin_preference.adapters_off import check_adapters
+        from forge_plugin_losses.adapters_off import check_adapters
 
         assert context.build is not None, "the run loop gives hooks its context"
         check_adapters(context.model, context.build.mesh)
 
     def on_step_begin(self, context: StepContext) -> None:
         """Adds `reference_log_p` to each micro-batch. Collective."""
-        from forge_plugin_preference.adapters_off import add_reference
         from forge_plugin_preference.objective import objective_of
 
         assert context.build is not None, "the run loop gives hooks its context"
         assert context.executor is not None
-        add_reference(objective_of(context.build.auxiliary), context.executor, context.model, context.batches)
+        objective_of(context.build.auxiliary).add_reference(context.executor, context.model, context.batches)
 
 
 @define(kw_only=True, slots=False)

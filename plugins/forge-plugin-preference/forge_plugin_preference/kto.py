@@ -10,9 +10,9 @@ from attrs.validators import gt
 
 from forge_core.contracts.components import FilePath, TrainingHook
 from forge_core.contracts.errors import Problem
-from forge_plugin_preference.base import PreferenceLoss
+from forge_plugin_losses.reference_path import reference_problems
+from forge_plugin_preference.base import PreferenceLoss, describe_reference
 from forge_plugin_preference.hooks import Baseline, reference_hooks
-from forge_plugin_preference.reference_path import describe_reference, reference_problems
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,13 +22,13 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.losses import loss_output
 from forge_core.parallel import mesh as mesh_of_run
 from forge_kit.torch_internals import detect_fake_mode
+from forge_plugin_losses.adapters_off import without_adapters
 from forge_plugin_losses.apart import check_apart
 from forge_plugin_losses.log_probabilities import log_probabilities
+from forge_plugin_losses.reference import Reference, load_reference
+from forge_plugin_losses.reference_path import ADAPTERS_OFF, starts_as_reference
 from forge_plugin_losses.workspace import Workspace
-from forge_plugin_preference.adapters_off import token_log_probabilities
 from forge_plugin_preference.answers import ABSENT, BASELINE, CHOSEN, KINDS, MISMATCHED, REFERENCE, Answers
-from forge_plugin_preference.reference import Reference, load_reference
-from forge_plugin_preference.reference_path import ADAPTERS_OFF, starts_as_reference
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -115,7 +115,7 @@ class Objective:
         reference: Callable[[Batch], Tensor]
         if self.adapters_off:
             # Executors take micro-batches in order, which each rank's values are in as well
-            values = iter(token_log_probabilities(self, executor, model, rows))
+            values = iter(without_adapters(executor, model, rows, self.log_p))
             reference = lambda batch: next(values)  # noqa: E731
         else:
             assert self.reference is not None, "KTO.problems refuses data with the reference's log-probabilities"
@@ -128,10 +128,19 @@ class Objective:
         output = executor.evaluate(rows, ratios)
         return mean_ratio(output.loss_sum, batches, mesh).clamp(min=0)
 
-    def answer_sums(self, log_p: Tensor, batch: Batch) -> Tensor:
-        """Returns (B, E): the sum of log p (B, S) over each document, on all ranks that share a row. Collective."""
-        rows = Rows.of(batch, self.loss)
-        answers, _ = rows.answers(log_p, None, self.groups)
+    def add_reference(self, executor: Executor, model: Model, batches: Sequence[Batch]) -> None:
+        """Add to each micro-batch the log-probabilities of its answers under the model with adapters off. Collective.
+
+        They take the place of log-probabilities in the data, in the entry `REFERENCE`.
+        """
+        every = without_adapters(executor, model, batches, self._answer_sums)
+        # Of a pipeline, the last rank alone computes losses: the others have no sums, and need none
+        for batch, sums in zip(batches, every, strict=False):
+            batch[REFERENCE] = sums[:, None]  # type: ignore[index]
+
+    def _answer_sums(self, head: Head, hidden: Tensor, batch: Batch) -> Tensor:
+        """Returns (B, E): log p of each document, summed over all ranks that share a row. Collective."""
+        answers, _ = Rows.of(batch, self.loss).answers(self.log_p(head, hidden, batch), None, self.groups)
         return answers.log_p
 
     def log_p(self, head: Head, hidden: Tensor, batch: Batch) -> Tensor:

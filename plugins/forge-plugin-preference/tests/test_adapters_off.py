@@ -18,8 +18,8 @@ from forge_core.engine.trainer import Trainer
 from forge_kit.nn.adapters import HasAdapter
 from forge_plugin_checkpoints import Parts
 from forge_plugin_lora import LoRA
+from forge_plugin_losses.adapters_off import check_adapters
 from forge_plugin_preference import DPO, IPO, KTO
-from forge_plugin_preference.adapters_off import add_reference, check_adapters
 from forge_plugin_preference.answers import REFERENCE
 from forge_plugin_preference.objective import objective_of
 from forge_testing.catalogs import installed
@@ -93,7 +93,7 @@ def test_nothing_is_dropped_in_the_pass_of_the_reference(tmp_path: Path) -> None
     adapted.register_forward_hook(lambda module, *_: seen.append((module.training, module.adapter_on)))
     with Training(run, TrainLoader(job, run.datasets, run.context)) as training:
         batches = training.loader.next_step()
-        add_reference(objective_of(run.context.auxiliary), run.executor, run.model, batches)
+        objective_of(run.context.auxiliary).add_reference(run.executor, run.model, batches)
     assert seen == [(False, False)] * len(batches)
     assert all(REFERENCE in batch for batch in batches)
     assert adapted.training

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.losses import loss_output
 from forge_core.parallel.mesh import gather_objects, pipeline_group
 from forge_kit.nn.adapters import HasAdapter, adapter_names, adapters_off, evaluating
-from forge_plugin_preference.answers import REFERENCE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,50 +19,38 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Head, Model
     from forge_core.contracts.runtime import Executor, LossOutput
-    from forge_plugin_preference.objective import Objective
 
 
-def add_reference(objective: Objective, executor: Executor, model: Model, batches: Sequence[Batch]) -> None:
-    """Add to each micro-batch the log-probabilities of its answers under the model with adapters off. Collective.
+def without_adapters(
+    executor: Executor, model: Model, batches: Sequence[Batch], measure: Callable[[Head, Tensor, Batch], Tensor]
+) -> list[Tensor]:
+    """Compute something of each micro-batch with the model's adapters off, in a forward pass. Collective.
 
-    They take the place of log-probabilities in the data, in the entry `forge_plugin_preference.answers.REFERENCE`.
+    Args:
+        executor: of the run.
+        model: in training.
+        batches: this rank's micro-batches.
+        measure: from head, hidden states and this rank's positions of a micro-batch, such as log-probabilities.
+
+    Returns:
+        What it returned, in the order of the batches. Of a pipeline, the ranks before the last have nothing.
     """
     # Not inside of the loss: a second forward pass between forward and backward needs the whole pipeline, and the
     # stages of a rank have one micro-batch open at a time.
-    sums: list[Tensor] = []
-
-    def measure(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
-        log_p = objective.log_p(head, hidden, batch)
-        sums.append(objective.answer_sums(log_p, batch))
-        return loss_output(log_p.sum(), log_p, batch["labels"] != IGNORED_LABEL)
-
-    with without_adapters(model):
-        executor.evaluate(batches, measure)
-    # Of a pipeline, the last rank alone computes losses: the others have no sums, and need none
-    for batch, values in zip(batches, sums, strict=False):
-        batch[REFERENCE] = values[:, None]  # type: ignore[index]
-
-
-def token_log_probabilities(
-    objective: Objective, executor: Executor, model: Model, batches: Sequence[Batch]
-) -> list[Tensor]:
-    """Compute log p of each label (B, S) of this rank's part of the batches, in order, with adapters off. Collective.
-
-    Of a pipeline, the ranks before the last return an empty list.
-    """
     every: list[Tensor] = []
 
-    def measure(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
-        every.append(objective.log_p(head, hidden, batch))
-        return loss_output(every[-1].sum(), every[-1], batch["labels"] != IGNORED_LABEL)
+    def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
+        every.append(measure(head, hidden, batch))
+        losses = hidden.new_zeros(batch["labels"].shape)
+        return loss_output(losses.sum(), losses, batch["labels"] != IGNORED_LABEL)
 
-    with without_adapters(model):
-        executor.evaluate(batches, measure)
+    with adapters_off_for_evaluation(model):
+        executor.evaluate(batches, loss)
     return every
 
 
 @contextmanager
-def without_adapters(model: Model) -> Iterator[None]:
+def adapters_off_for_evaluation(model: Model) -> Iterator[None]:
     """A context in which a model computes what it did before its adapters were trained, without dropout."""
     # A rank of a pipeline may have only layers without adapters; `check_adapters` has seen that others have some
     off = adapters_off(model) if _has_adapters(model) else nullcontext()

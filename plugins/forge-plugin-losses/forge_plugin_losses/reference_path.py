@@ -11,7 +11,6 @@ from forge_core.contracts.errors import ForgeError, Problem
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.job import Job
-    from forge_plugin_preference.base import PreferenceLoss
 
 
 ADAPTERS_OFF = "adapters_off"
@@ -85,19 +84,3 @@ def _starts_without_adapters(context: BuildContext) -> bool:
     except (ForgeError, OSError):  # the run names what is missing
         return False
     return not _adapters_alone(trained.job)
-
-
-def describe_reference(loss: PreferenceLoss, context: BuildContext) -> Iterator[tuple[str, str, str]]:
-    """Yields lines for the summary of a run, as `Component.choices` does. Rank 0 alone calls it."""
-    from forge_plugin_preference.objective import objective_of
-
-    objective = objective_of(context.auxiliary)
-    if objective.adapters_off:
-        yield "reference", "the model with its adapters off", "loss.reference"
-    elif objective.reference is None:
-        yield "reference", "log-probabilities in the data", "loss.reference is empty"
-    else:
-        yield "reference", str(objective.reference.checkpoint), "loss.reference"
-    known = loss.first_loss({})
-    if known is not None and objective.starts_as_reference:
-        yield "first loss", f"{known:.6f}", "the model starts as the reference; another one ends the run"

@@ -1,4 +1,4 @@
-"""The frozen reference of a preference loss, divided over ranks as the model in training is."""
+"""A frozen model that losses compare with the one in training, divided over ranks as that is."""
 
 from __future__ import annotations
 
