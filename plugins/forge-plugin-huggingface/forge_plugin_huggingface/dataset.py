@@ -13,9 +13,9 @@ from forge_core.contracts.components import DatasetComponent, FilePath, when_res
 from forge_core.contracts.data import HasDescription
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.rank_zero import from_rank0
-from forge_plugin_huggingface.learned import LearnsSomething
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.problems import NO_TOKENIZER, problems_of
+from forge_plugin_huggingface.label_check import LearnsSomething
 from forge_plugin_huggingface.source import DescribedSource, Origin
 
 if TYPE_CHECKING:

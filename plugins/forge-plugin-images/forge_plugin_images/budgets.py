@@ -8,7 +8,7 @@ import numpy as np
 from attrs import evolve
 
 from forge_kit.data.budgets import Budget, Budgets
-from forge_plugin_images.building import row_format
+from forge_plugin_images.dataset_rows import row_format
 from forge_plugin_images.index import entries_of, stored_index
 
 if TYPE_CHECKING:

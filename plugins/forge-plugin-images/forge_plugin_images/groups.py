@@ -18,8 +18,8 @@ from forge_kit.data.cache import cached_folder
 from forge_plugin_images.decoding import FileImage, SectionImage
 from forge_plugin_images.image_file import ImageFile
 from forge_plugin_images.json_lines import LINE, json_object, lines_of
-from forge_plugin_images.listing import IMAGES, SOUNDS, VIDEOS, Found, files_of
 from forge_plugin_images.records import Record, embedded_image
+from forge_plugin_images.source_files import IMAGES, SOUNDS, VIDEOS, Found, files_of
 
 FORMAT = 1
 """Part of the key: increase it when the same files are grouped differently."""

@@ -15,8 +15,8 @@ from forge_core.contracts.errors import JobError
 from forge_kit.data.cache import cached_folder
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.image_file import ImageFile
-from forge_plugin_images.listing import Found
 from forge_plugin_images.records import Record, embedded_image
+from forge_plugin_images.source_files import Found
 
 FORMAT = 1
 """Part of the key: increase it when the same files are indexed differently."""

@@ -83,7 +83,7 @@ class RenderedText(DatasetComponent):
         Raises:
             JobError: `problems` has one, or no word fits into an image or a row.
         """
-        from forge_plugin_images.drawing import word_images
+        from forge_plugin_images.word_images import word_images
 
         if context.tokenizer is None:
             raise JobError(NO_TOKENIZER)

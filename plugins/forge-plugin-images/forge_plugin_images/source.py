@@ -15,8 +15,8 @@ from forge_core.contracts.components import DatasetComponent, FilePath, when_res
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.rank_zero import from_rank0, is_checked_elsewhere
 from forge_plugin_images.image_file import MAX_PIXELS, GreyRange
-from forge_plugin_images.listing import files_of, find_source, is_saved, open_records
 from forge_plugin_images.size_problems import size_problems
+from forge_plugin_images.source_files import files_of, find_source, is_saved, open_records
 from forge_plugin_images.split_problems import longest_side
 from forge_plugin_images.splitting import LARGEST
 from forge_plugin_images.stream_problems import stream_problems
@@ -174,7 +174,7 @@ class ImageDataset(DatasetComponent):
         Raises:
             JobError: the files cannot be read, or do not match the job.
         """
-        from forge_plugin_images.building import image_rows
+        from forge_plugin_images.dataset_rows import image_rows
 
         if self.streaming:
             from forge_plugin_images.streaming import image_stream

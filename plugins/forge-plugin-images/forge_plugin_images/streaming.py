@@ -25,7 +25,7 @@ from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.rows import SourceRow, StreamRows, stream_rows
 from forge_plugin_huggingface.source import DescribedSource, Origin, Source
 from forge_plugin_huggingface.stream import LaneReader
-from forge_plugin_images.building import all_rows, row_format
+from forge_plugin_images.dataset_rows import all_rows, row_format
 from forge_plugin_images.documents import ImageDocuments, Measured
 from forge_plugin_images.image_file import BrokenImage, ImageFile
 from forge_plugin_images.records import Record, embedded_image, file_at

@@ -231,7 +231,7 @@ def test_ranks_other_than_the_first_look_at_no_file_unless_their_cache_is_empty(
     [found] = sent
     monkeypatch.setattr("forge_plugin_images.source.from_rank0", lambda context, describe: found)
     with monkeypatch.context() as patched:
-        for name in ("listing.files_of", "groups.files_of", "records.stamps"):
+        for name in ("source_files.files_of", "groups.files_of", "records.stamps"):
             patched.setattr(f"forge_plugin_images.{name}", lambda *arguments: pytest.fail("it looks at files"))
         assert build(dataset, model=MODEL).identity() == identity
     shutil.rmtree(cache)  # as on another machine

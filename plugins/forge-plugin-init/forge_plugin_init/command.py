@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from forge_core.plugins.catalog import Catalog
     from forge_plugin_init.corpora import Corpus
+    from forge_plugin_init.job_text import Draft
     from forge_plugin_init.sizes import Machine, Sizes
-    from forge_plugin_init.writing import Draft
 
 PROGRAM = "forge-run init"
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -175,10 +175,10 @@ def positive_number(text: str) -> float:
 
 def make_draft(options: argparse.Namespace, catalog: Catalog) -> Draft:
     """Look at data and machine, and choose the sizes."""
-    from forge_plugin_init.measuring import stated_machine, this_machine
+    from forge_plugin_init.job_text import Draft
+    from forge_plugin_init.machine import stated_machine, this_machine
+    from forge_plugin_init.model_sizes import start_file, tuning_sizes
     from forge_plugin_init.sizes import Budget, Data, choose, token_estimate, vocabulary_for
-    from forge_plugin_init.tuning import start_file, tuning_sizes
-    from forge_plugin_init.writing import Draft
 
     # Run and data before the machine: their errors do not wait for a measurement
     start = start_file(options.start) if options.start else ""
@@ -259,7 +259,7 @@ def write_checked(draft: Draft, path: Path, catalog: Catalog) -> None:
     import tempfile
 
     from forge_core.config.load import load_job
-    from forge_plugin_init.writing import render
+    from forge_plugin_init.job_text import render
 
     text = render(draft, str(path))
     # Checked as a file and not as a table, exactly as `forge-run` reads it later
@@ -275,7 +275,7 @@ def write_checked(draft: Draft, path: Path, catalog: Catalog) -> None:
 def _report(draft: Draft, path: Path) -> None:
     import textwrap
 
-    from forge_plugin_init.writing import command_of, reasons
+    from forge_plugin_init.job_text import command_of, reasons
 
     print(f"{path} is written, and right:")
     for subject, sentence in reasons(draft):

@@ -16,8 +16,8 @@ from forge_core.parallel.initialise import bare_context
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_init import sizes
 from forge_plugin_init.corpora import Corpus, own_text
+from forge_plugin_init.job_text import Draft, render
 from forge_plugin_init.sizes import Budget, Data, Machine, choose, parameters, plan, vocabulary_for
-from forge_plugin_init.writing import Draft, render
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import tiny_job
 from forge_testing.refusals import lacks, refuses

@@ -82,7 +82,7 @@ class _QuantisedAdamW(_LowBitAdamW):
 
     def over(self, format: Format, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         """Build the optimizer with moments of a format."""
-        from forge_plugin_lowbit.quantised import QuantisedAdamW
+        from forge_plugin_lowbit.moments import QuantisedAdamW
 
         keys = ("block_size", "min_size", "exclude")
         own = {key: getattr(self, key) for key in keys} | self.settings(context)

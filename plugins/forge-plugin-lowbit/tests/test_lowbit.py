@@ -29,8 +29,8 @@ from forge_kit.tools.whole_tensors import read_whole
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
 from forge_plugin_lowbit.bf16 import BF16AdamW
 from forge_plugin_lowbit.formats import EIGHT_BIT
+from forge_plugin_lowbit.moments import QuantisedAdamW
 from forge_plugin_lowbit.optimizer import LowBitAdamW
-from forge_plugin_lowbit.quantised import QuantisedAdamW
 from forge_plugin_lowbit.rounding import place_of, random_bits, round_with
 from forge_plugin_parallel import FSDP, TensorParallel
 from forge_plugin_plan.estimate import make_plan

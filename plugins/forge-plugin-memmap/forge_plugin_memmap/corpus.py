@@ -9,8 +9,8 @@ from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.data.data_files import FileFinder, Listing
+from forge_plugin_memmap.manifest import HELD_OUT, TRAIN, Prepared, read_prepared
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
-from forge_plugin_memmap.prepared import HELD_OUT, TRAIN, Prepared, read_prepared
 from forge_plugin_memmap.shards import SUFFIXES, Shard, read_shard
 
 RAW_SUFFIXES = (".bin", ".npy")

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from forge_core.contracts.components import FilePath, TokenizerComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_memmap.prepared import TOKENIZER, read_prepared
+from forge_plugin_memmap.manifest import TOKENIZER, read_prepared
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

@@ -11,7 +11,7 @@ import pytest
 
 from forge_core import Trainer, read_metrics
 from forge_core.cli import main
-from forge_plugin_runs.curves import drawing
+from forge_plugin_runs.curves import panels
 from forge_plugin_runs.final_loss import mean_of_last
 from forge_testing.tiny import TINY_JOB
 
@@ -25,13 +25,13 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     headings: list[str] = []
-    write = drawing.write_figure
+    write = panels.write_figure
 
     def keep_heading(figure, *rest):
         headings.append(figure.texts[1].get_text())
         write(figure, *rest)
 
-    monkeypatch.setattr(drawing, "write_figure", keep_heading)
+    monkeypatch.setattr(panels, "write_figure", keep_heading)
     Path("job.toml").write_text(JOB)
     commands = {
         "log": "job.toml",

@@ -20,7 +20,7 @@ from forge_plugin_runs.watch import command as watch_command
 from forge_plugin_runs.watch import remote
 from forge_plugin_runs.watch.braille import curve, visible_range
 from forge_plugin_runs.watch.follow import FollowedFile
-from forge_plugin_runs.watch.watched import LocalRun, RemoteRun, WatchedRun
+from forge_plugin_runs.watch.run_state import LocalRun, RemoteRun, WatchedRun
 from forge_testing.refusals import lacks
 
 SSH = """#!{python} -SE

@@ -18,7 +18,7 @@ from forge_plugin_sae.sae import SAE
 from forge_plugin_taps import SinkComponent
 
 if TYPE_CHECKING:
-    from forge_plugin_sae.stored import Trained
+    from forge_plugin_sae.store_training import Trained
 
 KEYS = "a key of the autoencoders: --sae.KEY=value, its value written as in TOML"
 TABLE = '[sae]\ntype = "sae"\n'
@@ -51,7 +51,7 @@ def command(argv: list[str]) -> int:
     settings = _settings(files, overrides)
     # Before torch is imported and training begins: a folder that is taken is found at once
     out = options.out and free_folder(options.out, "--out")
-    from forge_plugin_sae.stored import Samples, train  # imports torch
+    from forge_plugin_sae.store_training import Samples, train  # imports torch
 
     samples = Samples.of(Path(options.run))
     out = out or free_folder(samples.folder.parent / settings.folder, "sae.folder")

@@ -43,6 +43,6 @@ class LossRecovered(EvaluationComponent):
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
         """Returns the metrics that the class docstring lists; none without held-out data. Collective."""
-        from forge_plugin_sae.recovered import recovered
+        from forge_plugin_sae.loss_recovery import recovered
 
         return {} if context.held_out is None else recovered(self, context)

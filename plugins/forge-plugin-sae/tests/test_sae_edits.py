@@ -49,7 +49,7 @@ def alone(tmp_path_factory):
 
 def test_the_last_loss_recovered_is_that_of_the_saved_file_in_the_model_run_by_hand(tmp_path, monkeypatch):
     """Beside the same model, whose layer is replaced by hand."""
-    from forge_plugin_sae import recovered as module
+    from forge_plugin_sae import loss_recovery as module
 
     seen = {}
 

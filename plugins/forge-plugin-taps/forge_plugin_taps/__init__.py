@@ -7,9 +7,9 @@ from forge_plugin_taps.division import shares_tokens
 from forge_plugin_taps.edits import Add, Mean, Replace, SelectingEdit, Zero
 from forge_plugin_taps.kinds import GRADIENT, Edit, EditComponent, PointInfo, Sink, SinkComponent, TapsInfo
 from forge_plugin_taps.probe import Probe
-from forge_plugin_taps.reading import manifest_of, points_in, read_point, read_tokens, steps_of, steps_with
 from forge_plugin_taps.statistics import Statistics
 from forge_plugin_taps.store import Store
+from forge_plugin_taps.store_reader import manifest_of, points_in, read_point, read_tokens, steps_of, steps_with
 from forge_plugin_taps.taps import Taps
 
 if TYPE_CHECKING:

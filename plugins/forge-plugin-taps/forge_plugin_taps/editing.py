@@ -14,8 +14,8 @@ from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_taps.kinds import Edit
-from forge_plugin_taps.reading import points_in, read_file, read_point, read_tokens, steps_of, steps_with
 from forge_plugin_taps.selection import matching
+from forge_plugin_taps.store_reader import points_in, read_file, read_point, read_tokens, steps_of, steps_with
 
 if TYPE_CHECKING:
     from forge_plugin_taps.edits import Add, Mean, Replace, SelectingEdit

@@ -117,7 +117,7 @@ class Mean(SelectingEdit):
 
     def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
         """Checks that each point is in at least one step of the store."""
-        from forge_plugin_taps.reading import steps_of
+        from forge_plugin_taps.store_reader import steps_of
 
         yield from super().point_problems(points, layout)
         yield from _unstored_problems(self.store, steps_of(Path(self.store)), points)
@@ -148,7 +148,7 @@ class Replace(SelectingEdit):
 
     def point_problems(self, points: Mapping[str, TapPoint], layout: Layout) -> Iterable[Problem]:
         """Checks that each point is in the last step of the store, which alone is read."""
-        from forge_plugin_taps.reading import steps_of
+        from forge_plugin_taps.store_reader import steps_of
 
         yield from super().point_problems(points, layout)
         yield from _unstored_problems(self.store, steps_of(Path(self.store))[-1:], points)
@@ -161,7 +161,7 @@ class Replace(SelectingEdit):
 
 
 def _store_problems(folder: str) -> Iterator[Problem]:
-    from forge_plugin_taps.reading import steps_of
+    from forge_plugin_taps.store_reader import steps_of
 
     if not steps_of(Path(folder)):
         yield Problem(
@@ -171,7 +171,7 @@ def _store_problems(folder: str) -> Iterator[Problem]:
 
 def _unstored_problems(folder: str, steps: Sequence[Path], points: Iterable[str]) -> Iterator[Problem]:
     """Yields a problem for each point that no step has; none without steps."""
-    from forge_plugin_taps.reading import steps_with
+    from forge_plugin_taps.store_reader import steps_with
 
     stored = steps_with(steps)
     for name in points if steps else ():

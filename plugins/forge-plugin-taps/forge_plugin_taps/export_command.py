@@ -43,7 +43,7 @@ def command(argv: list[str]) -> int:
         parser.error("export needs --to, and show has none")
     if options.out is not None:
         options.out = free_folder(options.out, "--out")
-    from forge_plugin_taps.reading import steps_of
+    from forge_plugin_taps.store_reader import steps_of
 
     if not (steps := steps_of(options.store)):
         raise JobError(
@@ -67,7 +67,7 @@ def _show(options: argparse.Namespace, steps: list[Path]) -> int:
 
 def _points(steps: list[Path]) -> list[dict[str, Any]]:
     """Returns name, shape and dtype of each point, as in the last step that has it."""
-    from forge_plugin_taps.reading import manifest_of, steps_with
+    from forge_plugin_taps.store_reader import manifest_of, steps_with
 
     found = []
     for name, having in steps_with(steps).items():
@@ -82,7 +82,7 @@ def _numbers(steps: list[Path]) -> list[int]:
 
 def _export(options: argparse.Namespace, steps: list[Path]) -> int:
     from forge_plugin_taps.exporting import EXPORTS, cast_points
-    from forge_plugin_taps.reading import steps_with
+    from forge_plugin_taps.store_reader import steps_with
 
     # `.` and `..` have no name from which the folder beside them could be named.
     store = options.store if options.store.name not in ("", "..") else options.store.resolve()

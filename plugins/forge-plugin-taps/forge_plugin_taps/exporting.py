@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_taps.reading import points_in, read_point, read_tokens, steps_with
+from forge_plugin_taps.store_reader import points_in, read_point, read_tokens, steps_with
 
 CACHE = ".cache"
 """Folder inside the new one, in which `datasets` makes what it saves then."""

@@ -18,7 +18,7 @@ from forge_core.contracts.layout import MeshDimension
 from forge_core.contracts.runtime import ParallelStage
 from forge_plugin_parallel.collectives import all_reduce, fan_out
 from forge_plugin_taps import Statistics, Store
-from forge_plugin_taps.reading import points_in, read_point, read_tokens, steps_of
+from forge_plugin_taps.store_reader import points_in, read_point, read_tokens, steps_of
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems, naming, problems_of
 

@@ -18,7 +18,7 @@ from forge_core.engine.build import build_datasets
 from forge_plugin_taps import TOKENS
 from forge_plugin_taps.extracting import extract
 from forge_plugin_taps.lens import read_points
-from forge_plugin_taps.reading import points_in, read_point, read_tokens, steps_of
+from forge_plugin_taps.store_reader import points_in, read_point, read_tokens, steps_of
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks
 

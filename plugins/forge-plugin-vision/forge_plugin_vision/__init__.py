@@ -25,7 +25,7 @@ from forge_plugin_vision.kinds import (
 )
 from forge_plugin_vision.mrope import MultimodalRope
 from forge_plugin_vision.qwen import Merger, QwenViT
-from forge_plugin_vision.tiled import TiledViT
+from forge_plugin_vision.tiled_vit import TiledViT
 from forge_plugin_vision.vision import Joint, TowerPart, VisionLanguage, VisionPart, VisionTower
 
 __all__ = [

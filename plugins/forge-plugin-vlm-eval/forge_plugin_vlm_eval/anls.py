@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from attrs import field, frozen
 from attrs.validators import and_, gt, le
 
-from forge_plugin_vlm_eval.generated import GeneratedAnswers, mean_and_error
+from forge_plugin_vlm_eval.answer_evaluation import GeneratedAnswers, mean_and_error
 from forge_plugin_vlm_eval.normalisation import normaliser
 
 

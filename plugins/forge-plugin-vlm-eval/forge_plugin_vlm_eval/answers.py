@@ -12,7 +12,7 @@ from forge_core.contracts.components import EvaluationComponent
 from forge_core.contracts.contexts import EvaluationContext
 from forge_core.contracts.errors import ForgeError, Problem
 from forge_plugin_vision import HasImageInput, image_input
-from forge_plugin_vlm_eval.asked import NO_TOKENIZER
+from forge_plugin_vlm_eval.question_rows import NO_TOKENIZER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

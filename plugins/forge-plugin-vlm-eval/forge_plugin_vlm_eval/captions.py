@@ -11,7 +11,7 @@ from attrs import field, frozen
 from attrs.validators import gt
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_vlm_eval.generated import GeneratedAnswers, mean_and_error
+from forge_plugin_vlm_eval.answer_evaluation import GeneratedAnswers, mean_and_error
 
 if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout

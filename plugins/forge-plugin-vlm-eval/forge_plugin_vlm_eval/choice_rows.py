@@ -13,7 +13,7 @@ from forge_core.contracts.data import IGNORED_LABEL
 from forge_plugin_evaluate.tasks.rows import ROW
 
 if TYPE_CHECKING:
-    from forge_plugin_vlm_eval.asked import Asked, Questions
+    from forge_plugin_vlm_eval.question_rows import Asked, Questions
 
 
 @frozen

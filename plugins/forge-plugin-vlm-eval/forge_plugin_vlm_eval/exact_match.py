@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 from attrs import frozen
 
 from forge_core.contracts.errors import DataError, Problem
-from forge_plugin_vlm_eval.asked import Asked
-from forge_plugin_vlm_eval.generated import GeneratedAnswers, mean_and_error
+from forge_plugin_vlm_eval.answer_evaluation import GeneratedAnswers, mean_and_error
 from forge_plugin_vlm_eval.normalisation import Normalisation, normaliser, vqa_accuracy
+from forge_plugin_vlm_eval.question_rows import Asked
 
 if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout

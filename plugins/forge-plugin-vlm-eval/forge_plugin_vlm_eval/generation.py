@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
-    from forge_plugin_vlm_eval.asked import Asked, Questions
+    from forge_plugin_vlm_eval.question_rows import Asked, Questions
 
 AT_A_TIME = 16
 """Questions of one batch."""

@@ -10,15 +10,15 @@ from attrs.validators import min_len
 
 from forge_core.contracts.errors import DataError, JobError, Problem
 from forge_plugin_evaluate.tasks import Item
-from forge_plugin_vlm_eval.asked import Asked, ImageQuestions
+from forge_plugin_vlm_eval.question_rows import Asked, ImageQuestions
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
-    from forge_plugin_vlm_eval.asked import Questions
     from forge_plugin_vlm_eval.choice_rows import Choice
+    from forge_plugin_vlm_eval.question_rows import Questions
 
 Metric = Literal["acc", "acc_per_char", "acc_per_byte", "bits_per_byte"]
 

@@ -30,9 +30,9 @@ from forge_plugin_text import Bytes, Text
 from forge_plugin_text.packing import BestFit
 from forge_plugin_vision import MultimodalRope
 from forge_plugin_vlm_eval import Anls, Captions, ExactMatch, MultipleChoice, captions
-from forge_plugin_vlm_eval.asked import Asked, questions_for
-from forge_plugin_vlm_eval.generated import GeneratedAnswers
+from forge_plugin_vlm_eval.answer_evaluation import GeneratedAnswers
 from forge_plugin_vlm_eval.generation import check_generates
+from forge_plugin_vlm_eval.question_rows import Asked, questions_for
 from forge_testing import Numbers
 from forge_testing.images import LANGUAGE, tiny_model
 from forge_testing.laws import Case, layout_law

@@ -15,7 +15,7 @@ from attrs import asdict, field, frozen
 from forge_core import report_progress
 from forge_kit.data.cache import cached_folder, digest_of
 from forge_plugin_images.source import Split
-from forge_plugin_images.video.motion_drawing import draw_motion
+from forge_plugin_images.video.motion_images import draw_motion
 from forge_plugin_images.video.motions import Motion, split_motions
 from forge_plugin_images.video.video_text import VideoText
 

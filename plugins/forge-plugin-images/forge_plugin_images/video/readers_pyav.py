@@ -13,10 +13,10 @@ from attrs import define, field
 
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.image_file import ImageFile
+from forge_plugin_images.video.frame_tables import clip_of, frames_by_index, frames_by_packets, ticks
 from forge_plugin_images.video.kinds import BrokenVideo, Clip, Unreadable
 from forge_plugin_images.video.mp4_tables import truncation
 from forge_plugin_images.video.orientation import Turn
-from forge_plugin_images.video.probing import clip_of, frames_by_index, frames_by_packets, ticks
 
 if TYPE_CHECKING:
     from av import Packet, VideoFrame

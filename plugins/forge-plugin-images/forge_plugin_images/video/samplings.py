@@ -27,7 +27,7 @@ class Uniform(FrameSamplingComponent):
 
     def choose(self, clip: Clip, budget: int, random: Random | None) -> list[int]:
         """With jitter, a frame is drawn from each of n equal parts, as `Fps` does, and not from equal distances."""
-        from forge_plugin_images.video.choosing import evenly, frames_allowed, from_parts
+        from forge_plugin_images.video.frame_choice import evenly, frames_allowed, from_parts
 
         count = frames_allowed(self, clip, round(clip.duration * self.fps), budget)
         if self.jitter and random is not None:
@@ -49,7 +49,7 @@ class Fps(FrameSamplingComponent):
 
     def choose(self, clip: Clip, budget: int, random: Random | None) -> list[int]:
         """Rounds n down, so that a part lasts at least 1 / fps, within `TOLERANCE` for durations in floating point."""
-        from forge_plugin_images.video.choosing import frames_allowed, from_parts
+        from forge_plugin_images.video.frame_choice import frames_allowed, from_parts
 
         count = frames_allowed(self, clip, int(clip.duration * self.fps + TOLERANCE), budget)
         return from_parts(clip, count, 0.0, random if self.jitter else None)
@@ -68,7 +68,7 @@ class Middle(FrameSamplingComponent):
 
     def choose(self, clip: Clip, budget: int, random: Random | None) -> list[int]:
         """With jitter, a frame is drawn from the whole of each part."""
-        from forge_plugin_images.video.choosing import frames_allowed, from_parts
+        from forge_plugin_images.video.frame_choice import frames_allowed, from_parts
 
         count = frames_allowed(self, clip, round(clip.duration * self.fps), budget)
         return from_parts(clip, count, 0.5, random if self.jitter else None)
@@ -92,7 +92,7 @@ class Scene(FrameSamplingComponent):
 
     def choose(self, clip: Clip, budget: int, random: Random | None) -> list[int]:
         """With jitter, a frame is drawn from each part of a scene."""
-        from forge_plugin_images.video.choosing import frames_allowed, from_scenes
+        from forge_plugin_images.video.frame_choice import frames_allowed, from_scenes
 
         count = frames_allowed(self, clip, round(clip.duration * self.fps), budget)
         return from_scenes(clip, count, random if self.jitter else None)

@@ -13,7 +13,7 @@ from attrs import evolve
 from forge_plugin_images import Span
 from forge_plugin_images.decoding import BytesImage, FileImage
 from forge_plugin_images.image_file import BrokenImage
-from forge_plugin_images.video import BrokenVideo, Frames, PyAV, Uniform, probing
+from forge_plugin_images.video import BrokenVideo, Frames, PyAV, Uniform, frame_tables
 from forge_plugin_images.video.kinds import Unreadable
 from forge_plugin_images.video.orientation import Turn
 from forge_plugin_text.bytes import ByteTokenizer
@@ -141,9 +141,9 @@ def test_a_probe_names_the_clip_and_the_reason(tmp_path, reader, name):
 )
 def test_tables_of_which_no_frame_is_shown_are_refused(keys, unseen, facts):
     stamps = np.arange(len(keys))
-    tables = probing.Frames(stamps, np.array(keys, bool), np.array(unseen, bool), stamps + 1)
+    tables = frame_tables.Frames(stamps, np.array(keys, bool), np.array(unseen, bool), stamps + 1)
     with pytest.raises(Unreadable, match=naming(*facts)):
-        probing.clip_of(tables, SimpleNamespace(time_base=Fraction(1, 25)), Turn(), 1.0)
+        frame_tables.clip_of(tables, SimpleNamespace(time_base=Fraction(1, 25)), Turn(), 1.0)
 
 
 def test_times_that_frames_are_not_shown_at_are_refused(tmp_path, reader):

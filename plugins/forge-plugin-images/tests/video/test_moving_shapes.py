@@ -15,7 +15,7 @@ from forge_core.engine.build import build_context, build_model
 from forge_plugin_images.decoding import BytesImage
 from forge_plugin_images.patches import frames_of
 from forge_plugin_images.video import MovingShapes, PyAV, moving_clips
-from forge_plugin_images.video.motion_drawing import draw_motion, place
+from forge_plugin_images.video.motion_images import draw_motion, place
 from forge_plugin_images.video.motions import DIRECTIONS, Motion, split_motions
 from forge_plugin_images.video.moving_clips import encoded
 from forge_plugin_text import Bytes

@@ -13,7 +13,7 @@ from forge_core.cli.command_line import with_examples
 from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.outputs import free_folder
-from forge_plugin_memmap.prepared import INPUTS, MANIFEST, UNFINISHED
+from forge_plugin_memmap.manifest import INPUTS, MANIFEST, UNFINISHED
 
 if TYPE_CHECKING:
     from forge_plugin_memmap.prepare.run import Settings

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from forge_kit.tools.tables import columns
+from forge_plugin_memmap.manifest import SPLITS
 from forge_plugin_memmap.prepare.folder import State
-from forge_plugin_memmap.prepared import SPLITS
 
 LINES = 10
 """Lines in all, where there is no terminal to draw a bar on."""

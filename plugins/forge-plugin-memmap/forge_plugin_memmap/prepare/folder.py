@@ -20,10 +20,10 @@ from forge_core.files import write_atomically
 from forge_core.plugins.catalog import Catalog
 from forge_kit.data.cache import remove_leftovers
 from forge_kit.tools.commands import parse_component
+from forge_plugin_memmap.manifest import FORMAT, INPUTS, MADE_BY, MANIFEST, SPLITS, UNFINISHED, read_prepared
 from forge_plugin_memmap.prepare.documents import Dropped
 from forge_plugin_memmap.prepare.inputs import InputPosition
 from forge_plugin_memmap.prepare.writing import Written
-from forge_plugin_memmap.prepared import FORMAT, INPUTS, MADE_BY, MANIFEST, SPLITS, UNFINISHED, read_prepared
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 """Errors of a file system that cannot lock a folder. Keeping other processes away is then up to the user."""

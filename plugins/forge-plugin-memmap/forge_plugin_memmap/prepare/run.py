@@ -16,6 +16,7 @@ from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.data.cache import digest_of
+from forge_plugin_memmap.manifest import HELD_OUT, SPLITS, TOKENIZER, TRAIN
 from forge_plugin_memmap.prepare.console import Meter, Speed, open_meter
 from forge_plugin_memmap.prepare.documents import Drop
 from forge_plugin_memmap.prepare.encoding import Block, Encoded, open_pool, refuse
@@ -31,7 +32,6 @@ from forge_plugin_memmap.prepare.folder import (
 from forge_plugin_memmap.prepare.inputs import Chunk, Input, InputPosition, read_chunks
 from forge_plugin_memmap.prepare.tokenizer import keep_tokenizer
 from forge_plugin_memmap.prepare.writing import SplitWriter
-from forge_plugin_memmap.prepared import HELD_OUT, SPLITS, TOKENIZER, TRAIN
 from forge_plugin_memmap.tokenizer_folder import KeptTokenizer, load_kept
 
 SAVE_EVERY_S = 5.0

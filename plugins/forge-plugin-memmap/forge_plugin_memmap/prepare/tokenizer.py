@@ -14,7 +14,7 @@ from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.contracts.layout import Layout
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import load_component
-from forge_plugin_memmap.prepared import TOKENIZER
+from forge_plugin_memmap.manifest import TOKENIZER
 from forge_plugin_memmap.tokenizer_folder import NO_RUN, KeptTokenizer, load_kept
 
 

@@ -17,7 +17,7 @@ from forge_plugin_moe.modules.capacity import largest, refuse_documents
 from forge_plugin_moe.modules.scores import LinearScores
 from forge_plugin_moma.modules.groups import Groups, masked
 from forge_plugin_moma.modules.noise import GumbelNoise
-from forge_plugin_moma.modules.skipped import Skipped
+from forge_plugin_moma.modules.skip_metrics import Skipped
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

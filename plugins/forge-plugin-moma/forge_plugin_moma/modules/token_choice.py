@@ -9,7 +9,7 @@ from torch import Tensor
 from forge_plugin_moe.modules.topk import SigmoidRouter
 from forge_plugin_moma.modules.groups import Groups, masked
 from forge_plugin_moma.modules.noise import GumbelNoise
-from forge_plugin_moma.modules.skipped import Skipped
+from forge_plugin_moma.modules.skip_metrics import Skipped
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from forge_core.contracts.model import Role
 from forge_kit.nn.taps import TapPoint
-from forge_plugin_mot.modules.routing import TEXT_ONLY, with_routes
-from forge_plugin_mot.modules.untied import (
+from forge_plugin_mot.modules.modality_weights import (
     MODALITIES,
     Merge,
     UntiedAttention,
@@ -19,6 +18,7 @@ from forge_plugin_mot.modules.untied import (
     copies,
     overlaid,
 )
+from forge_plugin_mot.modules.routing import TEXT_ONLY, with_routes
 from forge_plugin_transformer.modules.block import PARTS as BLOCK
 from forge_plugin_vision.modules.grafting import VisionLanguageModel, derived
 

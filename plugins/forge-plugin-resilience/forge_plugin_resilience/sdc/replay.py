@@ -135,7 +135,7 @@ def replay_job(job: dict[str, Any], options: argparse.Namespace, result: Path) -
     job["loggers"] = {"console": {"type": "forge-run/console", "style": "off"}}
     own = "forge-plugin-resilience/replicas"
     hooks = {name: table for name, table in job.get("hooks", {}).items() if table.get("type", name) != own}
-    replayed = {"type": "forge_plugin_resilience.sdc.replayed:Replayed", "at": options.step, "worst": options.worst}
+    replayed = {"type": "forge_plugin_resilience.sdc.replay_hook:Replayed", "at": options.step, "worst": options.worst}
     job["hooks"] = {**hooks, "replayed": {**replayed, "file": str(result)}}
     plugins = job.setdefault("plugins", {})
     checks = [table for name, table in plugins.items() if table.get("type", name) == "forge-plugin-resilience/sdc"]

@@ -57,7 +57,7 @@ class SDC(Plugin):
     def forge_build_executor(self, context: BuildContext, model: Model) -> Generator[None, Executor, Executor]:
         """Wraps the executor of the job, whichever component builds it; raises a `JobError` as `forge_validate_job`."""
         from forge_core import JobError
-        from forge_plugin_resilience.sdc.checked import CheckedExecutor
+        from forge_plugin_resilience.sdc.check_executor import CheckedExecutor
 
         # Here too: only now is it known what the device `auto` is.
         if context.device.type == "cuda" and (problems := list(self._not_repeatable(context.job))):

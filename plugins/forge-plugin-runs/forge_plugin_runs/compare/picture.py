@@ -10,8 +10,8 @@ from matplotlib.ticker import EngFormatter
 
 from forge_kit.tools.pictures import GREY, quiet_style, write_figure
 from forge_plugin_runs.compare.results import CellResult, Order, Outcome
-from forge_plugin_runs.curves.drawing import new_figure
 from forge_plugin_runs.curves.history import Average
+from forge_plugin_runs.curves.panels import new_figure
 from forge_plugin_runs.final_loss import MEAN_NAME
 
 COLORS = ("#2563eb", "#e8590c", "#0f9d76", "#7c4dbd", "#c1121f", "#0891b2", "#a16207", "#be185d", "#4d7c0f", "#475569")

@@ -46,7 +46,7 @@ class CurvesLogger:
         if not len(self.history):  # a run that ended before its first step
             return
         try:
-            from forge_plugin_runs.curves.drawing import draw  # late: importing matplotlib would delay the first step
+            from forge_plugin_runs.curves.panels import draw  # late: importing matplotlib would delay the first step
 
             draw(self.history, self.path, title=self.title, total_steps=self.total_steps, clip_norm=self.clip_norm)
         # Any error: training must not end because of a picture

@@ -18,7 +18,7 @@ from forge_plugin_runs.facts import demand_run
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from forge_plugin_runs.watch.watched import WatchedRun
+    from forge_plugin_runs.watch.run_state import WatchedRun
 
 REMOTE = re.compile(r"(?P<host>[^/:]+):(?P<folder>.+)")
 """As for scp: a colon before the first slash."""
@@ -63,7 +63,7 @@ def command(argv: list[str]) -> int:
 
 
 def _opened(name: str, once: bool) -> WatchedRun:
-    from forge_plugin_runs.watch.watched import LocalRun, RemoteRun
+    from forge_plugin_runs.watch.run_state import LocalRun, RemoteRun
 
     remote = REMOTE.fullmatch(name)
     # A folder of this machine may have a colon in its name

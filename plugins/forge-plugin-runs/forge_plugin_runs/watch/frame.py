@@ -14,7 +14,7 @@ from forge_plugin_runs.watch.braille import curve
 from forge_plugin_runs.words import age_text, count_text
 
 if TYPE_CHECKING:
-    from forge_plugin_runs.watch.watched import WatchedRun
+    from forge_plugin_runs.watch.run_state import WatchedRun
 
 STYLES = {"alive": "green", "late": "yellow", "silent": "bold red", "finished": "green", "died": "red"}
 LEAST, MOST = 3, 8

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from forge_core.contracts.components import TrainingHook
 from forge_plugin_runs.curves import Curves
-from forge_plugin_runs.curves.drawing import draw, make_figure
 from forge_plugin_runs.curves.history import Average, History, Series, read_lines
 from forge_plugin_runs.curves.logger import CurvesLogger
 from forge_plugin_runs.curves.marks import envelope
+from forge_plugin_runs.curves.panels import draw, make_figure
 from forge_testing.refusals import naming
 
 
@@ -282,7 +282,7 @@ import matplotlib
 names = [name for name in matplotlib.rcParams if name != "backend"]  # asking for that one imports pyplot
 before = [matplotlib.rcParams[name] for name in names]
 from pathlib import Path
-from forge_plugin_runs.curves.drawing import draw
+from forge_plugin_runs.curves.panels import draw
 from forge_plugin_runs.curves.history import History
 history = History(1)
 history.add({"step": 1, "loss": 1.0, "lr": 1.0, "grad_norm": 1.0})

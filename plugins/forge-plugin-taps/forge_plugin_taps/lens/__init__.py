@@ -3,21 +3,21 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forge_plugin_taps.lens.activations import Reading, attention_weights, read_points
     from forge_plugin_taps.lens.head_maps import AttentionMaps, attention_maps
     from forge_plugin_taps.lens.layer_predictions import LogitLens, logit_lens
     from forge_plugin_taps.lens.patching import PatchingEffects, patching_effects
-    from forge_plugin_taps.lens.reading import Reading, attention_weights, read_points
 
 _MODULES = {
     "AttentionMaps": "head_maps",
     "LogitLens": "layer_predictions",
     "PatchingEffects": "patching",
-    "Reading": "reading",
+    "Reading": "activations",
     "attention_maps": "head_maps",
-    "attention_weights": "reading",
+    "attention_weights": "activations",
     "logit_lens": "layer_predictions",
     "patching_effects": "patching",
-    "read_points": "reading",
+    "read_points": "activations",
 }
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
-from forge_plugin_taps.lens.reading import attention_weights
+from forge_plugin_taps.lens.activations import attention_weights
 
 
 @frozen

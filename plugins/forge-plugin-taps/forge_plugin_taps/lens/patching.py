@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
-from forge_plugin_taps.lens.reading import points_of, read_points
+from forge_plugin_taps.lens.activations import points_of, read_points
 
 
 @frozen

@@ -63,7 +63,7 @@ class Features(Plugin):
         model = yield
         if component is context.job.model and isinstance(component, VisionLanguage):  # and not a model inside of it
             from forge_plugin_vision.features.eligibility import problems_of
-            from forge_plugin_vision.features.modules.cached import add_cache
+            from forge_plugin_vision.features.modules.feature_cache import add_cache
 
             if problems := list(problems_of(model.get_submodule("vision.encoder"), context.job)):
                 raise JobError(problem.below("plugins.features") for problem in problems)

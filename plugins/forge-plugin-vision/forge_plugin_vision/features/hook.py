@@ -7,7 +7,7 @@ from attrs import define
 from forge_core import TrainingHook
 from forge_core.contracts.contexts import TrainContext
 from forge_plugin_vision.features.features import Features
-from forge_plugin_vision.features.modules.cached import CachedVision
+from forge_plugin_vision.features.modules.feature_cache import CachedVision
 
 
 @define(kw_only=True, slots=False)

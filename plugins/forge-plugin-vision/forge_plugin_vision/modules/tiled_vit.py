@@ -19,13 +19,13 @@ from forge_kit.nn.taps import TapPoint
 from forge_plugin_vision.modules.activations import ACTIVATIONS
 from forge_plugin_vision.modules.gate import Gate
 from forge_plugin_vision.modules.tower_points import PLAIN, tower_points
-from forge_plugin_vision.tiled import PADDED_TO
+from forge_plugin_vision.tiled_vit import PADDED_TO
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
     from forge_plugin_vision.kinds import Grid
     from forge_plugin_vision.modules.images import Images
-    from forge_plugin_vision.tiled import TiledViT
+    from forge_plugin_vision.tiled_vit import TiledViT
 
 
 class Tiles:

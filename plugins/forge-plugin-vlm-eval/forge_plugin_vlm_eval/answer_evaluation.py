@@ -10,13 +10,13 @@ from attrs import field, frozen
 from attrs.validators import gt
 
 from forge_core.contracts.errors import DataError
-from forge_plugin_vlm_eval.asked import Asked, ImageQuestions
+from forge_plugin_vlm_eval.question_rows import Asked, ImageQuestions
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
-    from forge_plugin_vlm_eval.asked import Questions
+    from forge_plugin_vlm_eval.question_rows import Questions
 
 
 @frozen(kw_only=True)

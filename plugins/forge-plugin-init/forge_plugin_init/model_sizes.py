@@ -53,7 +53,7 @@ def _model(start: str, corpus: Corpus, catalog: Catalog) -> tuple[int, int, int,
     from forge_core.contracts.layout import Layout
     from forge_core.engine.build import build_bare_model, build_tokenizer
     from forge_core.parallel.initialise import bare_context
-    from forge_plugin_init.writing import source_table
+    from forge_plugin_init.job_text import source_table
 
     # Keys that every job must have; none of them changes the size of the model
     rest = '[train]\nsteps = 1\nglobal_batch_size = 1\nseq_len = 8\n[optimizer]\ntype = "adamw"\n'
