@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @frozen
-class Selection:
+class NameSelection:
     """Names of parameters and buffers by what a table makes of them."""
 
     loaded: Mapping[str, str]
@@ -80,7 +80,7 @@ def select(
     stored: Mapping[str, Size],
     outline: Outline,
     begins_here: Collection[str] = (),
-) -> Selection:
+) -> NameSelection:
     """What to load: `where` has the name in the checkpoint of each parameter and buffer, and `stored` its shape.
 
     The checkpoint may lack those in `begins_here`.
@@ -103,11 +103,11 @@ def select(
         "not in the checkpoint, initial values kept": lacking,
         "only in the checkpoint": [name for name in stored if name not in names],
     }
-    return Selection({name: where[name] for name in selected}, others)
+    return NameSelection({name: where[name] for name in selected}, others)
 
 
 def _describe(
-    selection: Selection, folder: Path, manifest: Mapping[str, Any], context: BuildContext, outline: Outline
+    selection: NameSelection, folder: Path, manifest: Mapping[str, Any], context: BuildContext, outline: Outline
 ) -> Iterator[str]:
     yield f"weights from {folder}, step {manifest['step']}:"
     fates = {"loaded": list(selection.loaded), **selection.others}

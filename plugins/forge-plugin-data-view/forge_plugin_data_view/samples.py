@@ -34,7 +34,7 @@ class Token(NamedTuple):
 
 
 @frozen(kw_only=True)
-class Run:
+class Stretch:
     """Neighbouring tokens of one document that are shown alike."""
 
     kind: str
@@ -165,21 +165,21 @@ class Sample:
         if stop > start and self.labels[stop - 1] != IGNORED_LABEL:
             yield Token(int(self.labels[stop - 1]), True, number, -1)
 
-    def runs(self, most: int = 0) -> tuple[list[Run], list[Token]]:
+    def runs(self, most: int = 0) -> tuple[list[Stretch], list[Token]]:
         """Returns the first `most` tokens (0: all) in runs, padding as the last of them, and the tokens left out."""
         tokens = self.tokens()
         shown, rest = (tokens[:most], tokens[most:]) if most else (tokens, [])
         runs = [
-            Run(kind="image" if image else "text", learned=learned, document=document, ids=[t.id for t in group])
+            Stretch(kind="image" if image else "text", learned=learned, document=document, ids=[t.id for t in group])
             for (image, learned, document), group in groupby(shown, lambda t: (t.id < 0, t.learned, t.document))
         ]
         if self.padding and not rest:
             filler = self.inputs[len(self.inputs) - self.padding :].tolist()
-            runs.append(Run(kind="padding", learned=False, document=-1, ids=filler))
+            runs.append(Stretch(kind="padding", learned=False, document=-1, ids=filler))
         return runs, rest
 
 
-def image_names(runs: Sequence[Run], grids: Sequence[tuple[int, int, int]]) -> list[str]:
+def image_names(runs: Sequence[Stretch], grids: Sequence[tuple[int, int, int]]) -> list[str]:
     """Returns a placeholder for each run of positions of images, in order.
 
     Where each run is one image, it has the size of its grid; images that follow each other without a token between are

@@ -9,8 +9,8 @@ from rich.rule import Rule
 from rich.text import Text
 
 from forge_kit.data.data_files import left_out_note
-from forge_plugin_data_view.samples import Fill, Run
-from forge_plugin_data_view.view import Lengths, ShownSample, Source, View
+from forge_plugin_data_view.samples import Fill, Stretch
+from forge_plugin_data_view.view import Lengths, ShownSample, SourceView, View
 
 LEARNED, IGNORED, SPECIAL, QUIET = "green", "dim", "cyan", "dim"
 OPEN, CLOSE = "⟪", "⟫"
@@ -33,7 +33,7 @@ def show(view: View) -> None:
     console.print(Text(_legend(colour), style=QUIET))
 
 
-def _show_source(console: Console, source: Source, measured: int) -> None:
+def _show_source(console: Console, source: SourceView, measured: int) -> None:
     """Print a source; with `measured` samples of several sources, also the share of it that is learned."""
     console.print(Text.assemble((f"source {source.name}", "bold"), f"  {source.type}"))
     for line in source_lines(source):
@@ -46,7 +46,7 @@ def _show_source(console: Console, source: Source, measured: int) -> None:
             console.print(f"    {line}")
 
 
-def source_lines(source: Source) -> Iterator[str]:
+def source_lines(source: SourceView) -> Iterator[str]:
     """Yields the counts of a source."""
     if source.sequences is None:
         yield "a stream: its length is not known"
@@ -113,7 +113,7 @@ def _show_sample(console: Console, view: View, shown: ShownSample, colour: bool)
         console.print(Text(f"… {shown.left_out:,} more tokens, {learned}; --tokens 0 shows all", style=QUIET))
 
 
-def _run_text(view: View, run: Run, colour: bool, image: str) -> Text:
+def _run_text(view: View, run: Stretch, colour: bool, image: str) -> Text:
     if run.kind == "padding":
         return Text(f"{len(run.ids):,} positions", style=QUIET)
     style = LEARNED if run.learned else IGNORED

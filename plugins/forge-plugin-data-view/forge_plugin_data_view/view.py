@@ -12,7 +12,7 @@ from forge_core.contracts.data import Dataset, HasDescription
 from forge_kit.data.data_files import ListsFiles
 from forge_plugin_data_view.decoding import Decoder
 from forge_plugin_data_view.job_data import JobData, ends_of
-from forge_plugin_data_view.samples import Fill, Run, Sample, image_names
+from forge_plugin_data_view.samples import Fill, Sample, Stretch, image_names
 
 MEASURED_DOCUMENTS = 1_000_000
 """Documents of a source whose lengths are read at most; of more, so many are taken evenly."""
@@ -47,7 +47,7 @@ class Lengths:
 
 
 @frozen(kw_only=True)
-class Source:
+class SourceView:
     """One source of a job. None where it is not known, as of a stream."""
 
     name: str
@@ -83,7 +83,7 @@ class ShownSample:
     source: str
     where: str
     sample: Sample
-    runs: Sequence[Run]
+    runs: Sequence[Stretch]
     left_out: int
     """Tokens that are not in `runs`."""
     left_out_learned: int
@@ -101,7 +101,7 @@ class View:
     data: JobData
     step: int
     decoder: Decoder
-    sources: Sequence[Source]
+    sources: Sequence[SourceView]
     measured: int
     """Samples over which `fill` is counted."""
     fill: Fill
@@ -200,7 +200,7 @@ def _shown(number: int, source: str, where: str, sample: Sample, most: int) -> S
     )
 
 
-def describe_sources(data: JobData, fills: Mapping[int, Fill]) -> list[Source]:
+def describe_sources(data: JobData, fills: Mapping[int, Fill]) -> list[SourceView]:
     """Returns the facts of each source; `fills` are of its measured samples, by its number."""
     draws = data.draws()
     total = sum(draws)
@@ -212,12 +212,12 @@ def describe_sources(data: JobData, fills: Mapping[int, Fill]) -> list[Source]:
 
 def _source(
     data: JobData, number: int, dataset: Any, size: int | None, drawn: float, share: float, fill: Fill | None
-) -> Source:
+) -> SourceView:
     documents = data.documents.get(number)
     ends = None if documents is None else ends_of(documents)
     held_out: Dataset | None = dataset.held_out
     component, built = data.job.data.sources[number], data.built.get(number)
-    return Source(
+    return SourceView(
         name=data.names[number],
         type=data.catalog.type_of(type(component)),
         description=dataset.describe() if isinstance(dataset, HasDescription) else "",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
-    from forge_plugin_freeze.selection import Selection
+    from forge_plugin_freeze.selection import TrainedStages
 
 
 @frozen(kw_only=True)
@@ -51,10 +51,10 @@ class Freeze(Plugin):
     because its gradient was zero in all of them; 0: no limit."""
 
     def __attrs_post_init__(self) -> None:
-        self._selection: Selection | None = None  # no field, which would be state of the run
+        self._selection: TrainedStages | None = None  # no field, which would be state of the run
 
     @property
-    def selection(self) -> Selection:
+    def selection(self) -> TrainedStages:
         """Parameters of the model by stage; known once the model is built."""
         assert self._selection is not None, "the model must be built before the selection of its parameters is read"
         return self._selection
@@ -105,12 +105,12 @@ class Freeze(Plugin):
         return model
 
     def _select(self, model: Model) -> None:
-        from forge_plugin_freeze.selection import Selection, problems_of
+        from forge_plugin_freeze.selection import TrainedStages, problems_of
         from forge_plugin_freeze.switch import let_heads_train_alone
 
         if problems := list(problems_of(model, self.stages)):
             raise JobError(problem.below("plugins.freeze") for problem in problems)
-        self._selection = Selection.of(model, self.stages)
+        self._selection = TrainedStages.of(model, self.stages)
         # Applies until the first step, which sets its own stage: memory estimates and the dry run use the stage that
         # trains most.
         self._selection.apply(model, self._selection.largest)
@@ -134,7 +134,7 @@ class Freeze(Plugin):
     def plan_lines(self, job: Job) -> Iterable[tuple[str, str]]:
         """Reports what each stage trains to `forge-run plan`, whose estimates apply to the stage that trains most.
 
-        See `forge_plugin_plan.report.HasPlanLines`.
+        See `forge_plugin_plan.lines.HasPlanLines`.
         """
         for number in range(len(self.stages)):
             first, last = self.steps_of(number, job.train.steps)

@@ -21,7 +21,7 @@ SHOWN = 4
 
 
 @frozen(kw_only=True)
-class Selection:
+class TrainedStages:
     """Parameters that each stage trains. Names are of the whole model: a pipeline rank has some of them."""
 
     stages: Sequence[Stage]
@@ -33,7 +33,7 @@ class Selection:
     """By stage, all names of the parameters that train in it."""
 
     @classmethod
-    def of(cls, model: Model, stages: Sequence[Stage]) -> Selection:
+    def of(cls, model: Model, stages: Sequence[Stage]) -> TrainedStages:
         """Select the parameters of the whole model; `problems_of` has found nothing."""
         names = _names(model)
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}

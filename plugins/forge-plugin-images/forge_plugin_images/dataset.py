@@ -50,7 +50,7 @@ class Tolerance:
 
 
 @frozen
-class Selection:
+class ChosenDocuments:
     """Documents of an index that are trained on, or held out, and how many are left out."""
 
     numbers: np.ndarray
@@ -79,7 +79,7 @@ class ImageRows:
         self,
         documents: ImageDocuments,
         index: CachedFolder,
-        selection: Selection,
+        selection: ChosenDocuments,
         rows: RowFormat,
         tolerance: Tolerance,
         held_out: ImageRows | None = None,

@@ -8,7 +8,7 @@ import numpy as np
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_images.dataset import ImageRows, Selection, Tolerance
+from forge_plugin_images.dataset import ChosenDocuments, ImageRows, Tolerance
 from forge_plugin_images.index import entries_of, stored_index
 from forge_plugin_images.rows import Needs, RowFormat
 
@@ -73,10 +73,10 @@ class MeasuredDocuments:
         return ImageRows(self.documents, self.index, selection, self.rows, self.tolerance, held_out)
 
 
-def _select(entries: np.ndarray, wanted: np.ndarray, room: Needs) -> Selection:
+def _select(entries: np.ndarray, wanted: np.ndarray, room: Needs) -> ChosenDocuments:
     """Returns the wanted documents (documents,) bool that can be learned from."""
     fits, learned, broken = _fits(entries, room), entries["labels"] > 0, entries["broken"]
-    return Selection(
+    return ChosenDocuments(
         numbers=np.flatnonzero(wanted & fits & learned & ~broken),
         unlearned=int((wanted & ~learned & ~broken).sum()),
         too_long=int((wanted & ~fits).sum()),

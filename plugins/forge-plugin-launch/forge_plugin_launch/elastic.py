@@ -58,7 +58,7 @@ def command(argv: list[str]) -> int:
     arguments = [*files, *overrides, *["--quiet"] * options.quiet]
     arguments += ["--resume-with-changes"] * options.resume_with_changes
     with _spares(options.hot, options.nproc) as spares:
-        run = Run(job, arguments, options.resume, spares)
+        run = ElasticRun(job, arguments, options.resume, spares)
         return run_elastic(run, options.nproc, least, options.max_restarts, lambda ranks: fits(files, overrides, ranks))
 
 
@@ -88,7 +88,7 @@ def fits(files: list[str], overrides: list[str], ranks: int) -> bool:
 
 
 @frozen(kw_only=True)
-class Attempt:
+class StartResult:
     """How one start of all ranks ended."""
 
     code: int
@@ -111,7 +111,7 @@ class Attempt:
 
 
 @define
-class Run:
+class ElasticRun:
     """Starts the ranks of a job, again and again."""
 
     job: Job
@@ -120,7 +120,7 @@ class Run:
     popen: Callable | None = None
     starts: int = field(default=0, init=False)
 
-    def start(self, ranks: int) -> Attempt:
+    def start(self, ranks: int) -> StartResult:
         """Start the ranks, and wait until they have ended."""
         from forge_kit.tools.supervisor import Supervisor
 
@@ -132,7 +132,7 @@ class Run:
         popen = self.popen or subprocess.Popen
         limits = self.job.launch.grace_s, self.job.launch.silence_timeout_s
         ended = Supervisor(command, ranks, folder / "logs", *limits, popen=popen).run()
-        return Attempt(code=ended.code, message=ended.message, began=began, step=self.step())
+        return StartResult(code=ended.code, message=ended.message, began=began, step=self.step())
 
     def step(self) -> int:
         """The last step that the run's metrics have; 0 if there are none."""
@@ -145,11 +145,11 @@ class Run:
         return metrics[-1]["step"] if metrics else 0
 
 
-def run_elastic(run: Run, ranks: int, least: int, restarts: int, fits: Callable[[int], bool]) -> int:
+def run_elastic(run: ElasticRun, ranks: int, least: int, restarts: int, fits: Callable[[int], bool]) -> int:
     """Start a run until it ends well, may not be started again, or would fail in the same way; the exit code."""
     from forge_core.launch.rank_process import this_process
 
-    before: tuple[Attempt, int] | None = None
+    before: tuple[StartResult, int] | None = None
     with this_process.stoppable():
         for number in range(restarts + 1):
             attempt = run.start(ranks)

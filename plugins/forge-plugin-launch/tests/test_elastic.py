@@ -13,7 +13,7 @@ import pytest
 from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
 from forge_kit.tools.supervisor import Supervisor
-from forge_plugin_launch.elastic import Attempt, command, run_elastic
+from forge_plugin_launch.elastic import StartResult, command, run_elastic
 from forge_plugin_launch.spares import Spares
 from forge_testing import TINY_JOB
 from forge_testing.processes import HANG_S
@@ -146,7 +146,7 @@ class Scripted:
 
 
 def failed(step, began=0, message="forge-run: rank 1 failed:\nValueError: no"):
-    return Attempt(code=1, message=message, began=began, step=step)
+    return StartResult(code=1, message=message, began=began, step=step)
 
 
 LOST = "forge-run: rank 1 was killed by SIGKILL"
@@ -155,14 +155,14 @@ LOST = "forge-run: rank 1 was killed by SIGKILL"
 @pytest.mark.parametrize(
     ("attempts", "code", "ranks"),
     [
-        ([Attempt(code=0)], 0, [4]),
+        ([StartResult(code=0)], 0, [4]),
         ([failed(5), failed(7, 4), failed(9, 6), failed(11, 8)], 1, [4, 4, 4, 4]),
         ([failed(5), failed(5, 4)], 1, [4, 4]),
-        ([failed(5), failed(5, 4, "forge-run: rank 2 failed:\nOSError"), Attempt(code=0)], 0, [4, 4, 4]),
-        ([failed(5), Attempt(code=ExitCode.BAD_JOB)], 2, [4, 4]),
-        ([failed(5), Attempt(code=ExitCode.STOPPED)], 75, [4, 4]),
+        ([failed(5), failed(5, 4, "forge-run: rank 2 failed:\nOSError"), StartResult(code=0)], 0, [4, 4, 4]),
+        ([failed(5), StartResult(code=ExitCode.BAD_JOB)], 2, [4, 4]),
+        ([failed(5), StartResult(code=ExitCode.STOPPED)], 75, [4, 4]),
         ([failed(5, 0, LOST), failed(4, 4, LOST), failed(4, 4, LOST)], 1, [4, 4, 2]),
-        ([failed(0, 0, LOST), failed(0, 0, LOST), Attempt(code=0)], 0, [4, 4, 2]),
+        ([failed(0, 0, LOST), failed(0, 0, LOST), StartResult(code=0)], 0, [4, 4, 2]),
         ([failed(0), failed(0)], 1, [4, 4]),
     ],
 )

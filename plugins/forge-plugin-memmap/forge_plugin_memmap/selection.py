@@ -17,7 +17,7 @@ from forge_plugin_memmap.index import BLOCK, FORMAT, GROUP, map_file
 from forge_plugin_memmap.manifest import HELD_OUT, SPLITS, TRAIN
 
 
-def split_documents(documents: Documents, every: int, identity: Any) -> Selection:
+def split_documents(documents: Documents, every: int, identity: Any) -> SelectedDocuments:
     """Returns the documents without every n-th, starting with the first; these are its `held_out`.
 
     Args:
@@ -43,10 +43,10 @@ def split_documents(documents: Documents, every: int, identity: Any) -> Selectio
         return {}
 
     folder = cached_folder(GROUP, digest_of("split", FORMAT, every, identity), make).path
-    return Selection(documents, folder, TRAIN, every, Selection(documents, folder, HELD_OUT, every))
+    return SelectedDocuments(documents, folder, TRAIN, every, SelectedDocuments(documents, folder, HELD_OUT, every))
 
 
-class Selection:
+class SelectedDocuments:
     """Some documents of others, put one after the other; see `forge_core.contracts.data.Documents`.
 
     A run is a stretch of tokens that lie together in the others.
@@ -106,7 +106,7 @@ class Selection:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy maps the files itself
-        return Selection, (*self._source, self.held_out)
+        return SelectedDocuments, (*self._source, self.held_out)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Where tokens [start, stop) lie in the others."""

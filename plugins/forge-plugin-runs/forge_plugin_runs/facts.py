@@ -41,7 +41,7 @@ STATE_OF: Mapping[int, State] = {ExitCode.FINISHED: "finished", ExitCode.STOPPED
 
 
 @frozen(kw_only=True)
-class Run:
+class RunFacts:
     """A run as its folder shows it."""
 
     folder: Path
@@ -137,7 +137,7 @@ def demand_run(folder: Path) -> Path:
     raise JobError(f"{folder} is no run folder: it has no {JOB} of a run{inside}")
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunFacts:
     """Reads the facts of a run folder. Files that are damaged or missing leave facts out, and are its `problem`."""
     problems: list[str] = []
     table = _job_table(folder, problems)
@@ -152,7 +152,7 @@ def read_run(folder: Path) -> Run:
     newest, steps = checkpoints[-1] if checkpoints else 0, table.get("train", {}).get("steps")
     last = lock.read_text().strip() if lock.is_file() and not user else ""
     ended = str(manifest_of(folder, newest).get("ended", "")) if checkpoints else ""
-    return Run(
+    return RunFacts(
         folder=folder,
         # A hook may have ended the run for good before `train.steps`: its newest checkpoint is then the last one
         state=_state(user, last, lock.is_file(), newest if checkpoints else None, newest if ended else steps, end),

@@ -14,7 +14,7 @@ from typing import Any
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.json_output import add_json, print_json
-from forge_plugin_runs.facts import STATES, Run, find_runs, read_run
+from forge_plugin_runs.facts import STATES, RunFacts, find_runs, read_run
 from forge_plugin_runs.words import age_text, count_text, fitted, size_text, width
 
 HEAD = ("RUN", "STATE", "STEP", "LOSS", "HELD OUT", "TOKENS", "UPDATED", "SIZE")
@@ -22,7 +22,7 @@ EXPENDABLE = (7, 5, 6, 4)
 """Columns that a narrow terminal does without, the first first."""
 STYLES = {"running": "green", "alive": "green", "late": "yellow", "silent": "red", "died": "red", "stopped": "yellow"}
 
-SORTS: Mapping[str, Callable[[Run], Any]] = {
+SORTS: Mapping[str, Callable[[RunFacts], Any]] = {
     "updated": lambda run: -run.updated,
     "name": lambda run: str(run.folder),
     "step": lambda run: -run.step,
@@ -62,7 +62,7 @@ def command(argv: list[str]) -> int:
     return ExitCode.FINISHED
 
 
-def select(folders: Sequence[Path], states: Sequence[str] | None = None, name: str | None = None) -> list[Run]:
+def select(folders: Sequence[Path], states: Sequence[str] | None = None, name: str | None = None) -> list[RunFacts]:
     """Returns the runs below these folders, or below `runs`, that have one of the states and match the name.
 
     Raises:
@@ -81,7 +81,7 @@ def find_runs_of(folder: Path) -> Iterable[Path]:
     return find_runs(folder) if folder.is_dir() else ()
 
 
-def show(runs: Sequence[Run], folders: Sequence[Path]) -> None:
+def show(runs: Sequence[RunFacts], folders: Sequence[Path]) -> None:
     """Print a table, coloured on a terminal, and below it what could not be read."""
     if not runs:
         print(f"no runs in {', '.join(map(str, folders)) or 'runs'}")
@@ -106,7 +106,7 @@ def show(runs: Sequence[Run], folders: Sequence[Path]) -> None:
             print(f"{run.folder}: {run.problem}", file=sys.stderr)
 
 
-def _cells(run: Run, now: float) -> list[str]:
+def _cells(run: RunFacts, now: float) -> list[str]:
     step = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps is not None else "")
     losses = ["" if value is None else f"{value:.4f}" for value in (run.loss, run.held_out)]
     age = f"{age_text(now - run.updated)} ago"

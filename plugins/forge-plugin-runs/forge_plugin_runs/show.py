@@ -20,7 +20,7 @@ from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.tables import columns
-from forge_plugin_runs.facts import Run, demand_run, finite, manifest_of, read_run, size_of
+from forge_plugin_runs.facts import RunFacts, demand_run, finite, manifest_of, read_run, size_of
 from forge_plugin_runs.life import LIVES, Pulse
 from forge_plugin_runs.words import age_text, count_text, size_text
 
@@ -48,7 +48,7 @@ def command(argv: list[str]) -> int:
     return ExitCode.FINISHED
 
 
-def all_facts(run: Run) -> dict[str, Any]:
+def all_facts(run: RunFacts) -> dict[str, Any]:
     """Returns all information about a run in its folder, as plain types."""
     provenance = _provenance(run.folder)
     versions = {name: about["version"] for name, about in provenance.get("distributions", {}).items()}
@@ -119,7 +119,7 @@ def _files(folder: Path) -> Iterator[tuple[str, int]]:
             yield f"{path.name}/" if path.is_dir() else path.name, size_of(path)
 
 
-def next_command(run: Run) -> str:
+def next_command(run: RunFacts) -> str:
     """Returns the command that makes sense next: it continues a run, or tries the model of a finished one."""
     folder = shlex.quote(str(run.folder))
     match run.state:

@@ -31,7 +31,7 @@ from forge_plugin_launch.slurm.records import (
     CURRENT,
     FOLDER,
     PROGRESS,
-    Attempt,
+    SlurmAttempt,
     append_attempt,
     attempt_of,
     last_metrics,
@@ -159,9 +159,9 @@ def log_file() -> Path | None:
 # --- begin and end -----------------------------------------------------------------------------------------------
 
 
-def begin(run: Path, environment: Mapping[str, str], log: Path | None) -> Attempt:
+def begin(run: Path, environment: Mapping[str, str], log: Path | None) -> SlurmAttempt:
     """Notes that an attempt begins, so that one whose node dies is known too."""
-    attempt = Attempt(
+    attempt = SlurmAttempt(
         job=scheduler.own_job(environment),
         restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
         nodes=environment.get("SLURM_JOB_NODELIST", ""),
@@ -172,7 +172,7 @@ def begin(run: Path, environment: Mapping[str, str], log: Path | None) -> Attemp
     return attempt
 
 
-def name_of(attempt: Attempt) -> str:
+def name_of(attempt: SlurmAttempt) -> str:
     """The name of an attempt in what the run records."""
     return f"{attempt.job}.{attempt.restart}"
 
@@ -186,7 +186,7 @@ def other_job(run: Path, own: str) -> str:
     return ""
 
 
-def close_unfinished(run: Path) -> list[Attempt]:
+def close_unfinished(run: Path) -> list[SlurmAttempt]:
     """Returns the earlier attempts; one that was killed before it could note its end gets its line now."""
     left = read_json(run / FOLDER / CURRENT)
     if left:
@@ -206,14 +206,14 @@ def _last_sign(run: Path, began: float) -> float:
     return max(times)
 
 
-def _end(run: Path, attempt: Attempt) -> None:
+def _end(run: Path, attempt: SlurmAttempt) -> None:
     # In this order: killed in between, this process leaves two lines and not none
     append_attempt(run, attempt)
     (run / FOLDER / CURRENT).unlink(missing_ok=True)
     print(f"forge-run submit: {attempt.reason}; {attempt.action}", file=sys.stderr, flush=True)
 
 
-def _refused_restart(attempt: Attempt, before: Sequence[Attempt], policy: Policy) -> str:
+def _refused_restart(attempt: SlurmAttempt, before: Sequence[SlurmAttempt], policy: Policy) -> str:
     """Why SLURM should not have started this job again, which it did by itself (`--requeue`)."""
     last = before[-1] if before else None
     if last is None or last.job != attempt.job or attempt.restart == 0 or last.action != QUEUED:
@@ -221,7 +221,7 @@ def _refused_restart(attempt: Attempt, before: Sequence[Attempt], policy: Policy
     return "" if last.kind in policy.requeue else f"`requeue` of the cluster file does not name {last.kind!r}"
 
 
-def _with_steps(run: Path, attempt: Attempt, outcome: Outcome) -> Attempt:
+def _with_steps(run: Path, attempt: SlurmAttempt, outcome: Outcome) -> SlurmAttempt:
     progress = read_json(run / FOLDER / PROGRESS)
     if (progress.get("job"), progress.get("restart")) != (attempt.job, attempt.restart):
         return evolve(attempt, ended=time.time())  # training did not begin
@@ -233,7 +233,7 @@ def _with_steps(run: Path, attempt: Attempt, outcome: Outcome) -> Attempt:
 # --- what happened -----------------------------------------------------------------------------------------------
 
 
-def observe(run: Path, attempt: Attempt, code: int, batch: BatchStep, log: Path | None, offset: int) -> Outcome:
+def observe(run: Path, attempt: SlurmAttempt, code: int, batch: BatchStep, log: Path | None, offset: int) -> Outcome:
     """Collects what the controller, the log and the ranks say about the end of an attempt."""
     facts, left = _controller_facts(attempt.job)
     if batch.terminated or (code not in (ExitCode.FINISHED, ExitCode.STOPPED) and facts.get("JobState") != "RUNNING"):
@@ -257,7 +257,7 @@ def observe(run: Path, attempt: Attempt, code: int, batch: BatchStep, log: Path 
     )
 
 
-def _trained(run: Path, attempt: Attempt) -> bool:
+def _trained(run: Path, attempt: SlurmAttempt) -> bool:
     """Whether this attempt has saved the last step."""
     progress = read_json(run / FOLDER / PROGRESS)
     is_own = (progress.get("job"), progress.get("restart")) == (attempt.job, attempt.restart)
@@ -274,7 +274,7 @@ def _controller_facts(job: str) -> tuple[dict[str, str], float | None]:
     return facts, None if limit is None or ran is None else limit - ran
 
 
-def _end_of(run: Path, attempt: Attempt) -> End | None:
+def _end_of(run: Path, attempt: SlurmAttempt) -> End | None:
     """What the run recorded about its end, if that was in this attempt."""
     end = RunFolder(run).end()
     if end is None or end.attempt not in (name_of(attempt), ""):
@@ -293,7 +293,7 @@ def _suspects(words: LogFacts, end: End | None) -> tuple[str, ...]:
 # --- queue again -------------------------------------------------------------------------------------------------
 
 
-def _queue_again(attempt: Attempt, batch: BatchStep) -> None:
+def _queue_again(attempt: SlurmAttempt, batch: BatchStep) -> None:
     """Queue this job again, held if need be, and wait until SLURM ends it."""
     for last in (False,) * (TRIES - 1) + (True,):
         try:
@@ -310,7 +310,7 @@ def _queue_again(attempt: Attempt, batch: BatchStep) -> None:
     batch.wait_for_end(END_S)
 
 
-def _exclude(attempt: Attempt) -> None:
+def _exclude(attempt: SlurmAttempt) -> None:
     try:
         present = scheduler.job_facts(attempt.job).get("ExcNodeList", "")
         scheduler.exclude(attempt.job, present, attempt.excluded)

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 
 from forge_core.contracts.errors import ExitCode
 from forge_core.contracts.run_end import Cause, End
-from forge_plugin_launch.slurm.records import Attempt
+from forge_plugin_launch.slurm.records import SlurmAttempt
 
 Requeued = Literal["preempted", "time", "failed", "node"]
 REQUEUED: tuple[Requeued, ...] = get_args(Requeued)
@@ -71,7 +71,7 @@ class Outcome:
         return None if self.end is None or self.end.code in GOOD else self.end.step
 
 
-def decide(attempt: Attempt, outcome: Outcome, before: Sequence[Attempt], policy: Policy) -> Attempt:
+def decide(attempt: SlurmAttempt, outcome: Outcome, before: Sequence[SlurmAttempt], policy: Policy) -> SlurmAttempt:
     """Completes an attempt by kind, reason, action and blamed nodes.
 
     Args:
@@ -159,7 +159,7 @@ def _blamed(kind: str, outcome: Outcome) -> tuple[str, ...]:
     return outcome.suspects if silent or outcome.killed or _MACHINE.search(outcome.error) else ()
 
 
-def _same_error(attempt: Attempt, before: Sequence[Attempt]) -> str:
+def _same_error(attempt: SlurmAttempt, before: Sequence[SlurmAttempt]) -> str:
     """Why the job or the data are the cause: the last start ended in the same error after the same step."""
     last = before[-1] if before else None
     if attempt.kind != "failed" or not attempt.error or last is None or last.action != QUEUED:
@@ -177,7 +177,7 @@ def _plain(error: str) -> str:
     return _NUMBERS.sub("#", error)
 
 
-def _idle_restarts(attempts: Sequence[Attempt]) -> int:
+def _idle_restarts(attempts: Sequence[SlurmAttempt]) -> int:
     """Attempts at the end that failed or ran out of time without a new checkpoint, since one was held or ended."""
     count = 0
     for number, attempt in enumerate(reversed(attempts)):
@@ -187,13 +187,13 @@ def _idle_restarts(attempts: Sequence[Attempt]) -> int:
     return count
 
 
-def _to_exclude(attempts: Sequence[Attempt]) -> tuple[str, ...]:
+def _to_exclude(attempts: Sequence[SlurmAttempt]) -> tuple[str, ...]:
     """Nodes to leave out from now on: blamed twice."""
     already = {node for attempt in attempts for node in attempt.excluded}
     return tuple(node for node in _nodes(attempts) if node not in already)
 
 
-def _nodes(attempts: Sequence[Attempt]) -> Iterator[str]:
+def _nodes(attempts: Sequence[SlurmAttempt]) -> Iterator[str]:
     counts: dict[str, int] = {}
     for attempt in attempts:
         for node in dict.fromkeys(attempt.blamed):

@@ -26,7 +26,7 @@ METRICS_TAIL = 1 << 16
 
 
 @frozen(kw_only=True)
-class Attempt:
+class SlurmAttempt:
     """One start of a SLURM job, from its batch script's begin to its end: a line of `attempts.jsonl`."""
 
     job: str
@@ -79,16 +79,16 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(table) + "\n")
 
 
-def attempt_of(table: Mapping[str, Any]) -> Attempt:
+def attempt_of(table: Mapping[str, Any]) -> SlurmAttempt:
     """Returns the attempt that a line describes; keys of a later version are left out."""
-    known = {each.name for each in fields(Attempt)}
+    known = {each.name for each in fields(SlurmAttempt)}
     facts: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in table.items() if key in known
     }
-    return Attempt(**facts)
+    return SlurmAttempt(**facts)
 
 
-def read_attempts(run: Path) -> list[Attempt]:
+def read_attempts(run: Path) -> list[SlurmAttempt]:
     """Returns the attempts of a run that have ended, the first one first."""
     try:
         lines = (run / ATTEMPTS).read_text(encoding="utf-8").splitlines()
@@ -103,7 +103,7 @@ def read_attempts(run: Path) -> list[Attempt]:
     return attempts
 
 
-def append_attempt(run: Path, attempt: Attempt) -> None:
+def append_attempt(run: Path, attempt: SlurmAttempt) -> None:
     """Add a line to `attempts.jsonl`, on the disk before this returns: SLURM may kill this process next."""
     with (run / ATTEMPTS).open("a+b") as file:
         half = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
@@ -112,7 +112,7 @@ def append_attempt(run: Path, attempt: Attempt) -> None:
         os.fsync(file.fileno())
 
 
-def excluded_nodes(attempts: Iterable[Attempt]) -> list[str]:
+def excluded_nodes(attempts: Iterable[SlurmAttempt]) -> list[str]:
     """Returns the nodes that attempts of a run have left out, in their order."""
     return list(dict.fromkeys(node for attempt in attempts for node in attempt.excluded))
 

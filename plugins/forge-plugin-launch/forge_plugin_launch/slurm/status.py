@@ -20,7 +20,7 @@ from forge_plugin_launch.slurm.records import (
     CURRENT,
     FOLDER,
     SUBMISSION,
-    Attempt,
+    SlurmAttempt,
     attempt_of,
     last_metrics,
     read_attempts,
@@ -54,7 +54,7 @@ def print_status(run: Path, *, is_json: bool = False) -> int:
     return ExitCode.FINISHED
 
 
-def _facts(run: Path, job: str, attempts: Sequence[Attempt]) -> dict[str, Any]:
+def _facts(run: Path, job: str, attempts: Sequence[SlurmAttempt]) -> dict[str, Any]:
     """What `--json` prints: the summary, and all attempts, of which the last one may be under way."""
     record = last_metrics(run)
     return {
@@ -69,7 +69,7 @@ def _facts(run: Path, job: str, attempts: Sequence[Attempt]) -> dict[str, Any]:
     }
 
 
-def _summary(run: Path, job: str, attempts: Sequence[Attempt]) -> Iterator[Sequence[str]]:
+def _summary(run: Path, job: str, attempts: Sequence[SlurmAttempt]) -> Iterator[Sequence[str]]:
     record, steps = last_metrics(run), _steps(run)
     yield "run", str(run)
     yield "job", f"{job}: {_queue(job)}"
@@ -103,7 +103,7 @@ def _steps(run: Path) -> int | None:
         return None  # it has not begun
 
 
-def _row(number: int, attempt: Attempt) -> list[str]:
+def _row(number: int, attempt: SlurmAttempt) -> list[str]:
     began = time.strftime("%m-%d %H:%M", time.localtime(attempt.began))
     seconds = (attempt.ended or time.time()) - attempt.began
     lasted = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else _hours(seconds)

@@ -11,7 +11,7 @@ from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.run_end import Cause, End
 from forge_plugin_launch.slurm import attempt
 from forge_plugin_launch.slurm.attempt import BatchStep
-from forge_plugin_launch.slurm.records import FOLDER, PROGRESS, Attempt, write_json
+from forge_plugin_launch.slurm.records import FOLDER, PROGRESS, SlurmAttempt, write_json
 from forge_testing.refusals import lacks
 
 SRUN = """
@@ -47,7 +47,7 @@ def test_a_run_is_trained_when_this_attempt_has_saved_the_last_step(
     (tmp_path / FOLDER).mkdir()
     facts = {"job": "17", "restart": restart, "began": 0, "saved": saved, "steps": 60}
     write_json(tmp_path / FOLDER / PROGRESS, facts)
-    assert attempt._trained(tmp_path, Attempt(job="17", restart=1, began=0.0)) == trained
+    assert attempt._trained(tmp_path, SlurmAttempt(job="17", restart=1, began=0.0)) == trained
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_end_of_an_earlier_attempt_is_none_of_this_one(
 ) -> None:
     end = End(code=0, cause=Cause.FINISHED, attempt=name, ended=ended)
     RunFolder(tmp_path).write_end(end)
-    assert (attempt._end_of(tmp_path, Attempt(job="17", restart=1, began=10.0)) == end) == counts
+    assert (attempt._end_of(tmp_path, SlurmAttempt(job="17", restart=1, began=10.0)) == end) == counts
 
 
 def test_an_attempt_whose_node_died_gets_its_line_at_the_next_one(tmp_path: Path) -> None:

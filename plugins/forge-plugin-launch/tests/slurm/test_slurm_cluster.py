@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parent))
 from slurm_cluster import SlurmCluster, missing
 
 from forge_core import Trainer
-from forge_plugin_launch.slurm.records import Attempt, read_attempts
+from forge_plugin_launch.slurm.records import SlurmAttempt, read_attempts
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import lacks
 from forge_testing.tiny import TINY_JOB
@@ -120,7 +120,7 @@ def stand_in(cluster: SlurmCluster, what: str, name: str, *words: str, sbatch: t
     return cluster.run("sbatch", "--parsable", *sbatch, "script.sh")
 
 
-def attempts(name: str = "long") -> list[Attempt]:
+def attempts(name: str = "long") -> list[SlurmAttempt]:
     return read_attempts(Path("runs") / name)
 
 

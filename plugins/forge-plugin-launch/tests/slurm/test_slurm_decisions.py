@@ -9,7 +9,7 @@ from attrs import evolve
 
 from forge_core.contracts.run_end import Cause, End
 from forge_plugin_launch.slurm.decision import ENDED, HELD, QUEUED, Outcome, Policy, decide
-from forge_plugin_launch.slurm.records import Attempt
+from forge_plugin_launch.slurm.records import SlurmAttempt
 
 
 def stopped(cause: Cause = Cause.SIGNAL, signal: str = "SIGTERM", reason: str = "", **facts: Any) -> Outcome:
@@ -26,11 +26,11 @@ def failed(
 FINISHED = End(code=0, cause=Cause.FINISHED, step=200)
 
 
-def attempt(**facts: Any) -> Attempt:
-    return Attempt(**{"job": "17", "began": 0.0, "step_began": 100, "step_ended": 150, "saved": 100} | facts)
+def attempt(**facts: Any) -> SlurmAttempt:
+    return SlurmAttempt(**{"job": "17", "began": 0.0, "step_began": 100, "step_ended": 150, "saved": 100} | facts)
 
 
-def decided(outcome: Outcome, *before: Attempt, policy: Policy | None = None, **facts: Any) -> Attempt:
+def decided(outcome: Outcome, *before: SlurmAttempt, policy: Policy | None = None, **facts: Any) -> SlurmAttempt:
     return decide(attempt(**facts), outcome, before, policy or Policy())
 
 
@@ -101,9 +101,9 @@ def _example(kind: str) -> str:
 FAILED = failed("RuntimeError: file 3 is gone", 120)
 
 
-def failures(count: int, **facts: Any) -> list[Attempt]:
+def failures(count: int, **facts: Any) -> list[SlurmAttempt]:
     """Failures of different errors, so that only their number counts."""
-    before: list[Attempt] = []
+    before: list[SlurmAttempt] = []
     for number in range(count):
         outcome = failed(f"{'abcdefgh'[number]}: no", 120)
         before.append(decided(outcome, *before, **facts))
@@ -129,7 +129,7 @@ def test_a_checkpoint_and_a_release_by_hand_start_the_count_anew_and_preemptions
 
 def test_a_time_limit_that_leaves_no_time_for_a_checkpoint_counts_too() -> None:
     limit = Outcome(code=137, due_to="TIME LIMIT")
-    before: list[Attempt] = []
+    before: list[SlurmAttempt] = []
     for _ in range(4):
         before.append(decided(limit, *before))
     assert [each.action for each in before] == [QUEUED, QUEUED, QUEUED, HELD]
@@ -179,7 +179,7 @@ def test_a_rank_that_does_not_respond_blames_its_node() -> None:
 
 
 def test_a_hook_that_stops_every_start_is_held_whatever_it_says() -> None:
-    before: list[Attempt] = []
+    before: list[SlurmAttempt] = []
     for _ in range(4):
         before.append(decided(stopped(Cause.REQUEST, "", "a fault:\n row remap pending"), *before))
     assert [each.action for each in before] == [QUEUED, QUEUED, QUEUED, HELD]

@@ -13,7 +13,7 @@ import pytest
 from forge_core.checkpoint.run_folder import owned
 from forge_core.cli import main
 from forge_plugin_launch.slurm import scheduler
-from forge_plugin_launch.slurm.records import Attempt, append_attempt, read_attempts
+from forge_plugin_launch.slurm.records import SlurmAttempt, append_attempt, read_attempts
 from forge_testing.refusals import lacks
 from forge_testing.tiny import TINY_JOB
 
@@ -258,7 +258,7 @@ def test_runs_of_an_array_that_would_share_a_folder_are_refused(submit: Run) -> 
 
 def test_nodes_that_failed_twice_are_left_out_of_the_next_submission(submit: Run) -> None:
     Path("runs/long").mkdir(parents=True)
-    append_attempt(Path("runs/long"), Attempt(job="3", began=0.0, excluded=("gpu03",)))
+    append_attempt(Path("runs/long"), SlurmAttempt(job="3", began=0.0, excluded=("gpu03",)))
     _, script, _ = submit("job.toml", "--preset=cluster.toml", "--dry-run")
     assert "--exclude=gpu07,gpu03" in directives(script)
 
@@ -270,7 +270,7 @@ def test_the_status_needs_no_queue(submit: Run) -> None:
     (run / "metrics.jsonl").write_text('{"step": 442, "loss": 1.25}\n{"step": 44')
     ended = {"step_began": 400, "step_ended": 442, "saved": 440, "code": 137, "action": "queued again"}
     append_attempt(
-        run, Attempt(job="17", nodes="gpu[01-02]", began=0.0, ended=60.0, kind="failed", reason="x", **ended)
+        run, SlurmAttempt(job="17", nodes="gpu[01-02]", began=0.0, ended=60.0, kind="failed", reason="x", **ended)
     )
     (run / "slurm/current.json").write_text('{"job": "17", "restart": 1, "began": 100.0}')
     code, out, _ = submit("--status", "runs/long")
@@ -309,8 +309,8 @@ def test_a_controller_that_does_not_answer_is_given_up(submit: Run, monkeypatch:
 
 
 def test_half_a_line_of_the_attempts_is_no_attempt(tmp_path: Path) -> None:
-    append_attempt(tmp_path, Attempt(job="1", began=0.0))
+    append_attempt(tmp_path, SlurmAttempt(job="1", began=0.0))
     with (tmp_path / "attempts.jsonl").open("a") as file:
         file.write('{"job": "1", "rest')
-    append_attempt(tmp_path, Attempt(job="1", restart=2, began=0.0))
+    append_attempt(tmp_path, SlurmAttempt(job="1", restart=2, began=0.0))
     assert [each.restart for each in read_attempts(tmp_path)] == [0, 2]

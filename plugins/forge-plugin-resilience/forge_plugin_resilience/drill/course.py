@@ -17,11 +17,11 @@ from forge_core.checkpoint.run_folder import RunFolder
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.contracts.run_end import End
 from forge_kit.tools.metrics import read_metrics
-from forge_plugin_resilience.drill.attempt import Attempt
 from forge_plugin_resilience.drill.faults import FAULTS, Fault
 from forge_plugin_resilience.drill.folder import LOG
 from forge_plugin_resilience.drill.records import INJECTED, STEPS, Event, Evidence, Record, read_records
 from forge_plugin_resilience.drill.results import Curve, Result, deviation, first_difference
+from forge_plugin_resilience.drill.run_process import RunProcess
 from forge_plugin_resilience.drill.subject import Subject
 
 LEAST_HANG_S = 20.0
@@ -164,7 +164,7 @@ class Course:
         result.held = not result.reason
         return result
 
-    def _run(self, files: Sequence[Path], key: str, number: int, limit_s: float) -> Attempt:
+    def _run(self, files: Sequence[Path], key: str, number: int, limit_s: float) -> RunProcess:
         """One start of the job of a fault; its limit is in seconds from the injection, or else from its start."""
         injected = self.subject.folder / key / INJECTED
 
@@ -182,11 +182,11 @@ class Course:
             text = f"{doing}, restarted" if number > 1 else doing
             self.show("waiting for its end" if number == 1 and injected.exists() else text)
 
-        with Attempt(files, self.subject.ranks, self.subject.folder / key / LOG.format(number=number)) as attempt:
+        with RunProcess(files, self.subject.ranks, self.subject.folder / key / LOG.format(number=number)) as attempt:
             attempt.wait(deadline, show)
         return attempt
 
-    def _restart(self, case: Case, files: Sequence[Path], result: Result, reached: int) -> Attempt:
+    def _restart(self, case: Case, files: Sequence[Path], result: Result, reached: int) -> RunProcess:
         """Give the same command again, as a user would."""
         moment, records = time.time(), len(self._records(case.key))
         attempt = self._run(files, case.key, 2, math.inf)
@@ -221,7 +221,7 @@ class Course:
 
     # --- judgement -----------------------------------------------------------------------------------------------
 
-    def _judge_first(self, case: Case, attempt: Attempt, result: Result) -> None:
+    def _judge_first(self, case: Case, attempt: RunProcess, result: Result) -> None:
         """The end of the run that was hit."""
         fault, evidence = case.fault, self._evidence(case)
         injected, finding = evidence.injected, fault.finding(evidence, case.rank)
@@ -257,11 +257,11 @@ class Course:
         end, ranks = self._end(case.key), self.subject.ranks
         return Evidence(injected=injected, end=end, records=records, rows=rows, ranks=ranks)
 
-    def _is_alone_and_killed(self, attempt: Attempt) -> bool:
+    def _is_alone_and_killed(self, attempt: RunProcess) -> bool:
         """Whether nobody is left who could record the end."""
         return self.subject.ranks == 1 and attempt.code == -signal.SIGKILL
 
-    def _judge_left(self, attempt: Attempt, result: Result) -> None:
+    def _judge_left(self, attempt: RunProcess, result: Result) -> None:
         if attempt.left:
             result.fail(f"processes {', '.join(map(str, attempt.left))} were left behind, and were killed")
 

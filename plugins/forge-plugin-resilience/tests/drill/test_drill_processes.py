@@ -10,7 +10,7 @@ import time
 import pytest
 
 from forge_plugin_resilience.drill import attempt
-from forge_plugin_resilience.drill.attempt import Attempt
+from forge_plugin_resilience.drill.run_process import RunProcess
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def test_a_process_that_has_left_its_run_is_found_and_killed(folder, processes, 
     (folder / "daemon.py").write_text(DAEMON)
     with (folder / "job.toml").open("a") as job:
         job.write('\n[hooks.daemon]\ntype = "./daemon.py:Daemon"\n')
-    with Attempt([folder / "job.toml"], 1, folder / "log.txt") as run:
+    with RunProcess([folder / "job.toml"], 1, folder / "log.txt") as run:
         run.wait(lambda: time.time() + 300, lambda: None)
     monkeypatch.undo()
     assert run.code == 0, run.log.read_text()

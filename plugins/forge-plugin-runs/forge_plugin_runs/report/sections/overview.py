@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from forge_kit.tools.report_sections import Block, Cell, ReportRun, ReportSection, Table
-from forge_plugin_runs.facts import Run, read_run
+from forge_plugin_runs.facts import RunFacts, read_run
 from forge_plugin_runs.final_loss import final_loss, last_values, mean_of_last
 from forge_plugin_runs.words import count_text, size_text
 
@@ -38,7 +38,7 @@ class Overview(ReportSection):
             yield Table(head=["", *runs], rows=rows)
 
 
-def facts_of(run: ReportRun, state: Run) -> dict[str, Cell]:
+def facts_of(run: ReportRun, state: RunFacts) -> dict[str, Cell]:
     """Returns the figures of a run by name; what its folder does not have is left out."""
     reason = state.end.reason if state.end else state.ended
     facts: dict[str, Cell] = {"state": f"{state.state}{f': {reason}' if reason else ''}"}

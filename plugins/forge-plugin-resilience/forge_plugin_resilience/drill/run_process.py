@@ -22,7 +22,7 @@ GONE_S = 10.0
 """Seconds in which the processes of a run that has ended must be gone."""
 
 
-class Attempt:
+class RunProcess:
     """A run of `forge-run`, whose output goes to a file. As a context: no process outlives it."""
 
     def __init__(self, files: Sequence[Path], ranks: int, log: Path) -> None:
