@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from forge_plugin_resilience.drill import attempt
+from forge_plugin_resilience.drill import run_process
 from forge_plugin_resilience.drill.run_process import RunProcess
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ class Daemon(TrainingHook):
 def test_a_process_that_has_left_its_run_is_found_and_killed(folder, processes, monkeypatch):
     # The repository's tests fork processes of one that starts with the first of them: before the attempt, not in it
     subprocess.run([sys.executable, "-m", "forge_core", "--help"], capture_output=True, check=True)
-    monkeypatch.setattr(attempt, "GONE_S", 1.0)
+    monkeypatch.setattr(run_process, "GONE_S", 1.0)
     monkeypatch.chdir(folder)
     (folder / "daemon.py").write_text(DAEMON)
     with (folder / "job.toml").open("a") as job:
