@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from attrs import define
 
+from forge_kit.data.label_counts import LabelCounts
 from forge_plugin_huggingface.encoding import Encoded, LeftOut
 
 
@@ -15,9 +16,9 @@ class RowCounts:
 
     documents: int = 0
     tokens: int = 0
-    """Without the end-of-text of each document."""
+    """With the end-of-text of each document."""
     learned: int = 0
-    """Tokens that are learned as labels."""
+    """Tokens that are learned as labels, the end-of-text included where it is one."""
     empty: int = 0
     """Rows without anything to learn."""
     too_long: int = 0
@@ -37,14 +38,18 @@ class RowCounts:
             self.too_long += encoded is LeftOut.TOO_LONG
             return
         self.documents += 1
-        self.tokens += len(encoded.ids)
-        self.learned += len(encoded.ids) if encoded.learned is None else int(encoded.learned.sum())
+        labels = self.labels + LabelCounts.of(len(encoded.ids) + 1, encoded.learned_with_end())
+        self.tokens, self.learned = labels.tokens, labels.learned
         self.cut += encoded.is_cut
+
+    @property
+    def labels(self) -> LabelCounts:
+        """The tokens, and how many of them are learned."""
+        return LabelCounts(self.tokens, self.learned)
 
     def describe(self) -> str:
         """Returns `3,120 documents, 41.2% of 1,204,551 tokens learned; 12 rows dropped: …`."""
-        share = f"{self.learned / self.tokens:.1%} of {self.tokens:,} tokens learned" if self.tokens else "no tokens"
-        return "; ".join([f"{_some(self.documents, 'document')}, {share}", *self._losses()])
+        return "; ".join([f"{_some(self.documents, 'document')}, {self.labels}", *self._losses()])
 
     def reason(self) -> str:
         """Returns why there are no documents, as the end of a message; empty if rows have nothing to learn."""

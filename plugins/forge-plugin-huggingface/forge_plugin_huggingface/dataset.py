@@ -13,9 +13,9 @@ from forge_core.contracts.components import DatasetComponent, FilePath, when_res
 from forge_core.contracts.data import HasDescription
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.rank_zero import from_rank0
+from forge_plugin_huggingface.label_check import LearnsSomething
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.problems import NO_TOKENIZER, problems_of
-from forge_plugin_huggingface.label_check import LearnsSomething
 from forge_plugin_huggingface.source import DescribedSource, Origin
 
 if TYPE_CHECKING:
@@ -118,9 +118,28 @@ class HuggingFace(DatasetComponent):
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Reports in the run's summary how much of the tokens is learned, and which rows are left out."""
-        reported = self.has_mask or self.too_long != "keep"
-        if (described := "".join(data.describe() for data in self._built)) and reported:
+        if (described := "".join(data.describe() for data in self._built)) and self._is_reported:
             yield f"rows {self.name or self.path}", described, f"too_long = {self.too_long}"
+
+    def plan_data_lines(self, context: BuildContext) -> Iterable[tuple[str, str]]:
+        """Reports the same of a sample of rows to `forge-run plan`; see `forge_plugin_plan.lines.HasPlanDataLines`.
+
+        Raises:
+            JobError: the rows are not on this machine, or cannot be read.
+        """
+        if not self._is_reported:
+            return
+        from forge_plugin_huggingface.row_sample import RowSample
+
+        if context.tokenizer is None:
+            raise JobError(NO_TOKENIZER)
+        encoder = self._encoder(context.tokenizer, context.job.train.seq_len)
+        yield "rows", RowSample.of(self.origin(), self.training_part(), encoder).describe()
+
+    @property
+    def _is_reported(self) -> bool:
+        """Whether something is to be reported of the rows: a part is not learned, or may be left out."""
+        return self.has_mask or self.too_long != "keep"
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """A check that the first step learns something, for data of which only a part is learned."""

@@ -37,6 +37,12 @@ class Encoded(NamedTuple):
     is_cut: bool = False
     """Whether it is the beginning of a longer document: what follows it is then not learned as its end."""
 
+    def learned_with_end(self) -> np.ndarray | None:
+        """(n + 1,) bool: `learned`, and whether the end-of-text is: if the token before it is, and nothing is cut."""
+        if self.learned is None:
+            return None
+        return np.append(self.learned, self.learned[-1:].any() and not self.is_cut)
+
 
 class LeftOut(Enum):
     """Why a row has no document."""

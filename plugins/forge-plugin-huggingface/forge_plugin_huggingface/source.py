@@ -235,6 +235,14 @@ def _plain(data_files: DataFiles) -> str | list[str] | dict[str, str]:
     return dict(data_files) if isinstance(data_files, Mapping) else list(data_files)
 
 
+def files_of(data_files: DataFiles) -> list[str]:
+    """Returns the files and globs of `data_files`, of all splits."""
+    plain = _plain(data_files)
+    if isinstance(plain, dict):
+        return [name for files in plain.values() for name in files_of(files)]
+    return [plain] if isinstance(plain, str) else plain
+
+
 def _is_on_hub(files: Sequence[str]) -> bool:
     """Whether these are files of a repository on the hub, whose commit `DatasetBuilder.hash` contains."""
     return all(path.startswith("hf://") for path in files)

@@ -263,10 +263,7 @@ def _digest(row: SourceRow) -> str:
 
 
 def _finished(document: Encoded, end_of_text: int, position: Mapping[str, Any]) -> StreamedDocument:
-    """Append the end-of-text, which is learned if the token before it is, and the document is whole."""
-    ids, learned = document.ids, document.learned
-    mask = None if learned is None else np.append(learned, learned[-1:].any() and not document.is_cut)
-    return StreamedDocument(np.append(ids, end_of_text), mask, position)
+    return StreamedDocument(np.append(document.ids, end_of_text), document.learned_with_end(), position)
 
 
 def _listed(layout: Mapping[str, int]) -> str:

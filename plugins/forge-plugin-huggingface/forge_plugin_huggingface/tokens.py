@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 """Part of the key: increase it when the same inputs result in other files."""
 STEM = "tokens"
-COUNTS = "counts"
-"""Entry of the cache's manifest: the fields of `RowCounts`."""
+COUNTS = "row_counts"
+"""Entry of the cache's manifest: the fields of `RowCounts`. Earlier versions wrote `counts`, without end-of-text."""
 BATCH_ROWS = 256
 """Rows that are encoded at once."""
 BATCHES_AHEAD = 4

@@ -123,8 +123,9 @@ def test_a_job_file_trains_and_continues_exactly(job_of, train, lines, case: str
 def test_the_summary_of_a_run_counts_rows_and_learned_tokens(job_of, train, here: Path) -> None:
     train(job_of("drop"))
     rows = [line for line in (here / "runs/sft/plan.txt").read_text().splitlines() if line.startswith("rows")]
-    # `question 0 answer 0` has 19 bytes, of which 8 are learned; a second answer makes 27: of three rows, one fits
-    expected = "8 documents, 42.5% of 160 tokens learned; 16 rows longer than train.seq_len dropped (too_long = drop)"
+    # `question 0 answer 0` has 19 bytes and an end, of which 9 are learned; a second answer makes 28: of three rows,
+    # one fits
+    expected = "8 documents, 45.2% of 168 tokens learned; 16 rows longer than train.seq_len dropped (too_long = drop)"
     assert [row.split(maxsplit=2)[2] for row in rows] == [expected]
 
 
@@ -138,7 +139,7 @@ def test_forge_run_data_counts_them_too_and_by_source(job_of, here: Path, monkey
     (here / "job.toml").write_text(text.replace(source, source + source + STREAM))
     assert main(["data", "job.toml", "--json"]) == 0
     whole, stream = json.loads(capsys.readouterr().out)["sources"]
-    assert whole["rows"].startswith("8 documents, 42.5% of 160 tokens learned; 16 rows")
+    assert whole["rows"].startswith("8 documents, 45.2% of 168 tokens learned; 16 rows")
     assert stream["rows"].startswith("of 48 rows that were read: 16 documents")
     assert all(0.2 < source["learned"] < 0.7 for source in (whole, stream))
 

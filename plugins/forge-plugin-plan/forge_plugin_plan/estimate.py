@@ -14,6 +14,7 @@ from forge_core.job import Job
 from forge_core.parallel.layout import plan_layout
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_plan.fake_world import BroadcastLog
+from forge_plugin_plan.lines import Line, plan_lines
 from forge_plugin_plan.simulate import RankPlan, StateLog, simulate
 
 PLAYED = 4
@@ -31,6 +32,8 @@ class Plan:
     """Device whose kernels are assumed: `cuda`, or `cpu` if the job sets it."""
     ranks: Sequence[RankPlan]
     """One rank of each pipeline rank, in order; all others are like one of these."""
+    lines: Sequence[Line] = ()
+    """Lines that components of the job add to the heading."""
 
     @property
     def fullest(self) -> RankPlan:
@@ -46,7 +49,9 @@ class Plan:
 
 
 def make_plan(job: Job, catalog: Catalog, world_size: int, report: Callable[[str], object] = lambda text: None) -> Plan:
-    """Build the job for a rank of each pipeline stage, in this process, and simulate a step. No data are read.
+    """Build the job for a rank of each pipeline stage, in this process, and simulate a step.
+
+    Of the data, at most a sample is read, by sources that report on it (`HasPlanDataLines`).
 
     Args:
         job: the job.
@@ -65,7 +70,8 @@ def make_plan(job: Job, catalog: Catalog, world_size: int, report: Callable[[str
             ranks = [player.rank(number, play=True) for number in range(layout.pp)]
         else:
             ranks = player.some_ranks()
-    return Plan(job=job, layout=layout, device=player.device, ranks=ranks)
+    report("reading a sample of the data")
+    return Plan(job=job, layout=layout, device=player.device, ranks=ranks, lines=[*plan_lines(job, catalog)])
 
 
 @define

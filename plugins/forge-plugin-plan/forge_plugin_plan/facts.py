@@ -31,6 +31,7 @@ def facts(plan: Plan, gpu: GPU | None, network: float) -> dict[str, Any]:
         "model_flops": per_token * tokens if per_token else None,
         "gpu": gpu.name if gpu else None,
         "gpu_memory": gpu.memory if gpu else None,
+        "lines": [{"title": title, "text": text} for title, text in plan.lines],
         "ranks": [_rank(rank, gpu, network) for rank in plan.ranks],
     }
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator
 
-from forge_core import Job
 from forge_core.parallel.layout import micro_batches
 from forge_plugin_plan import units
 from forge_plugin_plan.bounds import Bound, bounds, sent_along
@@ -17,14 +15,6 @@ from forge_plugin_plan.storages import Memory, Purpose
 
 SPARE = 0.1
 """Fraction of the memory that should stay free for uncounted memory."""
-
-
-@runtime_checkable
-class HasPlanLines(Protocol):
-    """A plugin of a job that adds lines to the heading of its plan."""
-
-    def plan_lines(self, job: Job) -> Iterable[tuple[str, str]]:
-        """Returns the title (10 characters) and the text of each line; called after the model was built."""
 
 
 def report(plan: Plan, gpu: GPU | None, network: float) -> str:
@@ -50,9 +40,8 @@ def _heading(plan: Plan) -> Iterator[str]:
     yield f"ranks      {plan.layout.world_size:,}: {plan.layout}"
     yield f"model      {sum(plan.ranks[0].outline.sizes.values()):,} parameters, {train.precision}"
     yield f"batch      {tokens:,} tokens a step; each rank {count} x {rows} sequences of {train.seq_len:,}"
-    for plugin in plan.job.plugins.values():
-        for title, text in plugin.plan_lines(plan.job) if isinstance(plugin, HasPlanLines) else ():
-            yield f"{title:<11}{text}"
+    for title, text in plan.lines:
+        yield f"{title:<11}{text}"
     for number, text in enumerate(_assumed(plan)):
         yield f"{'' if number else 'assumed':<11}{text}"
 

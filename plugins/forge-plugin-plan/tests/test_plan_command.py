@@ -97,6 +97,49 @@ def test_it_needs_neither_data_nor_ranks(tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(r"  pp \(2 ranks, 1 a node\) +[\d.]+ ms   [\d.]+ [kM]B at 50 GB/s", out)
 
 
+REPORTING = """
+from attrs import frozen
+from forge_core import LossComponent
+from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.errors import DataError
+from forge_core.losses import CrossEntropy
+
+@frozen(kw_only=True)
+class Objective(LossComponent):
+    def build(self, context):
+        return CrossEntropy().build(context)
+    def plan_lines(self, job):
+        yield "objective", f"of {job.train.steps} step"
+
+@frozen(kw_only=True)
+class Source(DatasetComponent):
+    text: str
+    def plan_data_lines(self, context):
+        if not self.text:
+            raise DataError("no text")
+        yield "letters", f"{len(context.tokenizer.encode(self.text))}"
+"""
+SOURCE = '[[data.sources]]\ntype = "./reporting.py:Source"\n'
+
+
+def test_components_of_any_kind_add_lines_and_data_that_are_not_there_end_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("reporting.py").write_text(REPORTING)
+    sources = f'{SOURCE}text = "abc"\n{SOURCE}name = "other"\ntext = ""\n[data.tokenizer]\n'
+    Path("more.toml").write_text(f'[loss]\ntype = "./reporting.py:Objective"\n{sources}type = "bytes"\n')
+    assert plan(tmp_path, "more.toml") == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("objective  of 1 step")
+    assert lines[first + 1 : first + 3] == ["letters    source 0: 3", "rows       unknown: source other: no text"]
+    # A tokenizer that would first be trained on the data
+    assert plan(tmp_path, "more.toml", "--data.tokenizer.type=bpe", "--data.tokenizer.vocab_size=512", "--json") == 0
+    unknown = [line["text"] for line in json.loads(capsys.readouterr().out)["lines"] if line["title"] == "rows"]
+    reason = "the tokenizer is trained on the data, which a plan does not do"
+    assert unknown == [f"unknown: source {name}: {reason}" for name in ("0", "other")]
+
+
 def test_without_a_gpu_there_are_no_times(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert plan(tmp_path) == 0
     assert "at least" not in capsys.readouterr().out

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Documents
     from forge_core.job import Job
     from forge_core.plugins.catalog import Catalog
+    from forge_kit.data.label_counts import LabelCounts
 
 
 @frozen(kw_only=True)
@@ -51,6 +52,10 @@ class Budgets:
     """Whether training refuses to start with those."""
     left_out: Mapping[str, int] = field(factory=dict)
     """What the source's folders hold and is no data of it, with how often (`forge_kit.data.data_files`)."""
+    labels: LabelCounts | None = None
+    """Of the documents to train on, where only a part of their tokens is learned; None: all are, or it is unknown."""
+    rows: str = ""
+    """What became of the rows of the source, as its documents describe it; may be empty."""
 
 
 @runtime_checkable
@@ -116,7 +121,7 @@ def sources_to_read(job: Job, catalog: Catalog) -> Iterator[tuple[str, DatasetCo
 
 
 def _of_text(source: DatasetComponent, context: BuildContext) -> Budgets | None:
-    from forge_core.contracts.data import Documents
+    from forge_core.contracts.data import Documents, HasDescription
 
     built: object = context.build(source)
     if not isinstance(built, Documents):
@@ -125,7 +130,15 @@ def _of_text(source: DatasetComponent, context: BuildContext) -> Budgets | None:
     for documents in (built, built.held_out):
         if isinstance(documents, Verifiable):
             documents.verify()
-    return text_budgets(built, context.job.train.seq_len)
+    budgets = text_budgets(built, context.job.train.seq_len)
+    rows = built.describe() if isinstance(built, HasDescription) else ""
+    return budgets and evolve(budgets, labels=_labels(built), rows=rows)
+
+
+def _labels(documents: Documents) -> LabelCounts | None:
+    from forge_kit.data.label_counts import LabelCounts
+
+    return None if documents.learned(0, 1) is None else LabelCounts.of_documents(documents)
 
 
 def text_budgets(documents: Documents, seq_len: int) -> Budgets | None:
@@ -157,6 +170,11 @@ def report(name: str, budgets: Budgets | None) -> Iterator[str]:
     yield f"source {name}: {budgets.documents:,} documents"
     if note := left_out_note(budgets.left_out):
         yield f"  {note}"
+    if budgets.rows:
+        yield f"  {budgets.rows}"
+    # The description of rows may have this share already
+    if budgets.labels is not None and str(budgets.labels) not in budgets.rows:
+        yield f"  {budgets.labels}"
     for budget in budgets.budgets:
         room = f"{budget.key} = {budget.room:,}"
         count = f"{budget.over:,} need more than" if budget.over else "none needs more than"
