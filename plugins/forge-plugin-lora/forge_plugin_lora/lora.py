@@ -120,7 +120,9 @@ class LoRA(Plugin):
         self._freeze_buffers(model)
         for name in chosen:
             adapt(model.get_submodule(name), self.rank, self.scale, decomposed=self.method == "dora")
-        model.begins_here, model.unchanged = adapter_names(model), frozen
+        # Beside what wrappers inside of this one have added, such as a head that scores answers
+        model.begins_here = [*model.begins_here, *adapter_names(model)]
+        model.unchanged = frozen
         self._chosen = chosen
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
         self._sizes = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)

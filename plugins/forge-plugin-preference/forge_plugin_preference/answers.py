@@ -20,6 +20,11 @@ MISMATCHED = "mismatched"
 BASELINE = "kto_baseline"
 """Entry (B,) that `kto` adds: the reference point of this step."""
 
+MARGINS = "margins"
+"""Entry (B, 1, E) float64: of each chosen answer, by how much it is better, where the loss takes it from the data."""
+LOSSES = '"dpo", "ipo", "simpo", "orpo", "kto" or "bradley_terry"'
+"""The losses that learn from answers, for errors."""
+
 # Entries of documents have a dimension of 1 at the place of positions: a stage that divides sequences finds by their
 # length which entries it must divide.
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 @frozen(kw_only=True)
-class PreferenceLoss(LossComponent):
-    """Base of losses over whole answers.
+class AnswerLoss(LossComponent):
+    """Base of losses over whole answers, by their log-probabilities or by their scores.
 
     The objective is the mean over the examples of the global batch, independent of micro-batches, packing and ranks. It
-    is logged as `loss/NAME`; the loss that is reported is the cross-entropy of the chosen answers.
+    is logged as `loss/NAME`.
     """
 
     name: ClassVar[str] = ""
@@ -39,9 +39,8 @@ class PreferenceLoss(LossComponent):
     """Whether an example is a pair; else it is one answer, which is desirable or not."""
     uses_reference: ClassVar[bool] = False
     """Whether it compares the model with a frozen reference."""
-
-    chunk_tokens: int = field(default=0, validator=ge(0), metadata=when_resumed("safe"))
-    """Positions whose logits exist at a time; 0: as many as `chunked_cross_entropy` takes."""
+    scores_answers: ClassVar[bool] = False
+    """Whether it takes scores by the head of the plugin `reward_head`, and not log-probabilities."""
 
     @property
     def metric(self) -> str:
@@ -67,6 +66,14 @@ class PreferenceLoss(LossComponent):
             metrics: the other means of that step, as they are logged.
         """
         return None
+
+
+@frozen(kw_only=True)
+class PreferenceLoss(AnswerLoss):
+    """Base of losses over the log-probabilities of answers; the reported loss is the cross-entropy of chosen ones."""
+
+    chunk_tokens: int = field(default=0, validator=ge(0), metadata=when_resumed("safe"))
+    """Positions whose logits exist at a time; 0: as many as `chunked_cross_entropy` takes."""
 
     def build(self, context: BuildContext) -> LossFunction:
         """Returns the loss; loads the reference, if there is one. Collective.

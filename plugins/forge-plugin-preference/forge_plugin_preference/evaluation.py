@@ -10,6 +10,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import EvaluationComponent
 from forge_core.contracts.errors import Problem
+from forge_plugin_preference.answers import LOSSES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ class Preferences(EvaluationComponent):
         """Refuses losses that compare no answers."""
         if not getattr(type(job.loss), "reads_answers", False):
             message = f"evaluates a preference loss, and [loss] is {type(job.loss).__name__}"
-            yield Problem("", f'{message}; take type = "dpo", "ipo", "simpo", "orpo" or "kto", or leave it out')
+            yield Problem("", f"{message}; take type = {LOSSES}, or leave it out")
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
         """Runs the model and the reference over the held-out rows. Collective."""

@@ -62,7 +62,7 @@ class FirstLoss(TrainingHook):
 
     resumes_as = "safe"
     loss: Any
-    """The `PreferenceLoss` of the job."""
+    """The `AnswerLoss` of the job."""
 
     def on_gradients(self, context: StepContext) -> None:
         """Compares before the first update. Collective in the first step.
@@ -85,11 +85,9 @@ class FirstLoss(TrainingHook):
         found, name = metrics.get(self.loss.metric), self.loss.metric
         tolerance = TOLERANCE[context.job.train.precision]
         if found is None or not abs(found - known) <= tolerance * known:
-            alike = "[checkpoint.load] loads the weights of loss.reference"
-            if objective_of(build.auxiliary).adapters_off:
-                alike = "adapters begin at zero"
+            why = objective_of(build.auxiliary).known_start
             message = (
-                f"{name} of the first step is {found}, and must be {known:.6g}, as {alike}: "
+                f"{name} of the first step is {found}, and must be {known:.6g}, as {why}: "
                 "the model that is trained computes something else"
             )
             hint = (

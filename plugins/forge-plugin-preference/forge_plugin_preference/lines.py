@@ -36,6 +36,8 @@ class Preference:
     """Of each answer."""
     reference: tuple[float, ...] = ()
     """Log-probability of each answer under the reference, in nats; empty if they are not needed."""
+    margin: float | None = None
+    """By how much the first answer is better; None if that is not needed."""
 
     @property
     def is_chat(self) -> bool:
@@ -50,12 +52,13 @@ class Preference:
                 yield from (message["content"] for message in part if isinstance(message.get("content"), str))
 
 
-def read_preferences(path: str, *, with_reference: bool = False) -> list[Preference]:
+def read_preferences(path: str, *, with_reference: bool = False, with_margin: bool = False) -> list[Preference]:
     """Read all lines of a file; empty ones are left out.
 
     Args:
         path: of a JSONL file.
         with_reference: whether each line must have log-probabilities under the reference.
+        with_margin: whether each line must have a number `margin`.
 
     Raises:
         JobError: the file cannot be read, or lines are malformed: each is named, with what is wrong.
@@ -63,7 +66,7 @@ def read_preferences(path: str, *, with_reference: bool = False) -> list[Prefere
     preferences, problems = [], []
     for number, text in numbered_lines(path):
         try:
-            preferences.append(parse(text, number, with_reference=with_reference))
+            preferences.append(parse(text, number, with_reference=with_reference, with_margin=with_margin))
         except Malformed as error:
             problems.append(f"{path}, line {number}: {error}")
     forms = {len(each.answers): each for each in reversed(preferences)}
@@ -87,7 +90,7 @@ def numbered_lines(path: str) -> Iterator[tuple[int, str]]:
         raise JobError([Problem("path", f"{path} cannot be read: {error}")]) from error
 
 
-def parse(text: str, number: int, *, with_reference: bool = False) -> Preference:
+def parse(text: str, number: int, *, with_reference: bool = False, with_margin: bool = False) -> Preference:
     """Read a line.
 
     Raises:
@@ -103,7 +106,8 @@ def parse(text: str, number: int, *, with_reference: bool = False) -> Preference
     answers = tuple(_text(entries[key], key) for key in keys)
     prompt, answers = _prompt_and_answers(entries, answers, keys)
     desirable = (True, False) if keys == PAIR else (_label(entries),)
-    return Preference(number, prompt, answers, desirable, _reference(entries, keys) if with_reference else ())
+    reference = _reference(entries, keys) if with_reference else ()
+    return Preference(number, prompt, answers, desirable, reference, _margin(entries) if with_margin else None)
 
 
 def _keys_of(entries: Mapping[str, Any]) -> Sequence[str]:
@@ -174,6 +178,14 @@ def _reference(entries: Mapping[str, Any], keys: Sequence[str]) -> tuple[float, 
             message = f"{name!r} {seen}; without loss.reference it is the log-probability of that answer, in nats"
             raise Malformed(f"{message}, at most 0")
     return tuple(float(entries[name]) for name in names)
+
+
+def _margin(entries: Mapping[str, Any]) -> float:
+    value = entries.get("margin")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        seen = f"is {json.dumps(value)[:60]}" if "margin" in entries else "is missing"
+        raise Malformed(f"'margin' {seen}; with loss.margins it is a number, by how much 'chosen' is better")
+    return float(value)
 
 
 def texts_of(preferences: Iterable[Preference]) -> Iterator[str]:

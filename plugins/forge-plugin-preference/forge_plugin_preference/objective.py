@@ -28,7 +28,16 @@ from forge_plugin_losses.log_probabilities import log_probabilities
 from forge_plugin_losses.reference import Reference, load_reference
 from forge_plugin_losses.reference_path import ADAPTERS_OFF, starts_as_reference
 from forge_plugin_losses.workspace import Workspace
-from forge_plugin_preference.answers import ABSENT, BASELINE, CHOSEN, KINDS, MISMATCHED, REFERENCE, Answers
+from forge_plugin_preference.answers import (
+    ABSENT,
+    BASELINE,
+    CHOSEN,
+    KINDS,
+    LOSSES,
+    MISMATCHED,
+    REFERENCE,
+    Answers,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +47,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Head, Model
     from forge_core.contracts.runtime import Executor, LossFunction, LossOutput
-    from forge_plugin_preference.base import PairLoss, PreferenceLoss
+    from forge_plugin_preference.base import AnswerLoss, PairLoss, PreferenceLoss
     from forge_plugin_preference.kto import KTO
 
 TOKEN_ENTRIES = ("input_ids", "labels", "document_ids", "positions")
@@ -50,7 +59,8 @@ FILLER = -1.0
 
 def preference_loss(loss: PreferenceLoss, context: BuildContext) -> LossFunction:
     """Build the loss function of a preference loss. Collective if it loads a reference."""
-    objective = _OBJECTIVES[context.auxiliary] = Objective.of(loss, context)
+    objective = Objective.of(loss, context)
+    register(objective)
     return objective.training
 
 
@@ -58,7 +68,7 @@ def preference_loss(loss: PreferenceLoss, context: BuildContext) -> LossFunction
 class Objective:
     """A preference loss with what it has built for a run."""
 
-    loss: PreferenceLoss
+    loss: AnswerLoss
     auxiliary: Auxiliary
     reference: Reference | None
     groups: Sequence[dist.ProcessGroup]
@@ -66,6 +76,8 @@ class Objective:
     workspace: Workspace
     starts_as_reference: bool
     """Whether the first loss is known, and to be checked."""
+    chunk_tokens: int = 0
+    """As `PreferenceLoss.chunk_tokens`."""
 
     @classmethod
     def of(cls, loss: PreferenceLoss, context: BuildContext) -> Objective:
@@ -77,12 +89,19 @@ class Objective:
         checked = path and getattr(loss, "check_first_loss", False) and detect_fake_mode() is None
         # Found out here, where every rank is: of a hook or a summary, some ranks alone might ask
         starts = bool(checked) and starts_as_reference(path, context)
-        return cls(loss, context.auxiliary, reference, shared_groups(context), Workspace(), starts)
+        groups = shared_groups(context)
+        return cls(loss, context.auxiliary, reference, groups, Workspace(), starts, loss.chunk_tokens)
 
     @property
     def adapters_off(self) -> bool:
         """Whether the reference is the model in training with its adapters off."""
         return getattr(self.loss, "reference", "") == ADAPTERS_OFF
+
+    @property
+    def known_start(self) -> str:
+        """Why the first loss is known, for the error about another one."""
+        loaded = "[checkpoint.load] loads the weights of loss.reference"
+        return "adapters begin at zero" if self.adapters_off else loaded
 
     @property
     def ranks(self) -> int:
@@ -100,10 +119,14 @@ class Objective:
 
     def sums(self, head: Head, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Returns (2,) by the name of each metric: sum and count of this rank's part of the rows, for evaluations."""
-        terms = self._terms(Rows.of(batch, self.loss), self.log_p(head, hidden, batch), batch)
+        terms = self.terms(head, hidden, batch)
         values = {name: values for name, (_, values) in terms.objective.items()} | dict(terms.logged)
         masked = {name: (each, terms.mask) for name, each in values.items()} | dict(terms.by_kind)
         return {name: _sum_and_count(each, mask) / self.ranks for name, (each, mask) in masked.items()}
+
+    def terms(self, head: Head, hidden: Tensor, batch: Batch) -> Terms:
+        """Returns what the loss makes of the examples of a micro-batch. Collective."""
+        return self._terms(Rows.of(batch, self.loss), self.log_p(head, hidden, batch), batch)
 
     def baseline(self, executor: Executor, model: Model, batches: Sequence[Batch], mesh: DeviceMesh | None) -> Tensor:
         """Returns (): the reference point of KTO on these batches, from their rows of mismatched answers. Collective.
@@ -146,7 +169,7 @@ class Objective:
     def log_p(self, head: Head, hidden: Tensor, batch: Batch) -> Tensor:
         """Returns (B, S): log p of each label, 0 where there is none."""
         return log_probabilities(
-            head, hidden, batch["labels"], chunk_tokens=self.loss.chunk_tokens, workspace=self.workspace
+            head, hidden, batch["labels"], chunk_tokens=self.chunk_tokens, workspace=self.workspace
         )
 
     def _terms(self, rows: Rows, log_p: Tensor, batch: Batch) -> Terms:
@@ -157,7 +180,9 @@ class Objective:
                 message = f"batches have no {REFERENCE}, which a hook adds before each step"
                 raise ForgeError(f"loss: {message} for loss.reference = {ADAPTERS_OFF!r}")
         answers, there = rows.answers(log_p, reference, self.groups)
-        return (pair_terms if self.loss.paired else single_terms)(self.loss, answers, there, rows)  # type: ignore[arg-type]
+        if self.loss.paired:
+            return pair_terms(self.loss, answers, there)  # type: ignore[arg-type]
+        return single_terms(self.loss, answers, there, rows)  # type: ignore[arg-type]
 
     def _attach(self, x: Tensor, terms: Terms) -> Tensor:
         """Returns `x` with the objective attached, and logs the metrics of a training step."""
@@ -182,6 +207,11 @@ _OBJECTIVES: WeakKeyDictionary[Auxiliary, Objective] = WeakKeyDictionary()
 """By the auxiliary values of a run: for hooks and evaluations, which have no other access to what its loss built."""
 
 
+def register(objective: Objective) -> None:
+    """Let hooks and evaluations of its run find an objective."""
+    _OBJECTIVES[objective.auxiliary] = objective
+
+
 def objective_of(auxiliary: Auxiliary) -> Objective:
     """Returns the objective of the run with these auxiliary values.
 
@@ -189,7 +219,7 @@ def objective_of(auxiliary: Auxiliary) -> Objective:
         ForgeError: its loss is no preference loss.
     """
     if auxiliary not in _OBJECTIVES:
-        raise ForgeError('the loss of this run compares no answers; take type = "dpo", "ipo", "simpo", "orpo" or "kto"')
+        raise ForgeError(f"the loss of this run compares no answers; take type = {LOSSES}")
     return _OBJECTIVES[auxiliary]
 
 
@@ -223,13 +253,13 @@ class Rows:
     """(B,): the reference point of KTO."""
 
     @classmethod
-    def of(cls, batch: Batch, loss: PreferenceLoss) -> Rows:
+    def of(cls, batch: Batch, loss: AnswerLoss) -> Rows:
         """Read a batch.
 
         Raises:
             ForgeError: it lacks an entry that this loss needs.
         """
-        needed = ["document_ids", KINDS, "examples"]
+        needed = ["document_ids", KINDS, "examples", *(["positions"] if loss.scores_answers else [])]
         needed += [REFERENCE] if loss.uses_reference and not getattr(loss, "reference", "") else []
         missing = [name for name in needed if name not in batch]
         if missing and detect_fake_mode() is not None:
@@ -267,17 +297,21 @@ class Rows:
         Returns:
             Answers whose tensors are (B, E), and (B, E) bool: which of them are there.
         """
-        parts = [self._sum(log_p), self._sum(self.valid.to(log_p.dtype))]
+        parts = [self._sum(log_p), self.count_labels(log_p.dtype)]
         if reference is not None and reference is not self.stored:
             parts.append(self._sum(reference))
         stacked = torch.stack(parts)
-        sums, tokens, *rest = _SumOverRanks.apply(stacked, groups) if groups else stacked
+        sums, tokens, *rest = sum_over_ranks(stacked, groups) if groups else stacked
         if reference is not None and reference is self.stored:
             rest = [reference.to(sums.dtype)]
         # An evaluation fills its last batch with rows whose labels are all ignored
         there = (self.kinds != ABSENT) & (tokens > 0)
         filled = [values.where(there, FILLER) for values in (sums, *rest)]
         return Answers(filled[0], tokens.clamp(min=1), *filled[1:]), there
+
+    def count_labels(self, dtype: torch.dtype) -> Tensor:
+        """Returns (B, E): the labels of each document that are on this rank."""
+        return self._sum(self.valid.to(dtype))
 
     def _sum(self, values: Tensor) -> Tensor:
         """(B, S) -> (B, E): sums over the positions of each document."""
@@ -291,6 +325,12 @@ def shared_groups(context: BuildContext) -> list[dist.ProcessGroup]:
     """The groups of ranks that hold different positions of the same rows."""
     names = [each.name for each, size in context.layout.sizes if each.tokens and not each.samples and size > 1]
     return [context.mesh.get_group(name) for name in names] if context.mesh is not None else []
+
+
+def sum_over_ranks(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Returns the sum of `values` over all ranks of some groups, of which each computes the same. Collective."""
+    total: Tensor = _SumOverRanks.apply(values, groups)
+    return total
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -330,36 +370,45 @@ class Terms:
     """Values and a mask by the name of a metric, the mean over the examples of that mask."""
 
 
-def pair_terms(loss: PairLoss, answers: Answers, there: Tensor, rows: Rows) -> Terms:
+def pair_terms(loss: PairLoss, answers: Answers, there: Tensor) -> Terms:
     """The terms of a loss over pairs, of answers (B, E).
 
     Raises:
         ForgeError: ids of documents are no pairs, or `losses` returned another shape.
     """
-    if not rows.kinds.shape[1] % 2:
-        raise ForgeError(f"loss: rows have {rows.kinds.shape[1]} ids of documents; those of pairs and padding are odd")
     chosen, rejected = (_every_second(answers, first) for first in (0, 1))
     mask = there[:, :-1].reshape(-1, 2).all(-1)
     values = loss.losses(chosen, rejected)
     if values.shape != mask.shape:
         message = f"returned the shape {tuple(values.shape)} for {len(mask)} pairs"
         raise ForgeError(f"loss: {type(loss).__name__}.losses {message}; it returns one number for each pair")
-    rewards = {"chosen": loss.rewards(chosen), "rejected": loss.rewards(rejected)}
-    margins = rewards["chosen"] - rewards["rejected"]
-    logged = {"rewards/accuracy": (margins > 0).to(margins.dtype), "rewards/margin": margins}
-    logged |= {f"rewards/{name}": values for name, values in rewards.items()}
+    logged = reward_metrics(loss.rewards(chosen), loss.rewards(rejected))
     logged |= {"logps/chosen": chosen.log_p, "logps/rejected": rejected.log_p}
     return Terms(mask, {loss.metric: (1.0, values), **loss.further(chosen, rejected)}, logged, {})
 
 
 def _every_second(answers: Answers, first: int) -> Answers:
     """The chosen (0) or rejected (1) answers of (B, E) documents, the last of which is padding: (N,)."""
+    reference = None if answers.reference is None else pairs_of(answers.reference)[first]
+    return Answers(pairs_of(answers.log_p)[first], pairs_of(answers.tokens)[first], reference)
 
-    def take(values: Tensor) -> Tensor:
-        return values[:, first:-1:2].reshape(-1)
 
-    reference = None if answers.reference is None else take(answers.reference)
-    return Answers(take(answers.log_p), take(answers.tokens), reference)
+def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the values of the chosen and of the rejected answers, (N,) each, from those of documents (B, E).
+
+    Raises:
+        ForgeError: ids of documents are no pairs.
+    """
+    if not values.shape[1] % 2:
+        raise ForgeError(f"loss: rows have {values.shape[1]} ids of documents; those of pairs and padding are odd")
+    return values[:, 0:-1:2].reshape(-1), values[:, 1:-1:2].reshape(-1)
+
+
+def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Returns what is logged of the rewards of pairs, (N,) each."""
+    margins = chosen - rejected
+    metrics = {"rewards/accuracy": (margins > 0).to(margins.dtype), "rewards/margin": margins}
+    return metrics | {"rewards/chosen": chosen, "rewards/rejected": rejected}
 
 
 def single_terms(loss: KTO, answers: Answers, there: Tensor, rows: Rows) -> Terms:

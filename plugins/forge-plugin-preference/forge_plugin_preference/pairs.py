@@ -14,6 +14,7 @@ from attrs.validators import ge
 from forge_core.contracts.components import DatasetComponent, FilePath
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.rank_zero import is_checked_elsewhere
+from forge_plugin_preference.answers import LOSSES
 from forge_plugin_preference.lines import Malformed, Preference, numbered_lines, parse, read_preferences, texts_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Dataset, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_plugin_preference.encoding import Document
     from forge_plugin_preference.rows import Example, Rows
 
 
@@ -62,7 +64,7 @@ class Pairs(DatasetComponent):
             yield Problem("", 'answers are texts; add [data.tokenizer], such as type = "auto"')
         if not getattr(type(job.loss), "reads_answers", False):
             message = f"[loss] is {type(job.loss).__name__}, which would learn rejected answers like chosen ones"
-            yield Problem("", f'{message}; take type = "dpo", "ipo", "simpo", "orpo" or "kto"')
+            yield Problem("", f"{message}; take type = {LOSSES}")
         yield from self._agreement(job)
         if is_checked_elsewhere():
             return
@@ -71,7 +73,7 @@ class Pairs(DatasetComponent):
             return
         try:
             number, text = next(numbered_lines(self.path), (0, ""))
-            first = parse(text, number, with_reference=_needs_stored(job)) if number else None
+            first = _parsed(text, number, job) if number else None
         except JobError as error:
             yield from error.problems
         except Malformed as error:
@@ -126,18 +128,18 @@ class Pairs(DatasetComponent):
             JobError: lines are malformed or do not fit, or the loss does not learn from such lines.
         """
         from forge_plugin_preference.encoding import encode
-        from forge_plugin_preference.rows import Example
 
         job, tokenizer = context.job, context.tokenizer
         if tokenizer is None:
             raise JobError([Problem("", "answers are texts; add [data.tokenizer]")])
-        preferences = read_preferences(self.path, with_reference=_needs_stored(job))
+        stored, margins = _needs_stored(job), _needs_margins(job)
+        preferences = read_preferences(self.path, with_reference=stored, with_margin=margins)
         if preferences and (mismatch := self._mismatch(len(preferences[0].answers), job)):
             raise JobError([Problem(*mismatch)])
         parts = []
         for part in self._split(preferences):
             pairs = zip(part, encode(part, tokenizer, self.path), strict=True)
-            examples = [Example(line.number, docs, line.desirable, line.reference) for line, docs in pairs]
+            examples = [_example(line, documents) for line, documents in pairs]
             parts.append(_unpaired(examples) if self.unpair else examples)
         digest = _digest(self.path)
         training, held_out = (self._rows(part, tokenizer, job, digest) if part else None for part in parts)
@@ -171,9 +173,24 @@ class Pairs(DatasetComponent):
         return [line for place, line in enumerate(lines) if not every or place % every], held_out
 
 
+def _parsed(text: str, number: int, job: Job) -> Preference:
+    return parse(text, number, with_reference=_needs_stored(job), with_margin=_needs_margins(job))
+
+
 def _needs_stored(job: Job) -> bool:
     """Whether the loss takes log-probabilities under the reference from the data."""
     return bool(getattr(job.loss, "uses_reference", False)) and not getattr(job.loss, "reference", "")
+
+
+def _needs_margins(job: Job) -> bool:
+    """Whether the loss takes from the data by how much a chosen answer is better."""
+    return bool(getattr(job.loss, "margins", False))
+
+
+def _example(line: Preference, documents: tuple[Document, ...]) -> Example:
+    from forge_plugin_preference.rows import Example
+
+    return Example(line.number, documents, line.desirable, line.reference, margin=line.margin)
 
 
 def _unpaired(examples: list[Example]) -> list[Example]:

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import attrs
 import numpy as np
 from attrs import define, field, frozen
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_preference.answers import ABSENT, CHOSEN, KINDS, MISMATCHED, REFERENCE, REJECTED
+from forge_plugin_preference.answers import ABSENT, CHOSEN, KINDS, MARGINS, MISMATCHED, REFERENCE, REJECTED
 from forge_plugin_preference.encoding import Document, answering
 
 OPEN_ROWS = 64
@@ -29,6 +30,8 @@ class Example:
     reference: tuple[float, ...]
     mismatched: Document | None = None
     """The prompt with the answer to another one."""
+    margin: float | None = None
+    """Of a pair, by how much its first answer is better; None if the loss does not need it."""
 
     @property
     def length(self) -> int:
@@ -88,7 +91,7 @@ def _shortened(example: Example, over: int, begin: int) -> Example | None:
     if any(document.prompt - cut < max(begin, 1) for document in example.documents):
         return None
     documents = tuple(document.without(begin, begin + cut) for document in example.documents)
-    return Example(example.line, documents, example.desirable, example.reference)
+    return attrs.evolve(example, documents=documents)
 
 
 def with_mismatched(examples: Sequence[Example], length: int) -> list[Example]:
@@ -96,10 +99,7 @@ def with_mismatched(examples: Sequence[Example], length: int) -> list[Example]:
     following = [*examples[1:], *examples[:1]]
     pairs = [answering(a.documents[0], b.documents[0]) for a, b in zip(examples, following, strict=True)]
     cut = [Document(each.ids[:length], each.learned[:length], each.prompt) for each in pairs]
-    return [
-        Example(each.line, each.documents, each.desirable, each.reference, document)
-        for each, document in zip(examples, cut, strict=True)
-    ]
+    return [attrs.evolve(each, mismatched=document) for each, document in zip(examples, cut, strict=True)]
 
 
 def pack(examples: Sequence[Example], length: int, most: int) -> list[list[Example]]:
@@ -164,6 +164,10 @@ class Rows:
             reference = np.zeros((1, self.places))
             reference[0, : len(documents)] = [value for example in row for value in example.reference]
             entries[REFERENCE] = reference
+        if row[0].margin is not None:
+            margins = np.zeros((1, self.places))
+            margins[0, 0 : len(documents) : 2] = [example.margin for example in row]
+            entries[MARGINS] = margins
         mismatched = [example.mismatched for example in row if example.mismatched is not None]
         if mismatched:
             entries[MISMATCHED] = np.stack(self._laid_out(mismatched))
