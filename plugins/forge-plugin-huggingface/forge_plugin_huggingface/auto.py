@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from forge_core.contracts.components import FilePath, TokenizerComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_huggingface.hub import expanded, explained, local_problem
+from forge_plugin_huggingface.hub import expanded, explained, local_problem, offline
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -65,6 +65,22 @@ class Auto(TokenizerComponent):
             JobError: `problems` has one, or transformers cannot load the tokenizer.
         """
         return self._pretrained()
+
+    def build_locally(self, context: BuildContext) -> PretrainedTokenizer:
+        """Load the tokenizer without the network; see `forge_plugin_plan.lines.BuildsLocally`.
+
+        Raises:
+            JobError: it is neither in a folder nor in the cache of the hub, or cannot be used.
+        """
+        try:
+            with offline():
+                return self._pretrained()
+        except JobError as error:
+            # Of a folder, or of another key than the path, the message is the better one
+            if Path(self.path).is_dir() or any(problem.path != "path" for problem in error.problems):
+                raise
+            where = "is neither a folder nor in the cache of the hub, and no network is used here"
+            raise JobError(f"the tokenizer {self.path!r} {where}") from error
 
     def expected_vocab_size(self) -> int | None:
         """Returns the size of a local tokenizer; None if it is on the hub."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from forge_core.contracts.errors import JobError, Problem
 
@@ -42,6 +43,16 @@ def explained(path: str, key: str = "path") -> Iterator[None]:
         # On one line: errors of HTTP clients have several
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise JobError([Problem(key, f"{path!r} cannot be used ({reason}); {_tried(path)}")]) from error
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """A context in which the libraries read their cache of the hub and use no network."""
+    from huggingface_hub import constants
+
+    # Both libraries look at this constant, which is read from the environment once
+    with patch.object(constants, "HF_HUB_OFFLINE", True):
+        yield
 
 
 def _tried(path: str) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 from attrs import evolve
@@ -163,3 +165,21 @@ def test_without_its_data_a_plan_shows_why_the_share_is_unknown(
     line = rows_line(capsys, f"--{override}")
     assert line.startswith("unknown: ")
     assert reason in line
+
+
+def test_a_tokenizer_that_is_not_on_this_machine_is_not_waited_for(
+    write_job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job("chats")
+    asked: list[Any] = []
+
+    def record(host: Any, *_: Any, **__: Any) -> None:
+        asked.append(host)
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", record)
+    line = rows_line(capsys, "--data.tokenizer.path=owner/name")
+    assert line.startswith("unknown: the tokenizer 'owner/name' is neither a folder nor in the cache of the hub")
+    assert "learned" in rows_line(capsys)
+    assert not asked

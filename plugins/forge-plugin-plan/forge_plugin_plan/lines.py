@@ -12,6 +12,7 @@ from forge_core.checkpoint.run_folder import TOKENIZER, run_folder
 from forge_core.config.keys import walk_components
 from forge_core.config.mixture import source_names
 from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.contracts.layout import Layout
 from forge_core.job import Job
@@ -43,6 +44,19 @@ class HasPlanDataLines(Protocol):
         Raises:
             ForgeError: the data are not there; the plan shows the message in place of the lines.
         """
+
+
+@runtime_checkable
+class BuildsLocally(Protocol):
+    """A tokenizer component whose `build` may use the network."""
+
+    def build_locally(self, context: BuildContext) -> Tokenizer:
+        """Returns the tokenizer without using the network.
+
+        Raises:
+            ForgeError: it is not on this machine.
+        """
+        ...
 
 
 def plan_lines(job: Job, catalog: Catalog) -> Iterator[Line]:
@@ -80,6 +94,8 @@ def _context(job: Job, catalog: Catalog) -> BuildContext:
         return context
     if folder.is_dir():
         return evolve(context, tokenizer=component.load(context, folder))
+    if isinstance(component, BuildsLocally):
+        return evolve(context, tokenizer=component.build_locally(context))
     return evolve(context, tokenizer=context.build(component, documents=_not_trained))
 
 
