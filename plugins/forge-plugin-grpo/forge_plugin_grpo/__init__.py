@@ -4,6 +4,7 @@ from forge_plugin_grpo.evaluation import Rewards
 from forge_plugin_grpo.grpo import GRPO
 from forge_plugin_grpo.kinds import Completion, RewardComponent, RolloutComponent, Sampler
 from forge_plugin_grpo.prompts import Prompts
+from forge_plugin_grpo.reward_model import RewardModel
 from forge_plugin_grpo.rewards import Answer
 from forge_plugin_grpo.rollout import EngineRollout
 
@@ -14,6 +15,7 @@ __all__ = [
     "EngineRollout",
     "Prompts",
     "RewardComponent",
+    "RewardModel",
     "Rewards",
     "RolloutComponent",
     "Sampler",

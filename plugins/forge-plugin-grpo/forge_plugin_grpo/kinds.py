@@ -55,6 +55,13 @@ class RewardComponent(Component["RewardComponent"]):
         """Returns a finite number, larger for better completions."""
         raise NotImplementedError
 
+    def scores(self, completions: Sequence[Completion]) -> Sequence[float]:
+        """Returns the score of each; by default `score` of one after the other. Override it to score them together.
+
+        All completions that a rank draws at a time are given at once, those of one prompt in a row.
+        """
+        return [self.score(completion) for completion in completions]
+
     def row_fault(self, row: Mapping[str, Any]) -> str:
         """Returns what a line of the data lacks to be scored; empty if nothing. Called for each before training."""
         return ""

@@ -38,7 +38,7 @@ class Scorer:
         """
         completions = [self.completion(one, line) for one, line in zip(drawn, lines, strict=True)]
         return {
-            name: torch.tensor([_scored(name, reward, each) for each in completions], dtype=torch.float64)
+            name: torch.tensor(_scored(name, reward, completions), dtype=torch.float64)
             for name, reward in self.loss.rewards.items()
         }
 
@@ -59,12 +59,25 @@ def weighted(loss: GRPO, scores: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([loss.rewards[name].weight * values for name, values in scores.items()]).sum(0)
 
 
-def _scored(name: str, reward: RewardComponent, completion: Completion) -> float:
+def _scored(name: str, reward: RewardComponent, completions: Sequence[Completion]) -> list[float]:
+    # Apart where a reward scores them apart: the message about a failure then names the completion
+    apart = type(reward).scores is RewardComponent.scores
+    groups = [[completion] for completion in completions] if apart else [completions]
+    scores = [score for group in groups for score in _scored_together(name, reward, group)]
+    for score, completion in zip(scores, completions, strict=True):
+        if not math.isfinite(score):
+            raise ForgeError(f"loss.rewards.{name} scores {completion.text!r:.60} as {score}; rewards are finite")
+    return scores
+
+
+def _scored_together(name: str, reward: RewardComponent, group: Sequence[Completion]) -> list[float]:
     try:
-        score = float(reward.score(completion))
+        scores = [float(score) for score in reward.scores(group)]
     except Exception as error:
-        place = f"the completion {completion.text!r:.60} of {completion.prompt!r:.60}"
+        place = f"the completion {group[0].text!r:.60} of {group[0].prompt!r:.60}"
+        if len(group) > 1:
+            place = f"{len(group)} completions, the first one {place.removeprefix('the completion ')}"
         raise ForgeError(f"loss.rewards.{name} fails on {place}: {type(error).__name__}: {error}") from error
-    if not math.isfinite(score):
-        raise ForgeError(f"loss.rewards.{name} scores {completion.text!r:.60} as {score}; rewards are finite")
-    return score
+    if len(scores) != len(group):
+        raise ForgeError(f"loss.rewards.{name} gives {len(scores)} scores for {len(group)} completions")
+    return scores

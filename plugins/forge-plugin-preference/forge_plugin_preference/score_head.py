@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.nn.modules import Linear
 from forge_plugin_preference.reward_head import SCORE
 
@@ -97,5 +97,13 @@ def _declare(model: Model) -> None:
     model.parameter_roles = own_roles  # type: ignore[method-assign]
     model.tensor_parallel_plan = own_plan  # type: ignore[method-assign]
     model.begins_here = [*model.begins_here, SCORE]
-    # No model of `forge_kit.nn.generation.Generates`: it has no logits to draw a token by
-    model.new_cache = None  # type: ignore[assignment]
+    # In `forge_kit.nn.generation.Generates`, what runs first
+    model.new_cache = _no_text  # type: ignore[assignment]
+
+
+def _no_text(*_: Any) -> Any:
+    """Takes the place of `new_cache`: without logits, every token drawn would be the first of the vocabulary."""
+    message = "the model scores answers by the head of [plugins.reward_head], and generates no text"
+    raise ForgeError(
+        f"{message}; leave out what generates, such as [hooks.samples], or take the model that it began as"
+    )

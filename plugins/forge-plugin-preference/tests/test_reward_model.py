@@ -241,6 +241,11 @@ def test_check_refuses(keys: list[str], message: str, folder: Path, capsys: pyte
     assert message in capsys.readouterr().err
 
 
+def test_no_text_is_generated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rm.toml", '--hooks.samples.prompts=["1? "]']) != 0
+    assert "by the head of [plugins.reward_head], and generates no text" in capsys.readouterr().err
+
+
 @define(kw_only=True, slots=False)
 class Draw(TrainingHook):
     """Changes the head before the first step."""
