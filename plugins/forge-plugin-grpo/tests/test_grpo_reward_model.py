@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pytest
 from attrs import frozen
-from grpo_runs import MODEL, lines_of, logged, reference
+from grpo_runs import MODEL, lines_of, logged
 
 from forge_core import Trainer
 from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
@@ -137,9 +137,10 @@ def test_a_reward_that_scores_together_is_named(reward: Any, facts: list[str], t
 
 
 def test_a_language_model_is_refused(tmp_path: Path) -> None:
+    lines_of(tmp_path, {"steps": 1, "job": {"name": "lm"}})
     facts = ["loss.rewards.lm.path", "is no reward model", "258", "[plugins.reward_head]"]
     with pytest.raises(JobError, match=naming(*facts)):
-        lines_of(tmp_path, {}, rewards={"lm": RewardModel(path=reference())})
+        lines_of(tmp_path, {}, rewards={"lm": RewardModel(path=str(tmp_path / "lm"))})
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
