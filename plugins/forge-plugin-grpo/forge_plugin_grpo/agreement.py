@@ -1,7 +1,8 @@
-"""The hook that compares the log-probabilities of sampler and trainer in the first step of a run."""
+"""Hooks that check the first step of a run: log-probabilities of sampler and trainer, and the distance to the start."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ from attrs import define
 from forge_core import TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_core.parallel import mesh
-from forge_plugin_grpo.objective import DIFFERENCE
+from forge_plugin_grpo.objective import DIFFERENCE, KL, policy_loss_of
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext
@@ -18,13 +19,33 @@ if TYPE_CHECKING:
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2}
 """By `train.precision`: the largest mean difference of log-probabilities, in nats a token, that rounding explains."""
+KL_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 1e-3}
+"""Likewise, the largest mean of k3: about half of the square of a difference."""
 
 
-def tolerance(job: Job) -> float:
-    """Returns the largest mean difference, in nats a token, that the precision of a job explains."""
+def tolerance(job: Job, of: Mapping[str, float] = TOLERANCE) -> float:
+    """Returns the largest mean, in nats a token, that the precision of a job explains."""
     # Products in TF32 and below have as few bits as those in bfloat16, or three more
     rounds = job.train.precision == "fp32" and job.train.float32_matmul != "highest"
-    return TOLERANCE["bf16" if rounds else job.train.precision]
+    return of["bf16" if rounds else job.train.precision]
+
+
+def first_mean(context: StepContext, name: str) -> float | None:
+    """Returns the mean over all ranks of a metric of tokens in the first step; None where it is not to be checked.
+
+    Collective then.
+    """
+    build = context.build
+    assert build is not None, "the run loop gives hooks its context"
+    # A run that continues has compared before; of several runs that train one model, each has a part of the mean
+    if context.step != 1 or build.layout.run[1] > 1:
+        return None
+    total = build.auxiliary.totals().get(name, torch.zeros(()))
+    mean = total.detach().to(build.device, torch.float64).clone()
+    pipeline = mesh.pipeline_group(build.mesh)
+    if pipeline is not None:  # only its last rank has log-probabilities
+        torch.distributed.all_reduce(mean, group=pipeline)
+    return mesh.all_reduce_tokens(mean, build.mesh).item()
 
 
 @define(kw_only=True, slots=False)
@@ -42,17 +63,9 @@ class SamplerAgrees(TrainingHook):
         Raises:
             ForgeError: they differ by more than rounding.
         """
-        build = context.build
-        assert build is not None, "the run loop gives hooks its context"
-        # A run that continues has compared before; of several runs that train one model, each has a part of the mean
-        if context.step != 1 or build.layout.run[1] > 1:
+        difference, allowed = first_mean(context, DIFFERENCE), tolerance(context.job)
+        if difference is None:
             return
-        total = build.auxiliary.totals().get(DIFFERENCE, torch.zeros(()))
-        mean = total.detach().to(build.device, torch.float64).clone()
-        pipeline = mesh.pipeline_group(build.mesh)
-        if pipeline is not None:  # only its last rank has log-probabilities
-            torch.distributed.all_reduce(mean, group=pipeline)
-        difference, allowed = mesh.all_reduce_tokens(mean, build.mesh).item(), tolerance(context.job)
         if not difference <= allowed:  # also where it is not a number
             message = (
                 f"{DIFFERENCE} of the first step is {difference:.3g} nats a token, and at most {allowed:g} is rounding "
@@ -64,3 +77,33 @@ class SamplerAgrees(TrainingHook):
                 "for dropout or noise in training; if it is meant, set loss.check_first_log_p = false"
             )
             raise ForgeError(f"{message}; {hint}")
+
+
+@define(kw_only=True, slots=False)
+class FirstKL(TrainingHook):
+    """Checks that the model begins as its reference, before the first update."""
+
+    resumes_as = "safe"
+
+    def on_gradients(self, context: StepContext) -> None:
+        """Compares in the first step, if the job loads the reference. Collective then.
+
+        Raises:
+            ForgeError: the KL divergence is more than rounding.
+        """
+        assert context.build is not None, "the run loop gives hooks its context"
+        if not policy_loss_of(context.build.auxiliary).starts_as_reference:
+            return
+        mean, allowed = first_mean(context, KL), tolerance(context.job, KL_TOLERANCE)
+        if mean is None or mean <= allowed:
+            return
+        message = (
+            f"{KL} of the first step is {mean:.3g} nats a token, and must be 0 (at most {allowed:g} with "
+            f'train.precision = "{context.job.train.precision}"), as training starts from loss.reference: the model '
+            "that is trained computes something else"
+        )
+        hint = (
+            "look for dropout, noise, other settings of the model, or a plugin that changes it; if it is meant, set "
+            "loss.check_first_kl = false"
+        )
+        raise ForgeError(f"{message}; {hint}")

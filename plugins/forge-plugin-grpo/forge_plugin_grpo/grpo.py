@@ -9,10 +9,11 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, min_len
 
 from forge_core import LossComponent, Problem, TrainingHook
-from forge_core.contracts.components import when_resumed
+from forge_core.contracts.components import FilePath, when_resumed
 from forge_plugin_grpo.kinds import RewardComponent, RolloutComponent
 from forge_plugin_grpo.prompts import Prompts
 from forge_plugin_grpo.rollout import EngineRollout
+from forge_plugin_losses.reference_path import ADAPTERS_OFF, reference_problems
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -62,6 +63,17 @@ class GRPO(LossComponent):
     check_first_log_p: bool = field(default=True, metadata=when_resumed("safe"))
     """Stop the run in its first step if the log-probabilities of `rollout` differ from those in training by more than
     rounding: a mean of 1e-9 nats a token in float64, 1e-3 in float32, and 2e-2 in bfloat16 or TF32."""
+    kl_weight: float = field(default=0.0, validator=ge(0))
+    """Weight (β) of the KL divergence from `reference` in the objective, by the estimator k3 of each token (Shao et al.
+    2024, equation 4), summed over tokens and completions as `algorithm` sums, with `rloo` over all tokens of a
+    completion. 0: no such term; a `reference` then is there for the metric `kl` alone."""
+    reference: FilePath = ""
+    """A frozen model: a checkpoint, or a run folder or job file whose newest checkpoint is taken. Ranks divide it as
+    `[parallel]` divides the model, but for a pipeline's stages. `adapters_off`: the model in training with its adapters
+    off, in a forward pass before the first update on completions. Empty: none."""
+    check_first_kl: bool = field(default=True, metadata=when_resumed("safe"))
+    """Stop the run in its first step if `kl` is not 0 up to rounding, where `[checkpoint.load]` has the checkpoint of
+    `reference`, or adapters begin at zero."""
     chunk_tokens: int = field(default=0, validator=ge(0), metadata=when_resumed("safe"))
     """Positions whose logits exist at a time; 0: as many as `chunked_cross_entropy` takes."""
 
@@ -83,22 +95,43 @@ class GRPO(LossComponent):
                     f"draws completions of prompts, and data.sources.{number} ({type(source).__name__}) gives none"
                 )
                 yield Problem("", f'{message}; take type = "prompts"')
-        if layout.cp > 1:
-            yield Problem("", "compares whole completions, which parallel.cp divides; leave it out")
-        if self.updates > 1 and layout.pp > 1:
-            yield Problem(
-                "updates", "in a pipeline, only the last rank has the log-probabilities of earlier updates; take 1"
-            )
+        if self.kl_weight and not self.reference:
+            message = f"{self.kl_weight:g} weighs the KL divergence from a reference, and there is none"
+            hint = f'set loss.reference to a checkpoint, or to "{ADAPTERS_OFF}" if adapters alone are trained'
+            yield Problem("kl_weight", f"{message}; {hint}")
+        yield from reference_problems(self.reference, job)
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
-        """One that draws and scores completions, and one that compares the sampler with training."""
-        from forge_plugin_grpo.agreement import SamplerAgrees
+        """Hooks that draw and score completions, compare the sampler with training, and keep the reference the same."""
+        from forge_plugin_grpo.agreement import FirstKL, SamplerAgrees
         from forge_plugin_grpo.hook import Rollouts
+        from forge_plugin_losses.same_trained import SameReference
 
-        return [Rollouts(loss=self), *([SamplerAgrees()] if self.check_first_log_p else [])]
+        yield Rollouts(loss=self)
+        if self.check_first_log_p:
+            yield SamplerAgrees()
+        if self.reference not in ("", ADAPTERS_OFF):
+            yield SameReference(reference=self.reference)
+        if self.reference and self.check_first_kl:
+            yield FirstKL()
+
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """Yields the reference, and whether the first KL divergence is known."""
+        from forge_plugin_grpo.objective import policy_loss_of
+
+        if not self.reference:
+            return
+        built = policy_loss_of(context.auxiliary)
+        path = "the model with its adapters off" if built.reference is None else str(built.reference.checkpoint)
+        yield "reference", path, "loss.reference"
+        if built.starts_as_reference:
+            yield "first kl", "0", "the model starts as the reference; another one ends the run"
 
     def build(self, context: BuildContext) -> LossFunction:
-        """Returns the loss. Of rows without advantages, as in evaluations, it is the cross-entropy of labels."""
-        from forge_plugin_grpo.objective import grpo_loss
+        """Returns the loss; loads the reference, if there is one. Collective.
 
-        return grpo_loss(self, context)
+        Of rows without advantages, as in evaluations, it is the cross-entropy of labels.
+        """
+        from forge_plugin_grpo.objective import policy_loss
+
+        return policy_loss(self, context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,35 +14,20 @@ from forge_core import TrainingHook
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.parallel import mesh
 from forge_core.parallel.initialise import seed_of
+from forge_kit.nn.adapters import evaluating
 from forge_plugin_generate.prompts import stop_ids
 from forge_plugin_grpo.advantages import ADVANTAGES as ADVANTAGES_OF
 from forge_plugin_grpo.grpo import GRPO
 from forge_plugin_grpo.kinds import Drawn, Sampler
-from forge_plugin_grpo.objective import ADVANTAGES, MEMORIES, OLD, SAMPLED
+from forge_plugin_grpo.objective import ADVANTAGES, OLD, REFERENCE, SAMPLED, policy_loss_of
 from forge_plugin_grpo.prompts import encode_prompt
 from forge_plugin_grpo.scoring import Scorer, weighted
+from forge_plugin_losses.adapters_off import check_adapters, without_adapters
+from forge_plugin_losses.reference_path import ADAPTERS_OFF
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext
     from forge_core.contracts.data import Batch
-    from forge_core.contracts.model import Model
-
-
-@contextmanager
-def trained_weights(model: Model) -> Iterator[None]:
-    """The model in evaluation mode, without gradients.
-
-    Unlike `evaluation_mode` of the engine, it leaves the optimizer in its mode: averages of weights, as `ema` and
-    schedule-free optimizers evaluate, are another policy than the one whose gradient is computed.
-    """
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @define(kw_only=True, slots=False)
@@ -67,7 +51,7 @@ class Rollouts(TrainingHook):
         self._is_first = True
 
     def on_train_begin(self, context: TrainContext) -> None:
-        """Builds the sampler."""
+        """Builds the sampler, and checks that the model can be its reference. Collective."""
         assert context.build is not None, "a run has a context of its build"
         self._build = context.build
         tokenizer = self._build.tokenizer
@@ -77,6 +61,8 @@ class Rollouts(TrainingHook):
         self._scorer = Scorer(self.loss, tokenizer, self._stops)
         self._sample_rank = mesh.sample_rank(self._build.mesh, self._build.layout)
         build: Any = self._build.build
+        if self.loss.reference == ADAPTERS_OFF:
+            check_adapters(context.model, self._build.mesh)
         self._sampler = build(self.loss.rollout, max_tokens=self.loss.max_tokens, stops=self._stops)
 
     def on_step_begin(self, context: StepContext) -> None:
@@ -87,18 +73,43 @@ class Rollouts(TrainingHook):
         self._restored = {}
         # No rows between two updates: a run that continues with other `updates` or another batch than it began with
         if begins or not self._rows:
-            MEMORIES[self._build.auxiliary].log_p.clear()
+            policy_loss_of(self._build.auxiliary).forget()
             self._rows = self._draw(context)
+            if self.loss.reference == ADAPTERS_OFF:
+                self._add_reference(context)
         context.replace_rows(self._rows)
 
     def on_step_end(self, context: StepContext) -> None:
-        """Keeps the log-probabilities of the first update for the next ones."""
-        memory = MEMORIES[self._build.auxiliary].log_p
-        if self.loss.updates > 1 and memory:
-            self._rows = [{**rows, OLD: log_p} for rows, log_p in zip(self._rows, memory, strict=True)]
-            memory.clear()
+        """Keeps the log-probabilities of the first update for the next ones. Collective then."""
         if context.step % self.loss.updates == 0:
             self._rows = []
+        elif self._rows and OLD not in self._rows[0]:
+            built = policy_loss_of(self._build.auxiliary)
+            self._add(OLD, built.old_log_p)
+            if built.reference is not None:
+                self._add(REFERENCE, built.reference_log_p)
+            built.forget()
+
+    def _add_reference(self, context: StepContext) -> None:
+        """Add the log-probabilities under the model with its adapters off. Collective."""
+        assert context.executor is not None
+        measure = policy_loss_of(self._build.auxiliary).whole_log_p
+        self._add(REFERENCE, without_adapters(context.executor, context.model, self._rows, measure))
+
+    def _add(self, name: str, values: Sequence[Tensor]) -> None:
+        """Add an entry (B, 1, S) to the rows, from (B, S) of each micro-batch. Collective in a pipeline."""
+        pipeline = mesh.pipeline_group(self._build.mesh)
+        if pipeline is not None:
+            # Its last rank alone computes losses, and checkpoints have the rows of all. Float64 holds all dtypes.
+            shapes = [rows["labels"].shape for rows in self._rows]
+            device = self._build.device
+            every = [value.double() for value in values] or [
+                torch.zeros(shape, device=device, dtype=torch.float64) for shape in shapes
+            ]
+            for value in every:
+                torch.distributed.all_reduce(value, group=pipeline)
+            values = every
+        self._rows = [{**rows, name: value[:, None]} for rows, value in zip(self._rows, values, strict=True)]
 
     # --- completions -------------------------------------------------------------------------------------------------
 
@@ -143,7 +154,9 @@ class Rollouts(TrainingHook):
         rows = [place * group + number for place in places for number in range(group)]
         seeds = [seed_of(f"{context.job.job.seed}:rollout:{context.step}:{row}{again}") for row in rows]
         assert self._sampler is not None
-        with trained_weights(context.model):
+        # Not `evaluation_mode` of the engine: averages of weights, as `ema` and schedule-free optimizers evaluate, are
+        # another policy than the one whose gradient is computed
+        with torch.no_grad(), evaluating(context.model):
             drawn = list(self._sampler(context.model, [ids for ids in prompts for _ in range(group)], seeds))
         scores = self._scorer(drawn, [line for line in lines for _ in range(group)])
         return drawn, {name: each.view(-1, group) for name, each in scores.items()}
@@ -243,7 +256,7 @@ class Rollouts(TrainingHook):
                 "positions": torch.arange(width).repeat(group).expand(size, -1),
                 "examples": torch.full((size,), group),
                 ADVANTAGES: advantages[done : done + size],
-                SAMPLED: sampled.flatten(1),
+                SAMPLED: sampled.flatten(1)[:, None],
             }
             yield {name: entry.contiguous().to(device) for name, entry in made.items()}
             done += size

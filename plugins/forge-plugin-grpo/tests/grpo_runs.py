@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +66,12 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     """What the steps of the run in a folder have logged."""
     [path] = folder.rglob("metrics.jsonl")
     return [record for line in path.read_text().splitlines() if "loss" in (record := json.loads(line))]
+
+
+@functools.cache
+def reference() -> str:
+    """The folder of a run that a job can start from, or be compared with; trained once a session."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    lines_of(folder, {"steps": 2, "job": {"name": "reference", "seed": 7}})
+    return str(folder / "reference")

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from attrs import frozen
-from grpo_runs import Even, lines_of, settings
+from grpo_runs import Even, lines_of, reference, settings
 from torch import Tensor
 
 from forge_core import JobError, TrainingHook
 from forge_core.engine.build import build_context
+from forge_plugin_checkpoints import Parts
 from forge_plugin_grpo import GRPO, Answer, EngineRollout, RewardComponent, Rewards
 from forge_plugin_grpo.advantages import ADVANTAGES
 from forge_plugin_grpo.objective import objective
+from forge_plugin_lora import LoRA
 from forge_testing import TinyModel, tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.laws import Case, Interrupted, layout_law, resumption_law
@@ -148,10 +150,16 @@ def test_several_updates_use_the_same_completions(tmp_path):
 # --- layouts, resuming ------------------------------------------------------------------------------------------------
 
 
-def observation(**loss: Any) -> Any:
+def observation(compared: bool = False, plugins: Any = None, **loss: Any) -> Any:
+    """An `observe` of `Case`; `compared`: of two steps, with the KL divergence from the weights before them."""
+
     def observe(folder: Path, changes: Any) -> list[tuple[float, ...]]:
+        if compared:
+            loss.setdefault("reference", reference())
+            start = {"load": Parts(path=reference())}
+            changes = {**changes, "checkpoint": start, "plugins": plugins, "steps": 2}
         names = ("loss", "grad_norm", "loss/policy", "rollout/log_p_difference", "reward", "completions/tokens")
-        names = (*names, "redraws", "redraws/equal")
+        names = (*names, "redraws", "redraws/equal", "kl", "loss/kl", "policy/clipped")
         changes = {**changes, "evaluations": {"rewards": Rewards(temperature=0.8)}}
         lines = lines_of(folder, changes, **loss)
         records = map(json.loads, next(folder.rglob("metrics.jsonl")).read_text().splitlines())
@@ -210,10 +218,20 @@ def _learned_after_one(folder: Path) -> Tensor:
     return (seen.batches[0][0]["advantages"] != 0).any(1)
 
 
+def near_start(algorithm: str, layouts: tuple[str, ...]) -> Case:
+    """Two updates on the same completions, held near the weights that the run starts from."""
+    observe = observation(True, {}, algorithm=algorithm, updates=2, kl_weight=0.5)
+    return Case(f"{algorithm}, kl", observe=observe, compare=same, layouts=layouts)
+
+
+ADAPTERS = {"lora": LoRA(rank=2, alpha=16)}
+OFF = observation(True, ADAPTERS, reference="adapters_off", kl_weight=0.5, updates=2)
 test_layouts = layout_law(
-    Case("grpo", observe=observation(), compare=same, layouts=("fsdp2", "tp2", "pp2", "fsdp2_tp2")),
-    Case("dapo", observe=observation(algorithm="dapo", updates=2), compare=same, layouts=("fsdp2", "tp2")),
+    Case("grpo", observe=observation(), compare=same, layouts=("fsdp2", "tp2", "pp2", "cp2", "fsdp2_tp2")),
     Case("redraws", observe=observation(**REDRAWN), compare=same, layouts=("fsdp2", "tp2")),
+    near_start("dapo", ("fsdp2", "tp2", "pp2", "cp2")),
+    *(near_start(algorithm, ("cp2",)) for algorithm in ("dr_grpo", "gspo", "rloo")),
+    Case("adapters off", observe=OFF, compare=same, layouts=("pp2", "cp2")),
 )
 
 
