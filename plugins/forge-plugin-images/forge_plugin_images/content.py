@@ -65,6 +65,7 @@ class Listed:
 
     def take(self, kind: Kind) -> Shown:
         """Returns the next one; raises `JobError` if there is none."""
+        # Only an entry of type `video` comes here: without the table, `<video>` in a text is no mark
         if kind == "video" and not self._has_videos:
             raise JobError(f"{self._record.place}: {NO_TABLE}")
         own = self._lists[kind]
@@ -104,6 +105,7 @@ def pieces_of(record: Record, content: Any, listed: Listed) -> Iterator[str | Sh
     """
     if isinstance(content, list):
         for item in content:
+            # Recursive, since a text in a list may have marks in it, and None stands for an image
             yield from _entry(record, item, listed) if isinstance(item, Mapping) else pieces_of(record, item, listed)
     elif content is None:
         yield listed.take("image")

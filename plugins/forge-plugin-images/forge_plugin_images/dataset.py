@@ -42,6 +42,7 @@ class Tolerance:
         if number not in self._met:
             logger.warning("%s is left out: %s", place, error)
         self._met.add(number)
+        # A share of all documents: of the documents met so far, one broken file at the start would be too many
         if len(self._met) > self.share * self.documents:
             count = f"{len(self._met)} of {self.documents} documents cannot be read"
             raise DataError(

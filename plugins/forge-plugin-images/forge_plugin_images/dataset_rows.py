@@ -129,6 +129,7 @@ def _held_out(keys: ImageDataset, documents: ImageDocuments) -> np.ndarray:
     if not split.names:
         return np.array([split.holds_out(number) for number in range(count)], bool)
     held_out = np.array([split.holds_out(number, documents.record(number)) for number in range(count)], bool)
+    # A list of which no name matches is a mistake: training would include what should be held out
     if not held_out.any():
         example = documents.record(0).place
         message = f"none of the {len(split.names)} names in {keys.held_out_list!r} is there; they look like {example!r}"

@@ -100,6 +100,7 @@ class _Section(io.RawIOBase):
     """Reads a part of a file, so that a header costs no more than its own bytes."""
 
     def __init__(self, section: SectionImage) -> None:
+        # Unbuffered, since the `BufferedReader` around it has a buffer already
         self._file = io.FileIO(section.path)
         self._start, self._size, self._at = section.start, section.size, 0
 
@@ -115,6 +116,7 @@ class _Section(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._start + self._at)
+        # Never beyond the section: the next member of the archive would look like more of this image
         data = self._file.read(max(0, min(len(buffer), self._size - self._at)))
         buffer[: len(data)] = data
         self._at += len(data)
@@ -171,6 +173,7 @@ class ImageDecoder:
                     image = _open(stream)
                 except UnidentifiedImageError as error:
                     raise ValueError(reason_unidentified(stream)) from error
+                # Pillow has read the header alone by now: a small file may claim gigabytes of pixels
                 self._check(image)
                 yield image, stream
         except Exception as error:
@@ -204,6 +207,7 @@ class ImageDecoder:
 
 def _open(stream: BinaryIO) -> Image.Image:
     """Opens an image of any size. Pillow's limit is a variable of its module, which others in the process may use."""
+    # Without the lock, a second thread could save None as the limit, and restore that for good
     with _opening:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
@@ -234,6 +238,7 @@ def _may_be_turned(image: Image.Image) -> bool:
 def _has_late_exif(stream: BinaryIO) -> bool:
     """Whether a PNG has EXIF, or what may stand for it, behind its pixels. Chunks are passed over, not read."""
     place, is_behind = stream.tell(), False
+    # 8: chunks begin behind the signature
     stream.seek(8)
     try:
         while len(header := stream.read(8)) == 8:

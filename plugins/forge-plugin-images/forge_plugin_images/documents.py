@@ -153,6 +153,7 @@ class ImageDocuments:
         """Returns all that documents depend on, but for the contents of files of images."""
         around = self.tokenizer.end_of_text, *begin_of_text(self.tokenizer)
         tokenizer = [self.tokenizer.fingerprint(), *around]
+        # Adapter and fusion decide how many positions an image takes, so a change of either needs new measurements
         positions = [repr(self.seen.adapter), repr(self.seen.fusion)]
         room = list(self.room) if self.room else None
         assert isinstance(self.records, Records)
@@ -165,6 +166,7 @@ class ImageDocuments:
         visuals = Visuals(self.records, self.processor, self.seen, self.texts)
         if self.clips is not None:
             visuals.videos, visuals.draw = self.clips.videos, self.clips.draw(sample)
+        # All parts at once: the number of images in a document may decide how each of them is resized
         parts = as_one_document(list(self.layout.parts(record, visuals, self.tokenizer)))
         begin = begin_of_text(self.tokenizer)
         start = parts[0].ids[: len(begin)] if parts and isinstance(parts[0], Tokens) else ()

@@ -55,6 +55,7 @@ def levels(image: Image.Image, grey_range: GreyRange | None) -> np.ndarray:
     values = np.asarray(image)
     if is_unsigned and image.format == "TIFF" and values.dtype == np.int32:
         values = values.view(np.uint32)  # Pillow has no such mode
+    # A maximum of 0 is a black image, which looks the same with any number of bits
     if grey_range is None and image.format not in SCALED and 0 < int(values.max()) < DARK:
         message = f"its greys have 16 bits, of which it uses {int(values.max()).bit_length()}"
         raise ValueError(f"{message}: it would be dark; {HINT}, or [0, 65535] if it is so dark")

@@ -163,6 +163,7 @@ def _of_archive(path: str) -> Iterator[Group]:
     except tarfile.ReadError as error:
         message = f"{path!r} cannot be read as tar ({error}); images are compressed already, so tar them without gzip"
         raise JobError([Problem("path", message)]) from error
+    # Not before the end of the archive: members of a group need not follow each other
     yield from groups.items()
 
 
@@ -174,4 +175,5 @@ def _of_files(files: Sequence[str]) -> Iterator[Group]:
         base, ending = os.path.splitext(path)
         groups[base][ending[1:].lower()] = (path, 0, -1)
     shown = {ending[1:] for ending in (*IMAGES, *VIDEOS, *SOUNDS)}
+    # A text or a JSON without such a file, such as a readme, is no document
     yield from ((base, members) for base, members in groups.items() if set(members) & shown)

@@ -145,10 +145,12 @@ class ImageChat(ImageDataset):
             if any(mark in text for text in texts):
                 message = f"a text of {record.place} has {mark!r}, which stands for a shown {kind} ({kind}_token)"
                 hint = 'take it out of the text, or leave such documents out: unreadable = "skip"'
+                # No `JobError`, which would end the run with `unreadable = "skip"` too
                 raise BrokenImage(f"{message}; {hint}")
 
     def _content(self, pieces: Sequence[str | Shown]) -> Any:
         if not self.image_token and not self.video_token:
+            # A text and not a list of entries, as a text-only template expects it
             return "".join(piece if isinstance(piece, str) else PLACE for piece in pieces)
         return [{"type": "text", "text": piece} if isinstance(piece, str) else self._entry(piece) for piece in pieces]
 

@@ -46,6 +46,7 @@ def stored_index(documents: ImageDocuments, allows_broken: bool) -> CachedFolder
                 broken.append(f"{documents.record(number).place}: {error}")
             if number % REPORT_EVERY == 0:
                 report_progress(f"{number:,} documents measured")  # other ranks wait for this one
+        # After the loop, so that one run counts all broken documents instead of ending at the first
         _report(broken, len(entries), allows_broken)
         np.save(folder / "entries.npy", entries)
         return {"documents": len(entries), "broken": len(broken)}

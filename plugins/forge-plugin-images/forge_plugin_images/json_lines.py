@@ -84,6 +84,7 @@ def _index_lines(folder: Path, files: Sequence[str]) -> Mapping[str, Any]:
 def _lines(files: Sequence[str], file: int) -> Iterator[tuple[int, int, int, int]]:
     """Yields entries of the index for the lines of a file that are not blank."""
     start = 0
+    # Opened as bytes, since `seek` needs offsets in bytes
     with open(files[file], "rb") as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():

@@ -40,6 +40,7 @@ class Plan:
     @classmethod
     def of_rows(cls, rows: list[list[int]]) -> Plan:
         """Put rows into the order of their first documents."""
+        # Rows were opened for the largest documents first: an unshuffled epoch would begin with these
         ordered = sorted(map(sorted, rows))
         sizes = [0, *map(len, ordered)]
         return cls(np.array([number for row in ordered for number in row], np.int64), np.cumsum(sizes))
@@ -126,6 +127,7 @@ class OpenRows:
 
     def _open(self, row: int) -> None:
         positions = self._rooms[row].positions
+        # A full row would use up one of the `TRIED` candidates of each document without positions
         if not positions:
             return
         if positions not in self._by_positions:

@@ -104,6 +104,7 @@ class ImageProcessor:
 
     def patches(self, image: Image.Image) -> np.ndarray:
         """Returns the patches of an image, one grid after the other: (patches, V) uint8."""
+        # Frames of a video are RGB, also for an encoder of grey images
         if image.mode != self._mode:
             image = image.convert(self._mode)
         rows, columns = self.tiles((image.height, image.width))
@@ -137,6 +138,7 @@ class ImageProcessor:
             image = _padded(image, height / width, tuple(int(255 * mean) for mean in self.form.mean))
         elif self.policy == "crop":
             image = _covering(image, (height, width), RESAMPLING[self.form.resample])
+        # After a crop or on a canvas the size is right, and Pillow would copy the pixels once more
         if image.size != (width, height):
             image = image.resize((width, height), RESAMPLING[self.form.resample])
         return patches_of(np.asarray(image), self.form)

@@ -64,6 +64,7 @@ def embedded_image(record: Record, value: Any) -> ImageFile | str:
     Hugging Face's `{"bytes": …, "path": …}`, `data:` URLs, and OpenAI's `{"url": …}` are understood.
     """
     if isinstance(value, Mapping):
+        # Bytes before the path, which with embedded bytes is often a bare name without a file
         if isinstance(data := value.get("bytes"), bytes):
             return BytesImage(f"{value.get('path') or 'file'} in {record.place}", data)
         value = value.get("url") or value.get("path")

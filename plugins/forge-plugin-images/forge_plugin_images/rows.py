@@ -97,6 +97,7 @@ class Document:
                 learned.append(np.full(len(own), isinstance(run, Tokens) and run.learned))
             if isinstance(part, Footprint):
                 grids.extend(part.grids)
+                # Zeros for images, so that both lists have an entry for each grid
                 seconds.extend(part.seconds or [0.0] * len(part.grids))
         return cls(np.concatenate(ids), np.concatenate(learned), grids, seconds)
 

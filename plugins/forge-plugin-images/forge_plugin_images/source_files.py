@@ -39,6 +39,7 @@ def files_of(patterns: Sequence[str], finder: FileFinder | None = None) -> tuple
     """
     finder = FileFinder() if finder is None else finder
     candidates = [file for pattern in patterns for file in _existing(pattern, finder)]
+    # Sorted, as documents are held out by their number; a set, as patterns may overlap
     by_format = {ending: sorted({file for file in candidates if file.lower().endswith(ending)}) for ending in LISTS}
     formats = {ending: files for ending, files in by_format.items() if files}
     if len(formats) > 1:

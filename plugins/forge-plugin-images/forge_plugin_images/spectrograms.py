@@ -81,6 +81,7 @@ class Spectrogram:
         first, end = max(0, int(starts[0])), min(wav.samples, int(starts[-1]) + length)
         reader.setpos(first)
         samples = _mono(file, reader.readframes(end - first), wav, end - first)
+        # Silence where the first windows start before the sound, or the last ones end after it
         padded = np.pad(samples, (max(0, -int(starts[0])), max(0, int(starts[-1]) + length - end)))
         windows = np.lib.stride_tricks.sliding_window_view(padded, length)[starts - starts[0]]
         return self._of_windows(windows, wav.rate)

@@ -276,6 +276,7 @@ def held_out_records(keys: ImageDataset, data: DescribedSource, part: SplitPart)
             key = "held_out_split" if keys.held_out_split else "held_out_every"
             raise JobError([Problem(key, f"{records.rows.name} has no rows to hold out")])
         datasets.Dataset.from_list([dict(row.values) for row in rows]).save_to_disk(str(folder))
+        # Rows in the cache are numbered from 0, and errors and draws of frames need their places in the dataset
         (folder / PLACES).write_text(json.dumps([row.place for row in rows]), "utf-8")
         return {"rows": len(rows)}
 

@@ -62,6 +62,7 @@ def shown_part(size: tuple[int, int], rows: int, columns: int) -> tuple[int, int
     """
     height, width = size
     if width / height > columns / rows:
+        # Rounded before it is truncated: floating point may be just below a whole number
         filled = int(round(height * (columns / width), 7))
         return rows - (rows - filled) // 2 * 2, columns
     filled = int(round(width * (rows / height), 7))

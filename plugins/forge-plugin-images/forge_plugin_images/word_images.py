@@ -49,6 +49,7 @@ class Pen:
             x = int(generator.integers(max(1, self.width - self._width_at(word, name, size) + 1)))
             baseline = _one_of(generator, (-top, max(-top, self.height - bottom - keys.jitter)))
         pen, at = ImageDraw.Draw(image), float(x)
+        # One letter at a time, since `advance` and `jitter` move each of them separately
         for letter in word:
             right, down = generator.integers(0, keys.jitter + 1, 2).tolist()
             pen.text((round(at) + right, baseline + down), letter, fill=ink, font=font, anchor="ls")

@@ -84,6 +84,7 @@ class ClipSource:
         clip, form = self.probe(file), self.seen.format
         seconds = clip.times - clip.times[0]
         first, part = _part(file, clip, seconds, span)
+        # In frames, of which an entry of the time axis has `form.frames` in the patches of one
         budget = self.max_patches // smallest_frame(form, self.frame_patches[0]) * form.frames
         random = None if draw is None else Random(draw)  # noqa: S311  (a text seeds it by SHA-512, equal everywhere)
         chosen = self.sampling.choose(part, budget, random)

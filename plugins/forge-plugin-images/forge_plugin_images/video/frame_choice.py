@@ -14,6 +14,7 @@ def frames_allowed(sampling: FrameSamplingComponent, clip: Clip, wanted: int, bu
     most = min(sampling.max_frames, budget, len(clip.times))
     factor = sampling.multiple
     least = -(-sampling.min_frames // factor) * factor
+    # 0 where there is room for less than one multiple: then every frame that fits is chosen
     return min(max(wanted // factor * factor, least), most // factor * factor) or most
 
 
@@ -43,6 +44,7 @@ def from_scenes(clip: Clip, count: int, random: Random | None) -> list[int]:
 
 def shown(clip: Clip, times: np.ndarray) -> list[int]:
     """Returns the frame that is shown at each of these ascending times, each frame once (see `distinct`)."""
+    # A computed time may be below the time of its frame by a rounding error
     numbers = np.searchsorted(clip.times, times + TOLERANCE, side="right") - 1
     return distinct(numbers.clip(min=0), len(clip.times))
 

@@ -86,6 +86,7 @@ def frames_by_index(data: BinaryIO, container: InputContainer, stream: VideoStre
     stamps = decoded + track.offsets
     # FFmpeg may shift all times by a constant, that no frame be shown before it is decoded
     packet = next(packet for packet in container.demux(stream) if packet.size)
+    # The shift can only be computed if the first packet is the first entry of the index
     if packet.pts is None or packet.dts != decoded[0]:
         return None
     stamps += packet.pts - stamps[0]

@@ -59,6 +59,7 @@ def draw_motion(keys: MovingShapes, motion: Motion, drawing: int) -> np.ndarray:
     Start, size and background depend on colour, shape and `drawing` alone, so clips of all motions begin with the same
     frame.
     """
+    # Indices in the tables of all words: other words in a job leave the drawings of its clips as they are
     seed = [keys.seed, drawing, list(COLOURS).index(motion.colour), SHAPES.index(motion.shape)]
     generator = np.random.default_rng(seed)
     height, width = keys.size

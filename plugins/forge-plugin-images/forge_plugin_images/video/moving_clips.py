@@ -91,6 +91,7 @@ def encoded(keys: MovingShapes, motion: Motion, drawing: int) -> bytes:
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    # The time of a new `TarInfo` is 0, so that the same keys write the same bytes
     member = tarfile.TarInfo(name)
     member.size = len(data)
     archive.addfile(member, io.BytesIO(data))

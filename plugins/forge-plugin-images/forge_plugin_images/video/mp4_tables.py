@@ -107,6 +107,7 @@ def _walk(content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
     at = 0
     while at + 8 <= len(content):
         size = int.from_bytes(content[at : at + 4])
+        # Damage, or a size of 64 bits, which tables do not need; the caller reads packets if one is missing then
         if size < 8:
             return
         yield bytes(content[at + 4 : at + 8]), content[at + 8 : at + size]

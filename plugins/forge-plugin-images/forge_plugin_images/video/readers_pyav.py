@@ -45,6 +45,7 @@ class PyAVReader:
             indexed = frames_by_index(data, container, stream)
             if indexed is not None:
                 return clip_of(indexed[0], stream, indexed[1], self.max_duration)
+        # Opened again: looking for an index has read the first packet already
         with opened(file) as (container, stream, _):
             frames = frames_by_packets(container, stream)
             clip = clip_of(frames, stream, Turn(), self.max_duration)
@@ -73,6 +74,7 @@ class PyAVReader:
         keys = np.flatnonzero(clip.keys)
         for group in _groups(keys, wanted):
             found: dict[int, VideoFrame] = {}
+            # Later starts decode more frames, and only a few containers and codecs need them
             for seek, start in _starts(clip, keys, group[0]):
                 found = self._decode_from(container, stream, clip, (seek, start), group)
                 if len(found) == len(group):
