@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from forge_kit.nn.modules import Linear
+
+if TYPE_CHECKING:
+    from forge_core.contracts.model import Model
 
 
 @runtime_checkable
@@ -39,6 +43,39 @@ class HasAdapter(nn.Module):
     """Base of modules whose adapter can be switched off, so that they compute what they did without it."""
 
     adapter_on: bool = True
+
+
+def put_before(mixin: Any, module: Any) -> None:
+    """Make a module compute by `mixin`, whose `super()` is the module's own class: what adds an adapter to a matrix.
+
+    A forward hook would come after a stage that sums the module's output over ranks, and miss the sum.
+    """
+    base: Any = type(module)
+    module.__class__ = derived(mixin, base)
+
+
+# One class for each pair: with a class for each module, equal blocks would be compiled separately
+@cache
+def derived(mixin: Any, base: Any) -> Any:
+    """Returns the class of `mixin` and then `base`, named as `base`; equal modules share it."""
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+
+
+def train_adapters(model: Model, train: Collection[str] = ()) -> None:
+    """Freeze all parameters but adapters, and declare to checkpoints what begins here and what never changes.
+
+    A run then loads a checkpoint that has no adapters, and its checkpoints have none of the frozen parameters.
+
+    Args:
+        model: built, with its adapters, before its parameters have values.
+        train: names of further parameters that train as they are.
+    """
+    model.begins_here = adapter_names(model)
+    trained = {*model.begins_here, *train}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    # No buffers, which are small: a module may change its own in any forward pass, as a batch norm does
+    model.unchanged = [name for name, _ in model.named_parameters() if name not in trained]
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""An adapter that a stranger writes in one file, the example of docs/how-to/lora.md: exact under every layout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_core.engine.trainer import Trainer
+from forge_kit.nn.adapters import adapter_names, adapters_off, merge_adapters
+from forge_kit.tools.trained import load_model
+from forge_plugin_checkpoints import Parts
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing import Numbers, curves, tiny_job
+from forge_testing.catalogs import installed
+from forge_testing.curves import Curve, same_curve
+from forge_testing.laws import Case, layout_law
+
+sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples"))
+
+from ia3 import IA3
+
+MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=4, kv_heads=2))
+
+
+def job(folder: Path, changes: Mapping[str, Any]) -> Any:
+    settings: dict[str, Any] = {"steps": 4, "precision": "fp64", "global_batch_size": 8, "seq_len": 16}
+    data = {"sources": (Numbers(ignored=3),)}
+    return tiny_job(str(folder), installed(), model=MODEL, data=data, **{**settings, **changes})
+
+
+def observe(folder: Path, changes: Mapping[str, Any]) -> Curve:
+    return curves.train(job(folder, {"plugins": {"ia3": IA3()}, **changes}), installed())
+
+
+def same_training(ranks: Sequence[Curve], alone: Curve) -> None:
+    """Factors have moved, and nothing else has by a bit; all as in one process."""
+    moved = {name for name, weight in alone.weights.items() if not weight.equal(alone.initial[name])}
+    assert moved == {name for name in alone.weights if "ia3" in name}
+    same_curve(ranks, alone)
+
+
+test_layouts = layout_law(
+    Case("ia3", observe=observe, compare=same_training, layouts=("fsdp2", "tp2", "pp2", "cp2", "compiled"))
+)
+
+
+def test_a_checkpoint_has_the_factors_alone_and_the_merged_model_is_the_same(tmp_path: Path) -> None:
+    base = Trainer(job(tmp_path / "base", {"steps": 2}), catalog=installed(), echo=lambda text: None).run()
+    load = {"checkpoint": {"load": Parts(path=str(base.folder))}}
+    adapted = job(tmp_path / "adapted", {"plugins": {"ia3": IA3()}, **load})
+    run = Trainer(adapted, catalog=installed(), echo=lambda text: None).run()
+    written = json.loads((run.folder / "checkpoints/step-4/index.json").read_text())
+    saved = {name for name in written if name.startswith("model.")}
+    assert saved == {f"model.{name}" for name in adapter_names(load_model(run.folder).model)}
+    model, plain = load_model(run.folder).model, load_model(base.folder).model
+    ids = torch.arange(16).view(1, 16)
+    batch = {"input_ids": ids, "positions": ids}
+    with adapters_off(model):
+        assert model(dict(batch)).equal(plain(dict(batch)))
+    after = model(dict(batch))
+    assert not after.equal(plain(dict(batch)))
+    plain.load_state_dict({**plain.state_dict(), **merge_adapters(model)})
+    torch.testing.assert_close(plain(dict(batch)), after)
