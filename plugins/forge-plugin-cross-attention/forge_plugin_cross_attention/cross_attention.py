@@ -103,9 +103,10 @@ class CrossAttention(FusionComponent):
         Raises:
             JobError: `heads` does not divide the model's width, or the model lacks a chosen layer.
         """
+        from forge_kit.nn.derived_class import derived
         from forge_kit.nn.generation import Generates
         from forge_plugin_cross_attention.modules.model import CrossAttentionModel, GeneratingModel, add_blocks
-        from forge_plugin_vision.modules.grafting import TokensOnly, derived, embedding_width, graft
+        from forge_plugin_vision.modules.grafting import TokensOnly, embedding_width, graft
 
         dim = embedding_width(model)
         self._check_width(dim)

@@ -25,6 +25,7 @@ from torchao.float8.float8_training_tensor import ScaledMMConfig, hp_tensor_and_
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
 from forge_kit.nn.adapters import HasAdapter
+from forge_kit.nn.derived_class import derived
 from forge_plugin_float8.choice import without_adapter
 from forge_plugin_float8.torch_internals import all_reduce, wait_tensor
 
@@ -62,13 +63,7 @@ def multiply_in_float8(layer: nn.Module, config: Float8LinearConfig) -> None:
     """
     layer.float8_config = config  # type: ignore[assignment]
     base: Any = type(layer)
-    layer.__class__ = _below_adapter(base) if issubclass(base, HasAdapter) else _derived(base)
-
-
-# One class for each base: with a class for each layer, equal blocks would be compiled separately
-@cache
-def _derived(base: Any) -> Any:
-    return type(base.__name__, (Float8Linear, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+    layer.__class__ = _below_adapter(base) if issubclass(base, HasAdapter) else derived(Float8Linear, base)
 
 
 @cache
@@ -76,7 +71,7 @@ def _below_adapter(adapted: Any) -> Any:
     """The class of a layer with an adapter, with `Float8Linear` between the two: the adapter calls it by `super()`."""
     attributes = {"__module__": adapted.__module__, "__qualname__": adapted.__qualname__}
     base: Any = without_adapter(adapted)
-    return type(adapted.__name__, (adapted, _derived(base)), attributes)
+    return type(adapted.__name__, (adapted, derived(Float8Linear, base)), attributes)
 
 
 def _groups(shard: MatrixShard | None) -> Groups:

@@ -204,8 +204,9 @@ class Joint(FusionComponent):
         Raises:
             JobError: the language model, the encoder or the adapter lacks what a key requires.
         """
+        from forge_kit.nn.derived_class import derived
         from forge_plugin_vision.modules.deepstack import DeepStackModel, StackedVision, add_deepstack
-        from forge_plugin_vision.modules.grafting import TokensOnly, derived, embedding_width, graft
+        from forge_plugin_vision.modules.grafting import TokensOnly, embedding_width, graft
         from forge_plugin_vision.modules.image_spans import add_image_spans
         from forge_plugin_vision.modules.joint import JointModel, PlacedVision
         from forge_plugin_vision.modules.prefix_spans import add_prefix_spans

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from forge_kit.nn.derived_class import derived
 from forge_kit.nn.modules import Linear
 
 if TYPE_CHECKING:
@@ -52,13 +52,6 @@ def put_before(mixin: Any, module: Any) -> None:
     """
     base: Any = type(module)
     module.__class__ = derived(mixin, base)
-
-
-# One class for each pair: with a class for each module, equal blocks would be compiled separately
-@cache
-def derived(mixin: Any, base: Any) -> Any:
-    """Returns the class of `mixin` and then `base`, named as `base`; equal modules share it."""
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
 
 
 def train_adapters(model: Model, train: Collection[str] = ()) -> None:

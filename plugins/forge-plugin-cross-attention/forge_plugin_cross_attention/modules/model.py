@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_kit.nn.derived_class import derived
 from forge_kit.nn.modules import Embedding
 from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_cross_attention.modules.block import CrossAttentionBlock
@@ -23,7 +24,7 @@ from forge_plugin_cross_attention.modules.sight import MASK, VISIBLE, Sight, vis
 from forge_plugin_transformer.modules import parts
 from forge_plugin_vision.kinds import GRIDS, IMAGE, PATCHES, VIDEO
 from forge_plugin_vision.modules.cost import LayerCost
-from forge_plugin_vision.modules.grafting import VisionLanguageModel, derived
+from forge_plugin_vision.modules.grafting import VisionLanguageModel
 from forge_plugin_vision.modules.vision import SharedVision, feature_count
 
 if TYPE_CHECKING:

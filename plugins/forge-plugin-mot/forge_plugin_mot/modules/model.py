@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from forge_core.contracts.model import Role
+from forge_kit.nn.derived_class import derived
 from forge_kit.nn.taps import TapPoint
 from forge_plugin_mot.modules.modality_weights import (
     MODALITIES,
@@ -20,7 +21,7 @@ from forge_plugin_mot.modules.modality_weights import (
 )
 from forge_plugin_mot.modules.routing import TEXT_ONLY, with_routes
 from forge_plugin_transformer.modules.block import PARTS as BLOCK
-from forge_plugin_vision.modules.grafting import VisionLanguageModel, derived
+from forge_plugin_vision.modules.grafting import VisionLanguageModel
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.nn.derived_class import derived
 from forge_plugin_vision.kinds import PATCHES, Grid
-from forge_plugin_vision.modules.grafting import derived
 from forge_plugin_vision.modules.joint import JointModel, PlacedVision
 from forge_plugin_vision.modules.vision import flops_of
 

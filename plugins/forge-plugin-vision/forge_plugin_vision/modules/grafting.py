@@ -10,13 +10,13 @@ Shapes: B sequences, S positions, D model width.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Model, Role
+from forge_kit.nn.derived_class import derived
 from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_vision.modules.cost import LayerCost, StepCost
 from forge_plugin_vision.modules.vision import Vision
@@ -184,9 +184,3 @@ class TokensOnly(nn.Module):
         # Row 0 is looked up for images, and has no gradient from there: it is multiplied by 0.
         rows: Tensor = super().forward(ids.clamp(min=0))
         return rows * (ids >= 0).unsqueeze(-1).to(rows.dtype)
-
-
-@cache
-def derived(mixin: Any, base: Any) -> Any:
-    """Returns the class of `mixin` and then `base`; equal modules share one, and so one compiled graph."""
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})

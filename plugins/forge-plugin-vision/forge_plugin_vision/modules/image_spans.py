@@ -13,9 +13,10 @@ from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Model
+from forge_kit.nn.derived_class import derived
 from forge_plugin_transformer.modules.spans import SPANS, spans_problem, with_spans
 from forge_plugin_vision.kinds import GRIDS, PATCHES, Grid, ImageInput
-from forge_plugin_vision.modules.grafting import PLACES, derived
+from forge_plugin_vision.modules.grafting import PLACES
 from forge_plugin_vision.modules.vision import feature_count
 
 if TYPE_CHECKING:

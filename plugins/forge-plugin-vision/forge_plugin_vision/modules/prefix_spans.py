@@ -14,10 +14,10 @@ from torch import Tensor
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Model
+from forge_kit.nn.derived_class import derived
 from forge_kit.nn.generation import PROMPT
 from forge_plugin_transformer.modules.documents import document_starts
 from forge_plugin_transformer.modules.spans import SPANS, spans_problem, with_spans
-from forge_plugin_vision.modules.grafting import derived
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch

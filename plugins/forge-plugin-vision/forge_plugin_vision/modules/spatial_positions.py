@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.model import Model
+from forge_kit.nn.derived_class import derived
 from forge_plugin_transformer.modules.documents import document_starts
 from forge_plugin_vision.kinds import GRIDS, SECONDS, VIDEO, Grid, ImageInput
-from forge_plugin_vision.modules.grafting import derived
 from forge_plugin_vision.modules.images import Images
 from forge_plugin_vision.modules.mrope import POSITIONS
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from forge_core import ForgeError
 from forge_core.auxiliary import Auxiliary
+from forge_kit.nn.derived_class import derived
 from forge_plugin_vision import GRIDS, PATCHES, Grid, VisionLanguage
 from forge_plugin_vision.features.eligibility import training
 from forge_plugin_vision.features.files import FeatureFiles
 from forge_plugin_vision.features.identity import ImageKey, describe_tower, digest_of_weights, image_keys, is_compiled
-from forge_plugin_vision.modules.grafting import derived
 from forge_plugin_vision.modules.images import Images
 from forge_plugin_vision.modules.vision import Vision
 
