@@ -132,6 +132,7 @@ class Course:
         base = self._known
         total = 0.0
         for case in cases:
+            # Only a run that has to finish is started once; after any other fault it may have to be restarted
             starts = 1 if ExitCode.FINISHED in case.fault.ends and len(case.fault.ends) == 1 else 2
             total += base.seconds + (starts - 1) * (base.seconds - self.subject.steps / 2 * base.step_s)
             total += self._limit_s(case.fault) + FAREWELL_S
@@ -149,6 +150,7 @@ class Course:
         files = subject.write(case.key, table, keys)
         first = self._run(files, case.key, 1, self._time_for(fault))
         last = first
+        # Without its record the fault never happened, and the exit code proves nothing
         if not self._injected(case):
             result.log = str(first.log)
             result.fail(f"the run ended with exit code {first.code} before the fault was injected")
@@ -156,6 +158,7 @@ class Course:
         self._judge_first(case, first, result)
         reached = self._last_step(case.key)
         if first.code not in (None, ExitCode.FINISHED):
+            # After the end and before the restart, which must find the damage
             fault.between(subject, str(subject.run_folder(case.key)))
             last = self._restart(case, files, result, reached)
         result.log = str(last.log)
@@ -173,6 +176,7 @@ class Course:
             marks = read_records(injected) if number == 1 else []
             if marks:
                 return marks[0].time + limit_s
+            # The first run without a fault has no deadline: nothing is known yet of its duration
             expected = self._baseline.seconds if self._baseline else math.inf
             return attempt.began + 5 * expected + self.patience_s
 
@@ -271,12 +275,14 @@ class Course:
         step = self.subject.step_of(case.fault)
         if not case.fault.same_curve:
             self._judge_later_curve(own, result, step, case.fault)
+            # From the step of such a fault on, the curves differ even if the run did everything right
             own, expected = ({s: v for s, v in curve.items() if s < step} for curve in (own, expected))
         different = first_difference(own, expected)
         until = "" if case.fault.same_curve else f" up to step {step - 1}"
         if different is None:
             result.curve = f"equal to the bit{until}{result.curve}"
             return
+        # Only now, since it may cost a second run without a fault
         spread, apart = self._spread_of_baselines(), deviation(own, expected)
         if spread and apart <= ROUNDING * spread:
             result.curve = f"equal{until} up to rounding ({apart:.1e}){result.curve}"
@@ -328,6 +334,7 @@ class Course:
 
     def _limit_s(self, fault: Fault) -> float:
         """The limit in the drill: the job's own, or a shorter one that no step of the run reaches."""
+        # A drill waits this long for each of these faults, and the job's own limit may be many minutes
         return min(self._own_limit_s(fault), max(LEAST_HANG_S, round(3 * self._known.longest_s)))
 
     def _limits(self, fault: Fault) -> Mapping[str, Any]:

@@ -154,6 +154,7 @@ class Killed(OfSeveralRanks):
     def at_gradients(self, injection: Injection, context: StepContext) -> None:
         """Kill the rank with SIGKILL, which no handler receives: what it has begun to write stays as it is."""
         if injection.is_victim:
+            # Before the signal, after which nothing can be written; a restart would be killed again without the record
             injection.mark()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -345,6 +346,7 @@ class SecondSignal(Fault):
             time.sleep(ECHO_S)
             injection.mark()
             os.kill(_launcher(), signal.SIGTERM)
+            # The step is held up, so that the run cannot stop regularly before the second signal takes effect
             time.sleep(ENDED_S)
 
 
@@ -394,6 +396,7 @@ class DiskFull(Fault):
         self._lift = injection.step + (context.job.checkpoint.interval if context.job.checkpoint.async_save else 1)
         if injection.is_victim:
             injection.mark()
+        # On all ranks: `mark` has disarmed the victim alone
         injection.disarm()
         # Only the soft limit: a process without privileges cannot raise the hard one again
         resource.setrlimit(resource.RLIMIT_FSIZE, (injection.largest_file() // 2, hard))
@@ -552,6 +555,7 @@ class Spike(Fault):
             for parameter in context.model.parameters():
                 weight = local_part(parameter)
                 noise = torch.randn(weight.shape, generator=generator).to(weight)
+                # Relative to the scale of each tensor, so that every layer is disturbed alike
                 weight += NOISE * weight.square().mean().sqrt() * noise
 
 

@@ -52,6 +52,7 @@ class DrillFolder:
             if process != os.getpid() and Path(f"/proc/{process}").exists():
                 raise ForgeError(f"{self.path} is in use by the drill of process {process}; give another by --out")
             files = self._files()
+            # A drill that was killed has listed no files: they are recognised by their names
             made = set(earlier.get("files") or self._made(files))
             if others := [name for name in files if name not in made]:
                 message = f"{self.path} has files that no drill made: {listed(others, 5)}"

@@ -144,6 +144,7 @@ class Injection:
         def committing(own: Storage, step: int) -> Path:
             if self._is_due(step):
                 self._fault.before_commit(self)  # type: ignore[union-attr]
+            # Before the commit: one that fails must not leave `await_save` waiting for ever
             self._note_settled(step)
             return commit(own, step)
 
@@ -194,6 +195,7 @@ class _Disturbed:
     def __call__(self, head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
         if self.injection.pause_s:
             time.sleep(self.injection.pause_s)
+        # An evaluation has no gradient: the fault then waits for the next loss of training
         if self.injection.due_in_loss and hidden.requires_grad:
             self.injection.due_in_loss = False  # once: a recomputation of the step, as by `sdc`, is right
             hidden.register_hook(self.injection.wrong_gradient)

@@ -38,6 +38,7 @@ class RunProcess:
         """Exit code, negative after a signal; None while it runs, or if it did not end in time."""
         self.left: list[int] = []
         """Processes that were still there after its end, and were killed."""
+        # Variables of a launcher around the drill would make the run one rank of that launcher's world
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         # The last lines before a kill are then in the log
         environment |= {"PYTHONUNBUFFERED": "1"}
@@ -118,6 +119,7 @@ class RunProcess:
             if process.pid not in self._other_children:
                 children[process.parent].append(process)
         for process in children[os.getpid()]:
+            # Nobody else waits for adopted orphans; the exit code of the run itself is left to `Popen`
             if process.ended and process.pid != self._process.pid:
                 with suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)

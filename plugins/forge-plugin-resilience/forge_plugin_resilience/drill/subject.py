@@ -159,6 +159,7 @@ def prepare(files: Sequence[str], overrides: Sequence[str], ranks: int, steps: i
     if job.train.steps < FEWEST_STEPS:
         raise JobError([Problem("train.steps", f"{job.train.steps}: a drill takes at least {FEWEST_STEPS} steps")])
     steps = min(steps, job.train.steps)
+    # The resolved job, so that overrides of the command line hold in every run
     tables = tomllib.loads(dump_job(job, catalog))
     storage = catalog.type_of(type(job.checkpoint.storage))
     changes = [f"{steps} steps of {job.train.steps:,}, a save every {steps // 3}"]
@@ -175,6 +176,7 @@ def prepare(files: Sequence[str], overrides: Sequence[str], ranks: int, steps: i
         folder=output or free_folder(Path(job.job.output) / f"{job.job.name}.drill", "--out", [MARKER]),
         tables=tables,
         storage=storage,
+        # Elsewhere checkpoints outlive the folder of the drill, and a later drill must not resume from them
         stamp="" if storage == LOCAL_STORAGE else time.strftime("-%m%d%H%M%S"),
         changes=changes,
     )

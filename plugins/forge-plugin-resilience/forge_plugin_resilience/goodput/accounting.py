@@ -382,6 +382,7 @@ class _Accountant:
 
     def _save(self, event: Mapping[str, Any], attempt: Attempt) -> None:
         blocked = sum((event.get("s") or {}).values())
+        # One in the background is committed by a later line `written`, or never
         committed = not event.get("failed") and not event.get("in_background")
         save = Save(step=event["step"], t=event["t"], blocked_s=blocked, size=event.get("bytes"), committed=committed)
         attempt.saves.append(save)
@@ -416,6 +417,7 @@ class _Accountant:
         for attempt, stretch in lost:
             attempt.lost_steps += stretch.count
             attempt.lost_s += sum(stretch.classes.get(name, 0.0) for name in OF_STEPS)
+            # After the sum above: it empties the classes that are added up there
             stretch.lose("made_again")
 
     def _beyond(self, step: int) -> list[tuple[Attempt, Stretch]]:

@@ -49,6 +49,7 @@ def mtbf_interval(exposure: float, failures: int, confidence: float = 0.9) -> tu
 
 def gamma_quantile(shape: int, probability: float) -> float:
     """Returns a quantile of Gamma(shape, 1), half the quantile of chi-square(2 shape), for an integer `shape` >= 1."""
+    # More than ten standard deviations above the mean: no quantile in use is beyond
     low, high = 0.0, shape + 10.0 * math.sqrt(shape) + 50.0
     for _ in range(200):  # more halvings than float64 has digits
         middle = (low + high) / 2

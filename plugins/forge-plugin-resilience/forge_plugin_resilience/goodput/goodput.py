@@ -88,6 +88,7 @@ class Goodput(TrainingHook):
         failed = {} if context.job.checkpoint.async_save else {"failed": True}
         self._note_save(seconds, step, **failed or {"in_background": True})
         if not failed:
+            # The time at which the save began: the seconds that it blocked are part of writing it
             self._in_background[step] = sum(seconds.values()) - blocked
 
     def on_step_end(self, context: StepContext) -> None:
@@ -180,6 +181,7 @@ class Goodput(TrainingHook):
 
     def _note_save(self, seconds: Mapping[str, float], step: int, **facts: Any) -> None:
         assert self._log is not None
+        # Steps first, so that the lines are in the order in which their time was spent
         self._note_steps(seconds)
         self._log.add("save", seconds, lambda phase: phase == Phase.SAVE, step=step, **facts)
         self._saving = None

@@ -101,6 +101,7 @@ class Interval(TrainingHook):
             self._read(context)
         blocked = context.seconds.get(Phase.SAVE, 0.0)
         if self._begun:  # after the last step
+            # The engine only has the sum over all saves
             self._durations.append(blocked - self._blocked)
             self._saved_at, self._blocked, self._begun = self.clock(), blocked, False
             self._choose()

@@ -80,6 +80,7 @@ def _steps(axes: Axes, account: Account, unit: float) -> None:
     for attempt in account.attempts:
         for group, x, y in _curves([each for each in attempt.stretches if each.last]):
             times = [(t - account.began) / unit for t in x]
+            # `pop`, so that each colour is in the legend once
             axes.plot(times, y, color=GROUPS[group][1], linewidth=2.2, label=labels.pop(group, None))
         saves = [save for save in attempt.saves if save.committed]
         x = [(save.t - account.began) / unit for save in saves]

@@ -76,6 +76,7 @@ def read_run(folder: Path) -> RunAccount:
     now = time.time() if running else None
     has_start = any(event.get("event") == "start" for event in events)
     account = account_of(events, slurm=attempts, now=now, end=RunFolder(folder).end()) if has_start else None
+    # Without a readable job, only the default name of the file is known
     lines = _step_lines(RunFolder(folder).metrics_file() if table else folder / METRICS)
     if account is None and lines is None:
         raise JobError(f"{folder}: no {EVENTS} (add [hooks.goodput]), and no line of {METRICS} has a time")

@@ -98,6 +98,7 @@ class GPU(TrainingHook):
                 return
             for text in warnings_of(last, reading):
                 warnings.warn(f"{self._name}: {text}", stacklevel=2)
+            # Compared with the reading before, so that a lasting fault is noted once
             self._note(faults(last, reading))
             last = reading
 

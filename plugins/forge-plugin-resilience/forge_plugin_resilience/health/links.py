@@ -182,6 +182,7 @@ def _exchange(tensor: torch.Tensor, peer: int) -> None:
 
     received = torch.empty_like(tensor)
     operations = [dist.P2POp(dist.isend, tensor.clone(), peer), dist.P2POp(dist.irecv, received, peer)]
+    # As a batch: with NCCL, two ranks that both send first would wait for each other
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     tensor += received

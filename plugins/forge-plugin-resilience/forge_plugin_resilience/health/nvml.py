@@ -66,6 +66,7 @@ class Device:
         self._events = self._ask(nvml.nvmlEventSetCreate)
         if self._events is not None:
             self._ask(nvml.nvmlDeviceRegisterEvents, handle, XID_EVENT, self._events)
+        # Links that are up at the start: a GPU may have fewer than the maximum, and only one that goes down is a fault
         self._links = [link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if self._link_is_up(link)]
 
     def read(self) -> Reading:

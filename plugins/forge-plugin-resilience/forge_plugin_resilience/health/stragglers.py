@@ -114,6 +114,7 @@ class Stragglers(TrainingHook):
         looks = gather_objects(mine)
         context.log("wait_share", statistics.mean(look.waited for look in looks))
         context.log("slowest_rank", max(range(len(looks)), key=lambda rank: looks[rank].own_s))
+        # Judged before `add`: the first slow look would otherwise widen the noise that it is compared with
         slow = slow_ranks(looks, self.slow, self._noise)
         self._noise.add(looks)
         for rank in range(len(looks)):

@@ -195,6 +195,7 @@ class _LocalGradients:
 
     def _watch(self, *_: object) -> None:
         for name, parameter in self._model.named_parameters():
+            # FSDP replaces sharded parameters by gathered ones: what was no parameter at the start is gathered
             if id(parameter) not in self._sharded | self._watched and parameter.requires_grad:
                 self._watched.add(id(parameter))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._adder(name)))

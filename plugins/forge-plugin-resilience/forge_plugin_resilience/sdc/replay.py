@@ -118,6 +118,7 @@ def _compute(options: argparse.Namespace, run: Path, scratch: Path, rank: int) -
     # A separate process, which exits at the step: no save, and no hook of the job is notified of an end.
     child = [sys.executable, "-m", "forge_core", "run", *arguments]
     base = options.base or _started_in(run)
+    # In the working directory of the run's start, from which relative paths of its job lead to its data
     done = subprocess.run(child, cwd=base, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if not result.is_file() and rank == 0:
         raise ForgeError(f"step {options.step} could not be computed again:\n{done.stderr.strip()}")
