@@ -58,7 +58,7 @@ class RewardComponent(Component["RewardComponent"]):
     def scores(self, completions: Sequence[Completion]) -> Sequence[float]:
         """Returns the score of each; by default `score` of one after the other. Override it to score them together.
 
-        All completions that a rank draws at a time are given at once, those of one prompt in a row.
+        All completions that a rank draws at a time are given at once, in the order of their prompts.
         """
         return [self.score(completion) for completion in completions]
 
@@ -79,6 +79,8 @@ class Drawn(Protocol):
     def log_p(self) -> Sequence[float]:
         """By the model itself, at temperature 1 and among all tokens."""
         ...
+
+    # With `loss.replay_routes` also `routes`, as `forge_plugin_generate.sample.Sampled` has them.
 
 
 class Sampler(Protocol):

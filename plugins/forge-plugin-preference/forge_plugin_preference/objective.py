@@ -394,18 +394,18 @@ def _every_second(answers: Answers, first: int) -> Answers:
 
 
 def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the values of the chosen and of the rejected answers, (N,) each, from those of documents (B, E).
+    """Returns the values of the chosen and of the rejected answers, (N,) each, from the ones of documents (B, E).
 
     Raises:
         ForgeError: ids of documents are no pairs.
     """
     if not values.shape[1] % 2:
-        raise ForgeError(f"loss: rows have {values.shape[1]} ids of documents; those of pairs and padding are odd")
+        raise ForgeError(f"loss: rows have {values.shape[1]} ids of documents, and pairs with one for the padding have an odd number")
     return values[:, 0:-1:2].reshape(-1), values[:, 1:-1:2].reshape(-1)
 
 
 def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Returns what is logged of the rewards of pairs, (N,) each."""
+    """Returns the metrics of the rewards of pairs, (N,) each."""
     margins = chosen - rejected
     metrics = {"rewards/accuracy": (margins > 0).to(margins.dtype), "rewards/margin": margins}
     return metrics | {"rewards/chosen": chosen, "rewards/rejected": rejected}

@@ -68,7 +68,7 @@ class ScoreObjective(Objective):
 
     loss: BradleyTerry
     copies: int = 1
-    """Ranks that all compute the whole loss of the same positions: those of tensor parallel."""
+    """Ranks that all compute the whole loss of the same positions, in tensor parallelism."""
 
     @property
     def known_start(self) -> str:

@@ -105,9 +105,11 @@ def inspect(options: argparse.Namespace) -> int:
 
 def _architecture(config: Config, chosen: str, catalog: Catalog) -> ArchitectureComponent:
     """Returns the architecture that the user chose by name, or else the configuration's architecture."""
+    from forge_plugin_weights.scorers import is_scorer, scorer
     from forge_plugin_weights.tables import architecture_of, load_architecture
 
-    return load_architecture(chosen, catalog) if chosen else architecture_of(config, catalog)[1]
+    architecture = load_architecture(chosen, catalog) if chosen else architecture_of(config, catalog)[1]
+    return scorer(architecture) if is_scorer(config) else architecture
 
 
 def import_model(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,7 @@ from forge_plugin_weights.pixels import (
     video_processor,
 )
 from forge_plugin_weights.reading import Piece, Reader
+from forge_plugin_weights.scorers import SCORE, scorer
 from forge_plugin_weights.tables import Form, fitting_forms, load_architecture, preferred, write_form
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def find_target(
         JobError: the model is of no installed architecture; names the keys that have no counterpart.
     """
     name, form = find_form(_with_vocabulary(job, shapes), catalog, architecture, origin)
-    chosen = form.architecture
+    chosen = scorer(form.architecture) if SCORE in shapes else form.architecture
     if architecture:
         # An architecture that was named may be a part of the model, such as its tower.
         shapes = {own: shape for own, shape in shapes.items() if chosen.has_tensor(own)}
@@ -494,6 +495,7 @@ def _config(
         "model_type": target.model_type,
         "torch_dtype": dtype_name(common_dtype(dtypes)),
         **{key: origin[key] for key in architecture.kept if key in origin},
+        **architecture.purpose,
     }
     if not architecture.has_text:
         return {**config, **described}
@@ -513,9 +515,18 @@ def _config(
         **ids,
         **{key: value for key, value in known.items() if key in KEPT},
     }
+    if architecture.purpose and text.get("pad_token_id") in _ends_of_text(text, run):
+        # By it, `transformers` would take the end of a text, at which the score stands, for padding
+        del text["pad_token_id"]
     if not architecture.table:
         return {**config, **described, TEXT: {**text, **table}}
     return {**config, **text, **described}  # last, as the longest sequence is part of what some models compute
+
+
+def _ends_of_text(text: Mapping[str, Any], run: Path | None) -> Collection[int]:
+    """Ids of the tokens that end a text, by `config.json` or by the tokenizer's files."""
+    named = (text.get("eos_token_id"), _special_ids(run).get("eos_token_id"))
+    return {id_ for each in named if each is not None for id_ in (each if isinstance(each, list) else [each])}
 
 
 def common_dtype(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:

@@ -50,6 +50,7 @@ from forge_plugin_weights.pixels import (
 )
 from forge_plugin_weights.quantised import wide_places
 from forge_plugin_weights.reading import Digest, Piece, Reader
+from forge_plugin_weights.scorers import check_installed, is_scorer, scorer
 from forge_plugin_weights.tables import architecture_of, flattened, load_architecture, read_config, resolved
 
 if TYPE_CHECKING:
@@ -98,6 +99,9 @@ class Source:
             name, chosen = architecture, load_architecture(architecture, catalog)
         else:
             name, chosen = architecture_of(config, catalog)
+        if is_scorer(config):
+            check_installed(catalog)
+            chosen = scorer(chosen)
         is_part = chosen.has_text and isinstance(config.get(chosen.table), Mapping)
         # In this order: the architecture's patterns are for the names that the part has alone.
         renames = {**(OF_LANGUAGE_MODELS if is_part else {}), **chosen.renames}
@@ -258,6 +262,7 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
         # `generate` determines from the first source of images how images in a prompt get their size.
         "data": {"sources": _sources(source, images, model, catalog)},
         "optimizer": {"type": "forge-plugin-adamw/adamw"},
+        "plugins": source.architecture.plugins,
     }
     if tokenizer and source.architecture.has_text:
         table["data"]["tokenizer"] = _tokenizer_table(source)

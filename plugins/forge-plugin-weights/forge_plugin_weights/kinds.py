@@ -213,6 +213,10 @@ class ArchitectureComponent(Component[None]):
     """Keys that such a table leaves out."""
     kept: ClassVar[Collection[str]] = ()
     """Keys that an imported model has again, though they mean nothing to Forge."""
+    purpose: ClassVar[Config] = {}
+    """Keys of what the model is for, if it is no language model, which mean nothing to Forge."""
+    plugins: ClassVar[Mapping[str, Any]] = {}
+    """The table `[plugins]` of a job with an imported model, if it needs one."""
     image_token: ClassVar[str] = ""
     """The key with the id of the token that stands for an image, if it sees images."""
     marks: ClassVar[Mapping[str, str]] = {}
