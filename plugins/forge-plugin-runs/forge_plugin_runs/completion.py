@@ -128,6 +128,7 @@ def _parser(name: str, rest: Sequence[str], catalog: Catalog) -> argparse.Argume
     # Commands print errors of their arguments, which do not belong into a completion
     with patch.object(argparse.ArgumentParser, "parse_known_args", parse), redirect_stderr(StringIO()):
         try:
+            # The command runs up to its parser: commands parse their arguments before they do anything else
             function(list(rest))
         except _Parses as caught:
             return caught.parser
@@ -174,6 +175,7 @@ def _is_option(word: str, before: Sequence[str], options: Mapping[str, argparse.
 def _positional(parser: argparse.ArgumentParser, number: int) -> argparse.Action | None:
     """Returns the argument that comes after `number` others."""
     actions = [action for action in parser._actions if not action.option_strings]
+    # Nothing comes after an argument that takes several words
     many = next((i for i, action in enumerate(actions) if action.nargs in ("*", "+")), len(actions))
     return actions[min(number, many)] if min(number, many) < len(actions) else None
 
@@ -183,6 +185,7 @@ def _values(action: argparse.Action | None, word: str) -> Iterable[str]:
         return ()
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
+    # Numbers have no continuations; without this, paths would be offered for them
     if action.type in (int, float, count, positive):
         return ()
     metavar = str(action.metavar or action.dest)
@@ -304,6 +307,7 @@ class _JobKeys:
         for member in members:
             if types.is_component(member):
                 type_ = str(_below(value, "type") or default)
+                # A type that is misspelt or not installed: loading it would end the whole completion
                 known = type_ in self._catalog.types(member.kind) or "/" in type_
                 return self._catalog.load(member.kind, type_) if known else None, member.kind, None
             if types.is_section(member):

@@ -114,6 +114,7 @@ def is_run(folder: Path) -> bool:
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     """Yields the run folders below `folder`, or itself, in the order of their names; links are not followed."""
+    # Not searched any further: a run folder may have thousands of files
     if is_run(folder):
         yield folder
     elif depth:
@@ -164,6 +165,7 @@ def read_run(folder: Path) -> RunFacts:
         evaluation={name: value for name, value in metrics_of.items() if value is not None},
         evaluated=evaluated.get("step"),
         tokens=trained.get("tokens"),
+        # The folder is among them, so that there is always one
         updated=max(_modified([metrics, folder / JOB, lock, folder])),
         size=size_of(folder),
         checkpoints=checkpoints,
@@ -179,6 +181,7 @@ def _state(user: str, last: str, locked_once: bool, newest: int | None, steps: i
         return "running"
     if not locked_once:
         return "imported"
+    # What the run recorded comes first: its files alone leave the reason open
     if end is not None:
         return STATE_OF.get(end.code, "died")
     if newest is not None and steps is not None and newest >= steps:
@@ -206,6 +209,7 @@ def _checkpoints(folder: Path, problems: list[str]) -> list[int]:
 def _saved_evaluation(folder: Path, steps: Sequence[int]) -> Mapping[str, Any]:
     """The evaluation that the newest readable checkpoint keeps."""
     for step in reversed(steps):
+        # A damaged checkpoint is passed over, since an older one has an evaluation too
         with suppress(ForgeError, OSError):
             kept = read_manifest(storage_of(folder).path(step)).get("evaluation")
             if isinstance(kept, dict) and kept.get("metrics"):

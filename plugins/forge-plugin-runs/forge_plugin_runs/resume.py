@@ -98,6 +98,7 @@ def _as_it_lies(run: Path, job: Job) -> list[str]:
     """Overrides that name the run's folder, if its job names another one."""
     if run_folder(job).resolve() == run:
         return []
+    # A JSON string is a TOML string too, whatever quotes and backslashes a path has
     return [f"--job.output={json.dumps(str(run.parent))}", f"--job.name={json.dumps(run.name)}"]
 
 
@@ -113,6 +114,7 @@ def _anything_left(run: Path, shown: Path, arguments: Sequence[str], ranks: int 
     file, *overrides = arguments
     job = load_job(file, overrides=overrides, catalog=catalog, world_size=ranks)
     steps = storage_of(run).steps()
+    # The newest checkpoint may be damaged: then the run continues from an older one, with steps left to make
     if steps and steps[-1] >= job.train.steps and _newest_intact(run) >= job.train.steps:
         hint = f"--train.steps={2 * job.train.steps}"
         print(f"nothing left: train.steps is {job.train.steps}, and that step is saved; raise it to continue: {hint}")

@@ -103,6 +103,7 @@ def show(runs: Sequence[RunFacts], folders: Sequence[Path]) -> None:
         elif run.end is not None and run.end.reason:
             print(f"{run.folder}: {run.end.cause}, exit code {run.end.code}: {run.end.reason}")
         if run.problem:
+            # To standard error, so that a script that reads the table is not disturbed
             print(f"{run.folder}: {run.problem}", file=sys.stderr)
 
 

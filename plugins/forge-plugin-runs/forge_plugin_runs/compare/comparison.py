@@ -48,6 +48,7 @@ class Comparison:
         Raises:
             JobError: a job is wrong, or `halving` does not go with them. Nothing was started then.
         """
+        # All jobs first: a mistake in the last one would otherwise show after hours
         trials, jobs = check_jobs(trials, self.ranks)
         rungs = rungs_of(len(_cells(trials)), jobs) if self.halving else []
         return self._run(trials, rungs, self._processes(jobs))
@@ -94,6 +95,7 @@ class Comparison:
 
     def _processes(self, jobs: Sequence[Job]) -> Processes:
         gpus = 0
+        # torch takes seconds to import, and is needed only to divide GPUs among runs
         if self.parallel > 1 and any(job.train.device != "cpu" for job in jobs):
             import torch
 
@@ -135,6 +137,7 @@ class Comparison:
 
     def _has_reached(self, trial: Trial, rung: int) -> bool:
         entry = self.record.entries[trial.name]
+        # A run that was interrupted behind the rung has its evaluation in the metrics, and need not start for it
         return bool(entry.digest) or (rung > 0 and rung in self._outcome(trial.name).evaluations)
 
     def _note(self, finished: Finished, rung: int, place: str) -> None:
@@ -142,6 +145,7 @@ class Comparison:
         entry.cpu_seconds += finished.cpu_seconds
         entry.peak_memory = max(entry.peak_memory, finished.peak_memory)
         entry.failed = not succeeded(finished.code)
+        # A run that was stopped at a rung has exit code 75: neither finished nor failed
         entry.ended = f"exit code {finished.code}" if entry.failed else "interrupted"
         if finished.code == ExitCode.FINISHED:
             entry.digest, entry.ended = finished.trial.digest, ""

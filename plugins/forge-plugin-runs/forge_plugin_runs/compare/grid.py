@@ -94,6 +94,7 @@ def trial_of(cell: Cell, seed: str, overrides: Sequence[str], folder: Path, take
     own = [f"--{key}={value}" for key, value in cell.settings.items()] + ([f"--{SEED}={seed}"] if seed else [])
     name = _file_name(f"{cell.label}{f' seed {seed}' if seed else ''}", taken)
     places = [f'--job.output="{folder}"', f'--job.name="{name}"']
+    # Places last, as the last override of a key counts: no other may lead a run out of the folder
     return Trial(cell=cell, seed=seed, name=name, overrides=[*overrides, *own, *places])
 
 
@@ -178,6 +179,7 @@ def _differences(folders: Sequence[Path]) -> list[dict[str, str]]:
     if len(known) < len(texts) or len(texts) < 2:
         return [{} for _ in folders]
     catalog = Catalog.installed()
+    # A key in which any two runs differ, differs from the first one in at least one of them
     changes = [{each.path: each for each in text_changes(known[0], text, catalog)} for text in texts]
     firsts = {path: change.before for own in changes for path, change in own.items() if path not in NAMES}
     values = [{path: own[path].after if path in own else before for path, before in firsts.items()} for own in changes]
@@ -224,6 +226,7 @@ def _divided(values: str) -> Iterator[str]:
             depth += 1
         elif character in "]})":
             depth -= 1
+        # A comma inside brackets or quotes is part of a value: `betas=[0.9,0.95]`
         elif character == "," and not depth:
             yield part.strip()
             part = ""
@@ -242,4 +245,5 @@ def _stems(jobs: Sequence[Path]) -> list[str]:
 def _file_name(text: str, taken: Sequence[str]) -> str:
     """Returns a name that is the same whenever a comparison is repeated, so that the comparison can be continued."""
     plain = re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:80]
+    # Labels that differ in punctuation alone would share a run folder
     return plain if plain not in taken else f"{plain}-{len(taken)}"

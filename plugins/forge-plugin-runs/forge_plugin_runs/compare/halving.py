@@ -26,6 +26,7 @@ def rungs_of(count: int, jobs: Sequence[Job]) -> list[int]:
     [(steps, interval)] = lengths
     if not interval:
         raise JobError("--halving compares runs at evaluations before their ends; set eval.interval")
+    # As many halvings as leave one of `count`
     rounds = max(1, math.ceil(math.log2(max(count, 1))))
     wanted = [steps / 2**number for number in range(rounds, 0, -1)]
     # Rounded up to steps with an evaluation, whose losses decide

@@ -131,6 +131,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[CellResult]:
     cells: dict[tuple[str, str, str], list[Outcome]] = {}
     for outcome in usable:
         cell = outcome.trial.cell
+        # With the reason of the end: a mean over runs of different lengths would compare nothing
         cells.setdefault((str(cell.job), cell.label, outcome.ended), []).append(outcome)
     rows = [CellResult(cell=own[0].trial.cell, outcomes=own, by=by) for own in cells.values()]
     return sorted(rows, key=lambda row: (bool(row.ended), -_steps(row), not math.isfinite(row.score), row.score))

@@ -49,6 +49,7 @@ class Average:
         if np.isfinite(value).all():
             share = 1 / self.horizon
             self._sum += share * (value - self._sum)
+            # Reaches 1 as the zero at the start loses its share; the average is divided by it
             self._weight += share * (1 - self._weight)
         return self.value  # type: ignore[no-any-return]
 

@@ -118,6 +118,7 @@ def _learning_rate(axes: Axes, history: History) -> None:
     axes.set_title("Learning rate")
     marks.filled(axes, history.lr, marks.GREEN)
     marks.show_range(axes, history.lr)
+    # From 0 on: a decay to a tenth would otherwise look like one to nothing
     axes.set_ylim(bottom=0.0)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
@@ -144,6 +145,7 @@ def _maps(history: History) -> Mapping[str, Mapping[str, np.ndarray]]:
     maps: list[tuple[list[str], Mapping[str, np.ndarray]]] = []
     for name, averages in history.counts.items():
         rows = {row: average.value for row, average in averages.items()}
+        # Without a capacity, for example, load and choices of experts are equal, and one map is enough
         same = next((names for names, shown in maps if _equal(shown, rows)), None)
         if same is None:
             maps.append(([name], rows))

@@ -39,6 +39,7 @@ def runs_of(folders: Sequence[Path]) -> list[ReportRun]:
     if twice:
         raise JobError(f"{twice[0]} is named twice; a report compares different runs")
     parts = 1
+    # This ends: whole paths differ, as no folder is named twice
     while len({_name(folder, parts) for folder in folders}) < len(folders):
         parts += 1
     return [ReportRun(number=number, name=_name(folder, parts), folder=folder) for number, folder in enumerate(folders)]
@@ -83,6 +84,7 @@ def sections_of(
 def _section(
     offer: Offer, runs: Sequence[ReportRun], catalog: Catalog, make: Callable[[type[ReportSection]], ReportSection]
 ) -> tuple[float, Section]:
+    # Title and place for a section whose class cannot even be loaded
     title, place = offer.type.replace("_", " ").capitalize(), ReportSection.place
     try:
         cls: Any = catalog.load(KIND, offer.qualified, ReportSection)

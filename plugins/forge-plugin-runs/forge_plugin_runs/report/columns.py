@@ -138,5 +138,6 @@ def _extremes(places: np.ndarray, values: np.ndarray, starts: np.ndarray) -> np.
     kept = set[int]()
     for begin, end in zip(starts, [*starts[1:], len(values)], strict=True):
         kept |= {int(begin + values[begin:end].argmin()), int(begin + values[begin:end].argmax())}
+    # In the order of places, as a curve is drawn through them
     at = sorted(kept)
     return np.stack([places[at], values[at]], axis=1)

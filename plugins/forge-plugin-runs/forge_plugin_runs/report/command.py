@@ -101,5 +101,6 @@ def write_report(
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     title, made = title or " · ".join(run.name for run in runs), f"forge-run {core_version()}, {now}"
     page = page_markdown(title, made, found) if form == "md" else page_html(title, made, runs, found)
+    # A file name that is not UTF-8 has lone surrogates, which cannot be encoded as such
     write_output(out, "out", content := page.encode(errors="backslashreplace"))
     return len(content)

@@ -31,6 +31,7 @@ class Scale:
     def widened(self, share: float) -> Scale:
         """The same with a margin at both ends."""
         if self.logarithmic:
+            # A share of the length of the axis, which is the logarithm of this ratio
             factor = (self.high / self.low) ** share
             return Scale(self.low / factor, self.high * factor, True)
         margin = share * (self.high - self.low)

@@ -21,6 +21,7 @@ def visible_range(values: Sequence[float]) -> tuple[float, float]:
         size = max(8, len(values) // 100)
         parts = (values[at : at + size] for at in range(0, len(values), size))
         medians = [median(part) for values_ in parts if (part := [v for v in values_ if math.isfinite(v)])]
+        # Medians too, so that a fall at the start, which is no outlier, stays in view
         calm_low = min(*medians, finite[len(finite) // 100])
         calm_high = max(*medians, finite[-1 - len(finite) // 100])
         reach = calm_high - calm_low

@@ -64,6 +64,7 @@ class RemoteLines:
         """Returns the lines since the last call; with `once`, waits for all of them."""
         if self._process is None and time.monotonic() - self._ended >= AGAIN_S:
             self._start()
+        # The script ends after one picture, and only then all of its lines are there
         if self._once and self._reader is not None:
             self._reader.join()
         taken = list[bytes]()

@@ -122,6 +122,7 @@ class WatchedRun(ABC):
 
 def _forget(lines: dict[int, Mapping[str, Any]], step: int) -> None:
     """Remove the lines from a step on."""
+    # Lines are kept in the order of their steps, so that those to remove are at the end
     while lines and (last := next(reversed(lines))) >= step:
         del lines[last]
 
@@ -203,6 +204,7 @@ class RemoteRun(WatchedRun):
         if what == "job":
             self._toml.append(words)
             return
+        # Any other message ends the job, which the script sends first
         if self._toml:
             self.job, self._toml = _parsed(self._toml), []
         if what == "now":
