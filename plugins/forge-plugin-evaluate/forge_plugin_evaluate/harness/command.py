@@ -33,6 +33,7 @@ def command(argv: list[str]) -> int:
     if options.items and options.out is None and not options.json:
         parser.error("--items adds every question and answer to the results: give --out or --json too")
     if options.out is not None:
+        # Now, and not after hours of computation whose results could not be written
         options.out = output_file(options.out, "--out")
     check_path(Path(options.path), options.device)
     if options.harness == "lmms-eval":

@@ -111,6 +111,7 @@ class ForgeLMM(lmms):  # type: ignore[misc]  # the harness has no types
         texts: list[str] = [""] * len(requests)
         groups: dict[GenerationSettings, list[int]] = {}
         for number, request in enumerate(requests):
+            # One call generates with one set of settings, so requests are grouped by them
             groups.setdefault(self._settings(_six(request)[1]), []).append(number)
         with tqdm(total=len(requests), desc="generation") as bar:
             for settings, numbers in groups.items():
@@ -167,6 +168,7 @@ class ForgeLMM(lmms):  # type: ignore[misc]  # the harness has no types
 
     def _prompts(self, texts: Sequence[str], visuals: Sequence[Sequence[Any] | None]) -> Prompts:
         token = self._image_token if self._chats is not None else ""
+        # The template has written its own text for each image, and the prompts are divided at `<image>`
         texts = [text.replace(token, MARK) for text in texts] if token else texts
         images = [_image(visual) for each in visuals for visual in each or ()]
         encode = None if self._chats is None else self._chats.encode_special
@@ -203,6 +205,7 @@ class ForgeLMM(lmms):  # type: ignore[misc]  # the harness has no types
             for offset in range(len(answer))
         ]
         labels = torch.tensor([token for answer in answers for token in answer], device=self._device)
+        # Scored positions alone: logits of whole rows would take S times the vocabulary for each of them
         losses, likeliest = self._scored(hidden[torch.tensor(places, device=self._device).unbind(1)], labels)
         lengths = [len(answer) for answer in answers]
         for loss, greedy in zip(losses.split(lengths), likeliest.split(lengths), strict=True):

@@ -131,6 +131,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Encode a text, with the beginning of text unless told otherwise, or it has that already."""
+        # Special tokens in chats alone: a task's plain text that spells one out means its characters
         ids = self._tokenizer.encode(string) if self._chats is None else self._chats.encode_special(string)
         if add_special_tokens is False or (self._begin and ids[: len(self._begin)] == self._begin):
             return ids
@@ -144,6 +145,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
+        # By number: rows are sorted by length, and the harness expects the order of its requests
         results: list[Any] = [None] * len(requests)
         rows = rows_of(requests, self._length)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="log-probabilities") as bar:
@@ -163,6 +165,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             # One token of context between windows, as the harness' own models have it
             parts = get_rolling_token_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self._length, 1)
             own = [make_disjoint_window(part) for part in parts]
+            # All windows of all texts in one call, so that batches are full
             windows += [(None, context, continuation) for context, continuation in own]
             counts.append(len(own))
         scores = iter(self._loglikelihood_tokens(windows, disable_tqdm))
@@ -297,5 +300,6 @@ def ends_of(tokenizer: Tokenizer, until: Sequence[str]) -> Callable[[Sequence[in
 
 
 def _contains(tokenizer: Tokenizer, ends: Sequence[str], last: int, row: Sequence[int]) -> bool:
+    # Its end alone: decoding all of it at each token would make the time grow with the square of its length
     text = tokenizer.decode(row[-last:])
     return any(end in text for end in ends)

@@ -48,6 +48,7 @@ def rows_of(requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], max_le
         if not 0 < len(continuation) <= max_length:
             message = f"a continuation has {len(continuation)} tokens, and rows have 1 to {max_length}"
             raise JobError(f"{message}; choose another --max-length, or leave its task out")
+        # One more than the row has positions, since the last token is only a label
         tokens = (*context, *continuation)[-(max_length + 1) :]
         inputs = tuple(tokens[:-1])
         rows.setdefault(inputs, Row(inputs)).scored.append(Scored(number, tuple(continuation)))
@@ -89,6 +90,7 @@ class GenerationSettings:
             sampled = temperature > 0
         return cls(
             max_tokens=int(next((given[name] for name in MOST_TOKENS if given.get(name) is not None), max_tokens)),
+            # An empty text is part of any answer, and would end it at once
             until=(until,) if isinstance(until, str) else tuple(text for text in until if text),
             # Sampling without a temperature is sampling from the model's own distribution.
             temperature=(temperature or float("temperature" not in given)) if sampled else 0.0,

@@ -87,6 +87,7 @@ class SharedLM(ForgeLM):
         _check_same([(context, continuation) for _, context, continuation in requests])
         # One request a row, as executors return two numbers for each: of several that share one, each has its own.
         rows = [Row(row.inputs, [scored]) for row in rows_of(requests, self._length) for scored in row.scored]
+        # Zero where this rank computes nothing, so that the sum over ranks has every result
         table = torch.zeros(2, len(requests), dtype=torch.float64, device=self._device)
         with tqdm(total=len(rows), disable=disable_tqdm, desc="log-probabilities") as bar:
             for step in batches(rows, self._rows * self._group * self._at_once):
@@ -109,6 +110,7 @@ class SharedLM(ForgeLM):
         own = list(step[self._sample_rank() :: self._group])
         # Rows without a label fill the remaining places, and add nothing to request 0.
         own += [Row((self.eot_token_id,))] * (-(-share // size) * size - len(own))
+        # By the longest row of all ranks, the first as they are sorted: all ranks need equal shapes
         length = self._row_length(len(step[0].inputs), size)
         ids, labels = (torch.full((len(own), length), fill) for fill in (self.eot_token_id, IGNORED_LABEL))
         for number, row in enumerate(own):
@@ -186,6 +188,7 @@ def scored(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Te
     likeliest = right == top
     rows = likeliest.nonzero()[:, 0]
     first = logits[rows].argmax(-1) + shard.offset
+    # A rank without the largest logit must not win the minimum below
     first = first.where(own_top[rows] == top[rows], torch.iinfo(first.dtype).max)
     dist.all_reduce(first, dist.ReduceOp.MIN, group=shard.group)
     return (right - normaliser).double(), likeliest.index_put((rows,), first == labels[rows]).double()

@@ -49,6 +49,7 @@ class File(TaskComponent):
         """Returns `limit` items at equal distances in the file, or all of them."""
         items = read_items(Path(self.path))
         count = min(self.limit or len(items), len(items))
+        # Spread over the file, which may be sorted by subject
         return [items[number * len(items) // count] for number in range(count)]
 
 

@@ -50,6 +50,7 @@ class Modules(MadeTask):
         where = Counter(function.name for function in _functions())
         # A name that several modules have would have several right answers
         function = draw.choice([function for function in _functions() if where[function.name] == 1])
+        # Modules that only import the function have it too, and would be right answers
         has_name = {module for module in MODULES if hasattr(importlib.import_module(module), function.name)}
         others = draw.sample([module for module in MODULES if module not in has_name], CHOICES - 1)
         context = f"The function {function.name} of Python's standard library is in the module"

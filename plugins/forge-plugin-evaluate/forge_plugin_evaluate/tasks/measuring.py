@@ -39,6 +39,7 @@ def log_probabilities(context: EvaluationContext, rows: Dataset) -> np.ndarray:
     # As many micro-batches at a time as a step has: of one alone, all ranks of a pipeline but one would wait.
     at_a_time, _ = micro_batches(context.job, context.build.layout)
     while group := list(islice(batches, at_a_time)):
+        # Taken out of the batches below, since models have no such input
         numbers = torch.cat([batch[ROW] for batch in group])
         known = [{name: entry for name, entry in batch.items() if name != ROW} for batch in group]
         sums, _ = context.executor.evaluate(known, choice_loss).per_sequence

@@ -105,6 +105,7 @@ def encode_items(tokenizer: Tokenizer, items: Sequence[Item]) -> Iterator[list[E
         for _ in item.choices:
             tokens = next(whole)
             first = begin or ([] if head else [tokenizer.end_of_text])
+            # Fewer tokens than the context alone has, if the tokenizer merges its end with the choice
             choices.append(Encoded((*first, *tokens), max(len(tokens) - len(head), 0)))
         yield choices
 
@@ -156,5 +157,6 @@ class EncodedTasks:
         """SHA-256 (hex) of all tokens, in order."""
         hashed = hashlib.sha256()
         for row in self.rows.choices:
+            # With the number of learned tokens: equal texts may be divided into context and choice in other ways
             hashed.update(np.array([row.learned, *row.tokens], np.int64).tobytes())
         return hashed.hexdigest()

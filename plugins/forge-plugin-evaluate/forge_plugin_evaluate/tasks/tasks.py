@@ -87,6 +87,7 @@ class Tasks(EvaluationComponent):
         return metrics
 
     def _own_name(self, job: Job) -> str:
+        # By identity: two tables with equal keys are equal, and have different names
         return next((name for name, evaluation in job.evaluations.items() if evaluation is self), "tasks")
 
 
@@ -104,5 +105,6 @@ def encoded_tasks(evaluation: Tasks, job: Job, tokenizer: Tokenizer, layout: Lay
     except DataError as error:
         raise JobError(str(error)) from error
     choices = [row for task in tasks for row in task.choices]
+    # One length for all tasks, so that rows of several tasks share a batch
     length = row_length(max(row.positions for row in choices), longest, layout)
     return EncodedTasks(tuple(tasks), ChoiceRows(choices, length, tokenizer.end_of_text))
