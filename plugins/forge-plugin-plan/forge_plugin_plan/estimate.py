@@ -36,6 +36,17 @@ class Plan:
     """Lines that components of the job add to the heading."""
 
     @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(self.ranks[0].outline.sizes.values())
+
+    @property
+    def trained(self) -> int:
+        """Parameters of the whole model that are trained; the others are frozen."""
+        trained = frozenset[str]().union(*(rank.trained for rank in self.ranks))
+        return sum(size for name, size in self.ranks[0].outline.sizes.items() if name in trained)
+
+    @property
     def fullest(self) -> RankPlan:
         """The rank with the largest peak memory."""
         # Ranks without a simulated step have no peak, and their state alone cannot be compared with one
@@ -70,7 +81,6 @@ def make_plan(job: Job, catalog: Catalog, world_size: int, report: Callable[[str
             ranks = [player.rank(number, play=True) for number in range(layout.pp)]
         else:
             ranks = player.some_ranks()
-    report("reading a sample of the data")
     return Plan(job=job, layout=layout, device=player.device, ranks=ranks, lines=[*plan_lines(job, catalog)])
 
 

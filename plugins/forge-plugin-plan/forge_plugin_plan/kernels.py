@@ -1,4 +1,4 @@
-"""Attention as GPUs compute it, without a matrix of all pairs of positions, and FLOPs that torch does not count."""
+"""Attention as GPUs compute it, FLOPs that torch does not count, and memory that kernels take for themselves."""
 
 from __future__ import annotations
 
@@ -81,3 +81,14 @@ FORMULAS: Mapping[Any, Callable[..., float]] = {
 }
 """FLOPs of the kernel above, half of them if causal, and of grouped products, from the shapes of arguments. torch
 before 2.15 lacks these formulas; since then, its own for attention count all pairs of positions."""
+
+
+def _size_of_input(x: Tensor, *_: Any, **__: Any) -> int:
+    return x.numel() * x.element_size()
+
+
+TEMPORARIES: Mapping[Any, Callable[..., int]] = {
+    # Subtracts the largest value of each row, in a new tensor, before it exponentiates
+    torch.ops.aten.logsumexp: _size_of_input,
+}
+"""Bytes that kernels allocate beside their results and free before they return, as large as activations."""

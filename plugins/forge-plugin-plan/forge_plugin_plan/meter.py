@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.mesh import local_part
 from forge_kit.torch_internals import FakeTensor
-from forge_plugin_plan.kernels import FORMULAS
+from forge_plugin_plan.kernels import FORMULAS, TEMPORARIES
 from forge_plugin_plan.storages import Piece, Purpose, Storages
 from forge_plugin_plan.torch_internals import (
     DEVICE,
@@ -174,8 +174,10 @@ class Meter(PlainDispatchMode):
         if func.namespace in COLLECTIVES:
             self._communicate(func, args, result, (*read, *made))
         self._allocate(read, made, overwritten)
-        # Our formulas first: torch's own for attention count all pairs of positions
         packet = func.overloadpacket
+        if (temporary := TEMPORARIES.get(packet)) is not None:
+            self.storages.pass_through(temporary(*args, **kwargs))
+        # Our formulas first: torch's own for attention count all pairs of positions
         if (formula := _OWN_FORMULAS.get(packet) or flop_registry.get(packet)) is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         return result

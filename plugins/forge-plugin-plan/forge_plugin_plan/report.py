@@ -38,7 +38,8 @@ def _heading(plan: Plan) -> Iterator[str]:
     train, (count, rows) = plan.job.train, micro_batches(plan.job, plan.layout)
     tokens = train.global_batch_size * train.seq_len
     yield f"ranks      {plan.layout.world_size:,}: {plan.layout}"
-    yield f"model      {sum(plan.ranks[0].outline.sizes.values()):,} parameters, {train.precision}"
+    trained = "" if plan.trained == plan.parameters else f", {plan.trained:,} of them trained"
+    yield f"model      {plan.parameters:,} parameters{trained}, {train.precision}"
     yield f"batch      {tokens:,} tokens a step; each rank {count} x {rows} sequences of {train.seq_len:,}"
     for title, text in plan.lines:
         yield f"{title:<11}{text}"
@@ -115,7 +116,9 @@ def _computation(plan: Plan) -> Iterator[str]:
     if per_token:
         whole = per_token * tokens
         each = f"{units.flops(whole / plan.layout.world_size)} a rank"
-        yield f"  {'model':<12}{each:<24}{units.flops(whole)} in all, as the model states them"
+        # Frozen weights have no gradients, whose products are a third of all
+        frozen = "" if plan.trained == plan.parameters else ", were all of it trained"
+        yield f"  {'model':<12}{each:<24}{units.flops(whole)} in all, as the model states them{frozen}"
     if rank.traffic is not None:
         which = f"pipeline rank {rank.pipeline_rank}, " if plan.layout.pp > 1 else ""
         each = f"{units.flops(rank.traffic.flops)} a rank"
@@ -170,6 +173,6 @@ def _speed(plan: Plan, gpu: GPU, seconds: float) -> str:
     tokens = plan.job.train.global_batch_size * plan.job.train.seq_len
     rate = f"at most {tokens / seconds / plan.layout.world_size:,.0f} tokens/s a GPU"
     per_token = plan.ranks[0].outline.flops
-    if not per_token:
+    if not per_token or plan.trained < plan.parameters:
         return rate
     return f"{rate}, model FLOPs at {per_token * tokens / seconds / plan.layout.world_size / gpu.flops:.0%} of the peak"

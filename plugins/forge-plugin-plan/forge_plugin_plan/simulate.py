@@ -93,6 +93,8 @@ class RankPlan:
     """Facts of the whole model."""
     compiled: bool
     """Whether blocks are compiled; they were simulated eagerly."""
+    trained: frozenset[str]
+    """Names of the parameters of this pipeline rank that are trained."""
 
     @property
     def training_state(self) -> Mapping[Purpose, int]:
@@ -240,6 +242,7 @@ class _Rank:
             failure=failure,
             outline=self._run.outline,
             compiled=self._compiled,
+            trained=frozenset(item.name for item in self._run.parameters if item.parameter.requires_grad),
         )
 
     def _parameters(self) -> tuple[Hashable, ...]:

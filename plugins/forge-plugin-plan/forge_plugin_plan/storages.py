@@ -143,6 +143,11 @@ class Storages:
             piece.purpose = purpose
         return sum(piece.bytes for piece in pieces.values())
 
+    def pass_through(self, size: int) -> None:
+        """Note memory that an operation allocates and frees before it returns."""
+        piece = Piece(size, Purpose.OTHER)
+        self._log += [(piece, size), (piece, -size)]
+
     def keep(self, piece: Piece) -> None:
         """Note that a forward pass keeps a storage for the backward."""
         if not piece.kept:

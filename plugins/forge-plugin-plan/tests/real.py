@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core.contracts.contexts import StepContext
 from forge_core.data.loader import TrainLoader
@@ -16,6 +19,7 @@ from forge_core.engine.build import build_context, build_run
 from forge_core.engine.step import Stepper
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_plugin_plan.kernels import FORMULAS
 
 
 class Collectives(TorchDispatchMode):
@@ -134,3 +138,41 @@ def _local(tensor: Any) -> torch.Tensor:
 def _bytes(tensors: Any) -> int:
     storages = [_local(tensor.detach()).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def peak_and_flops(job: Job) -> tuple[int, float]:
+    """The peak bytes of three steps by torch's profiler of allocations, and the FLOPs of one by torch's counter.
+
+    Only tensors that exist before the steps, which are weights and buffers, are counted by their sizes.
+    """
+    context = build_context(job, Catalog.installed(), None)
+    run = build_run(job, context)
+    loader, stepper = TrainLoader(job, run.datasets, context), Stepper(run)
+
+    def play(number: int) -> None:
+        _, sums = stepper.gradients(loader.next_step(), number)
+        stepper.update(_context(run, stepper.norm()), sums["loss_sum"])
+
+    before = _bytes([item.parameter for item in run.parameters]) + _bytes(run.model.buffers())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        for number in range(3):
+            play(number)
+    # torch before 2.15 counts no attention of the CPU, and 2.15 counts all pairs of positions
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        play(3)
+    loader.close()
+    now = most = 0
+    for event in sorted(_allocations(profiled), key=lambda event: event.start_time_ns):
+        now += event.extra_fields.alloc_size
+        most = max(most, now)
+    return before + most, counter.get_total_flops()
+
+
+def _allocations(profiled: Any) -> Iterator[Any]:
+    """Events of the allocator, whose sizes are negative where memory is freed."""
+    waiting = list(profiled.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag.name == "Allocation":
+            yield event
