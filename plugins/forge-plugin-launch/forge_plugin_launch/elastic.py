@@ -54,6 +54,7 @@ def command(argv: list[str]) -> int:
         raise JobError(f"--min-nproc {least} is more than --nproc {options.nproc}; it must be at most as many")
     from forge_core.config.load import load_job
 
+    # Checked here once, before each of the ranks would report the same mistakes
     job = load_job(*files, overrides=overrides, world_size=options.nproc)
     arguments = [*files, *overrides, *["--quiet"] * options.quiet]
     arguments += ["--resume-with-changes"] * options.resume_with_changes
@@ -153,6 +154,7 @@ def run_elastic(run: ElasticRun, ranks: int, least: int, restarts: int, fits: Ca
     with this_process.stoppable():
         for number in range(restarts + 1):
             attempt = run.start(ranks)
+            # Other codes are final, such as a request to stop, a wrong job or losses that are not finite
             if attempt.code != ExitCode.FAILED:
                 _say(attempt.message)
                 return attempt.code

@@ -36,6 +36,7 @@ class Spares:
             while self._waiting:
                 process, control = self._waiting.pop(0)  # the oldest, which is most likely to be ready
                 with control:
+                    # A spare process may have died since, as when memory was short: then the next one is tried
                     if process.poll() is None and _send(control, command, env, pass_fds):
                         return process
         return subprocess.Popen(command, env=env, pass_fds=pass_fds, **more)
@@ -86,6 +87,7 @@ class Spares:
 
 def _peek(control: socket.socket) -> bytes:
     try:
+        # Peeked at and not taken, since the byte is the only sign that it is ready
         return control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return b""
@@ -99,6 +101,7 @@ def _send(control: socket.socket, command: Sequence[str], env: Mapping[str, str]
     table = {"arguments": list(command[3:]), "environment": dict(env), "descriptors": places}
     text = json.dumps(table).encode()
     try:
+        # The length first, as the text may arrive in several parts
         socket.send_fds(control, [len(text).to_bytes(8)], list(descriptors))
         control.sendall(text)
     except OSError:
@@ -120,6 +123,7 @@ def main() -> int:
         while len(text) < size and (more := control.recv(size - len(text))):
             text += more
     table = json.loads(text)
+    # Cleared, so that no variable of the spare process itself stays
     os.environ.clear()
     os.environ.update(table["environment"])
     os.environ.update({name: str(descriptors[place]) for name, place in table["descriptors"].items()})

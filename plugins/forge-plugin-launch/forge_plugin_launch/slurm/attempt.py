@@ -119,6 +119,7 @@ def main(argv: Sequence[str]) -> int:
             f"forge-run submit: {run} is in use by job {other}, which is running; nothing was started", file=sys.stderr
         )
         return ExitCode.FAILED
+    # Before `begin`, which overwrites the record of an attempt that was killed
     before = close_unfinished(run)
     attempt = begin(run, os.environ, log)
     if refusal := _refused_restart(attempt, before, policy):
@@ -237,6 +238,7 @@ def observe(run: Path, attempt: SlurmAttempt, code: int, batch: BatchStep, log: 
     """Collects what the controller, the log and the ranks say about the end of an attempt."""
     facts, left = _controller_facts(attempt.job)
     if batch.terminated or (code not in (ExitCode.FINISHED, ExitCode.STOPPED) and facts.get("JobState") != "RUNNING"):
+        # SLURM is ending the job: its controller and its line in the log may lag behind the end of srun
         time.sleep(WORDS_S)
         facts, left = _controller_facts(attempt.job)
     words = read_log(log, offset)

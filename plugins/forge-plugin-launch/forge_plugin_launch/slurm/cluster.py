@@ -34,6 +34,7 @@ def _time(_: object, __: attrs.Attribute, value: str) -> None:
 def _sbatch(_: object, __: attrs.Attribute, value: Mapping[str, object]) -> None:
     for name in value:
         plain = name.lstrip("-")
+        # Short names too: `p` would set the partition a second time
         plain = SHORT.get(plain, plain) if len(plain) == 1 else plain
         if plain in OURS:
             where = f"the key {plain.replace('-', '_')}" if plain in KEYS else "forge-run submit, which sets it itself"

@@ -91,6 +91,7 @@ def decide(attempt: SlurmAttempt, outcome: Outcome, before: Sequence[SlurmAttemp
     if same := _same_error(attempt, before):
         return evolve(attempt, action=ENDED, reason=f"{words}; {same}")
     idle = _idle_restarts([*before, attempt])
+    # Held and not ended, so that `scontrol release` continues the same job once the cause is gone
     if kind in ("failed", "time") and idle > policy.max_idle_restarts:
         held = f"held after {idle} starts in a row that ended before a checkpoint; `scontrol release {attempt.job}`"
         return evolve(attempt, action=HELD, reason=f"{words}; {held} once it is fixed")

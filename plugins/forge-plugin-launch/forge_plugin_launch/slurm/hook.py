@@ -126,6 +126,7 @@ class Slurm(TrainingHook):
         except SlurmError as error:
             end = os.environ.get("SLURM_JOB_END_TIME", "")
             if end.isdecimal():
+                # The second choice only: it was set when the job began, so that a raised limit is not in it
                 return time.monotonic() + int(end) - time.time()
             if warn:
                 hint = "the run cannot stop before its time limit; set SLURM_JOB_END_TIME, or sbatch --signal=USR1@300"

@@ -43,6 +43,7 @@ def read_log(path: Path | None, offset: int) -> LogFacts:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
+            # `min`, as somebody may have truncated the log since the attempt began
             file.seek(max(min(offset, size), size - TAIL))
             text = file.read().decode("utf-8", "replace")
     except OSError:

@@ -106,6 +106,7 @@ def read_attempts(run: Path) -> list[SlurmAttempt]:
 def append_attempt(run: Path, attempt: SlurmAttempt) -> None:
     """Add a line to `attempts.jsonl`, on the disk before this returns: SLURM may kill this process next."""
     with (run / ATTEMPTS).open("a+b") as file:
+        # Half a line, of a machine that died while it was written, would make this one unreadable too
         half = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
         file.write((b"\n" if half else b"") + json.dumps(asdict(attempt)).encode() + b"\n")
         file.flush()

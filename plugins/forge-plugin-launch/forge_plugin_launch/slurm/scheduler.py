@@ -56,6 +56,7 @@ def queue_state(job: str) -> str:
     try:
         lines = ask("squeue", "--noheader", "--jobs", job, "--format", "%T|%r|%N").splitlines()
     except SlurmError as error:
+        # The error for a job that has left the controller's memory, whichever case its first letter has
         if "nvalid job id" in str(error):
             return ""
         raise

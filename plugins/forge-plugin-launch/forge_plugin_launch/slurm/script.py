@@ -105,6 +105,7 @@ def array_text(scripts: Sequence[RunScript], at_once: int, output: Path) -> str:
             *shared_directives(first.cluster, excluded, first.work, first.options),
             "",
             f"scripts=({paths})",
+            # `exec` here too: signals to the batch script must reach the program, and no shell around it
             'exec bash "${scripts[$SLURM_ARRAY_TASK_ID]}"',
             "",
         ]

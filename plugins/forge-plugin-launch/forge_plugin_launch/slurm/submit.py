@@ -253,12 +253,14 @@ def _written(scripts: Sequence[RunScript], further: Mapping[Path, str] | None = 
     before: dict[Path, str | None] = {}
     try:
         for folder in [script.run / FOLDER for script in scripts]:
+            # From the innermost one up, in which order empty folders can be removed again
             made += [each for each in (folder, *folder.parents) if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
             before[path] = path.read_text() if path.exists() else None
             path.write_text(text)
         yield
+    # Ctrl-C too: a script of a job that was not queued must not stay
     except BaseException:
         for path, earlier in before.items():
             if earlier is None:
@@ -276,6 +278,7 @@ def _sbatch(script: Path) -> str:
     if shutil.which("sbatch") is None:
         raise JobError("sbatch is not on the PATH: submit on a login node of the cluster; --dry-run prints the script")
     try:
+        # With several clusters sbatch prints `job;cluster`
         return scheduler.ask("sbatch", "--parsable", str(script)).partition(";")[0]
     except SlurmError as error:
         raise JobError(f"SLURM took nothing: {error}") from error
