@@ -400,7 +400,8 @@ def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
         ForgeError: ids of documents are no pairs.
     """
     if not values.shape[1] % 2:
-        raise ForgeError(f"loss: rows have {values.shape[1]} ids of documents, and pairs with one for the padding have an odd number")
+        message = f"rows have {values.shape[1]} ids of documents, and pairs with one for the padding have an odd number"
+        raise ForgeError(f"loss: {message}")
     return values[:, 0:-1:2].reshape(-1), values[:, 1:-1:2].reshape(-1)
 
 
