@@ -18,6 +18,7 @@ from forge_core.parallel.mesh import local_part
 from forge_kit.nn.adapters import HasAdapter, resized
 from forge_kit.nn.modules import cast
 from forge_kit.torch_internals import parameters_of
+from forge_plugin_lora.quantised import InNF4, store
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
@@ -72,17 +73,18 @@ class LowRank(HasAdapter):
 
     def _wide(self) -> tuple[Tensor, Tensor]:
         """W and s B A, this rank's part of them, in float32 or wider."""
-        a, b, weight = (
-            local_part(part.detach()).to(torch.promote_types(part.dtype, torch.float32))
-            for part in (self.lora_a.weight, self.lora_b.weight, self.weight)
-        )
-        return weight, self.lora_scale * (b @ a)
+        update = self.lora_scale * (_wide(self.lora_b.weight) @ _wide(self.lora_a.weight))
+        return self.dequantised(update.dtype) if isinstance(self, InNF4) else _wide(self.weight), update
 
     def adapter_parameters(self) -> Iterator[str]:
         """See `forge_kit.nn.adapters.MergesAdapter`."""
         for name in (A, B, MAGNITUDE):
             if isinstance(getattr(self, name, None), nn.Module):
                 yield f"{name}.weight"
+
+
+def _wide(part: Tensor) -> Tensor:
+    return local_part(part.detach()).to(torch.promote_types(part.dtype, torch.float32))
 
 
 class Decomposed(LowRank):
@@ -132,8 +134,11 @@ class Decomposed(LowRank):
         return self._factor().detach().unsqueeze(-1) * (weight + update)
 
 
-def adapt(module: Any, rank: int, scale: float, *, decomposed: bool) -> None:
-    """Put an adapter beside the matrix of a module, by a class derived from its own; see `LowRank`, `Decomposed`."""
+def adapt(module: Any, rank: int, scale: float, *, decomposed: bool, in_nf4: bool = False) -> None:
+    """Put an adapter beside the matrix of a module, by a class derived from its own; see `LowRank`, `Decomposed`.
+
+    With `in_nf4`, the matrix is stored in NF4.
+    """
     *stack, outputs, inputs = module.weight.shape
     # The deviation of peft's and the authors' draw, uniform within 1/sqrt(in) (`kaiming_uniform_` with a = sqrt(5)).
     parts = {
@@ -147,6 +152,8 @@ def adapt(module: Any, rank: int, scale: float, *, decomposed: bool) -> None:
         assert not stack, "refused when the targets were selected"
         module.lora_magnitude = Magnitude(outputs)
     module.lora_scale = scale
+    if in_nf4:
+        store(module)
     base: Any = type(module)
     module.__class__ = _derived(Decomposed if decomposed else LowRank, base)
 

@@ -1,4 +1,4 @@
-"""The hook of the plugin `lora`: fresh adapters leave the model that was loaded as it is."""
+"""The hooks of the plugin `lora`: fresh adapters leave the model that was loaded as it is, and it was loaded whole."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from attrs import define
 
 from forge_core.contracts.components import TrainingHook
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, listed
 from forge_plugin_lora.lora import LoRA
 from forge_plugin_lora.peft_load import PEFTAdapter
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import StepContext
+    from forge_core.contracts.contexts import StepContext, TrainContext
     from forge_core.contracts.data import Batch
     from forge_core.job import Job
 
@@ -53,6 +53,33 @@ class StartsAsBase(TrainingHook):
             if count:
                 _compare(with_adapters, without, context.job)
                 return
+
+
+@define(kw_only=True, slots=False)
+class BaseIsStored(TrainingHook):
+    """Checks, before the first step of a process, that all matrices in NF4 were loaded, from a base that stays."""
+
+    resumes_as = "safe"
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        """Checks the model.
+
+        Raises:
+            ForgeError: a matrix was not loaded, or a checkpoint could not refer to it.
+        """
+        from forge_core.checkpoint.state import MODEL
+        from forge_plugin_lora.quantised import in_nf4
+
+        referred = (context.model.base or {}).get("tensors", {})
+        matrices = dict(in_nf4(context.model))
+        empty = [name for name, module in matrices.items() if module.nf4_written != module.nf4_shape.numel()]
+        if empty:
+            hint = "load it, or name it in plugins.lora.train"
+            raise ForgeError(f"[checkpoint.load] has not loaded {listed(empty)}, stored in NF4 and frozen: {hint}")
+        if lost := [name for name in matrices if f"{MODEL}{name}.weight" not in referred]:
+            reason = "checkpoints have no matrices in NF4: they refer to the first checkpoint of [checkpoint.load]"
+            hint = 'load all from one checkpoint, on a disk that ranks share, or take base_dtype = "bf16"'
+            raise ForgeError(f"{reason} on a disk, which lacks {listed(lost)}; {hint}")
 
 
 def _compare(with_adapters: float, without: float, job: Job) -> None:

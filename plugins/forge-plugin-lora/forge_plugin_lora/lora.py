@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,12 +15,16 @@ from forge_core.checkpoint.run_folder import JOB, run_folder
 from forge_core.contracts.errors import did_you_mean
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
-    from forge_core.contracts.components import TrainingHook
+    from forge_core.contracts.components import OptimizerComponent, TrainingHook
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
-    from forge_core.contracts.model import Model
+    from forge_core.contracts.model import Model, Role
+    from forge_core.contracts.optimizer import NamedParameters
+
+FLOAT8 = "forge_plugin_float8."
 
 
 @define(kw_only=True, slots=False)
@@ -47,8 +51,10 @@ class LoRA(Plugin):
     their ends (`q`, `attention.*`, `layers.0.ffn.up`), or `all`, the matrices of all layers but routers."""
     train: tuple[str, ...] = ()
     """Patterns of further parameters that train as they are: `head.*`, `*norm*`."""
-    base_dtype: Literal["unchanged", "bf16"] = "unchanged"
-    """`bf16` keeps what is frozen in bfloat16, at half of its memory; adapters stay as they are, in float32."""
+    base_dtype: Literal["unchanged", "bf16", "nf4"] = "unchanged"
+    """`bf16` keeps what is frozen in bfloat16, at half of its memory; adapters stay as they are, in float32. `nf4`
+    stores the frozen matrices of all layers but routers in 4 bits, and computes with their values (QLoRA, Dettmers et
+    al. 2023)."""
     random_base: bool = field(default=False, metadata=when_resumed("safe"))
     """Whether a new run may train adapters beside random weights, without `[checkpoint.load]`: for tests."""
     check_first_loss: bool = field(default=True, metadata=when_resumed("safe"))
@@ -75,6 +81,21 @@ class LoRA(Plugin):
         if self.base_dtype == "bf16" and job.train.precision == "fp64":
             hint = 'leave it out, or take train.precision = "bf16"'
             yield Problem("base_dtype", f'bfloat16 weights beside train.precision = "fp64" are neither; {hint}')
+        if self.base_dtype == "nf4":
+            yield from self._nf4_problems(job)
+
+    def _nf4_problems(self, job: Job) -> Iterable[Problem]:
+        if self.random_base:
+            reason = "checkpoints have no weights in 4 bits, and random ones could not come back from a base"
+            hint = "load a model by [checkpoint.load], or take another base_dtype"
+            yield Problem("random_base", f"{reason}: {hint}")
+        if job.optimizer.parameter_dtype == "bf16":
+            reason = "the optimizer keeps parameters in bfloat16, and adapters beside weights in 4 bits are in float32"
+            yield Problem("base_dtype", f"{reason}: take another optimizer, such as adamw")
+        # By the name of its distribution, which need not be installed
+        if names := [name for name, stage in job.parallel.items() if type(stage).__module__.startswith(FLOAT8)]:
+            reason = f"a matrix in 4 bits is no float8 product: leave [parallel.{names[0]}] out"
+            yield Problem("base_dtype", f'{reason}, or take base_dtype = "bf16"')
 
     # Inside of the wrapper of `freeze`, whose patterns may name adapters
     @hookimpl(wrapper=True)
@@ -83,21 +104,35 @@ class LoRA(Plugin):
         model = yield
         if component is context.job.model:  # and not a model inside of it, such as a teacher's
             table = next(name for name, plugin in context.job.plugins.items() if plugin is self)
-            self._adapt(model, f"plugins.{table}")
+            self._adapt(model, f"plugins.{table}", context)
         return model
 
     @hookimpl
+    def forge_build_optimizer(
+        self, component: OptimizerComponent, context: BuildContext, parameters: NamedParameters
+    ) -> torch.optim.Optimizer | None:
+        """Keeps bytes from an optimizer's constructor, which may refuse them, though they do not train."""
+        if self.base_dtype != "nf4":
+            return None
+        from forge_plugin_lora.optimizing import build_without_bytes
+
+        return build_without_bytes(component, context, parameters)
+
+    @hookimpl
     def forge_training_hooks(self, job: Job) -> Iterable[TrainingHook]:
-        """Contributes the check of `check_first_loss`."""
-        from forge_plugin_lora.hooks import StartsAsBase
+        """Contributes the check of `check_first_loss`, and with `nf4` one that the base was loaded."""
+        from forge_plugin_lora.hooks import BaseIsStored, StartsAsBase
 
-        return [StartsAsBase()] if self.check_first_loss and job.checkpoint.loads else []
+        stored: list[TrainingHook] = [BaseIsStored()] if self.base_dtype == "nf4" else []
+        return [*stored, *([StartsAsBase()] if self.check_first_loss and job.checkpoint.loads else [])]
 
-    def _adapt(self, model: Model, table: str) -> None:
+    def _adapt(self, model: Model, table: str, context: BuildContext) -> None:
+        from forge_core.contracts.optimizer import roles_of
         from forge_kit.nn.adapters import adapter_names
         from forge_plugin_lora.adapted import A, B, adapt
+        from forge_plugin_lora.quantised import store
         from forge_plugin_lora.sharing import with_adapters
-        from forge_plugin_lora.targets import select, target_problems
+        from forge_plugin_lora.targets import select, storable, store_problems, target_problems
 
         problems = list(target_problems(model, self.targets, self.rank, decomposed=self.method == "dora"))
         chosen = select(model, self.targets, self.rank)
@@ -106,26 +141,43 @@ class LoRA(Plugin):
             if not any(fnmatchcase(name, pattern) for name in names):
                 hint = did_you_mean(pattern, names)
                 problems.append(Problem(f"train.{number}", f"{pattern!r} fits no parameter of the model{hint}"))
+        stored, left = storable(model, chosen, self.train) if self.base_dtype == "nf4" else ([], [])
+        if self.base_dtype == "nf4":
+            problems += store_problems(model, stored, left, self.train, context.layout.tp)
         if problems:
             raise JobError(problem.below(table) for problem in problems)
         exempt = [*model.float8_exempt(), *(f"{name}.{part}" for name in chosen for part in (A, B))]
         model.float8_exempt = lambda: exempt  # type: ignore[method-assign]
-        model.tensor_parallel_plan = with_adapters(model.tensor_parallel_plan, chosen)  # type: ignore[method-assign]
+        plan = with_adapters(model.tensor_parallel_plan, chosen, stored)
+        model.tensor_parallel_plan = plan  # type: ignore[method-assign]
+        narrow = self._narrowed(context.job, roles_of(model))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in self.train))
-            if self.base_dtype == "bf16" and not parameter.requires_grad:
+            if name in narrow and not parameter.requires_grad:
                 parameter.data = parameter.data.bfloat16()
         # No buffers, which are small: a module may change its own in any forward pass, as a batch norm does
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         self._freeze_buffers(model)
         for name in chosen:
-            adapt(model.get_submodule(name), self.rank, self.scale, decomposed=self.method == "dora")
+            decomposed, in_nf4 = self.method == "dora", name in stored
+            adapt(model.get_submodule(name), self.rank, self.scale, decomposed=decomposed, in_nf4=in_nf4)
+        for name in stored:
+            if name not in chosen:
+                store(model.get_submodule(name))
         # Beside what wrappers inside of this one have added, such as a head that scores answers
         model.begins_here = [*model.begins_here, *adapter_names(model)]
         model.unchanged = frozen
         self._chosen = chosen
+        self._stored = {name: model.get_submodule(name) for name in stored}
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
         self._sizes = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
+
+    def _narrowed(self, job: Job, roles: Mapping[str, Role]) -> Collection[str]:
+        """Names of the parameters that are in bfloat16 if they are frozen and not in NF4."""
+        if self.base_dtype == "nf4" and job.train.precision == "bf16":
+            # What multiplies in bfloat16 in any case; norms, biases and routers are small
+            return {name for name, role in roles.items() if role not in ("norm", "bias", "router")}
+        return roles if self.base_dtype == "bf16" else ()
 
     def _freeze_buffers(self, model: Model) -> None:
         """Keep the buffers that change with updates, such as the bias that balances a router's experts, as they are."""
@@ -148,10 +200,18 @@ class LoRA(Plugin):
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Reports the adapters in the summary of the run."""
         yield "adapters", self._describe(), self._settings()
+        if self._stored:
+            from forge_plugin_lora.quantised import describe, rounding
+
+            yield "base", describe(self._stored), rounding(self._stored)
 
     def plan_lines(self, job: Job) -> Iterable[tuple[str, str]]:
-        """Reports the adapters to `forge-run plan`; see `forge_plugin_plan.report.HasPlanLines`."""
+        """Reports the adapters to `forge-run plan`; see `forge_plugin_plan.lines.HasPlanLines`."""
         yield "adapters", f"{self._describe()}; {self._settings()}"
+        if self._stored:
+            from forge_plugin_lora.quantised import describe
+
+            yield "base", describe(self._stored)
 
     def _describe(self) -> str:
         trained, whole = self._sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,9 @@ from forge_core.contracts.errors import Problem, did_you_mean
 from forge_core.contracts.model import ROLES
 from forge_core.contracts.optimizer import roles_of
 from forge_kit.nn.adapters import resized
+from forge_plugin_lora.nf4 import BLOCK
+from forge_plugin_lora.quantised import fits
+from forge_plugin_lora.sharing import BY_COLUMNS, way_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,6 +74,49 @@ def target_problems(model: Model, targets: Sequence[str], rank: int, *, decompos
     if decomposed and stacks:
         message = f"cannot decompose the stacked matrices of {stacks[0]}, one per expert"
         yield Problem("method", f"'dora' {message}; take 'lora' or 'rslora', or other targets")
+
+
+def storable(model: Model, chosen: Collection[str], train: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the names of modules whose frozen matrix can be stored in NF4, and of those whose widths do not fit.
+
+    They are those with adapters, `chosen`, and all others that the target `all` means.
+    """
+    matrices = [
+        name
+        for name, role in adaptable(model).items()
+        if (name in chosen or role not in LEFT_OUT) and not _trains(f"{name}.weight", train)
+    ]
+    stored = [name for name in matrices if fits(_shape(model, name))]
+    return stored, [name for name in matrices if name not in stored]
+
+
+def store_problems(
+    model: Model, stored: Sequence[str], left: Sequence[str], train: Sequence[str], ranks: int
+) -> Iterator[Problem]:
+    """Yields why matrices cannot be stored in NF4, on `ranks` tensor-parallel ranks; paths as in `target_problems`."""
+    if not stored:
+        reason = f"{left[0]} has {_shape(model, left[0])[-1]} columns" if left else "all matrices train"
+        message = f"NF4 is made of blocks of {BLOCK} weights of a row, and no frozen matrix has such rows"
+        yield Problem("base_dtype", f'{message} ({reason}); take "bf16"')
+    for name in stored:
+        if len(_shape(model, name)) > 2 and _trains(f"{name}.bias", train):
+            message = f"{name}.bias trains beside matrices of experts in NF4, which give it no gradient"
+            yield Problem("train", f'{message}; leave it out, or take base_dtype = "bf16"')
+            break
+    if ranks == 1:
+        return
+    plan = model.tensor_parallel_plan()
+    for name in stored:
+        columns = _shape(model, name)[-1]
+        if way_of(plan, name) in BY_COLUMNS and columns % (BLOCK * ranks):
+            message = f"{name} has {columns} columns, {columns / ranks:g} for each of {ranks} tensor-parallel ranks"
+            hint = f'but a rank needs whole blocks of {BLOCK}: lower the degree, or take "bf16"'
+            yield Problem("base_dtype", f"{message}, {hint}")
+            break
+
+
+def _trains(name: str, train: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in train)
 
 
 def _elsewhere(model: Model, target: str) -> str:
