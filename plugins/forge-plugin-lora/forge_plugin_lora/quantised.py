@@ -68,9 +68,6 @@ class Rows(nn.Module):
         """Returns the bytes: by a call, in which a stage replaces them by this rank's part."""
         return self.weight
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Leaves them out."""
-
 
 class InNF4(nn.Module):
     """A matrix in NF4. A base put before the module's own class, which computes W x + b.
@@ -131,10 +128,6 @@ class InNF4(nn.Module):
         return _computed(weight, rows, self.nf4_pairs.to(weight.device), dtype)
 
     # --- the state of the model ------------------------------------------------------------------------------------
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = Whole.of(self, tuple((0, size) for size in self.nf4_shape))
 
     def write(self, values: Tensor, place: Place) -> None:
         """Quantise values of W, wherever they are, into this rank's part."""
@@ -244,6 +237,12 @@ def _stand_in(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return values.contiguous() if len(shape) > 2 and values.numel() <= 2**24 else values
 
 
+def _show_whole(module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Put W in the place of its bytes."""
+    state[f"{prefix}weight"] = Whole.of(module, tuple((0, size) for size in module.nf4_shape))
+    del state[f"{prefix}{ROWS}.weight"]
+
+
 class Whole(Tensor):
     """W in the state of a model, or a part of it: values that are copied into it are quantised, and none are kept.
 
@@ -257,7 +256,7 @@ class Whole(Tensor):
     def of(cls, module: InNF4, place: Place) -> Whole:
         """Returns the part of a module's W at a place."""
         sizes = [end - start for start, end in place]
-        tensor = torch.Tensor._make_subclass(cls, torch.empty(sizes, device="meta"))
+        tensor = torch.empty(sizes, device="meta").as_subclass(cls)
         tensor._module, tensor._place = module, place
         return tensor
 
@@ -284,10 +283,9 @@ class Whole(Tensor):
             return own
         if func is Tensor.__getitem__ and (place := own._inner(others[0])):
             return cls.of(own._module, place)
-        if func not in _DESCRIBING:
-            args = tuple(each.values() if isinstance(each, cls) else each for each in args)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        if func in _DESCRIBING:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        return func(*_read(args), **{name: _read(value) for name, value in (kwargs or {}).items()})
 
     def _inner(self, index: Any) -> Place | None:
         """The place of a part that slices select; None: it is selected in another way."""
@@ -299,6 +297,13 @@ class Whole(Tensor):
         if any(step != 1 for *_, step in spans):
             return None
         return tuple((start + a, start + b) for (a, b, _), (start, _) in zip(spans, self._place, strict=True))
+
+
+def _read(arguments: Any) -> Any:
+    """Replace the parts of W among arguments, in lists and tuples too, by their values."""
+    if isinstance(arguments, list | tuple):
+        return type(arguments)(_read(each) for each in arguments)
+    return arguments.values() if isinstance(arguments, Whole) else arguments
 
 
 _DESCRIBING = {
@@ -327,6 +332,7 @@ def store(module: Any) -> None:
     module.nf4_written = 0
     module.nf4_squares = 0.0, 0.0
     module.nf4_pieces = None
+    module.register_state_dict_post_hook(_show_whole)
     base: Any = type(module)
     module.__class__ = _derived(base)
 

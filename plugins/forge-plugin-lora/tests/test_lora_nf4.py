@@ -190,6 +190,7 @@ def test_with_adapters_off_it_is_the_base_in_nf4_and_merging_adds_to_that(adapte
                 weight.copy_(dequantise(*quantise(weight, pairs), pairs, torch.float32))
                 # What a checkpoint or an export reads
                 assert torch.equal(tensors[name].clone(), weight)
+                assert torch.equal(torch.cat([tensors[name], weight]), torch.cat([weight, weight]))
         ids = {"input_ids": torch.arange(16).view(2, 8)}
         with adapters_off(model):
             assert torch.allclose(model(ids), plain(ids), rtol=1e-5, atol=1e-6)
