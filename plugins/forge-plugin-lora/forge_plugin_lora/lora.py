@@ -168,6 +168,7 @@ class LoRA(Plugin):
         model.begins_here = [*model.begins_here, *adapter_names(model)]
         model.unchanged = frozen
         self._chosen = chosen
+        self._left = left
         self._stored = {name: model.get_submodule(name) for name in stored}
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
         self._sizes = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
@@ -203,7 +204,7 @@ class LoRA(Plugin):
         if self._stored:
             from forge_plugin_lora.quantised import describe, rounding
 
-            yield "base", describe(self._stored), rounding(self._stored)
+            yield "base", describe(self._stored, self._left), rounding(self._stored)
 
     def plan_lines(self, job: Job) -> Iterable[tuple[str, str]]:
         """Reports the adapters to `forge-run plan`; see `forge_plugin_plan.lines.HasPlanLines`."""
@@ -211,7 +212,7 @@ class LoRA(Plugin):
         if self._stored:
             from forge_plugin_lora.quantised import describe
 
-            yield "base", describe(self._stored)
+            yield "base", describe(self._stored, self._left)
 
     def _describe(self) -> str:
         trained, whole = self._sizes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, listed
 from forge_core.parallel.mesh import local_part
 from forge_kit.nn.modules import Linear, cast
 from forge_kit.torch_internals import parameters_of, part_offsets
@@ -348,12 +348,13 @@ def in_nf4(model: nn.Module) -> Iterator[tuple[str, InNF4]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, InNF4))
 
 
-def describe(stored: Mapping[str, Any]) -> str:
-    """Returns how much of a model is in NF4, for people."""
+def describe(stored: Mapping[str, Any], left: Sequence[str]) -> str:
+    """Returns how much of a model is in NF4, and which frozen matrices are `left` as they do not fit, for people."""
     elements = sum(module.nf4_shape.numel() for module in stored.values())
     size = sum(stored_bytes(module.nf4_shape) for module in stored.values())
+    others = f"; not {listed(left)}, whose columns are no multiple of {BLOCK}" if left else ""
     each = f"{8 * size / elements:.3f} bits each"
-    return f"NF4: {len(stored)} matrices with {elements:,} weights in {size / 1e6:,.1f} MB, {each}"
+    return f"NF4: {len(stored)} matrices with {elements:,} weights in {size / 1e6:,.1f} MB, {each}{others}"
 
 
 def rounding(stored: Mapping[str, Any]) -> str:

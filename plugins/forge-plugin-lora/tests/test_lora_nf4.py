@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor
 
 from forge_core import ForgeError, Job, Trainer, load_model
@@ -19,6 +20,7 @@ from forge_core.parallel.initialise import bare_context, bare_model
 from forge_core.parallel.layout import layout_of
 from forge_kit.nn.adapters import adapters_off, merge_adapters
 from forge_kit.nn.position_probe import leaking_part, undeclared_mixer
+from forge_kit.torch_internals import parameters_of
 from forge_plugin_adamw import AdamW
 from forge_plugin_checkpoints import Parts
 from forge_plugin_float8 import Float8
@@ -35,7 +37,7 @@ from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing import Numbers, SplittableModel, tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.outcomes import Stop, losses_of, state_differences
-from forge_testing.refusals import at, check_problems, naming, problems_of
+from forge_testing.refusals import at, check_problems, lacks, naming, problems_of
 
 ATTENTION = GroupedQueryAttention(heads=4, kv_heads=2, bias=True)
 MODEL = Transformer(vocab_size=32, dim=64, layers=2, attention=ATTENTION, ffn=SwiGLU(hidden=128))
@@ -246,6 +248,27 @@ def test_the_summary_has_size_and_rounding(adapted, train):
     assert "NF4: 14 matrices with 73,728 weights" in line
     # Of normally distributed weights, in theory as well: Dettmers et al. 2023, table 2, order formats by what they lose
     assert 0.07 < float(line.partition("rounded by ")[2].partition("%")[0]) / 100 < 0.11
+
+
+def test_the_summary_names_matrices_that_do_not_fit(adapted, train):
+    model = evolve(MODEL, ffn=SwiGLU(hidden=80))
+    summary = train(adapted(model=model, steps=1))
+    [line] = [line for line in (summary.folder / "plan.txt").read_text().splitlines() if line.startswith("base ")]
+    assert not lacks(line, "NF4: 12 matrices", "layers.0.ffn.down", "layers.1.ffn.down", 64)
+    dtypes = {name: p.dtype for name, p in load_model(summary.folder).model.named_parameters()}
+    assert dtypes["layers.0.ffn.down.weight"] == torch.float32
+    assert dtypes["layers.0.ffn.up.weight"] == torch.uint8
+
+
+def test_bytes_that_fsdp_gathers_in_the_compute_dtype_are_the_same(adapted, build):
+    """As torch 2.11 does: it casts all that it gathers."""
+    module: Any = dict(in_nf4(build(adapted()).model))["layers.0.ffn.down"]
+    module.write(torch.randn(64, 128), ((0, 64), (0, 128)))
+    x = torch.randn(3, 128, dtype=torch.bfloat16)
+    expected = module(x)
+    for each in (module, module.nf4_rows):
+        parameters_of(each)["weight"] = each.weight.to(torch.bfloat16)
+    assert torch.equal(module(x), expected)
 
 
 def test_a_base_that_is_not_whole_or_not_one_checkpoint_is_refused(adapted, bases, train):
