@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from attrs import evolve
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forge_core import ForgeError, Job, Trainer, load_model
 from forge_core.checkpoint.storage import read_manifest
+from forge_core.cli import main
 from forge_core.contracts.components import TrainingHook
 from forge_core.parallel.initialise import bare_context, bare_model
 from forge_core.parallel.layout import layout_of
@@ -200,6 +202,24 @@ def test_with_adapters_off_it_is_the_base_in_nf4_and_merging_adds_to_that(adapte
             plain.get_parameter(name).copy_(weight)
         assert torch.allclose(model(ids), plain(ids), rtol=1e-4, atol=1e-5)
     assert len(merged) == 4
+
+
+def test_an_export_computes_what_was_trained(adapted, bases, train, tmp_path, capsys):
+    run = train(adapted(targets=("q", "v"))).folder
+    out = tmp_path / "merged"
+    capsys.readouterr()
+    assert main(["weights", "export", str(run), "--out", str(out), "--merge", "--verify", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["parity"]["computed"]
+    # Of the update; nothing is rounded to four bits again
+    assert facts["merging"]["matrices"] == 4
+    assert facts["merging"]["lost"] < 1e-5
+    exported = load_file(out / "model.safetensors")
+    model, plain = load_model(run).model, load_model(bases(MODEL)).model
+    # In NF4, without an adapter
+    values = model.state_dict()["layers.0.ffn.up.weight"].clone()
+    assert torch.equal(exported["model.layers.0.mlp.up_proj.weight"], values)
+    assert not torch.equal(plain.get_parameter("layers.0.ffn.up.weight"), values)
 
 
 @pytest.mark.parametrize("along", [0, 1])
