@@ -138,6 +138,7 @@ def choose_backend(backend: Backend, context: BuildContext, head_dim: int, scori
 
     device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
     if backend == "auto":
+        # `gemm` is as fast as the library of matrix products, so rows of another library are left out
         products = multiplied_by(context.dtype)
         among = scoring_kernels(device, scoring)
         return committed_table().choose(device, dtype, context.job.train.seq_len, head_dim, products, among)
@@ -156,5 +157,6 @@ def backend_problem(backend: Backend, device: str, dtype: str, scoring: Scoring 
         return None
     if backend not in runs:
         return f"{backend} does not run on {device} in {dtype}; there are {', '.join(('auto', *able))}"
+    # In the order of `scoring_kernels`: where both are set, the cap decides which kernels remain
     lacks = "soft_cap" if scoring.soft_cap else "sinks"
     return f"{backend} does not compute {lacks} on {device}; there are {', '.join(('auto', *able))}"

@@ -178,6 +178,7 @@ def able(device: str, dtype: str, kernel: Kernel, scoring: Scoring = PLAIN) -> l
     """Returns the ways that a kernel supports, the one with the least computation first."""
     ways = [way for way, kernels in SUPPORTED[device].items() if kernel in kernels]
     if dtype not in HALF:
+        # `varlen_attn` calls the flash kernel of CUDA, which has no float32
         ways = [way for way in ways if way != "varlen"]
     # With a mask, torch returns no normalisers, which sinks are computed from.
     by_torch = scoring.sinks and kernel in ("torch", "flash")

@@ -160,6 +160,7 @@ class SwiGLU(FFNComponent):
 
 def default_hidden(dim: int) -> int:
     """8/3 of `dim`, so that three matrices have as many elements as the two of a plain feed-forward of 4 `dim`."""
+    # Negated twice, so that the floor division rounds up
     return -(-8 * dim // (3 * ROUNDING)) * ROUNDING
 
 

@@ -100,6 +100,7 @@ class Llama3Rope(PlainRope):
         return [self._stretch(frequency) for frequency in super().frequencies(head_dim)]
 
     def _stretch(self, frequency: float) -> float:
+        # Turns and not wavelengths, as the two bounds are given; transformers' comparison of wavelengths is equivalent
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return _interpolate(frequency, self.factor, kept)
@@ -203,6 +204,7 @@ class LongRope(PlainRope):
 
     def frequencies(self, head_dim: int, length: int = 0) -> list[float]:
         """As `PlainRope.frequencies`, for sequences of `length` positions; 0: short ones."""
+        # One set for all positions: scores depend on distances only if query and key turn by the same frequencies
         factors = self.long_factor if length > self.original_max_position_embeddings else self.short_factor
         return [plain / factor for plain, factor in zip(super().frequencies(head_dim), factors, strict=True)]
 

@@ -22,6 +22,7 @@ class Scoring:
 
     def window_in(self, length: int) -> int:
         """Returns the window in a sequence, 0 if it hides nothing there."""
+        # With as many positions as the window has, the last position still sees the first
         return self.window if self.window < length else 0
 
     def factor(self, width: int) -> float:
@@ -50,6 +51,7 @@ def visible_pairs(length: int, window: int = 0) -> float:
     Without a window these are half of all pairs.
     """
     window = min(window or length, length)
+    # Position i sees min(i, window) others: window² / 2 pairs while the window fills, `window` for each position after
     return window * length - window * window / 2
 
 

@@ -232,6 +232,7 @@ class Transformer(ModelComponent):
         norms = ("embedding_norm", "hidden_norm", "norm")
         return PredictionBlock(
             block=self._build_block(here),
+            # Not scaled by depth: the result begins a residual stream, and is not added to one
             projection=Linear(2 * self.dim, self.dim, std=self.init_std),
             **{name: here.at(name).build(self.norm, dim=self.dim) for name in norms},
         )

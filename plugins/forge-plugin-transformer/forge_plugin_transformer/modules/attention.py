@@ -182,6 +182,7 @@ class GroupedAttention(nn.Module):
         """
         weights = sum(projection.weight.numel() for projection in (self.q, self.k, self.v, self.o))
         pairs = visible_pairs(seq_len, self.scoring.window)
+        # Not `kv_heads`: each query head multiplies with all visible keys, also with keys that it shares
         return 6.0 * weights + 6.0 * self.q.out_features * (2 * pairs / seq_len)
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:

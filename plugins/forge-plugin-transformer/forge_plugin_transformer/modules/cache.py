@@ -68,6 +68,7 @@ class Cache:
         """
         self.batch_size, self.length = batch_size, length
         self._asked_window = window
+        # A window that no row can exceed hides nothing: without it masks cost less, and nothing is ever moved
         self.window = window if window < length else 0
         self.used = 0
         self._size = min(length, window - 1 + SPARE) if self.window else length
@@ -194,6 +195,7 @@ class Cache:
 
     def _room(self, like: Tensor) -> Tensor:
         if like.ndim < 4:
+            # Zeros and not `new_empty`: hidden entries have weight 0, and 0 times a NaN in unwritten memory is NaN
             return like.new_zeros(self.batch_size, self._size, *like.shape[2:])
         # All positions of a head side by side in memory: a query of one position then reads them in half the time.
         heads, width = like.shape[2:]
@@ -209,6 +211,7 @@ class Cache:
 
     def emptied(self, batch_size: int, length: int) -> Self:
         """Returns an empty cache of this kind."""
+        # The window of the constructor, which matters again where the new cache is longer than this one
         return type(self)(batch_size, length, self._asked_window)
 
     def joined(self, parts: Sequence[tuple[Self, Tensor]], columns: int, length: int) -> Self:

@@ -37,6 +37,7 @@ class GatedFeedForward(nn.Module):
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the hidden features; `down` sums their parts of the result."""
+        # Both by columns: a rank has gate and factor of the same hidden features, and needs no others for the product
         return {"": "whole_input", "gate": "column", "up": "column", "down": "row"}
 
     def tap_points(self) -> Mapping[str, TapPoint]:

@@ -110,6 +110,7 @@ def attend(
     Returns:
         The result, and with sinks the logarithms of the softmax's normalisers (B, S, H), otherwise an empty tensor.
     """
+    # Before q and k are folded, as blocks are computed from the shapes (B, S, …)
     blocks, groups = _blocks(q, k, scoring.window), k.shape[2]
     out = q.new_empty(*q.shape[:2], groups, q.shape[2] // groups, v.shape[3])
     normalisers = empty_normalisers(q, sinks)

@@ -80,6 +80,7 @@ class TransformerModel(KeepsTies):
         x = self.embedding(ids)
         if self.positions is None:
             return (x,)
+        # One row for all sequences, which the sum broadcasts: the table is looked up S times and not B S times
         numbers = batch["positions"] if "positions" in batch else torch.arange(ids.shape[1], device=ids.device)[None]
         return (x + self.positions(numbers),)
 
@@ -120,6 +121,7 @@ class TransformerModel(KeepsTies):
     def flops(self, seq_len: int) -> float:
         """Counts the parts of all blocks, and the head once more for each module of multi-token prediction."""
         heads = 1 + len(list(self._predictions()))
+        # 6 for each weight and position: 2 in the forward pass, 4 in the backward pass; a look-up in a table costs none
         return sum(parts.flops(part, seq_len) for _, part in self._parts()) + 6.0 * self.head.weight.numel() * heads
 
     def layer_flops(self, seq_len: int) -> Sequence[float]:

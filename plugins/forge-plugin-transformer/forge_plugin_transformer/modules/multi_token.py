@@ -33,6 +33,7 @@ def look_ahead(batch: Batch, depth: int) -> Batch:
     Their ids do not matter: a position with a label sees only positions whose id belongs to the same document.
     """
     ids, labels = batch["input_ids"], batch["labels"]
+    # Numbered, since an id may occur again later in a row, where it is another document
     documents = document_starts(batch["document_ids"]).cumsum(1) if "document_ids" in batch else torch.zeros_like(ids)
     ahead, targets = [], []
     for distance in range(1, depth + 1):

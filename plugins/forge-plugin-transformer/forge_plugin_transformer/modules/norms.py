@@ -155,6 +155,7 @@ class _CPUNorm(torch.autograd.Function):
         product = grad_wide * wide
         # A product instead of a sum over rows, which would need the scaled rows in memory first
         grad_weight = (scale.mT @ product).squeeze(0)
+        # scale³: the formula has one factor before the bracket, and one in each of the two n
         mean = (product @ weight.to(scale.dtype)[:, None]).mul_(scale.pow(3)).div_(-x.shape[-1])
         grad_x = (grad_wide * weight).mul_(scale).addcmul_(wide, mean)
         return grad_x.to(x.dtype).view_as(x), grad_weight.to(weight.dtype), None

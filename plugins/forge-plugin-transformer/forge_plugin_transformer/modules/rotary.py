@@ -45,6 +45,7 @@ def with_tables(rotary: nn.Module, batch: Batch) -> Batch:
     key, positions = getattr(rotary, "key", None), positions_of(rotary, batch)
     if key is None or positions is None or key in batch:
         return batch
+    # Both tables in one tensor, as each entry of a batch is a tensor
     return {**batch, key: torch.stack(rotary(positions.shape[1], positions))}
 
 
@@ -239,6 +240,7 @@ def _shared_tables(
     return _tables_of_range(frequencies, amplitude, length, dtype, device, mode)
 
 
+# Few are cached: each entry holds two tables of `length` x R numbers as long as the process runs
 @lru_cache(maxsize=4)
 def _tables_of_range(
     frequencies: tuple[float, ...],

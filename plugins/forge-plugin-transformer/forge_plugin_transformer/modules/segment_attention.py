@@ -56,6 +56,7 @@ def segment_attention(
         sinks: (H,) scores without a value, see `forge_plugin_transformer.modules.sinks`.
     """
     width, v = v.shape[-1], padded(v, k, kernel)
+    # As numbers, since the schema of a custom operator has no type for `Scoring`
     options = scoring.window_in(q.shape[1]), scoring.scale, scoring.soft_cap
     # With a cap the backward pass needs the scores, too, and recomputes both
     keep = torch.is_grad_enabled() and not scoring.soft_cap
@@ -347,6 +348,7 @@ def _attend_backward(
     for queries, keys, mask in _segments(q, document_ids, kernel, window):
         part_q, part_k, part_v = q[:, queries], k[:, keys], v[:, keys]
         begin, end = end, end + way.kept_size(part_q, part_k, window)
+        # Segments come in the order of the forward pass, so the ranges of `kept` agree; an empty one has empty ranges
         saved = out[:, queries], mask, kept[begin:end]
         to_q, to_k, to_v = way.backward(grad[:, queries], part_q, part_k, part_v, *saved, scoring, sinks)
         grad_q[:, queries] = to_q

@@ -53,6 +53,7 @@ def add_sinks(out: Tensor, normalisers: Tensor, sinks: Tensor) -> tuple[Tensor, 
         normalisers: (B, S, H), logarithm of each softmax's normaliser, float32 or wider.
         sinks: (H,).
     """
+    # Not the logarithm of a sum of exponentials, which overflow for large scores
     total = torch.logaddexp(normalisers, sinks.to(normalisers.dtype))
     return (out * (normalisers - total).exp_().unsqueeze(-1)).to(out.dtype), total
 
@@ -67,5 +68,6 @@ def sinks_gradient(grad: Tensor, out: Tensor, normalisers: Tensor, sinks: Tensor
         sinks: (H,).
     """
     wide = normalisers.dtype
+    # The sink's own weight; d out / d sink = -share * out, as a larger sink takes weight from all values in proportion
     share = (sinks.to(wide) - normalisers).exp_()
     return -(share * (grad.to(wide) * out.to(wide)).sum(-1)).sum((0, 1)).to(sinks.dtype)
