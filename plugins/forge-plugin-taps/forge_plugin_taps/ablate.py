@@ -52,6 +52,7 @@ class Ablate(EvaluationComponent):
         if context.held_out is None:
             return {}
         recorder = recorder_of(context.model)
+        # Without any: edits may be on in training, and in a command all of the job are
         with recorder.editing(()):
             plain = self._loss(context)
         metrics = {f"{self.prefix}/loss": plain}
@@ -72,6 +73,7 @@ class Ablate(EvaluationComponent):
         while group := list(islice(batches, at_a_time)):
             sums, counts = context.executor.evaluate(group).per_sequence
             total += torch.stack([sums.double().sum(), counts.double().sum()])
+        # Sums and not means over ranks, whose sequences may have different numbers of targets
         loss_sum, tokens = context.all_reduce(total).tolist()
         return float(loss_sum / max(tokens, 1))
 

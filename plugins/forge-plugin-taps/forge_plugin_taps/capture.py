@@ -156,6 +156,7 @@ class Capture:
         return columns
 
     def _merged(self, every: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        # On all ranks in full, as every sink may read any sample's facts
         tokens = {name: torch.zeros(self.samples, dtype=torch.int64) for name in TOKENS}
         tokens["step"].fill_(self.step)
         for columns in every:  # several ranks may have the same samples, and then they have the same values
@@ -165,4 +166,5 @@ class Capture:
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    # A rank may have no micro-batch, and NumPy concatenates no empty list
     return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])

@@ -39,6 +39,7 @@ class Division:
     def of(cls, job: Job, layout: Layout) -> Division:
         """Returns the division of a job without `division_problems`."""
         declared = _declared(job, layout)
+        # At most one divides features, as `division_problems` refuses jobs with more
         features = next((name for name, axes in declared.items() if FEATURES & axes), "")
         return cls(
             features,

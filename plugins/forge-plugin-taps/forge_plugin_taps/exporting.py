@@ -98,6 +98,7 @@ def _save(dataset: Any, folder: Path, out: Path) -> None:
     import shutil
 
     dataset.save_to_disk(str(folder))
+    # After each dataset, so that the disk holds at most one of them twice
     shutil.rmtree(out / CACHE, ignore_errors=True)
 
 

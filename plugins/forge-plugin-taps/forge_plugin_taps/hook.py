@@ -70,6 +70,7 @@ class TapsHook(TrainingHook):
             sink.consume(sample.of(names))
             for name, value in sink.metrics().items():
                 context.log(name, value)
+        # Settled a step later, when the copies to the host have arrived while the next step ran
         self._unsettled = True
 
     def on_rollback(self, context: TrainContext, step: int, reason: str) -> None:

@@ -173,6 +173,7 @@ class LinearProbe:
 
     def folded(self) -> dict[str, Tensor]:
         """Weight and bias for activations that are not standardised."""
+        # In float64: the bias is a difference of large numbers where a feature's mean is far from 0
         weight = self.weight.detach().double() / self.deviation
         bias = self.bias.detach().double() - weight @ self.mean
         return {"weight": weight.float().cpu().contiguous(), "bias": bias.float().cpu()}
@@ -181,6 +182,7 @@ class LinearProbe:
         """All that the next update depends on."""
         saved = {name: getattr(self, name).detach() for name in ("weight", "bias", "count", "mean", "squares", "seen")}
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
+            # By slot and not as `optimizer.state_dict()`, which is nested and has no tensors by name
             saved |= {f"adam.{name}.{slot}": value for slot, value in self.optimizer.state[parameter].items()}
         return saved
 

@@ -202,6 +202,7 @@ class Recorder:
                     dist.all_reduce(values[name], group=self._sharers)
         drawn = [self._drawn[first] for first in sorted(self._drawn)]
         parts = self._exchanged({name: self._part(name, value) for name, value in values.items()})
+        # Before `_stop`, which clears the sites and the step
         capture = Capture(self._step, drawn, values, parts, self._total, self.context.device)
         self._stop()
         present = [name for name in self.names if name in parts]
@@ -240,6 +241,7 @@ class Recorder:
         axes = self.sites[name.removesuffix(GRADIENT)].axes
         split = self._split(axes, values.shape[2:])
         at_rest = self._division.at_rest and axes == "rest"
+        # Of ranks that share features one counts, except where each has a part of the features or of the positions
         counted = self._first and (self._sharer[0] == 0 or split is not None or at_rest)
         return Part(global_rank(), tuple(values.shape[2:]), values.dtype, split, counted, at_rest)
 

@@ -22,6 +22,7 @@ def chosen_positions(seed: int, step: int, rows: Sequence[int], length: int, cou
 
 
 def _key(seed: int, step: int, row: int) -> int:
+    # Not `hash`, which Python seeds differently in each process
     digest = hashlib.blake2b(f"{seed}:taps:{step}:{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

@@ -128,6 +128,7 @@ class Site:
         local = marks.rest if self.axes == "rest" else marks.inside
         if self.values:
             self.keep(pick(x.detach(), local), marks)
+        # Where nothing before the point trains, autograd would never call the node
         if self.gradient and torch.is_grad_enabled() and x.requires_grad:
             return _GradientTap.apply(x, local, marks.rows, self.number, self.copies)
         return x
@@ -166,6 +167,7 @@ _sites: WeakValueDictionary[int, Site] = WeakValueDictionary()
 def pick(x: Tensor, local: Tensor) -> Tensor:
     """Returns the positions `local` (B, n) of x (B, S, …); anything where it is -1."""
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    # Clamped and not selected: the shape of a selection depends on the data, so the host would wait for it
     return x[rows, local.clamp(min=0)]
 
 

@@ -61,6 +61,7 @@ class TapsStage(ParallelStage):
                 _hang(module, point, site)
         # After all sites are there, at whose points edits are put
         recorder.add_edits()
+        # With a dot, so that layers.1 does not stand for layers.10
         names = {module: f"{name}." for name, module in model.named_modules()}
         for block in blocks:
             own = carried[id(block)]

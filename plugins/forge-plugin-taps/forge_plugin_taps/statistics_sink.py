@@ -87,6 +87,7 @@ class StatisticsSink(Sink):
         pending, self._pending = self._pending, None
         if pending is not None:
             if self.context.device.type == "cuda":
+                # The copy was made without a wait, and the host must not read its memory before it has ended
                 torch.cuda.current_stream().synchronize()
             self._write(*pending)
 
@@ -154,7 +155,9 @@ class StatisticsSink(Sink):
 
 
 def _own(part: LocalPart) -> Own:
+    # float64, so that the order of summation, which depends on the layout, shows in the last digits only
     values = part.values.flatten(1).double()
+    # `offset` counts heads or features; flattened, each head has `below` units
     below = math.prod(part.values.shape[2:])
     first = 0 if part.split is None else part.split.offset * below
     return Own(values, part.index.to(values.device), first, part.counted)

@@ -177,6 +177,7 @@ class StoreWriter(Sink):
     def _write(self, pending: _Pending, files: Mapping[str, TensorFile], tokens: Mapping[str, Tensor]) -> None:
         for name, (rows, values) in pending.rows.items():
             files[name].write_rows(name, rows, values)
+        # One writer for header and tokens, which are equal on every rank
         if global_rank():
             return
         for file in files.values():
@@ -203,6 +204,7 @@ class StoreWriter(Sink):
         if whole.exists():  # a run that went back to a state in memory makes its steps again
             shutil.rmtree(whole)
         partial.rename(whole)
+        # After the rename, so that a failure to write leaves as many steps as before
         old = sorted((path for path in self._folder.glob("step-*")), key=_step)
         for path in old[: -self._keep] if self._keep else ():
             shutil.rmtree(path)

@@ -44,6 +44,7 @@ class TensorFile:
             entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
             begin = end
         text = json.dumps(entries, separators=(",", ":")).encode()
+        # Readers map the file into memory, where the first tensor must be aligned for its dtype
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 

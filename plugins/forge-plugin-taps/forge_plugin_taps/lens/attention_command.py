@@ -92,6 +92,7 @@ def _summaries(maps: AttentionMaps) -> Iterator[dict[str, Any]]:
         for head, own in zip(maps.heads, weights, strict=True):
             # Clamped, since 0 log 0 is 0 and not NaN
             entropy = -(own * own.clamp(min=1e-30).log()).sum(-1).mean()
+            # The first position has none before it, so there is one weight less than positions
             before = own.diagonal(-1).sum() / max(1, len(own) - 1)
             yield {
                 "layer": layer,

@@ -78,6 +78,7 @@ def _show(options: argparse.Namespace) -> int:
         answer,
         other,
         options.points or ["layers.*.resid_pre"],
+        # To stderr, as stdout may be a JSON document
         progress=lambda point: print(point, file=sys.stderr),
     )
     if not options.json:  # before the picture, which takes longer

@@ -67,6 +67,7 @@ def patching_effects(
     sources = read_points(model, {"input_ids": rows[:1]}, points)
     if absent := [point for point in points if point not in sources.values]:
         raise ForgeError(f"nothing passes {absent[0]} in a prompt of text; choose others with --points")
+    # The pass that reads the clean activations has its measure too, so no further pass is needed
     first = _differences(model, sources.hidden, answer, other)[0]
     last = _differences(model, read_points(model, {"input_ids": rows[1:]}, ()).hidden, answer, other)[0]
     if first == last:
@@ -101,6 +102,7 @@ def _diagonal(source: Tensor) -> Callable[[Tensor], Tensor]:
 def _differences(model: Model, hidden: Tensor, answer: int, other: int) -> Tensor:
     """(B, S, D) to (B,): the difference of logits at the last position."""
     with model.head.whole(hidden.dtype):
+        # The last position only: S rows of S x V logits would need more memory than the rest of the pass
         logits = model.head.logits(hidden[:, -1:])[:, 0]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits[:, answer] - logits[:, other]

@@ -144,6 +144,7 @@ def _figure(size: tuple[float, float], title: str, facts: str) -> Figure:
     heading = HEADING_INCHES / size[1]
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - heading), wspace=0.02, hspace=0.02)
     figure = Figure(figsize=size, dpi=120, layout=layout)
+    # Sets itself as the canvas of the figure, which without pyplot has one that cannot draw
     FigureCanvasAgg(figure)
     figure.text(0.12 / size[0], 1 - 0.3 / size[1], title, fontsize=14, fontweight="bold", va="center")
     figure.text(0.125 / size[0], 1 - 0.62 / size[1], facts, fontsize=9.5, color=GREY, va="center", wrap=True)

@@ -97,6 +97,7 @@ def token_facts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[dict[str, Any]
 def picture_path(options: argparse.Namespace, name: str) -> Path:
     """Returns the path of the picture: `--out`, or a file in the run folder (for a checkpoint, its run's folder)."""
     path = Path(options.path)
+    # A checkpoint is RUN/checkpoints/step-N
     folder = path.parent.parent if path.name.startswith("step-") else path
     return output_file(options.out or folder / f"{name}.png", "--out", SUFFIXES)
 
