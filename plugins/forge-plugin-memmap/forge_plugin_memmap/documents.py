@@ -169,4 +169,5 @@ class ShardedDocuments:
     def _mask(self, number: int, start: int, stop: int) -> np.ndarray:
         if not self._masks[number]:
             return np.ones(stop - start, dtype=bool)
+        # One byte for each token, so the number of a token is its offset
         return self._reader.read(self._shards[number].beside(LEARNED), np.dtype(bool), start, stop - start)

@@ -60,6 +60,7 @@ def _ranges(shards: Sequence[Shard]) -> Sequence[Sequence[int]]:
         progress.finish()
         return {"ranges": ranges}
 
+    # Of the whole list: with a shard more or less the key is another one, and all are read again
     key = digest_of("ranges", FORMAT, [shard.cache_key() for shard in shards])
     return cached_folder(GROUP, key, make, resumable=True).info["ranges"]
 

@@ -51,6 +51,7 @@ class Prepared:
             sizes: sizes that are known already, by absolute path.
         """
         path, expected = os.path.join(self.folder, name), self.manifest["files"][name]["size"]
+        # Absolute, as the paths of shards are
         size = sizes.get(os.path.abspath(path))
         if size is None:
             try:

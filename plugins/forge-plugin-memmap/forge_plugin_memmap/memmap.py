@@ -24,6 +24,7 @@ Dtype = Literal["uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64"
 
 
 def _off_or_at_least_two(_: Any, attribute: Attribute, value: int) -> None:
+    # With 1, every document would be held out
     if value < 0 or value == 1:
         raise ValueError(f"{attribute.name!r} must be 0 (off) or at least 2, not {value}")
 

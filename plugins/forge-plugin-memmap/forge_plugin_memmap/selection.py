@@ -71,6 +71,7 @@ class SelectedDocuments:
         self.end_of_text = documents.end_of_text
         self._source = documents, folder, split, every
         self._documents = documents
+        # Mapped, so that all processes of a machine share the pages
         self._starts, self._run_ends, self._ends = (map_file(folder / name) for name in _names(split))
 
     def __len__(self) -> int:

@@ -87,6 +87,7 @@ def read_shard(path: str, dtype: str | None = None, listing: Listing | None = No
     """
     try:
         with open(path, "rb") as file:
+            # Of the open file and not of the path, which may lead to another file by now
             status = os.fstat(file.fileno())
             # Before the header is read: that it is missing would be the less useful message
             if stat.S_ISREG(status.st_mode) and not status.st_size:

@@ -39,6 +39,7 @@ def command(argv: list[str]) -> int:
     from forge_plugin_memmap.prepare.console import describe
     from forge_plugin_memmap.prepare.run import prepare
 
+    # With --json, stdout has nothing but the document
     console = Console(stderr=options.json)
     try:
         manifest, speed = prepare(settings, console)

@@ -70,6 +70,7 @@ class Lines:
 
     def __init__(self, console: Console, total_bytes: int, state: State, speed: Speed) -> None:
         self._console, self._total, self._speed = console, max(total_bytes, 1), speed
+        # A command that continues does not repeat the lines of the process before it
         self._shown = self._tenth(state)
 
     def update(self, state: State) -> None:

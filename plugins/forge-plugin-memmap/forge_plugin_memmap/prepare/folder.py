@@ -106,11 +106,13 @@ def owned(folder: Path) -> Iterator[None]:
         _lock(descriptor, folder)
         yield
     finally:
+        # This also unlocks: no other descriptor is open on the folder's lock
         os.close(descriptor)
 
 
 def _lock(descriptor: int, folder: Path) -> None:
     try:
+        # Without a wait: a command that hangs would not show why
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         fix = "wait for it, or give another --out"

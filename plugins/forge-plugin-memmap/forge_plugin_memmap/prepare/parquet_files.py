@@ -66,6 +66,7 @@ def _batches(file: Any, path: str, field: str, start: int) -> Iterator[Read]:
             row += count
             continue
         for batch in file.iter_batches(_rows_at_once(file, group, field), row_groups=[group], columns=[field]):
+            # Batches begin with a row group, so a command that continues decodes its rows before the place again
             skipped = min(max(start - row, 0), len(batch))
             values = _bytes_of(batch.column(0)[skipped:])
             row += skipped

@@ -139,6 +139,7 @@ def _training_texts(settings: Settings) -> Callable[[], Iterable[str]]:
                     continue
                 if not _is_held_out(number, settings.held_out_every):
                     yield document.text
+                # Counted where a document ends, as `split_block` counts
                 number += document.is_last
 
     return texts
@@ -181,6 +182,7 @@ def _write(
         if time.monotonic() - saved >= SAVE_EVERY_S:
             _save(settings.output, state, writers)
             saved = time.monotonic()
+    # Without a save: a process that dies before the manifest is written repeats the work since the last one
     for writer in writers.values():
         writer.finish()
 
@@ -195,6 +197,7 @@ def _save(output: Path, state: State, writers: Mapping[str, SplitWriter]) -> Non
 def split_block(block: Block, number: int, every: int) -> Iterator[tuple[str, Block]]:
     """Yields the parts of a block with their splits; `number` documents are before it."""
     documents, start = len(block.ends), 0
+    # One beyond the whole documents, for the one that continues in the next block
     held_out = range(-number % every, documents + 1, every) if every else ()
     for apart in held_out:
         yield TRAIN, block.cut(start, apart)

@@ -90,6 +90,7 @@ def text_of(value: Any, where: str) -> Text | Drop:
 
 
 def _excerpt(text: str, length: int = 60) -> str:
+    # Cut before the split, as a line may have megabytes
     text = " ".join(text[: 2 * length].split())
     return text if len(text) <= length else text[:length] + "…"
 
@@ -201,4 +202,5 @@ def _named(path: str, compression: str | None) -> Iterator[None]:
 def _decompressed(raw: BinaryIO, compression: str) -> Any:
     import pyarrow
 
+    # By pyarrow, which has both formats: Python has no zstd before 3.14
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), compression)

@@ -127,6 +127,7 @@ class SplitWriter:
             # Room for the header; until then it is zeros, which no reader takes for one
             self._ids.write(bytes(HEADER.size))
         self._ids.write(block.ids.tobytes())
+        # Before the counts are updated, as ends are counted from the start of the shard
         self._ends.write((block.ends + self.written.open.tokens).astype("<i8").tobytes())
         self.written.open.add(Counts.of(block))
 
@@ -170,6 +171,7 @@ def _continued(path: Path, size: int) -> BinaryIO:
         fault = "is missing" if actual is None else f"has {actual} bytes"
         raise ForgeError(f"{path} {fault}, but {size} were written; remove the folder and start again")
     file = path.open("r+b")
+    # What was written after the saved state belongs to chunks that are encoded again
     file.truncate(size)
     file.seek(size)
     return file
