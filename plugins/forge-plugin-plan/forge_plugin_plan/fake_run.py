@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 from attrs import frozen
 
 from forge_core.auxiliary import Auxiliary
 from forge_core.config.keys import walk_components
+from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.model import Initialises, Model
 from forge_core.engine.build import (
     BuiltModel,
@@ -18,14 +21,15 @@ from forge_core.engine.build import (
     build_tokenizer,
     stages_of,
 )
-from forge_core.engine.hooks import HookRunner
+from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.job import Job
 from forge_core.parallel.initialise import allocate
 from forge_core.parallel.stages import apply_stages
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import RunContext
 from forge_kit.torch_internals import FakeTensorMode
-from forge_plugin_plan.meter import MeteredLoss
+from forge_plugin_plan.lines import PlayedInPlans
+from forge_plugin_plan.meter import AllocationLog, MeteredLoss
 from forge_plugin_plan.torch_internals import QuickFakeTensorMode
 
 CPU = torch.device("cpu")
@@ -38,6 +42,10 @@ class FakeRun:
     run: Run
     mode: FakeTensorMode
     loss: MeteredLoss
+    beside: AllocationLog
+    """Memory that exists beside the model throughout the run: of what the loss has built, such as a reference."""
+    hooks: Sequence[TrainingHook]
+    """Those whose work before each step counts; see `forge_plugin_plan.lines.PlayedInPlans`."""
 
 
 def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
@@ -65,9 +73,12 @@ def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
     model, built = apply_stages(model, stages, context)
     with mode:
         _give_memory(model)
-        loss = MeteredLoss(choosing.build(job.loss))
+        with AllocationLog() as beside:
+            loss = MeteredLoss(choosing.build(job.loss))
         run = assemble(job, context, BuiltModel(model, outline, stages, built), loss, (), HookRunner({}))
-    return FakeRun(run, mode, loss)
+    hooks = collect_hooks(job, context.plugins, ()).values()
+    played = [hook for hook in hooks if isinstance(hook, PlayedInPlans) and hook.played_in_plans]
+    return FakeRun(run, mode, loss, beside, played)
 
 
 def _context(job: Job, catalog: Catalog, mode: FakeTensorMode) -> RunContext:

@@ -1,4 +1,4 @@
-"""Lines that the components of a job add to the heading of its plan."""
+"""What components of a job may add to its plan: lines of the heading, and work before each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attrs import evolve
 from forge_core.checkpoint.run_folder import TOKENIZER, run_folder
 from forge_core.config.keys import walk_components
 from forge_core.config.mixture import source_names
-from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.contexts import BuildContext, StepContext
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.contracts.layout import Layout
@@ -44,6 +44,18 @@ class HasPlanDataLines(Protocol):
         Raises:
             ForgeError: the data are not there; the plan shows the message in place of the lines.
         """
+
+
+@runtime_checkable
+class PlayedInPlans(Protocol):
+    """A training hook that computes something before each step, such as a forward pass of a reference."""
+
+    played_in_plans: bool
+    """A plan calls `on_step_begin`, and counts its memory, FLOPs and messages, if this is true. Micro-batches have the
+    entries that the model needs and no values, and the context has `build`, `executor` and `model`."""
+
+    def on_step_begin(self, context: StepContext) -> None:
+        """See `TrainingHook`."""
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -26,6 +27,7 @@ from forge_plugin_plan.torch_internals import (
     PlainDispatchMode,
     around_questions_of_dtensors,
     group_named,
+    identity_of,
     schema_of,
 )
 
@@ -200,7 +202,8 @@ class Meter(PlainDispatchMode):
         """Whether an operation read weights alone: a cast, a copy, an all-gather."""
         sources = [piece for piece in map(self.storages.find, read) if id(piece) not in overwritten]
         return bool(sources) and all(
-            piece is not None and (piece.copy_of_weights or piece.purpose is Purpose.WEIGHTS) for piece in sources
+            piece is not None and (piece.copy_of_weights or piece.purpose in (Purpose.WEIGHTS, Purpose.BESIDE))
+            for piece in sources
         )
 
     # --- communication ---------------------------------------------------------------------------------------------
@@ -222,6 +225,28 @@ class Meter(PlainDispatchMode):
         group = _group_of(args)
         self.groups[group.group_name] = group
         self.transfers[Transfer(kind, group.group_name, _largest((*args, result)), group.size())] += 1
+
+
+class AllocationLog(PlainDispatchMode):
+    """Within this context, storages that operations allocate are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(type_, DTensor) for type_ in types):
+            return NotImplemented  # it is made of operations on this rank's part, which come here
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            if tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                self._storages[identity_of(storage)] = weakref.ref(storage)
+        return result
+
+    def alive(self) -> list[torch.UntypedStorage]:
+        """Returns the storages that still exist."""
+        return [storage for reference in self._storages.values() if (storage := reference()) is not None]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

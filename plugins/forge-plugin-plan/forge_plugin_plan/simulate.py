@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -73,6 +73,15 @@ class Traffic:
     """FLOPs of matrix products and attention, recomputation included."""
     kept: int
     """Bytes that forward passes kept for the backward, gathered and cast weights included."""
+
+    def plus(self, other: Traffic) -> Traffic:
+        """Returns both one after the other."""
+        return Traffic(
+            transfers=Counter(self.transfers) + Counter(other.transfers),
+            lines={**self.lines, **other.lines},
+            flops=self.flops + other.flops,
+            kept=self.kept + other.kept,
+        )
 
 
 @frozen(kw_only=True)
@@ -176,6 +185,7 @@ def _rank(
 class _Rank:
     def __init__(self, built: FakeRun, rank: int, device: torch.device) -> None:
         self._run, self._loss, self._rank = built.run, built.loss, rank
+        self._beside, self._hooks = built.beside, built.hooks
         self._layout = built.run.context.layout
         self._on_gpu = device.type == "cuda"
         self._compiled = is_compiled(built.run.model)
@@ -190,7 +200,7 @@ class _Rank:
         self._repeats, self._report = repeats, report
         memory, traffic, failure = None, None, ""
         try:
-            memory, traffic = self._play()
+            memory, traffic = self._with_hooks(*self._play())
         # The job is wrong, and not only its simulation
         except JobError:
             raise
@@ -300,6 +310,32 @@ class _Rank:
         further = (count - played) / more
         return memory.continued(before, further), self._traffic(meter, fewer, further)
 
+    def _with_hooks(self, memory: Memory, traffic: Traffic) -> tuple[Memory, Traffic]:
+        """Add what hooks do before the step, whose memory is free again when it begins."""
+        if not self._hooks:
+            return memory, traffic
+        count, _ = micro_batches(self._run.job, self._layout)
+        one = self._measure_hooks(1)
+        two = self._measure_hooks(2) if count > 1 else one
+        return memory.beside(two.storages.memory()), traffic.plus(self._traffic(two, one, max(0, count - 2)))
+
+    def _measure_hooks(self, count: int) -> Meter:
+        run, meter = self._run, Meter()
+        context = _step_context(run, None, [self._batch() for _ in range(count)])
+        self._name_all(meter)
+        with meter.watching(), eagerly(), self._attention():
+            for hook in self._hooks:
+                hook.on_step_begin(context)
+        self._name_all(meter)
+        return meter
+
+    def _name_all(self, meter: Meter) -> None:
+        """Name what exists throughout a step; fsdp puts other storages in the place of some."""
+        meter.storages.assign_storages(self._beside.alive(), Purpose.BESIDE)
+        meter.storages.assign(_state(self._run), Purpose.OPTIMIZER)
+        meter.storages.assign(_weights(self._run), Purpose.WEIGHTS)
+        meter.storages.assign(self._run.model.buffers(), Purpose.BUFFERS)
+
     def _may_run(self, count: int) -> bool:
         """Whether the stages accept `count` micro-batches."""
         job, layout = self._run.job, self._layout
@@ -324,8 +360,7 @@ class _Rank:
         run, meter = self._run, Meter()
         batches = [self._batch() for _ in range(count)]
         self._loss.meter = meter
-        meter.storages.assign(_state(run), Purpose.OPTIMIZER)
-        _name(meter, run)
+        self._name_all(meter)
         repeating = self._repetition(meter, count).applied() if self._repeats else nullcontext()
         with meter.watching(), eagerly():
             stepper = Stepper(run)
@@ -335,8 +370,7 @@ class _Rank:
             # Before the update, after which there may be no gradients
             self._measure_gradients(meter)
             stepper.update(_step_context(run, norm), sums["loss_sum"])
-        meter.storages.assign(_state(run), Purpose.OPTIMIZER)
-        _name(meter, run)  # again: fsdp has put others in their place
+        self._name_all(meter)
         return meter
 
     def _repetition(self, meter: Meter, count: int) -> Repetition:
@@ -375,11 +409,6 @@ def _continued(now: Mapping[Transfer, int], before: Mapping[Transfer, int], furt
     return continued
 
 
-def _name(meter: Meter, run: Run) -> None:
-    meter.storages.assign(_weights(run), Purpose.WEIGHTS)
-    meter.storages.assign(run.model.buffers(), Purpose.BUFFERS)
-
-
 def _weights(run: Run) -> list[Tensor]:
     return [item.parameter.detach() for item in run.parameters]
 
@@ -402,7 +431,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({identity_of(storage): storage.nbytes() for storage in storages}.values())
 
 
-def _step_context(run: Run, norm: Tensor) -> StepContext:
+def _step_context(run: Run, norm: Tensor | None, batches: Sequence[Batch] = ()) -> StepContext:
     return StepContext(
         job=run.job,
         model=run.model,
@@ -410,5 +439,8 @@ def _step_context(run: Run, norm: Tensor) -> StepContext:
         tokenizer=run.context.tokenizer,
         folder=None,
         step=1,
+        batches=batches,
+        build=run.context,
+        executor=run.executor,
         grad_norm=norm,
     )

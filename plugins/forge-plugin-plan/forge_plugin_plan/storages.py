@@ -21,6 +21,7 @@ class Purpose(StrEnum):
     """Purpose of memory. The first one that fits counts."""
 
     WEIGHTS = "weights"
+    BESIDE = "models beside it"
     BUFFERS = "buffers"
     OPTIMIZER = "optimizer state"
     GRADIENTS = "gradients"
@@ -31,7 +32,7 @@ class Purpose(StrEnum):
     OTHER = "temporary"
 
 
-PERSISTENT = (Purpose.WEIGHTS, Purpose.BUFFERS, Purpose.OPTIMIZER)
+PERSISTENT = (Purpose.WEIGHTS, Purpose.BESIDE, Purpose.BUFFERS, Purpose.OPTIMIZER)
 """Purposes of memory that exists throughout a step."""
 
 
@@ -92,6 +93,11 @@ class Memory:
     def peak(self) -> int:
         return sum(self.at_peak.values())
 
+    def beside(self, other: Memory) -> Memory:
+        """Returns the larger of two, which are not needed at the same time."""
+        most = {purpose: max(self.most[purpose], other.most[purpose]) for purpose in Purpose}
+        return Memory(most, self.at_peak if self.peak >= other.peak else other.at_peak)
+
     def continued(self, fewer: Memory, further: float) -> Memory:
         """Returns this memory plus `further` times its excess over `fewer`."""
         # There is an excess only in a pipeline that keeps all micro-batches until their backward passes.
@@ -129,8 +135,19 @@ class Storages:
     def adopt(self, tensor: Tensor) -> Piece:
         """Follow the storage of a new tensor, whose allocation is a change that `repeat` adds."""
         storage = tensor.untyped_storage()
+        return self._follow(storage, 0 if tensor.device.type == "meta" else storage.nbytes())
+
+    def assign_storages(self, storages: Iterable[torch.UntypedStorage], purpose: Purpose) -> None:
+        """Set the purpose of storages that have memory, and that exist before the step if they are not known yet."""
+        for storage in storages:
+            piece = self._pieces.get(identity_of(storage))
+            if piece is None:
+                piece = self._follow(storage, storage.nbytes())
+                self._log.append((piece, piece.bytes))
+            piece.purpose = purpose
+
+    def _follow(self, storage: torch.UntypedStorage, size: int) -> Piece:
         key = identity_of(storage)
-        size = 0 if tensor.device.type == "meta" else storage.nbytes()
         piece = self._pieces[key] = Piece(size, made_in_backward=backward_pass())
         # No operation shows that a storage is freed, so a weak reference reports it
         self._guards[key] = weakref.ref(storage, lambda _: self._end(key))

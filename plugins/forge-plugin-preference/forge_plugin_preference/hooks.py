@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define
 
@@ -35,6 +35,8 @@ class AdaptersOff(TrainingHook):
     """Computes the log-probabilities of the reference before each step, by the model with its adapters off."""
 
     resumes_as = "safe"
+    played_in_plans: ClassVar[bool] = True
+    """See `forge_plugin_plan.lines.PlayedInPlans`: plans count this forward pass."""
 
     def on_train_begin(self, context: TrainContext) -> None:
         """Checks that the model trains adapters alone. Collective.
