@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
+from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Model
-from forge_kit.nn.generation import Generates, WholeModel, joint_generation
+from forge_kit.nn.generation import Generates, JointGeneration, WholeModel, joint_generation
+from forge_kit.nn.routes import RouteRecord, recorded_routes
 from forge_plugin_generate.generate import Sampling, check_cache
 from forge_plugin_generate.running_rows import RowEnd, RunningRows
 
@@ -25,6 +29,10 @@ class Sampled:
     """Log-probability of each id by the model itself, at temperature 1 and among all tokens."""
     log_q: list[float] = field(factory=list)
     """Log-probability of each id in the distribution that it was drawn from, after temperature, top-k and top-p."""
+    routes: Mapping[str, Tensor] | None = None
+    """By the name of the batch entry of `forge_kit.nn.routes`, (n, K) int16: the experts of the n tokens that the model
+    has read, which are all of prompt and ids but the last one. Each rank of a pipeline has the routes of its layers.
+    None unless `sample` was told to record them."""
 
     def ended(self, stops: Sequence[int]) -> bool:
         """Whether one of `stops` ended it, and not the greatest length."""
@@ -39,6 +47,7 @@ def sample(
     stops: Sequence[int],
     sampling: Sampling,
     seeds: Sequence[int],
+    routes: bool = False,
 ) -> list[Sampled]:
     """Continue each prompt by up to `max_tokens` tokens, drawn with a seed for each.
 
@@ -52,6 +61,7 @@ def sample(
         stops: ids that end a row.
         sampling: settings of the draws.
         seeds: one for each prompt, of up to 63 bits.
+        routes: record the experts that routers choose for each token; compiled layers then run as plain Python.
 
     Raises:
         ForgeError: there is no prompt, one is empty, or the model has no cache, or one that forgets what a layer needs.
@@ -65,8 +75,46 @@ def sample(
         check_cache(model)
     drawn = SeededDraws(sampling, seeds, stops)
     end = RowEnd(list(stops), max_tokens)
-    RunningRows(joint, prompts, end, drawn, batch_size=len(prompts), use_cache=True, entries={}).run()
-    return drawn.rows
+    # Rows that have ended stay in the batch until all have, and may read as many tokens
+    record = RouteRecord(len(prompts), max(map(len, prompts)) + max_tokens) if routes else None
+    draw: Callable[[Tensor, Sequence[int]], Tensor] = drawn
+    if record is not None:
+        joint, draw = RecordingGeneration(model, record), _then(record, drawn)
+    with nullcontext() if record is None else recorded_routes(model, record):
+        RunningRows(joint, prompts, end, draw, batch_size=len(prompts), use_cache=True, entries={}).run()
+    if record is None:
+        return drawn.rows
+    tables = record.tables()
+    return [
+        evolve(
+            row,
+            routes={entry: table[number, : len(prompts[number]) + len(row.ids) - 1] for entry, table in tables.items()},
+        )
+        for number, row in enumerate(drawn.rows)
+    ]
+
+
+class RecordingGeneration(JointGeneration):
+    """Notes the positions of each call of the model, whose routers add to a record."""
+
+    def __init__(self, model: Model, record: RouteRecord) -> None:
+        super().__init__(model)
+        self._record = record
+
+    def next_logits(self, batch: Batch, cache: Any) -> Tensor:
+        """See `JointGeneration.next_logits`."""
+        self._record.positions.append(batch["positions"])
+        return super().next_logits(batch, cache)
+
+
+def _then(record: RouteRecord, drawn: SeededDraws) -> Callable[[Tensor, Sequence[int]], Tensor]:
+    """Draws, and notes the rows of the calls that the logits are from."""
+
+    def draw(logits: Tensor, rows: Sequence[int]) -> Tensor:
+        record.assign(rows)
+        return drawn(logits, rows)
+
+    return draw
 
 
 class SeededDraws:

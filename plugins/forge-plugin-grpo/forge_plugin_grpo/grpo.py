@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, min_len
 
 from forge_core import LossComponent, Problem, TrainingHook
-from forge_core.contracts.components import FilePath, when_resumed
+from forge_core.config.keys import walk_components
+from forge_core.contracts.components import FilePath, RouterComponent, when_resumed
 from forge_plugin_grpo.kinds import RewardComponent, RolloutComponent
 from forge_plugin_grpo.prompts import Prompts
 from forge_plugin_grpo.rollout import EngineRollout
@@ -63,6 +64,9 @@ class GRPO(LossComponent):
     check_first_log_p: bool = field(default=True, metadata=when_resumed("safe"))
     """Stop the run in its first step if the log-probabilities of `rollout` differ from those in training by more than
     rounding: a mean of 1e-9 nats a token in float64, 1e-3 in float32, and 2e-2 in bfloat16 or TF32."""
+    replay_routes: bool = False
+    """Of a model with experts: train each token with the experts that it had when it was drawn. Otherwise rounding
+    sends some to other ones, and ratios compare two models (R3, Ma et al. 2025)."""
     kl_weight: float = field(default=0.0, validator=ge(0))
     """Weight (β) of the KL divergence from `reference` in the objective, by the estimator k3 of each token (Shao et al.
     2024, equation 4), summed over tokens and completions as `algorithm` sums, with `rloo` over all tokens of a
@@ -100,6 +104,8 @@ class GRPO(LossComponent):
             hint = f'set loss.reference to a checkpoint, or to "{ADAPTERS_OFF}" if adapters alone are trained'
             yield Problem("kl_weight", f"{message}; {hint}")
         yield from reference_problems(self.reference, job)
+        if self.replay_routes:
+            yield from route_problems(job)
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """Hooks that draw and score completions, compare the sampler with training, and keep the reference the same."""
@@ -135,3 +141,14 @@ class GRPO(LossComponent):
         from forge_plugin_grpo.objective import policy_loss
 
         return policy_loss(self, context)
+
+
+def route_problems(job: Job) -> Iterator[Problem]:
+    """Why the routes of a job's model cannot be replayed."""
+    routers = [(path, each) for path, each in walk_components(job.model, "model") if isinstance(each, RouterComponent)]
+    if not routers:
+        yield Problem("replay_routes", "is for models with experts, and [model] has no router; leave it out")
+    for path, router in routers:
+        if not getattr(router, "replays_routes", False):
+            message = f"{path} ({type(router).__name__}) does not take recorded experts"
+            yield Problem("replay_routes", f'{message}; take type = "softmax_topk" or "sigmoid_topk"')

@@ -11,17 +11,18 @@ from attrs import define
 from torch import Tensor
 
 from forge_core import TrainingHook
-from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.parallel import mesh
 from forge_core.parallel.initialise import seed_of
 from forge_kit.nn.adapters import evaluating
+from forge_kit.nn.routes import without_routes
 from forge_plugin_generate.prompts import stop_ids
 from forge_plugin_grpo.advantages import ADVANTAGES as ADVANTAGES_OF
 from forge_plugin_grpo.grpo import GRPO
 from forge_plugin_grpo.kinds import Drawn, Sampler
-from forge_plugin_grpo.objective import ADVANTAGES, OLD, REFERENCE, SAMPLED, policy_loss_of
+from forge_plugin_grpo.objective import ADVANTAGES, OLD, REFERENCE, policy_loss_of
 from forge_plugin_grpo.prompts import encode_prompt
 from forge_plugin_grpo.scoring import Scorer, weighted
+from forge_plugin_grpo.slots import in_slots, routes_in_slots
 from forge_plugin_losses.adapters_off import check_adapters, without_adapters
 from forge_plugin_losses.reference_path import ADAPTERS_OFF
 
@@ -94,7 +95,8 @@ class Rollouts(TrainingHook):
         """Add the log-probabilities under the model with its adapters off. Collective."""
         assert context.executor is not None
         measure = policy_loss_of(self._build.auxiliary).whole_log_p
-        self._add(REFERENCE, without_adapters(context.executor, context.model, self._rows, measure))
+        rows = [without_routes(each) for each in self._rows]  # a reference routes by itself
+        self._add(REFERENCE, without_adapters(context.executor, context.model, rows, measure))
 
     def _add(self, name: str, values: Sequence[Tensor]) -> None:
         """Add an entry (B, 1, S) to the rows, from (B, S) of each micro-batch. Collective in a pipeline."""
@@ -237,27 +239,11 @@ class Rollouts(TrainingHook):
         done = 0
         for batch in context.batches:
             size, length = batch["input_ids"].shape
-            width = length // group
-            rows = torch.full((size, group, width), self._padding, dtype=torch.int64)
-            labels = torch.full_like(rows, IGNORED_LABEL)
-            sampled = torch.zeros(rows.shape, dtype=torch.float64)
-            for row in range(size):
-                prompt = prompts[done + row]
-                for place, one in enumerate(drawn[(done + row) * group : (done + row + 1) * group]):
-                    ids = torch.tensor([*prompt, *one.ids])
-                    rows[row, place, : len(ids) - 1] = ids[:-1]
-                    labels[row, place, len(prompt) - 1 : len(ids) - 1] = ids[len(prompt) :]
-                    sampled[row, place, len(prompt) - 1 : len(ids) - 1] = torch.tensor(one.log_p, dtype=torch.float64)
-            slots = torch.arange(group).repeat_interleave(width)
-            made = {
-                "input_ids": rows.flatten(1),
-                "labels": labels.flatten(1),
-                "document_ids": slots.expand(size, -1),
-                "positions": torch.arange(width).repeat(group).expand(size, -1),
-                "examples": torch.full((size,), group),
-                ADVANTAGES: advantages[done : done + size],
-                SAMPLED: sampled.flatten(1)[:, None],
-            }
+            own = drawn[done * group : (done + size) * group]
+            made = in_slots(prompts[done : done + size], own, group, length, self._padding)
+            made[ADVANTAGES] = advantages[done : done + size]
+            if self.loss.replay_routes:
+                made |= routes_in_slots(own, group, length, type(self.loss.rollout).__name__)
             yield {name: entry.contiguous().to(device) for name, entry in made.items()}
             done += size
 
@@ -289,8 +275,11 @@ class Rollouts(TrainingHook):
         if not self._rows:
             return {}
         own = {name: torch.cat([rows[name] for rows in self._rows]).cpu() for name in self._rows[0]}
-        of_ranks = dict(mesh.gather_objects((self._sample_rank, own)))
-        return {name: torch.cat([of_ranks[rank][name] for rank in sorted(of_ranks)]) for name in own}
+        of_ranks: dict[int, dict[str, Tensor]] = {}
+        for rank, entries in mesh.gather_objects((self._sample_rank, own)):
+            # Ranks that share rows have the same entries, but for the routes of a pipeline's layers
+            of_ranks[rank] = of_ranks.get(rank, {}) | entries
+        return {name: torch.cat([of_ranks[rank][name] for rank in sorted(of_ranks)]) for name in of_ranks[0]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the rows back; each rank finds its part of them at the next step."""

@@ -68,7 +68,10 @@ class RewardComponent(Component["RewardComponent"]):
 
 
 class Drawn(Protocol):
-    """Tokens of a completion, each with the log-probability by which it was drawn, in the sampler's own precision."""
+    """Tokens of a completion, each with the log-probability by which it was drawn, in the sampler's own precision.
+
+    `loss.replay_routes` also reads `routes`, the experts of its tokens: see `forge_plugin_generate.sample.Sampled`.
+    """
 
     @property
     def ids(self) -> Sequence[int]:
@@ -79,8 +82,6 @@ class Drawn(Protocol):
     def log_p(self) -> Sequence[float]:
         """By the model itself, at temperature 1 and among all tokens."""
         ...
-
-    # With `loss.replay_routes` also `routes`, as `forge_plugin_generate.sample.Sampled` has them.
 
 
 class Sampler(Protocol):

@@ -16,6 +16,7 @@ from torch import Tensor
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import ForgeError
 from forge_core.losses import loss_output
+from forge_kit.nn.routes import without_routes
 from forge_kit.torch_internals import detect_fake_mode
 from forge_plugin_losses.apart import check_apart
 from forge_plugin_losses.log_probabilities import log_probabilities
@@ -190,7 +191,7 @@ class PolicyLoss:
         """Returns `anchor` with the objective attached: the sum that a loss returns is divided by tokens."""
         loss, auxiliary, ranks = self.loss, self.auxiliary, self.rows.ranks
         # Of whole rows, since ratios, lengths and KL divergences are of whole completions. Ranks that share rows
-        # compute the same objective; each has the gradient of its own positions.
+        # compute the same objective; each has the gradient of the positions that it holds.
         log_p = self.rows.whole(log_p, batch)
         valid = self.rows.whole((batch["labels"] != IGNORED_LABEL).to(log_p.dtype), batch) > 0
         shape = (len(log_p), loss.group, -1)
@@ -235,7 +236,7 @@ class PolicyLoss:
                 message = f"batches have no {REFERENCE}, which a hook adds before each step"
                 raise ForgeError(f"loss: {message} for loss.reference = {ADAPTERS_OFF!r}")
             return None
-        values = self.rows.whole(self.reference.log_probabilities(batch), batch)
+        values = self.rows.whole(self.reference.log_probabilities(without_routes(batch)), batch)
         if self.loss.updates > 1:
             self.reference_log_p.append(values)
         return values.to(log_p.dtype)

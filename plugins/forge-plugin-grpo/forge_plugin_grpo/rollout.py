@@ -33,8 +33,9 @@ class EngineRollout(RolloutComponent):
         from forge_plugin_generate.sample import sample
 
         settings = Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        routes = getattr(context.job.loss, "replay_routes", False)
 
         def draw(model: Model, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sequence[Drawn]:
-            return sample(model, prompts, max_tokens, stops, settings, seeds)
+            return sample(model, prompts, max_tokens, stops, settings, seeds, routes)
 
         return draw

@@ -45,7 +45,7 @@ class SharedRows:
     def whole(self, values: Tensor, batch: Batch) -> Tensor:
         """Collect the values of all positions, bit-equal on all ranks that share the rows. Collective among them.
 
-        The gradient of what a rank computes from the result reaches the values of its own positions alone, once. So
+        The gradient of what a rank computes from the result reaches the values that it gave, once. So
         each rank may compute the whole objective and count it once, without a collective in the backward pass.
 
         Args:

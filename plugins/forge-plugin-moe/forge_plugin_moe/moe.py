@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt
@@ -60,6 +60,9 @@ class BalancedRouter(LinearRouter):
 @frozen(kw_only=True)
 class TopKRouter(BalancedRouter):
     """The keys of routers in which tokens choose experts."""
+
+    replays_routes: ClassVar[bool] = True
+    """See `forge_kit.nn.routes.RouteReplay`."""
 
     top_k: int = field(default=2, validator=gt(0))
     """Experts of a token, K."""
@@ -155,6 +158,8 @@ class Hash(RouterComponent):
 
     A baseline without parameters. Weights are 1 / K.
     """
+
+    replays_routes: ClassVar[bool] = True  # there is nothing to replay: a token always has the same experts
 
     top_k: int = field(default=1, validator=gt(0))
     """Experts of a token, K."""

@@ -107,7 +107,7 @@ def test_a_capacity_is_shared_out_within_a_modality(tmp_path):
     run = tiny_run(tmp_path, model=model, seq_len=16)
     layer, ids = run.model.layers["0"].ffn, torch.tensor([[1] * 12 + [-1] * 4])
     run.context.auxiliary.begin_step(torch.tensor(16), 1, 1)
-    layer.train().router.route = lambda logits, scores, closed: (  # type: ignore[method-assign]
+    layer.train().router.route = lambda logits, scores, batch, closed: (  # type: ignore[method-assign]
         torch.ones(1, 16, 1),
         torch.tensor([[0, 1, 2, 3] * 3 + [4, 5] * 2]).unsqueeze(-1),
     )

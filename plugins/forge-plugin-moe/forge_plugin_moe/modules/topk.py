@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from forge_kit.nn.routes import RouteReplay
 from forge_plugin_moe.modules.balance import CHOSEN, Balance, set_means
 from forge_plugin_moe.modules.scores import LinearScores
 
@@ -41,6 +42,7 @@ class TopKModule(LinearScores):
         self.component = component
         self.experts_per_token = component.top_k
         self.balance = Balance(component, context, experts, counted, sets)
+        self.replay = RouteReplay(context)
 
     def select(self, preferences: Tensor) -> Tensor:
         """(B, S, E) to the K preferred experts in a token's best groups, (B, S, K)."""
@@ -91,7 +93,7 @@ class SoftmaxRouter(TopKModule):
         """Returns weights and numbers of each token's K experts, (B, S, K), with the losses attached."""
         logits = self.logits(x)
         probabilities = logits.softmax(-1)
-        chosen = self.select(probabilities.detach())
+        chosen = self.replay(self.select(probabilities.detach()), batch)
         # The softmax over the chosen logits equals their probabilities divided by their sum, and is more exact
         if self.component.normalise == "after":
             weights = logits.gather(-1, chosen).softmax(-1)
@@ -134,14 +136,17 @@ class SigmoidRouter(TopKModule):
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns weights and numbers of each token's K experts, (B, S, K), with the losses attached."""
         logits = self.logits(x)
-        return self.route(logits, logits.sigmoid())
+        return self.route(logits, logits.sigmoid(), batch)
 
-    def route(self, logits: Tensor, scores: Tensor, closed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, scores: Tensor, batch: Batch, closed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns the weights and numbers of each token's K experts, (B, S, K), with the losses attached.
 
         Args:
             logits: (B, S, E), for the z-loss.
             scores: (B, S, E), sigmoid of the logits; 0 where closed.
+            batch: may have recorded choices.
             closed: (B, S, E), bool, experts that a token does not choose; None: there are none. A token with fewer than
                 K others has closed ones too, with weights of 0, which no loss and no bias counts.
         """
@@ -150,7 +155,7 @@ class SigmoidRouter(TopKModule):
         preferences = scores.detach() + self.bias
         if closed is not None:
             preferences = preferences.masked_fill(closed, -torch.inf)
-        chosen = self.select(preferences)
+        chosen = self.replay(self.select(preferences), batch)
         weights = scores.gather(-1, chosen)
         if self.component.normalise:
             # Sigmoids may all round to 0; the number is from DeepSeek-V3's code

@@ -40,4 +40,4 @@ class ModalityTokenChoice(SigmoidRouter):
         logits = masked(logits, closed)
         self.skipped.count(batch["input_ids"], closed.all(-1))
         # 0, so that experts of other modalities have no share in the balance losses
-        return self.route(logits, logits.sigmoid().masked_fill(closed, 0), closed)
+        return self.route(logits, logits.sigmoid().masked_fill(closed, 0), batch, closed)
