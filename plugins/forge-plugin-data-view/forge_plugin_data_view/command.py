@@ -40,6 +40,7 @@ def command(argv: list[str]) -> int:
     # Before the data are read, which may take long
     if problems := list(position_problems(job, options.step, samples)):
         raise JobError(problems)
+    # For a person who waits; a log or a pipe gets no such line
     if sys.stderr.isatty():
         print("reading the data; the first time, it is tokenised …", file=sys.stderr)
     # Imported late: these modules need torch, and errors of the command line do not

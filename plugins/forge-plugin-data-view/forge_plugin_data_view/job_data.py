@@ -76,6 +76,7 @@ class JobData:
             before = (step - 1) * self.job.train.global_batch_size
             for row in islice(self.rows(1), before):
                 if isinstance(self.datasets[row.source], Stream):
+                    # Only to bring the lane to this place
                     reader.read([row])
         for row in islice(self.rows(step), count):
             yield row, reader.describe(row), reader.read([row]).batch
@@ -157,6 +158,7 @@ def open_data(job: Job, catalog: Catalog) -> JobData:
     context = attrs.evolve(context, plugins=builder)
     tokenizer = build_tokenizer(job, context)
     datasets = build_datasets(job, attrs.evolve(context, tokenizer=tokenizer))
+    # As training does, so that no sample is shown of a job that training refuses
     check_supply(job, sizes_of(datasets))
     sources = range(len(datasets))
     # By identity: a dataset that was derived from a packed one has no known documents

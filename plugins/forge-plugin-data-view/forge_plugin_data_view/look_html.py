@@ -39,6 +39,7 @@ def html_of(sheet: Sheet) -> bytes:
 
 def _page(sheet: Sheet) -> Iterator[str]:
     yield f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(sheet.title)}</title>'
+    # By the mark, a later command may replace the file
     yield f'<meta name="generator" content="{MARK}">'
     yield f"<style>{STYLE}</style>\n<h1>{escape(sheet.title)}</h1>"
     for name, value in sheet.facts:

@@ -142,6 +142,7 @@ class Wrapping:
 
 
 def _at_line_ends(piece: Piece) -> Iterator[Piece]:
+    # Spaces in place of tabs, whose drawn width `measure` would not give
     *lines, rest = piece.text.replace("\t", "    ").split("\n")
     yield from (piece._replace(text=line + LINE_END) for line in lines)
     # Text that ends with a line break has no further piece

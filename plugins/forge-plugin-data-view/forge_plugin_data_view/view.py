@@ -227,6 +227,7 @@ def _source(
         tokens=None if documents is None else len(documents),
         sequences=size,
         held_out=None if held_out is None else len(held_out),
+        # Expected numbers, which are right to within a few sequences
         draws=round(drawn, 1),
         share=share,
         epochs=drawn / size if size else None,

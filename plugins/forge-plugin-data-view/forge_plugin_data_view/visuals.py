@@ -122,6 +122,7 @@ def pixels_of(patches: np.ndarray, grid: Grid, form: ImageFormat) -> np.ndarray:
         (T, frames, height, width, channels) uint8; of an image in tiles that are joined, T is the whole and each.
     """
     time, rows, columns = grid.plain
+    # A faulty row may have fewer patches than its grids have; it is drawn all the same, and the fault is named
     whole = np.zeros((grid.patches, form.values), np.uint8)
     whole[: len(patches)] = patches
     cut = whole.reshape(time, rows, columns, form.channels, form.frames, form.patch, form.patch)
