@@ -73,6 +73,7 @@ class Answers(EvaluationComponent):
         if self.shown and context.build.folder is not None and global_rank() == 0:
             form = image_input(context.job).format
             count = min(self.shown, len(answers))
+            # The same rows each time, so that pictures after several steps can be compared
             spread = [answers[number * len(answers) // count] for number in range(count)]
             draw_answers(spread, form, context.build.folder / "answers.png", context.step)
         metrics = {

@@ -65,6 +65,7 @@ def cider(said: Sequence[str], right: Sequence[Sequence[str]], words: Words) -> 
     for number, every in enumerate(right):
         captions[number] = [next(texts)]
         references[number] = [next(texts) for _ in every]
+    # The first result is the mean of the values, which is computed again with its error
     _, values = Cider().compute_score(references, captions)
     return [float(value) for value in values]
 

@@ -26,6 +26,7 @@ def shuffled(seed: int) -> Order:
     """Returns a random order of each clip's frames, never the one that they have, as a function of `seed` alone."""
 
     def order(clip: int, frames: int) -> np.ndarray:
+        # Seeded by the clip as well, so that clips of one row do not share an order
         drawn = np.random.default_rng([seed, clip]).permutation(frames)
         # A clip that keeps its order would count as shuffled, and `time_bits` would be too small.
         return np.roll(drawn, 1) if (drawn == np.arange(frames)).all() else drawn

@@ -56,6 +56,7 @@ def _cell(answer: Answer, form: ImageFormat) -> Image.Image:
     cell = Image.new("RGB", (picture.width, picture.height + (3 + len(others)) * LINE), "white")
     cell.paste(picture, (0, 0))
     draw, below = ImageDraw.Draw(cell), picture.height + 2
+    # About 30 letters of this font fit into the width of an image
     most = 30 * picture.width // WIDTH
     draw.text((0, below), _short(answer.said, most) or "(nothing)", RIGHT if answer.is_right else WRONG, _font())
     note = f"{answer.bits:.1f} bits from the {'clip' if others else 'image'}"

@@ -79,6 +79,7 @@ class Looking(EvaluationComponent):
         form = image_input(context.job).format
         kinds: tuple[SeenFrames, ...] = ("clip", "shuffled", "still")
         losses = {} if own is None else {"clip": own}
+        # `clip` is the first of them, and is left out where its loss is known
         for seen in kinds[len(losses) :]:
             losses[seen] = self._loss(context, ClipRows(context.held_out, seen, form))
         bits = {

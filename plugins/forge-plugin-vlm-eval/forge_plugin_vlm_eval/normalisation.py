@@ -74,5 +74,6 @@ def vqa_accuracy(said: str, right: list[str]) -> float:
     It is min(matches / 3, 1) among all but one of them, on average over the one that is left out.
     """
     matches, people = right.count(said), len(right)
+    # In `matches` of the cases a matching answer is left out, and one match fewer is counted
     without_a_match = matches * min((matches - 1) / 3, 1.0)
     return (without_a_match + (people - matches) * min(matches / 3, 1.0)) / people
