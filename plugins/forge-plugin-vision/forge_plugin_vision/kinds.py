@@ -81,6 +81,7 @@ class Grid(NamedTuple):
     @property
     def plain(self) -> Grid:
         """The grid of what the encoder sees: tiles that are joined as frames, any other image as it is."""
+        # Factors of 0 and 1 in place of conditions, which tensors of many grids do not allow
         joined, (down, across) = (self.frames < 0) * 1, self.tiles
         # One of the two is the side of the tiles, and the other is no larger; both divide by 1 for other images.
         by_rows, by_columns = self.rows // (down + 1 - joined), self.columns // (across + 1 - joined)

@@ -24,6 +24,7 @@ def describe_tower(component: VisionEncoderComponent, context: BuildContext, tap
     type_ = context.type_of(component)
     return {
         "type": type_,
+        # With the same keys, another version may compute other features
         "version": _version(type_.partition("/")[0]),
         "keys": repr(component),  # attrs writes all fields, with defaults
         "taps": list(taps),

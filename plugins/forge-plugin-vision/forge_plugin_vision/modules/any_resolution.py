@@ -56,6 +56,7 @@ class JoinedTiles(nn.Module):
         """Returns (B, M, D): between the features around each place, bilinearly."""
         if not self.keys.max_feature_tiles and self.keys.frame_pool == 1:
             return _taken(x, places.first(x.shape[1]))  # all places are whole numbers
+        # Not in bfloat16, which would round each of the four terms and each sum of them
         wide = torch.promote_types(x.dtype, torch.float32)
         # One corner of all places at a time, as there are four times as many corners as features.
         corners = (weight.to(wide).unsqueeze(-1) * _taken(x, index) for index, weight in places.corners(x.shape[1]))

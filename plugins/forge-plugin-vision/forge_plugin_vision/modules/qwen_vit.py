@@ -170,6 +170,7 @@ class QwenBlock(nn.Module):
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         q, k = (rotate(part, tables[0], tables[1]) for part in (q, k))
         x = x + self.o(attend(q, k, v, sight).flatten(2))
+        # Feed-forward parts of the transformer take a batch, of which these use nothing
         return x + self.ffn(self.ffn_norm(x), {})
 
 

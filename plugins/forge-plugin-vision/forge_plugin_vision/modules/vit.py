@@ -56,6 +56,7 @@ class OneSize:
 
     def restore(self, x: Tensor) -> Tensor:
         """Drops the class tokens and the zeros that filled rows up."""
+        # The class token is the first position of a sequence, if there is one
         return x[:, -self.patches :].reshape(self.rows, -1, x.shape[-1])[:, : self.length]
 
 
