@@ -33,6 +33,7 @@ def recovered(settings: LossRecovered, context: EvaluationContext) -> dict[str, 
         )
     coders = sink.coders(final=context.step >= context.job.train.steps)
     metrics: dict[str, float] = {}
+    # Once for all points, as it depends on none of them
     clean = _loss(recorder, context, settings.sequences, []) if coders else 0.0
     if coders:
         metrics[f"eval/sae/{sink.settings.folder}/clean_loss"] = clean
@@ -68,6 +69,7 @@ def _of_point(
     if world_size() > 1:
         torch.distributed.all_reduce(sums)
     quality.sums, quality.rows = sums[:-1], int(sums[-1])
+    # Without the loss of a row, which `Reconstruct` does not pass to `quality`
     figures = {key: float(value) for key, value in quality.metrics().items() if key != "loss"}
     return {**figures, "loss": loss, "zero": zero}
 

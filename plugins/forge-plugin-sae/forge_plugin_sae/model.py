@@ -101,6 +101,7 @@ class SparseCoder(nn.Module):
             "b_dec": self.b_dec / scale,
         }
         if (threshold := self.activation.threshold_of(len(self.b_enc))) is not None:
+            # Compared with pre-activations, which the folded weights divide by the same scale
             weights["threshold"] = threshold / scale
         return {name: weight.detach().to("cpu").contiguous() for name, weight in weights.items()}
 

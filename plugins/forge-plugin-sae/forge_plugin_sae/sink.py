@@ -53,6 +53,7 @@ class SAESink(Sink):
 
     def _batches(self) -> int:
         """Updates of each trainer so far. A function of the rows, so that ranks know it of trainers they do not own."""
+        # Once the buffer is full, a row leaves it for each row that comes
         return max(0, self.rows - self.settings.buffer) // self.settings.batch
 
     def _new_trainer(self, name: str, width: int, target_width: int | None = None) -> Trainer:

@@ -104,6 +104,7 @@ def train(settings: SAE, samples: Samples, epochs: int, held_out: float, device:
     for name, target in targets.items():
         trainer = _trainer(settings, samples, name, target, choose_device(device))
         for _ in range(epochs):
+            # The same samples are held out in every epoch, as the draw depends on seed and step alone
             for x_ND, target_NE in _rows(samples, name, target, held_out, held=False):
                 trainer.add(x_ND, target_NE)
         trainer.finish()

@@ -79,6 +79,7 @@ class Trainer:
         transcodes = self.coder.transcodes
         target_width = self.coder.W_dec.shape[1] if transcodes else None
         copy = Trainer(self.settings, self.width, target_width, self._seed, self.buffer.rows.device)
+        # Clones, as `finish` trains the copy, and must not move the tensors of this trainer
         copy.load({name: tensor.clone() for name, tensor in self.state().items()})
         copy.finish()
         return copy
@@ -106,6 +107,7 @@ class Trainer:
         if self.settings.normalise:
             held = self._divide(self.buffer.rows) if self.buffer.is_full else (x_ND, target_NE)
             for scale, part in zip((self.coder.scale_in, self.coder.scale_out), held, strict=True):
+                # Clamped, since activations that are all zero have no norm to divide by
                 scale.copy_(part.square().sum(-1).mean().clamp(min=torch.finfo(self.dtype).tiny).rsqrt())
         self.start_from(target_NE * self.coder.scale_out)
 
@@ -163,10 +165,12 @@ class Trainer:
         if self.settings.grad_clip_norm:
             clip_grad_norm_(self.parameters.values(), self.settings.grad_clip_norm)
         for group in self.optimizer.param_groups:
+            # Counted from 1, so that the first update moves the weights
             warm = min(1.0, (self.updates + 1) / max(self.settings.warmup, 1))
             group["lr"] = self.settings.rate_of(len(self.idle_F)) * warm
         self.optimizer.step()
         self.optimizer.zero_grad()
+        # Adam leaves the sphere even though the gradient is tangential, as it scales each element by itself
         decoder.div_(decoder.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(decoder.dtype).tiny))
         self.updates += 1
 
