@@ -138,6 +138,7 @@ def _of_text(source: DatasetComponent, context: BuildContext) -> Budgets | None:
 def _labels(documents: Documents) -> LabelCounts | None:
     from forge_kit.data.label_counts import LabelCounts
 
+    # One token shows whether the documents have a mask at all
     return None if documents.learned(0, 1) is None else LabelCounts.of_documents(documents)
 
 

@@ -145,6 +145,7 @@ def cached_folder(
 def _with_sums(make: Callable[[Path], Mapping[str, Any]]) -> Callable[[Path], Mapping[str, Any]]:
     def make_both(folder: Path) -> Mapping[str, Any]:
         info = make(folder)
+        # `sorted` lists all files before sums appear among them
         for path in sorted(folder.iterdir()):
             write_sums(path)
         return info
@@ -240,6 +241,7 @@ def _make(
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(temporary, ignore_errors=True)  # if another process was faster
+    # Sizes are enough: this folder has just been sealed, or `_publish` has verified the one of another process
     return _open(folder, "sizes")
 
 
@@ -268,6 +270,7 @@ def _publish(temporary: Path, folder: Path, verify: Verify) -> None:
     try:
         publish(temporary, folder)
     except OSError as error:
+        # Another process was faster; its folder has the same contents, as the key stands for all that they depend on
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
 

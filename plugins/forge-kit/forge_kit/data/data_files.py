@@ -108,6 +108,7 @@ class FileFinder:
 
     def outside_outputs(self, paths: Iterable[str], base: str) -> list[str]:
         """Returns the paths below a folder `base` that are in no run, and in nothing else that Forge wrote."""
+        # A glob may match thousands of files of one folder, which is looked at once
         known: dict[str, bool] = {}
         return [path for path in paths if not self._inside_output(path, base, known)]
 
@@ -244,4 +245,5 @@ def open_regular(path: str) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "not a regular file", path)
+    # O_NONBLOCK stays set, which has no effect on a regular file
     return open(number, "rb")

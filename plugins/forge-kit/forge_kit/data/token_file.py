@@ -155,6 +155,7 @@ class TokenFileWriter:
         """
         checked = self._checked(name, ids)
         if is_last:
+            # After the check, which refuses an end-of-text within a document
             checked = np.append(checked, self._end_of_text)
         self._ids.write(checked.astype(f"<u{self._width}").tobytes())
         if self._learned is not None:
@@ -207,6 +208,7 @@ class TokenFile:
         self._checked = {suffix: _checked(stem, suffix, data) for suffix, data in maps.items()}
         ranges = CheckedBlocks(self.header.tokens * self.header.width, self._range_fault)
         self._checked_ids = self._checked[TOKENS] or ranges
+        # As attributes of this object, which `tokens` reads for each sample
         self._seen, self._width = self._checked_ids.checked, self.header.width
         self._first_byte = HEADER.size if self._checked[TOKENS] else 0
         """Where the ids begin in what `_checked_ids` checks."""

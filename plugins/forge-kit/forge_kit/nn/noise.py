@@ -39,6 +39,7 @@ def token_noise(batch: Batch, size: int, name: str) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     draw = batch["draw"] if "draw" in batch else ids.new_zeros(len(ids))
     columns = torch.arange(size, device=ids.device)
+    # Mixed after each value: plain sums would be equal for other pairs of id and position
     tokens_BS = _mix(_mix(_mix(draw[:, None] ^ _key(name)) + positions) + ids)
     bits_BSN = _mix(tokens_BS[..., None] + columns)
     # As many bits as float32 holds exactly: none of the numbers is rounded up to 1

@@ -308,6 +308,7 @@ def _box(parameter: Any, mesh: DeviceMesh | None, rank: int) -> Box:
             start, stop = ranges[placement.dim]  # type: ignore[attr-defined]
             name, count = parameter.device_mesh.mesh_dim_names[dimension], parameter.device_mesh.size(dimension)  # type: ignore[index]
             number = coordinate(rank, name, mesh)
+            # Rounded up, as `torch.chunk` does: the last pieces are smaller, or empty
             share = -(-(stop - start) // count)
             bounds = (min(stop, start + number * share), min(stop, start + (number + 1) * share))
             ranges[placement.dim] = bounds  # type: ignore[attr-defined]

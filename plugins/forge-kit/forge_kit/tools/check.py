@@ -102,6 +102,7 @@ class Decoded:
                 self._messages.setdefault(source, []).append(message)
 
         def progress(line: str) -> None:
+            # To stderr, as stdout may be a single JSON document
             print(line, file=sys.stderr, flush=True)
 
         processes = default_workers() if workers is None else workers

@@ -170,6 +170,7 @@ class Metrics(Sequence[dict[str, Any]]):
         others = set[int]()
         for name in dict.fromkeys(name for record in records for name in record):
             values = [record.get(name, _ABSENT) for record in records]
+            # By exact type: to `isinstance`, True is an integer
             types = set(map(type, values))
             kind = types.pop()
             if types or kind not in CODES or not all(map(_is_number, values if kind is int else ())):
@@ -187,6 +188,7 @@ class Metrics(Sequence[dict[str, Any]]):
         """Add values one by one; returns the lines in which they are no numbers."""
         others = []
         for line, value in enumerate(values, first):
+            # JSON has no such numbers, so they are written as strings
             number = float(value) if value in NOT_FINITE else value
             if _is_number(number):
                 if name not in self._columns:

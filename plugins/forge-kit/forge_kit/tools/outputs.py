@@ -97,6 +97,7 @@ def unfinished(path: Path, option: str) -> Iterator[Path]:
         free_path(path, option)  # hours may have passed
         publish(aside / path.name, path)
     finally:
+        # After success too: the rename has left an empty folder
         shutil.rmtree(aside, ignore_errors=True)
 
 

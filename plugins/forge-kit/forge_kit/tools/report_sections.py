@@ -70,6 +70,7 @@ class ReportRun:
     def text(self, name: str) -> str:
         """Returns the text of a file in the run folder; empty if there is none."""
         try:
+            # Replaced and not refused: a process that was killed may have left half a character
             return (self.folder / name).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
@@ -142,6 +143,7 @@ class Line:
     """A curve of one run. Values that are not finite are marked where they stand."""
 
     run: ReportRun
+    # Compared as tuples: arrays of NumPy compare by element, and the result has no truth value
     x: Sequence[float] | np.ndarray = field(eq=tuple)
     """Rising."""
     y: Sequence[float] | np.ndarray = field(eq=tuple)

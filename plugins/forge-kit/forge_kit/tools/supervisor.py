@@ -156,6 +156,7 @@ class Supervisor:
         # The socket is bound here and rank 0 inherits it, so no other process can take the port in between
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
+            # A backlog for all ranks, which may connect before rank 0 accepts
             listener.listen(4096)
             port = listener.getsockname()[1]
             for rank in range(self._count):
@@ -266,6 +267,7 @@ class Supervisor:
                 with suppress(ProcessLookupError):
                     os.killpg(rank.process.pid, signal.SIGKILL)  # with its data workers
         for rank in self._ranks:
+            # In a second loop, so that all are killed before any is waited for
             rank.process.wait()
             rank.control.close()
 

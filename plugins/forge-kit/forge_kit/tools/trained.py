@@ -141,6 +141,7 @@ def load_model(
     """
     checkpoint, manifest = locate(Path(path), "sizes")
     catalog = catalog or Catalog.installed()
+    # An empty table takes the place of the stages of its training
     stages: Overrides = {} if parallel is True else {"parallel": parallel or {}}
     needed = (*MODEL_TABLES, "parallel")
     job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog, needed, stages, overrides)
