@@ -85,10 +85,12 @@ class GroupedFiles:
         if not endings:
             known = ", ".join(map(repr, members))
             raise JobError(f"{record.place}: {found!r} is no file of this group, whose files end in {known}")
-        path, start, size = members[endings[0]]
+        # The longest, as `seg.png` is no `png`
+        ending = max(endings, key=len)
+        path, start, size = members[ending]
         if size < 0:
             return FileImage(path)
-        return SectionImage(f"{record.place}.{endings[0]}", path, start, size)
+        return SectionImage(f"{record.place}.{ending}", path, start, size)
 
     def identity(self) -> str:
         """See `Records`: by sizes and times of the files."""

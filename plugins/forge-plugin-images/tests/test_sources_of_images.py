@@ -156,6 +156,15 @@ def test_a_file_of_a_group_counts_before_a_key_of_its_json(tmp_path, endings):
     assert (values["text"], values["image"], values["width"]) == ("of the file", "png", 8)
 
 
+def test_a_file_of_a_group_is_named_by_the_longest_ending(tmp_path):
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        add(archive, "0.png", image(0))
+        add(archive, "0.seg.png", image(1))
+    records = ImageText(path=str(tmp_path / "shard.tar")).records()
+    for name in ("seg.png", "0.seg.png"):
+        assert records.image(records[0], name).open().read() == image(1)
+
+
 def test_what_a_group_lacks_is_named(build, tmp_path):
     with tarfile.open(tmp_path / "shard.tar", "w") as archive:
         add(archive, "0.png", image(0))

@@ -19,7 +19,16 @@ from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 from forge_core.job import EvalSection
 from forge_plugin_runs.compare import child, picture, processes
-from forge_plugin_runs.compare.grid import Cell, Distribution, Trial, label_of, read_setting, read_space, trials_of
+from forge_plugin_runs.compare.grid import (
+    Cell,
+    Distribution,
+    Trial,
+    existing,
+    label_of,
+    read_setting,
+    read_space,
+    trials_of,
+)
 from forge_plugin_runs.compare.halving import kept, rungs_of
 from forge_plugin_runs.compare.processes import Finished, Processes
 from forge_plugin_runs.compare.record import Record
@@ -414,6 +423,11 @@ def test_names_do_not_depend_on_what_else_is_compared():
     many = trials_of([Path("a.toml")], ["optimizer.lr=2,1"], [], Path("out"))
     assert few[0].name == many[1].name == "optimizer.lr-1"
     assert len({trial.name for trial in trials_of([Path("x/a.toml"), Path("y/a.toml")], [], [], Path("out"))}) == 2
+
+
+def test_dots_in_the_names_of_runs_are_no_suffix():
+    runs = [Path(f"{folder}/v1.{number}") for folder in "ab" for number in (1, 2)]
+    assert [trial.name for trial in existing(runs)] == ["a/v1.1", "a/v1.2", "b/v1.1", "b/v1.2"]
 
 
 def test_losses_that_are_not_finite_come_last(tmp_path):

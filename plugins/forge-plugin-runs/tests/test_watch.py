@@ -131,6 +131,17 @@ class TestFollowing:
         assert list(run.steps) == [*range(1, 8)]
         resumed.close()
 
+    def test_a_job_that_is_written_later_names_the_file(self, folder: Path) -> None:
+        job = (folder / "job.toml").read_text()
+        (folder / "job.toml").unlink()
+        (folder / "metrics.jsonl").rename(folder / "lines.jsonl")
+        run = LocalRun(folder)
+        run.poll()
+        assert not run.steps
+        (folder / "job.toml").write_text(job + '[loggers.jsonl]\nfile = "lines.jsonl"\n')
+        run.poll()
+        assert run.step == 10
+
     def test_a_file_that_was_cut_is_read_again(self, folder: Path) -> None:
         run = LocalRun(folder)
         run.poll()

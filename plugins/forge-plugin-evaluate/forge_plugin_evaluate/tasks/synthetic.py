@@ -25,6 +25,8 @@ EXAMPLES = 3
 TWO_DIGITS = range(10, 100)
 LONGEST = 10_000
 """Of different words of three letters there are 17,576; the last of them would take long to draw."""
+MOST_DIGITS = 4_000
+"""Python writes no number of more than 4,300 digits (`sys.set_int_max_str_digits`)."""
 
 
 def _lengths(default: tuple[int, ...], least: int, most: int = LONGEST) -> tuple[int, ...]:
@@ -121,7 +123,7 @@ class Recall(MadeTask):
 class Arithmetic(MadeTask):
     """Add two numbers, after three worked sums. Wrong choices differ from the sum in one digit's place."""
 
-    digits: tuple[int, ...] = _lengths((1, 2, 3), 1)
+    digits: tuple[int, ...] = _lengths((1, 2, 3), 1, MOST_DIGITS)
     """Digits of the numbers; items take these in turn."""
 
     def _item(self, draw: random.Random, number: int) -> Item:

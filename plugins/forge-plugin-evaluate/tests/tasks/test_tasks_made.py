@@ -78,6 +78,12 @@ def test_arithmetic():
         assert all(int(choice) >= 0 for choice in wrong(item))
 
 
+def test_numbers_have_no_more_digits_than_python_writes():
+    assert len(right(Arithmetic(items=1, digits=(4000,)).load()[0])) >= 4000
+    with pytest.raises(ValueError, match="4000"):
+        Arithmetic(digits=(4001,))
+
+
 def test_brackets():
     for item in Brackets(lengths=(1, 7, 20)).load():
         opened = []

@@ -41,9 +41,11 @@ class Link:
     """Bytes that each rank sends over its link in a second: 2 (n - 1) / n of the tensor in an all-reduce."""
     is_right: bool
     """Whether the sum was right on every rank, to the bit."""
+    within_machine: bool = False
+    """Whether it is a sum over all ranks of a machine, and no exchange between two ranks."""
 
     def __str__(self) -> str:
-        if len(set(self.hosts)) == 1 and len(self.ranks) > 2:
+        if self.within_machine and len(self.ranks) > 2:
             return f"ranks {', '.join(map(str, self.ranks))} on {self.hosts[0]}"
         return " and ".join(f"rank {rank} on {host}" for rank, host in zip(self.ranks, self.hosts, strict=True))
 
@@ -117,13 +119,14 @@ def measure_links(device: torch.device, size_mb: float, rounds: int) -> list[Lin
     machines: dict[str, list[int]] = {}
     for each, host in enumerate(hosts):
         machines.setdefault(host, []).append(each)
-    measured: list[tuple[tuple[int, ...], float, bool]] = []
+    measured: list[tuple[tuple[tuple[int, ...], bool], float, bool]] = []
     together = [ranks for ranks in machines.values() if len(ranks) > 1]
     # Every rank makes every group, in one order, as torch requires
     for ranks, group in [(ranks, dist.new_group(ranks)) for ranks in together]:
         if rank in ranks:
             seconds, right = _sum(partial(dist.all_reduce, group=group), ranks, device, size_mb)
-            measured.append((tuple(ranks), 2 * (len(ranks) - 1) / len(ranks) * size_mb / 1e3 / seconds, right))
+            sent = 2 * (len(ranks) - 1) / len(ranks) * size_mb
+            measured.append(((tuple(ranks), True), sent / 1e3 / seconds, right))
         # NCCL keeps buffers on the GPU for each group
         dist.destroy_process_group(group) if rank in ranks else None
     units = list(machines.values()) if len(machines) > 1 else [[each] for each in range(len(hosts))]
@@ -134,20 +137,29 @@ def measure_links(device: torch.device, size_mb: float, rounds: int) -> list[Lin
             if rank in pair:
                 peer = pair[0] if rank == pair[1] else pair[1]
                 seconds, right = _sum(partial(_exchange, peer=peer), pair, device, size_mb)
-                measured.append((pair, size_mb / 1e3 / seconds, right))
+                measured.append(((pair, False), size_mb / 1e3 / seconds, right))
     return _merge(gather_objects(measured), hosts)
 
 
-def _merge(by_rank: Sequence[Sequence[tuple[tuple[int, ...], float, bool]]], hosts: Sequence[str]) -> list[Link]:
+def _merge(
+    by_rank: Sequence[Sequence[tuple[tuple[tuple[int, ...], bool], float, bool]]], hosts: Sequence[str]
+) -> list[Link]:
     """One link for what several ranks have measured: the slowest of them, and right if it was so for all."""
-    merged: dict[tuple[int, ...], tuple[float, bool]] = {}
+    # Two ranks of a machine have both a sum and an exchange
+    merged: dict[tuple[tuple[int, ...], bool], tuple[float, bool]] = {}
     for measured in by_rank:
-        for ranks, speed, right in measured:
-            least, all_right = merged.get(ranks, (speed, True))
-            merged[ranks] = (min(least, speed), all_right and right)
+        for key, speed, right in measured:
+            least, all_right = merged.get(key, (speed, True))
+            merged[key] = (min(least, speed), all_right and right)
     return [
-        Link(ranks=ranks, hosts=tuple(hosts[rank] for rank in ranks), gigabytes_per_s=speed, is_right=right)
-        for ranks, (speed, right) in merged.items()
+        Link(
+            ranks=ranks,
+            hosts=tuple(hosts[rank] for rank in ranks),
+            gigabytes_per_s=speed,
+            is_right=right,
+            within_machine=within,
+        )
+        for (ranks, within), (speed, right) in merged.items()
     ]
 
 
@@ -207,9 +219,9 @@ def pairings(count: int, rounds: int) -> Iterator[list[tuple[int, int]]]:
 
 def slow_links(links: Sequence[Link], part: float, least: float) -> list[str]:
     """Which links are slow, in words; a rank or machine that is in all of them is named."""
-    # Pairs apart from sums over more ranks, which stay within one machine and are faster
+    # Exchanges apart from sums, which stay within a machine and are faster
     kinds: Mapping[bool, list[Link]] = {
-        pair: [link for link in links if (len(link.ranks) == 2) is pair] for pair in (True, False)
+        within: [link for link in links if link.within_machine is within] for within in (False, True)
     }
     texts = []
     for measured in kinds.values():

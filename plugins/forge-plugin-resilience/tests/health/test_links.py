@@ -31,7 +31,7 @@ def measured(ranks, trouble=lambda rank: None):
 
 def test_two_ranks_have_one_link_and_its_sum_is_right():
     links = measured(2)
-    assert {link.ranks for link in links} == {(0, 1)}
+    assert [(link.ranks, link.within_machine) for link in links] == [((0, 1), True), ((0, 1), False)]
     assert all(link.is_right and link.gigabytes_per_s > 0 for link in links)
     assert slow_links(links, 0.7, 0.0) == []
     [text, *_] = slow_links(links, 0.7, 1e6)
@@ -82,6 +82,15 @@ def test_a_slow_pair_is_named_by_its_hosts():
     links = [link(0, 8, 20.0), link(16, 24, 21.0), link(0, 16, 9.0), link(8, 24, 20.5)]
     [text] = slow_links(links, 0.7, 0.0)
     assert not lacks(text, "rank 0 on gpu0", "rank 16 on gpu16", "9 GB/s", 20.2)
+
+
+def test_the_network_between_machines_of_two_ranks_is_not_compared_with_their_sums():
+    def link(ranks, speed, within):
+        hosts = tuple(f"gpu{rank // 2}" for rank in ranks)
+        return Link(ranks=ranks, hosts=hosts, gigabytes_per_s=speed, is_right=True, within_machine=within)
+
+    sums = [link(ranks, 300.0, True) for ranks in ((0, 1), (2, 3), (4, 5))]
+    assert slow_links([*sums, *(link(ranks, 25.0, False) for ranks in ((0, 2), (0, 4), (2, 4)))], 0.7, 0.0) == []
 
 
 @pytest.mark.parametrize(

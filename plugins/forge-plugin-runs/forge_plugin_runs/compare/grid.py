@@ -238,8 +238,9 @@ def _divided(values: str) -> Iterator[str]:
 def _stems(jobs: Sequence[Path]) -> list[str]:
     """Names without their ends; with their folders where several are equal."""
     # A run folder may have dots in its name, which are no suffix
-    stems = [job.stem if job.suffix == ".toml" else job.name for job in jobs]
-    return [stem if stems.count(stem) == 1 else str(job.with_suffix("")) for stem, job in zip(stems, jobs, strict=True)]
+    paths = [job.with_suffix("") if job.suffix == ".toml" else job for job in jobs]
+    stems = [path.name for path in paths]
+    return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
 
 
 def _file_name(text: str, taken: Sequence[str]) -> str:

@@ -100,8 +100,10 @@ def _loss(axes: Axes, history: History) -> None:
 
 
 def _held_out(axes: Axes, history: History) -> None:
-    """Draw bits per byte, or perplexity if the data does not know the mean bytes of a token."""
-    name = "bits_per_byte" if "bits_per_byte" in history.evaluations else "perplexity"
+    """Draw bits per byte; perplexity if the mean bytes of a token are not known; else what was evaluated first."""
+    # Of a run that learns from rewards, evaluations have no loss
+    named = (name for name in ("bits_per_byte", "perplexity", *history.evaluations) if name in history.evaluations)
+    name = next(named, "perplexity")
     unit = name.replace("_", " ")
     axes.set_title(f"Held-out {unit}")
     axes.set_ylabel(unit)

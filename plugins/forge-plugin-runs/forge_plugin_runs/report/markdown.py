@@ -76,7 +76,8 @@ def _(block: HeatMap) -> str:
     low, high = extremes_of(block.values)
     across = max((len(row) for row in block.values), default=0)
     rows = [
-        [name, spark([value for value in row if math.isfinite(value)], across)]
+        # Values that are no numbers too: a column is at the same place in all rows
+        [name, spark(row, across)]
         for name, row in zip(block.rows, block.values, strict=True)
     ]
     facts = f"Least {number_text(low)}, largest {number_text(high)}."

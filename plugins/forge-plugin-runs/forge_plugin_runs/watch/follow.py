@@ -16,7 +16,7 @@ class FollowedFile:
     """
 
     def __init__(self, path: Path, window: int = WINDOW) -> None:
-        self._path, self._window = path, window
+        self.path, self._window = path, window
         self._descriptor: int | None = None
         self._at = 0
         self._rest = b""
@@ -44,7 +44,7 @@ class FollowedFile:
 
     def _open(self) -> bool:
         try:
-            self._descriptor = os.open(self._path, os.O_RDONLY)
+            self._descriptor = os.open(self.path, os.O_RDONLY)
         except FileNotFoundError:
             return False
         # Its first line may then be half a line, which nobody can read, as one of a run that was killed
@@ -58,7 +58,7 @@ class FollowedFile:
         if own.st_size < self._at:  # it was cut, or written again
             return True
         try:
-            named = os.stat(self._path)
+            named = os.stat(self.path)
         except FileNotFoundError:
             return False  # between the old and the new one
         return (named.st_dev, named.st_ino) != (own.st_dev, own.st_ino)

@@ -143,7 +143,11 @@ class LocalRun(WatchedRun):
     def poll(self) -> None:
         """Reads job, new lines, lock and logs; once nobody owns the folder, how the run ended."""
         self._read_job()
-        self._file = self._file or FollowedFile(self._metrics_file())
+        metrics = self._metrics_file()
+        # A job that is written after the first look may name another file
+        if self._file is None or self._file.path != metrics:
+            self.close()
+            self._file = FollowedFile(metrics)
         for line in self._file.lines():
             self.take(line)
         is_running = bool(owner(self._folder))

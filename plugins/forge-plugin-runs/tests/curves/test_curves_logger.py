@@ -114,6 +114,7 @@ def test_bits_per_byte_are_shown_if_known_else_perplexity(panels):
 
     assert title(evaluation(1, 3.0, **{"eval/bits_per_byte": 1.5})) == "Held-out bits per byte"
     assert title(evaluation(1, 3.0)) == "Held-out perplexity"
+    assert title({"step": 1, "eval/reward": 0.5, "eval/ended": 1.0}) == "Held-out reward"
 
 
 def test_a_run_without_an_evaluation_says_so(panels):

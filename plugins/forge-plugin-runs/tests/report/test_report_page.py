@@ -252,6 +252,11 @@ class TestHeatMap:
         values = np.random.default_rng(0).gamma(2, 0.5, (58, 256)).tolist()
         assert len(image_of(HeatMap(title="", values=values, rows=[*map(str, range(58))]))) < 22_000
 
+    def test_a_value_that_is_no_number_keeps_its_place_in_a_text(self) -> None:
+        heat_map = HeatMap(title="", values=[[0.0, 1.0, 2.0], [0.0, math.nan, 2.0]], rows=["a", "b"])
+        curves = re.findall("[▁▂▃▄▅▆▇█×]{2,}", block_markdown(heat_map))
+        assert curves == ["▁▅█", "▁×█"]
+
 
 class TestMarkdown:
     def test_tables_have_as_many_cells_as_titles_and_nothing_is_markup(self, runs: list[Path], tmp_path: Path) -> None:
