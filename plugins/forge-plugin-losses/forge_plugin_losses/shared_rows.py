@@ -23,6 +23,12 @@ PLACES = "places"
 """Entry (B, s) of batches whose sequences are divided: the place of each position in the sequence."""
 
 
+def shared_groups(context: BuildContext) -> list[dist.ProcessGroup]:
+    """Returns the groups of ranks that hold different positions of the same rows."""
+    names = [each.name for each, size in context.layout.sizes if each.tokens and not each.samples and size > 1]
+    return [context.mesh.get_group(name) for name in names] if context.mesh is not None else []
+
+
 @frozen(eq=False)
 class SharedRows:
     """The ranks that hold different positions of the same rows."""
@@ -39,8 +45,7 @@ class SharedRows:
     @classmethod
     def of(cls, context: BuildContext) -> SharedRows:
         """Read the layout of a run."""
-        names = [each.name for each, size in context.layout.sizes if each.tokens and not each.samples and size > 1]
-        return cls([context.mesh.get_group(name) for name in names] if context.mesh is not None else [])
+        return cls(shared_groups(context))
 
     def whole(self, values: Tensor, batch: Batch) -> Tensor:
         """Collect the values of all positions, bit-equal on all ranks that share the rows. Collective among them.

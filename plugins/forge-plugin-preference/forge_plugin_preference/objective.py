@@ -27,6 +27,7 @@ from forge_plugin_losses.apart import check_apart
 from forge_plugin_losses.log_probabilities import log_probabilities
 from forge_plugin_losses.reference import Reference, load_reference
 from forge_plugin_losses.reference_path import ADAPTERS_OFF, starts_as_reference
+from forge_plugin_losses.shared_rows import shared_groups
 from forge_plugin_losses.workspace import Workspace
 from forge_plugin_preference.answers import (
     ABSENT,
@@ -319,12 +320,6 @@ class Rows:
         ids = torch.arange(self.kinds.shape[1], device=values.device)
         inside = self.documents[:, None, :] == ids[:, None]
         return values[:, None, :].where(inside, 0).sum(-1)
-
-
-def shared_groups(context: BuildContext) -> list[dist.ProcessGroup]:
-    """The groups of ranks that hold different positions of the same rows."""
-    names = [each.name for each, size in context.layout.sizes if each.tokens and not each.samples and size > 1]
-    return [context.mesh.get_group(name) for name in names] if context.mesh is not None else []
 
 
 def sum_over_ranks(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

@@ -17,6 +17,7 @@ from forge_core.contracts.runtime import LossOutput
 from forge_core.vocab_parallel import accumulation_dtype
 from forge_kit.torch_internals import detect_fake_mode
 from forge_plugin_losses.apart import check_apart
+from forge_plugin_losses.shared_rows import shared_groups
 from forge_plugin_losses.workspace import Workspace
 from forge_plugin_preference.answers import ABSENT, MARGINS
 from forge_plugin_preference.objective import (
@@ -26,7 +27,6 @@ from forge_plugin_preference.objective import (
     pairs_of,
     register,
     reward_metrics,
-    shared_groups,
     sum_over_ranks,
 )
 from forge_plugin_preference.reward_head import SCORE, RewardHead
