@@ -230,6 +230,7 @@ def _make(
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
     temporary = partial or _temporary(folder)
+    # A folder that a process left when it died is continued
     temporary.mkdir(exist_ok=True)
     try:
         info = make(temporary)

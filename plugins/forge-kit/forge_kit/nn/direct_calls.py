@@ -68,6 +68,7 @@ class DirectCalls:
     """
 
     def __init__(self) -> None:
+        # No number of hooks, so that the first call makes the copies
         self._hooks = -1
         self._copies: dict[str, tuple[nn.Module, nn.Module]] = {}
         """Each module and its copy."""

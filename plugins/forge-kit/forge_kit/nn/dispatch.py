@@ -117,6 +117,7 @@ class Dispatch(NamedTuple):
         filled = len(self.choices) > len(self.by_token)
         if weights is not None:
             weights = weights.flatten()
+            # Rows for no choice have the number T x K, at which the weight 0 is appended
             weights = (F.pad(weights, (0, 1)) if filled else weights).index_select(0, self.choices)
         elif filled:
             raise ValueError("groups are filled up with rows for no choice; pass the weights")

@@ -341,6 +341,7 @@ class _Comparison:
     def __call__(self, name: str, function: Callable[..., Any], first: Any, second: Any) -> str | None:
         before = self._calls(name, function, first, [])
         after = self._calls(name, function, second, before)
+        # The first is the innermost, as inner calls end before the calls around them
         return next((one.name for one, two in zip(before, after, strict=False) if self._mixed(one, two)), None)
 
     def _calls(self, name: str, function: Callable[..., Any], args: Any, before: list[_Call]) -> list[_Call]:

@@ -73,6 +73,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         working_bytes: int = WORKING_BYTES,
     ) -> None:
         groups = [settings | group for group in as_groups(matrices)]
+        # By this default, checkpoints place the step counters of the AdamW where its kernel expects them
         super().__init__(groups, {"fused": adam.defaults["fused"]})
         self._adam = adam
         # The same dictionaries, so that settings that a schedule writes reach the AdamW too

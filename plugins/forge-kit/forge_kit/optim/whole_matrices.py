@@ -87,6 +87,7 @@ class WholeMatrices:
             function: from the whole matrices (rows, columns) that this rank owns to others of the same shapes and
                 dtype. It leaves its inputs as they are. Not called if there are none.
         """
+        # Numbers are the same on all ranks, so none of them joins a collective
         if not parts:
             return {}
         results: dict[int, Tensor] = {}

@@ -36,4 +36,5 @@ def evaluated_names(stored: Iterable[str]) -> dict[str, str]:
     """Name of each parameter and buffer in the model -> name in a checkpoint of its weights as they are evaluated."""
     trained = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
     others = {name.removeprefix(EVALUATION): name for name in stored if name.startswith(EVALUATION)}
+    # Evaluated weights, an average say, take the place of trained ones; there need not be one of each tensor
     return trained | others

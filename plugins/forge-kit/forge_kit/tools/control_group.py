@@ -38,7 +38,7 @@ class MemoryGroup:
             lines = (self.root / "proc/self/cgroup").read_text().splitlines()
             for _, controllers, path in (line.split(":", 2) for line in lines):
                 if controllers in ("", "memory"):
-                    # Version 2 names no controllers, and its files are directly below the mount
+                    # Version 2 names no controllers, and its groups are below the mount itself
                     file = (mounted / controllers / path.lstrip("/") / name).resolve()
                     if file.is_file():
                         return file.read_text()

@@ -85,6 +85,7 @@ def field_docs(cls: type) -> dict[str, str]:
 def _body(cls: type) -> list[ast.stmt]:
     try:
         path = inspect.getsourcefile(cls) or ""
+        # With the time of the last change, so that a file that is edited while the process runs is parsed again
         definition = _definitions(path, os.stat(path).st_mtime_ns).get(cls.__qualname__)
         if definition is None:
             [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body

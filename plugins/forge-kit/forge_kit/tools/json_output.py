@@ -41,6 +41,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, Set):
+        # By their texts, as members of a set need not be comparable
         return sorted(map(plain, value), key=str)
     if isinstance(value, PathLike):
         return str(value)

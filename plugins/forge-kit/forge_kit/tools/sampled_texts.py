@@ -44,6 +44,7 @@ class SampledTexts:
             if end := file.seek(0, os.SEEK_END):
                 file.seek(end - 1)
                 file.write(b"" if file.read(1) == b"\n" else b"\n")  # after what a killed process did not complete
+            # `dumps` escapes all but ASCII: a model may write a lone surrogate, which UTF-8 cannot encode
             file.write(f"{json.dumps(asdict(self))}\n".encode())
 
     def for_people(self) -> str:
