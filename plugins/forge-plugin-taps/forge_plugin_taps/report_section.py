@@ -34,6 +34,7 @@ class Activations(ReportSection):
         for run in runs:
             lines = [line for line in run.lines(FILE) if line.get("points")]
             if lines:
+                # Evenly and with both ends, so that the newest line is shown
                 kept = [lines[(len(lines) - 1) * n // max(1, SHOWN - 1)] for n in range(SHOWN)]
                 yield from _maps(run, lines if len(lines) <= SHOWN else kept)
         for run in runs:

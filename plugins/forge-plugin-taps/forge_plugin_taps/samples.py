@@ -113,4 +113,5 @@ class Sample:
             return
         assert whole is not None
         room = whole if part.split is None else whole.narrow(1, part.split.offset, part.split.length)
+        # By number, as a rank of context parallel has some positions of each sequence
         room.index_copy_(0, index.to(room.device, non_blocking=True), values)

@@ -18,6 +18,7 @@ def chosen_positions(seed: int, step: int, rows: Sequence[int], length: int, cou
     # Own numbers and not numpy's, whose `choice` may draw others in its next version.
     keys = np.array([_key(seed, step, row) for row in rows], dtype=np.uint64)
     numbers = _mixed(keys[:, None] + np.arange(length, dtype=np.uint64)[None] * np.uint64(0x9E3779B97F4A7C15))
+    # The positions of the smallest of independent numbers are a set drawn without replacement
     return np.sort(np.argsort(numbers, axis=1, kind="stable")[:, :count], axis=1)
 
 

@@ -77,6 +77,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
     kinds = {name: dtype for dtype, name in DTYPES.items()}
     content = np.fromfile(path, dtype=np.uint8)
+    # The format begins with the length of its header, in 8 bytes
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = json.loads(content[8:start].tobytes())
     tensors = {}

@@ -78,6 +78,7 @@ class StoreWriter(Sink):
         self._pending = None
         if global_rank() == 0:
             for path in self._folder.glob("*step-*"):
+                # A name with a dot is of a step that was not completed
                 if path.name.startswith(".") or _step(path) > step:
                     shutil.rmtree(path)
         gather_objects(None)  # no rank writes a step that another is about to remove

@@ -83,7 +83,7 @@ class Taps(ParallelComponent):
                 yield Problem(f"edits.{name}.point", problem.message)
             meant = {point: declared[point] for point in matching([edit.point], editable(declared))}
             yield from (problem.below(f"edits.{name}") for problem in edit.point_problems(meant, layout))
-        # Sinks choose among what is captured, not among all points of the model
+        # Sinks choose among captured points, and not among all points of the model
         captured = matching(self.points, points)
         captured += [name + GRADIENT for name in matching(self.gradients, gradients)]
         for name, sink in self.sinks.items():
