@@ -111,6 +111,7 @@ def pieces(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """
     text, start = "", 0
     for part in parts:
+        # An index into the text, as a slice behind each piece would copy all that follows
         text, start = text[start:] + part, 0
         while len(text) - start > PIECE_CHARACTERS:
             limit = start + PIECE_CHARACTERS

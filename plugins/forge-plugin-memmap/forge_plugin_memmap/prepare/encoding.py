@@ -193,7 +193,7 @@ def open_pool(workers: int, tokenizer: Path, strict: bool) -> Iterator[Pool]:
         fix = "run the same command again to continue; with fewer --workers if memory ran out"
         raise ForgeError(f"a worker process ended unexpectedly; {fix}") from error
     finally:
-        # Without chunks in flight: after an error nobody reads their results
+        # Chunks that have not begun are cancelled: after an error nobody reads their results
         executor.shutdown(wait=True, cancel_futures=True)
 
 

@@ -85,6 +85,7 @@ def read_chunks(inputs: Sequence[Input], field: str, place: InputPosition) -> It
         items.append(item)
         size += item_size
     if items:
+        # Behind the last input, so that a command that continues from there reads nothing again
         yield Chunk(tuple(items), InputPosition(len(inputs), {}, sum(input_.size for input_ in inputs)))
 
 

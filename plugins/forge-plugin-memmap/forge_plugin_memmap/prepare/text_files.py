@@ -68,6 +68,7 @@ def parse_line(line: bytes, where: str, field: str, is_first: bool = False) -> T
     except UnicodeDecodeError as error:
         return Drop(where, "not UTF-8", f"byte {error.start} of the line, 0x{line[error.start]:02x}: {error.reason}")
     except (ValueError, RecursionError) as error:
+        # A RecursionError comes from brackets that are nested thousands deep
         blank = not text.strip(BYTE_ORDER_MARK + " \t\r\n")
         return Drop(where, "empty", "blank line") if blank else Drop(where, "not JSON", f"{error}: {_excerpt(text)}")
     if not isinstance(record, dict):
