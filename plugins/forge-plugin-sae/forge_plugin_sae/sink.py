@@ -113,6 +113,7 @@ class SAESink(Sink):
         """
         self.rows = state["rows"]
         saved = {name.partition("/")[0] for name, value in state.items() if isinstance(value, Tensor)}
+        # In both directions: a new point would start from nothing, and a missing one would be lost without a message
         if saved and (changed := sorted(saved ^ set(self.targets))):
             names = ", ".join(changed)
             raise ForgeError(
