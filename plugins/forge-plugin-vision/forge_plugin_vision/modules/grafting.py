@@ -120,6 +120,7 @@ class VisionLanguageModel(Base):
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         """Returns the plan with vision whole on each rank, which encodes some of the rows."""
         plan = super().tensor_parallel_plan()
+        # An empty plan declares that the language model cannot be split, and stays empty
         return {**plan, "vision.*": "partial"} if plan else plan
 
     def tap_points(self) -> Mapping[str, TapPoint]:

@@ -123,6 +123,7 @@ def near_sight(segments: Tensor, reach: int) -> Sight:
     """Returns the same for segments that lie together and have `reach` patches at most."""
     # Padding sees itself: a row of the mask without any true would make attention NaN.
     own = F.pad(segments, (0, -segments.shape[1] % reach), value=-1).unflatten(1, (-1, reach))
+    # -2 beyond the ends equals no segment, not even padding, which has -1
     mask = own.unsqueeze(-1) == _with_neighbours(own, -2).unsqueeze(-2)
     return Sight(mask.flatten(0, 1).unsqueeze(1), reach)
 

@@ -88,6 +88,7 @@ class AnySizeWithClassToken:
         owners = torch.cat([images.number.where(images.valid, -1), numbers], 1)
         self.segments = torch.empty_like(owners).scatter_(1, self.places, owners)
         index = torch.arange(owners.shape[1], device=index.device).expand(self.rows, -1)
+        # The inverse of `places`, so that both directions are gathers
         self.sources = torch.empty_like(index).scatter_(1, self.places, index)
 
     def arrange(self, x: Tensor, token: Tensor | None) -> Tensor:
