@@ -84,6 +84,7 @@ def ptb(texts: Sequence[str]) -> list[str]:
     """Returns texts as words in lower case with spaces between, by Stanford's tokenizer of pycocoevalcap."""
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
+    # The form of COCO's annotations, which this tokenizer takes
     lines = {number: [{"caption": text}] for number, text in enumerate(texts)}
     divided = PTBTokenizer().tokenize(lines)
     return [divided[number][0] for number in range(len(texts))]

@@ -172,6 +172,7 @@ class ClipRows:
             return _unlearned(row)
         if self.seen == "clip":
             return row
+        # Seeded by the number of the row, so that every evaluation has the same order
         return reordered(row, self.form, shuffled(index) if self.seen == "shuffled" else still)
 
 

@@ -223,5 +223,6 @@ def _asked(
             values = records[question.document].values if records and alone else None
             answer = tokenizer.decode([token for token in question.answer.tolist() if token not in stops])
             asked = Asked(index, question, answer, place, values)
+            # Here and not when answers are compared: a faulty record of a source ends the job at its start
             evaluation.check(asked)
             yield asked
