@@ -42,6 +42,7 @@ class PlainRope(RopeComponent):
     def width_problems(self, head_dim: int) -> Iterable[Problem]:
         """Checks that the rotated share of a head is an even number of dimensions, 2 or more."""
         rotated = self.rotated(head_dim)
+        # Of a whole head that is odd, the attention reports the width
         if self.partial_rotary_factor < 1 and (rotated < 2 or rotated % 2):
             message = f"{self.partial_rotary_factor} of {head_dim} dimensions are {rotated}, which are no pairs"
             yield Problem("partial_rotary_factor", f"{message}; take a share that is an even number of dimensions")

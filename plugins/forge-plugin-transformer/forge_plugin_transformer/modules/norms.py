@@ -63,6 +63,7 @@ class SplitRootMeanSquareNorm(RootMeanSquareNorm):
 
     def __init__(self, dim: int, *, eps: float, offset: int = 0) -> None:
         super().__init__(dim, eps=eps, offset=offset)
+        # Kept, since tensor parallel shortens the weight to the features of this rank
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
