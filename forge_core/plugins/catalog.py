@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -324,9 +325,11 @@ def first_party() -> Mapping[str, Mapping[str, str]]:
     """Distribution of every first-party component, installed or not: kind -> type -> distribution.
 
     `forge_replaces` has old distributions, and types that have moved, with the distribution that has them now.
-    `tools/first_party.py` writes the file, so that the core names plugins without knowing any.
+    The file is made when the core is built, so that it names plugins without knowing any. Sources that were not
+    installed have none, and then nothing is first-party.
     """
-    return json.loads(Path(__file__).with_name("first_party.json").read_text(encoding="utf-8"))
+    made = Path(__file__).with_name("first_party.json")
+    return defaultdict(dict, json.loads(made.read_text(encoding="utf-8")) if made.exists() else {})
 
 
 def declared_entry_points(distribution: Distribution) -> dict[str, dict[str, str]]:
