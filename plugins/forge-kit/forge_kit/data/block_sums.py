@@ -32,6 +32,7 @@ def write_sums(path: Path) -> Path:
     with path.open("rb") as file, target.open("wb") as sums:
         while block := file.read(BLOCK):
             sums.write(zlib.crc32(block).to_bytes(4, "little"))
+            # Other ranks may wait for this one
             report_progress()
     return target
 
