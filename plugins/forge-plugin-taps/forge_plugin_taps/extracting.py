@@ -52,6 +52,7 @@ def extract(trained: TrainedModel, out: Path, *, sequences: int, group: int, edi
     recorder, dataset = recorder_of(trained.model), _held_out(trained)
     info = recorder.agree()
     if global_rank() == 0:
+        # The manifests of the store have the digest of this file
         (new_folder(out, "--out") / JOB).write_text(dump_job(trained.job))
     gather_objects(None)  # the folder is there
     # The store belongs to `out` and not to the run
