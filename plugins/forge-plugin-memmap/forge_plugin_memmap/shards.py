@@ -70,6 +70,7 @@ class Shard:
 
     def content_key(self) -> list[Any]:
         """Plain JSON that differs after the shard was written again, and not after it was moved with its times."""
+        # Size and time of the contents alone, as a copy has another inode
         stamps = [self.stamps[suffix][:2] if suffix in self.stamps else None for suffix in ("", ENDS, LEARNED)]
         return [os.path.basename(self.path), self.dtype, self.offset, stamps]
 

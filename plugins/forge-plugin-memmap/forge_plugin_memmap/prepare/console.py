@@ -33,6 +33,7 @@ def open_meter(console: Console, total_bytes: int, state: State) -> Iterator[Met
         yield Lines(console, total_bytes, state, speed)
         return
     fields = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[counts]}"), TimeRemainingColumn())
+    # Removed at the end, where the summary takes its place
     with Progress(*fields, console=console, transient=True) as progress:
         yield Bar(progress, total_bytes, state, speed)
 
