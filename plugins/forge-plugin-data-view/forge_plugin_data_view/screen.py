@@ -25,6 +25,7 @@ def show(view: View) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     colour = console.is_terminal and not console.no_color
     for source in view.sources:
+        # With one source, its share is the fill that is printed below
         _show_source(console, source, view.measured if len(view.sources) > 1 else 0)
     _show_fill(console, view)
     for sample in view.samples:

@@ -154,5 +154,6 @@ def faults_of(row: Mapping[str, np.ndarray], visuals: Sequence[Visual], seen: Im
     if (row["labels"] < 0).sum() != (row["labels"] == IGNORED_LABEL).sum():
         yield "labels have positions of images, which nothing can predict"
     for visual in visuals:
+        # A still image is repeated in all frames of its patches
         if not visual.is_clip and (visual.pixels != visual.pixels[:, :1]).any():
             yield f"{visual.name} is no clip, and the frames of its patches differ"
