@@ -121,6 +121,7 @@ class StepCost:
         return self._last[1]
 
     def _add_images(self, values: Tensor, model: Any, grids: Tensor) -> None:
+        # In float64, in which parts compute their FLOPs; features are counted in whole numbers below
         sides: Any = grids.double().unbind(-1)
         grid = Grid(*sides)
         for part, flops in ((ENCODER, model.vision.encoder_flops(grid)), (ADAPTERS, model.vision.adapter_flops(grid))):
