@@ -80,6 +80,7 @@ def questions_of(row: Row, seen: ImageInput) -> Iterator[Question]:
         for first, stop in _runs(labels[start:end] != IGNORED_LABEL, start):
             # At least one position of an image of the same document stands before the answer.
             if places[first] > before:
+                # Neither documents nor answers begin within an image, so both numbers are ends
                 images = ends[before], ends[int(places[first])]
                 yield Question(number, ids[start : first + 1], labels[first:stop], images)
 
