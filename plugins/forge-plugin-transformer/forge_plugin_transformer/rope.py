@@ -156,6 +156,7 @@ class YarnRope(PlainRope):
         return self._sharpening(self.mscale_all_dim) ** 2
 
     def _sharpening(self, weight: float) -> float:
+        # The paper's fit: attention is sharper the further the length is extended
         return 0.1 * weight * math.log(self.factor) + 1.0
 
     def _ramp(self, head_dim: int) -> tuple[float, float]:

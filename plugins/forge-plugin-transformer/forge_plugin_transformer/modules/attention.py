@@ -102,6 +102,7 @@ class GroupedAttention(nn.Module):
         self.q = Linear(dim, heads * head_dim, bias=bias, std=init.inner)
         self.k = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
         self.v = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
+        # The only one of the four that writes into the residual stream
         self.o = Linear(heads * head_dim, dim, bias=output_bias, std=init.residual)
         self.q_norm, self.k_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
         self.rotary = rotary

@@ -97,6 +97,7 @@ class AttentionCore(nn.Module):
 
         `mask` (B, 1, S, T) is a cache's mask, with the cache's keys and values in `k`, `v`; documents are then ignored.
         """
+        # Not by the chosen kernel, which may take no mask, and was measured for whole sequences
         if mask is not None:
             return torch_attention(q, k, v, mask, scoring=self.scoring, sinks=sinks)
         if "document_ids" not in batch:

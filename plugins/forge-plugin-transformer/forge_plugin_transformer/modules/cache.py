@@ -120,6 +120,7 @@ class Cache:
             newest: list[int] = seen.amax(1).tolist()
             self._newest = newest if int(seen.amin()) >= 0 else []
         numbers: list[int] = positions.flatten().tolist()
+        # With nothing stored yet, every number is later than none
         earlier = [NO_POSITION] * len(numbers) if self._newest is None else self._newest
         if len(earlier) != len(numbers) or any(new <= old for new, old in zip(numbers, earlier, strict=True)):
             return False
@@ -188,6 +189,7 @@ class Cache:
         # No room behind the last one: the window moves to the front, once in `SPARE` steps of one position.
         first = self._held - past
         whole = [torch.cat([s[:, first : self._held], t.to(s.dtype)], 1) for s, t in zip(every, new, strict=True)]
+        # A later position sees no more than these
         self._held = min(past + count, self.window - 1)
         for stored, tensor in zip(every, whole, strict=True):
             stored[:, : self._held] = tensor[:, tensor.shape[1] - self._held :]

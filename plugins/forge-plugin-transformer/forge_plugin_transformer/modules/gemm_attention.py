@@ -257,6 +257,7 @@ def _probabilities(
     width = block.positions.stop - block.positions.start
     if mask is None:
         repeats = scores.shape[1] // width
+        # Keys end where the block ends, so only the last ones come after some of its positions
         scores[..., -width:] += _later(width, repeats, scores)
         before = block.positions.stop - scoring.window - block.keys.start if scoring.window else 0
         if before > 0:

@@ -172,6 +172,7 @@ class LengthRotary(Rotary):
 
     def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `Rotary.forward`; without `positions`, the frequencies are the ones for sequences of `length`."""
+        # In both cases the frequencies are the ones for the job's length, which the base class has
         if positions is not None or length == self.length:
             return super().forward(length, positions)
         frequencies = tuple(self.frequencies_at(length))

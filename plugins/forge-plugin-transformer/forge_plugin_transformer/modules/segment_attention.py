@@ -197,6 +197,7 @@ class Flash:
         out, normalisers = out.transpose(1, 2), sums.transpose(1, 2)
         if sinks is not None:
             out, normalisers = add_sinks(out, normalisers, sinks)
+        # Empty unless a backward pass follows
         if len(kept):
             kept.view(q.shape[:3]).copy_(normalisers.transpose(1, 2))
         return out, normalisers
