@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.parallel.mesh import local_part
-from forge_kit.nn.adapters import HasAdapter, resized
+from forge_kit.nn.adapters import HasAdapter, put_before, resized
 from forge_kit.nn.modules import cast
 from forge_kit.torch_internals import parameters_of
 from forge_plugin_lora.quantised import InNF4, store
@@ -154,11 +153,4 @@ def adapt(module: Any, rank: int, scale: float, *, decomposed: bool, in_nf4: boo
     module.lora_scale = scale
     if in_nf4:
         store(module)
-    base: Any = type(module)
-    module.__class__ = _derived(Decomposed if decomposed else LowRank, base)
-
-
-# One class for each base: with a class for each module, equal blocks would be compiled separately
-@cache
-def _derived(adapter: Any, base: Any) -> Any:
-    return type(base.__name__, (adapter, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+    put_before(Decomposed if decomposed else LowRank, module)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 from forge_core.contracts.errors import ForgeError, listed
 from forge_core.parallel.mesh import local_part
+from forge_kit.nn.adapters import put_before
 from forge_kit.nn.modules import Linear, cast
 from forge_kit.torch_internals import parameters_of, part_offsets
 from forge_plugin_lora.nf4 import BLOCK, BYTES, ROW_BYTES, dequantise, pair_table, quantise, rows_at_once, stored_bytes
@@ -333,14 +333,7 @@ def store(module: Any) -> None:
     module.nf4_squares = 0.0, 0.0
     module.nf4_pieces = None
     module.register_state_dict_post_hook(_show_whole)
-    base: Any = type(module)
-    module.__class__ = _derived(base)
-
-
-# One class for each base: with a class for each module, equal blocks would be compiled separately
-@cache
-def _derived(base: Any) -> Any:
-    return type(base.__name__, (InNF4, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+    put_before(InNF4, module)
 
 
 def in_nf4(model: nn.Module) -> Iterator[tuple[str, InNF4]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from forge_kit.nn.derived_class import derived
 from forge_kit.torch_internals import parameters_of
 from forge_plugin_parallel.collectives import all_gather, all_reduce, fan_out, gather_equal, reduce_scatter
 
@@ -230,9 +230,4 @@ def give_class(module: nn.Module, mixin: Any) -> None:
     base: Any = type(module)
     if replaced is not None:
         base = type(base.__name__, (base,), {"forward": staticmethod(replaced)})
-    module.__class__ = _derived(mixin, base)
-
-
-@cache
-def _derived(mixin: Any, base: Any) -> Any:
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+    module.__class__ = derived(mixin, base)

@@ -63,8 +63,10 @@ def train_adapters(model: Model, train: Collection[str] = ()) -> None:
         model: built, with its adapters, before its parameters have values.
         train: names of further parameters that train as they are.
     """
-    model.begins_here = adapter_names(model)
-    trained = {*model.begins_here, *train}
+    adapters = adapter_names(model)
+    # Beside what others have added, such as a head that scores answers
+    model.begins_here = [*model.begins_here, *adapters]
+    trained = {*adapters, *train}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     # No buffers, which are small: a module may change its own in any forward pass, as a batch norm does
