@@ -25,6 +25,10 @@ EXPERTS = Transformer(
 METHODS: Mapping[str, tuple[Any, LoRA]] = {
     "lora": (DENSE, LoRA(rank=4, alpha=16, random_base=True)),
     "dora": (DENSE, LoRA(rank=4, alpha=16, method="dora", train=("*norm*",), random_base=True)),
+    "dora beside experts": (
+        EXPERTS,
+        LoRA(rank=4, alpha=16, method="dora", targets=("attention.*",), random_base=True),
+    ),
     "experts": (EXPERTS, LoRA(rank=4, alpha=16, train=("*router*",), random_base=True)),
     "torch's layers": (SplittableModel(), LoRA(rank=2, alpha=4, method="rslora", random_base=True)),
 }
@@ -58,6 +62,7 @@ test_layouts = layout_law(
         for name, layouts in {
             "lora": LAYOUTS,
             "dora": LAYOUTS,
+            "dora beside experts": ("fsdp2_ep2",),
             "experts": ("tp2", "fsdp2_ep2"),
             "torch's layers": {"tp2": LayoutCase(ranks=2, parallel={"tp": {"degree": 2}})},
         }.items()

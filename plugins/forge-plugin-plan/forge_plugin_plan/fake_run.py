@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
@@ -21,7 +21,7 @@ from forge_core.engine.build import (
     build_tokenizer,
     stages_of,
 )
-from forge_core.engine.hooks import HookRunner, collect_hooks
+from forge_core.engine.hooks import HookRunner
 from forge_core.job import Job
 from forge_core.parallel.initialise import allocate
 from forge_core.parallel.stages import apply_stages
@@ -76,9 +76,16 @@ def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
         with AllocationLog() as beside:
             loss = MeteredLoss(choosing.build(job.loss))
         run = assemble(job, context, BuiltModel(model, outline, stages, built), loss, (), HookRunner({}))
-    hooks = collect_hooks(job, context.plugins, ()).values()
-    played = [hook for hook in hooks if isinstance(hook, PlayedInPlans) and hook.played_in_plans]
-    return FakeRun(run, mode, loss, beside, played)
+    return FakeRun(run, mode, loss, beside, [*_played_hooks(job, context)])
+
+
+def _played_hooks(job: Job, context: RunContext) -> Iterator[TrainingHook]:
+    # In the order in which a run calls them: of components, of plugins by their hook, and the ones of the job
+    parts = [part for _, part in walk_components(job) if not isinstance(part, TrainingHook)]
+    hooks = [hook for part in parts for hook in part.training_hooks(job)]
+    for hook in [*hooks, *context.plugins.training_hooks(job), *job.hooks.values()]:
+        if isinstance(hook, PlayedInPlans) and hook.played_in_plans:
+            yield hook
 
 
 def _context(job: Job, catalog: Catalog, mode: FakeTensorMode) -> RunContext:

@@ -14,4 +14,7 @@ test_layouts = layout_law(
     Case("kto", observe=preference_runs.observe(KTO), compare=same_curve, layouts=LAYOUTS),
     Case("simpo", observe=preference_runs.observe(SimPO()), compare=same_curve, layouts=("pp2", "cp2")),
     Case("experts", observe=preference_runs.observe(DPO, experts=True), compare=same_curve, layouts=("fsdp2_ep2",)),
+    Case(
+        "kto of experts", observe=preference_runs.observe(KTO, experts=True), compare=same_curve, layouts=("fsdp2_ep2",)
+    ),
 )
