@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from forge_testing.laws import Case, layout_law
 
 sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples"))
 
-from ia3 import IA3
+IA3 = import_module("ia3").IA3
 
 MODEL = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=4, kv_heads=2))
 
