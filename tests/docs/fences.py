@@ -216,8 +216,11 @@ def _refresh(page: Path, installed: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_files(blocks, Path(folder))
         for block in blocks:
-            if block.commands and "…" not in block.text:
+            leaves_out = "…" in block.text
+            # Where all commands of a page run, a later one may read what an earlier one has made
+            if block.commands and (page in RUN_ALL or not leaves_out):
                 outputs = [(command, printed(command, Path(folder), installed)) for command, _ in block.commands]
+            if block.commands and not leaves_out:
                 today = "".join(f"$ {command}\n" + (f"{output}\n" if output else "") for command, output in outputs)
                 text = text.replace(f"```console\n{block.text}```", f"```console\n{today}```")
     if text != page.read_text():
