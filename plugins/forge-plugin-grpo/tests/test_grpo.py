@@ -227,10 +227,10 @@ def near_start(algorithm: str, layouts: tuple[str, ...]) -> Case:
 ADAPTERS = {"lora": LoRA(rank=2, alpha=16)}
 OFF = observation(True, ADAPTERS, reference="adapters_off", kl_weight=0.5, updates=2)
 test_layouts = layout_law(
-    Case("grpo", observe=observation(), compare=same, layouts=("fsdp2", "tp2", "pp2", "cp2", "fsdp2_tp2")),
+    Case("grpo", observe=observation(), compare=same, layouts=("fsdp2_tp2",)),
     Case("redraws", observe=observation(**REDRAWN), compare=same, layouts=("fsdp2", "tp2")),
-    near_start("dapo", ("fsdp2", "tp2", "pp2", "cp2")),
-    *(near_start(algorithm, ("cp2",)) for algorithm in ("dr_grpo", "gspo", "rloo")),
+    near_start("grpo", ("fsdp2", "tp2", "pp2", "cp2")),
+    *(near_start(algorithm, ("cp2",)) for algorithm in ("dr_grpo", "dapo", "gspo", "rloo")),
     Case("adapters off", observe=OFF, compare=same, layouts=("pp2", "cp2")),
 )
 
