@@ -50,6 +50,15 @@ class Stored(nn.Parameter):
         """Returns the bytes of a weight, a fraction."""
         return self.bytes_each
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.empty_like:
+            # By numbers alone: the fake tensors of torch 2.11, with which a step is planned, know no class but theirs
+            return torch.empty(args[0].shape, dtype=args[0].dtype, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
 
 class Rows(nn.Module):
     """The bytes of rows, which are computed with the bytes of blocks; no checkpoint has them."""

@@ -22,6 +22,7 @@ from forge_kit.nn.blocks import further_blocks
 from forge_kit.nn.generation import Generates, join
 from forge_kit.torch_internals import defer_reduction, flattened, reduce_gradients
 from forge_plugin_parallel.generation import ShardedGeneration
+from forge_plugin_parallel.torch_internals import shards_of_numbers_train
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,13 +108,14 @@ class FSDPStage(ParallelStage):
         self, modules: list[nn.Module], reshard_after_forward: bool, mesh: DeviceMesh | None = None
     ) -> FSDPModule:
         """Shard modules as one unit. Returns its first module, on which FSDP keeps the unit's state."""
-        fully_shard(
-            modules,
-            mesh=mesh or self._mesh,
-            mp_policy=self._precision,
-            offload_policy=self._offload,
-            reshard_after_forward=reshard_after_forward,
-        )
+        with shards_of_numbers_train():
+            fully_shard(
+                modules,
+                mesh=mesh or self._mesh,
+                mp_policy=self._precision,
+                offload_policy=self._offload,
+                reshard_after_forward=reshard_after_forward,
+            )
         assert isinstance(modules[0], FSDPModule)
         return modules[0]
 

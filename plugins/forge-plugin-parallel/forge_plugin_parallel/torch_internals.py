@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils.checkpoint import GraphExecGroup
 
 SLOW_OPERATORS = frozenset(
@@ -31,6 +32,34 @@ SLOW_OPERATORS = frozenset(
 def is_view(tensor: Tensor) -> bool:
     """Returns whether a tensor is a view, which autograd refuses to detach in place."""
     return tensor._is_view()
+
+
+@contextmanager
+def shards_of_numbers_train() -> Iterator[None]:
+    """A context in which FSDP can divide parameters that are bytes, and train as little as other frozen ones.
+
+    torch 2.11 makes each shard a parameter with a gradient and then sets it as the parameter was, which bytes refuse.
+
+    It needs of torch that FSDP makes parameters by `nn.Parameter` in the module `_fsdp_param`.
+    """
+    own = _fsdp_param.nn
+    _fsdp_param.nn = _Modules()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _fsdp_param.nn = own  # type: ignore[attr-defined]
+
+
+class _Modules:
+    """`torch.nn` with another `Parameter`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+    @staticmethod
+    def Parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # noqa: N802
+        """As torch's, of numbers."""
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
 
 
 class Stage(pipelining.PipelineStage):
