@@ -42,7 +42,7 @@ def shards_of_numbers_train() -> Iterator[None]:
 
     It needs of torch that FSDP makes parameters by `nn.Parameter` in the module `_fsdp_param`.
     """
-    own = _fsdp_param.nn
+    own = _fsdp_param.nn  # type: ignore[attr-defined]
     _fsdp_param.nn = _Modules()  # type: ignore[assignment,attr-defined]
     try:
         yield
