@@ -99,8 +99,9 @@ class WholeMatrices:
             if matrix.item is None:
                 results[matrix.parameter] = piece
             else:
-                stack = results.setdefault(matrix.parameter, torch.empty_like(parts[matrix.parameter]))
-                stack[matrix.own_place] = piece
+                if matrix.parameter not in results:
+                    results[matrix.parameter] = torch.empty_like(parts[matrix.parameter])
+                results[matrix.parameter][matrix.own_place] = piece
         return {number: results.get(number, part) for number, part in parts.items()}  # this rank may hold none of some
 
     def each(
