@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from forge_core.contracts.layout import Layout
 from forge_kit.nn import products
 from forge_plugin_moe import Hash, MoE, SigmoidTopK, SoftmaxTopK
-from forge_plugin_moe.modules.experts import Experts, SwiGLUForm
+from forge_plugin_moe.modules.experts import Experts, StackedLinear, SwiGLUForm
 from forge_plugin_transformer import GroupedQueryAttention, InitStd, Transformer
 from forge_testing import job_problems, tiny_job
 from forge_testing.refusals import at, check_problems, problems_of, refuses
@@ -106,6 +106,24 @@ class TestAStack:
         assert len(sizes) == 9
         assert all((size % multiple == 0).all() for size in sizes)
         assert sum(int(size.sum()) for size in sizes) > 0
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize(("inputs", "outputs"), [(8, 3), (2, 8), (1, 5)])
+    def test_takes_widths_that_are_no_multiples_of_16_bytes(self, inputs, outputs, compiled):
+        """As the few columns of an adapter."""
+        grouped, loop = (StackedLinear(E, inputs, outputs, std=1.0, grouped=grouped) for grouped in (True, False))
+        torch.nn.init.normal_(grouped.weight, generator=torch.Generator().manual_seed(0))
+        loop.load_state_dict(grouped.state_dict())
+        x = torch.randn(T, inputs, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        ends = torch.tensor([2, 2, 7, T], dtype=torch.int32)
+
+        def computed(module):
+            product = torch.compile(module, backend="aot_eager") if compiled and module is grouped else module
+            y = product(x, ends)
+            return y.detach(), *torch.autograd.grad(y.square().sum(), [x, module.weight])
+
+        for one, other in zip(computed(grouped), computed(loop), strict=True):
+            torch.testing.assert_close(one, other)
 
     @pytest.mark.parametrize("form", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
     def test_of_some_experts_gives_their_part(self, form):

@@ -56,10 +56,22 @@ class StackedLinear(nn.Module):
             return _CastingProduct.apply(x, self.weight, _sizes(ends, len(x)))
         weight = self.weight.to(x.dtype)
         if self.grouped:
-            return _GroupedProduct.apply(x, weight, ends)
+            return _aligned_product(x, weight, ends)
         # The host needs the sizes here, and so waits for a GPU
         parts = x.split(_sizes(ends, len(x)))
         return torch.cat([F.linear(rows, own) for rows, own in zip(parts, weight.unbind(), strict=True)])
+
+
+def _aligned_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`_GroupedProduct` of any widths, with zeros up to multiples of 16 bytes, which `grouped_mm` demands."""
+    # Such as the few columns of an adapter: a loop over experts would make the host wait for a GPU
+    unit = 16 // weight.dtype.itemsize
+    outputs, inputs = weight.shape[1:]
+    more_inputs, more_outputs = -inputs % unit, -outputs % unit
+    if not (more_inputs or more_outputs):
+        return _GroupedProduct.apply(x, weight, ends)
+    wide = F.pad(weight, (0, more_inputs, 0, more_outputs))
+    return _GroupedProduct.apply(F.pad(x, (0, more_inputs)), wide, ends)[:, :outputs]
 
 
 class _AddBiases(torch.autograd.Function):
