@@ -126,7 +126,7 @@ def bare(folder: Path, model: Any, **changes: Any) -> Any:
     return build_bare_model(built, build_context(built, Catalog.installed(), None))[0]
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize(
     "model",
     [

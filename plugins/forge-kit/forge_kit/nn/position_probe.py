@@ -104,7 +104,7 @@ def _probed(model: Model, question: Callable[[_Probe], Answer], *, mixing: bool 
     products = _StandInProducts() if large else nullcontext()  # importing what it needs takes a second
     for length, rows in product(LENGTHS, ROWS if getattr(model, "batch_fields", None) else ROWS[:1]):
         try:
-            with _stand_ins(model, mixing), products, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with _stand_ins(model, mixing, large), products, torch.no_grad(), torch.random.fork_rng(devices=[]):
                 return question(_Probe(model, length, rows))
         except Exception as error:  # the model is code of anybody
             failures.append(f"{type(error).__name__}: {error}")
@@ -115,10 +115,10 @@ def _probed(model: Model, question: Callable[[_Probe], Answer], *, mixing: bool 
 
 
 @contextmanager
-def _stand_ins(model: Model, mixing: bool) -> Iterator[None]:
+def _stand_ins(model: Model, mixing: bool, large: bool) -> Iterator[None]:
     """A context in which the model is on the CPU with arbitrary weights that take no memory.
 
-    Its mixers mix nothing, unless `mixing`.
+    Its mixers mix nothing, unless `mixing`. Products of `large` models are those of `_StandInProducts`.
     """
     # In place and not in a copy: functions that somebody has put into modules refer to these.
     states = [
@@ -130,7 +130,7 @@ def _stand_ins(model: Model, mixing: bool) -> Iterator[None]:
         for module, _, parameters, _ in states:
             for name, parameter in parameters.items():
                 if parameter is not None:
-                    parameters_of(module)[name] = made.setdefault(id(parameter), _stand_in(parameter, generator))
+                    parameters_of(module)[name] = made.setdefault(id(parameter), _stand_in(parameter, generator, large))
             _renew_buffers(module)
         for name in () if mixing else model.sequence_mixers():
             vars(model.get_submodule(name))["forward"] = _unmixed
@@ -145,7 +145,7 @@ def _stand_ins(model: Model, mixing: bool) -> Iterator[None]:
             buffers_of(module).update(buffers)
 
 
-def _stand_in(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
+def _stand_in(parameter: nn.Parameter, generator: torch.Generator, large: bool) -> nn.Parameter:
     """Random values of the parameter's shape, equal where indices have equal sums: a layer of 10 GB takes 100 kB."""
     shape = parameter.shape
     line = torch.randn(max(sum(shape), 1), generator=generator) / (shape[-1] if len(shape) > 1 else 1) ** 0.5
@@ -153,6 +153,9 @@ def _stand_in(parameter: nn.Parameter, generator: torch.Generator) -> nn.Paramet
         # Near 1, since most vectors are scales of norms
         line = 1 + 0.2 * line
     values = line.to(parameter.dtype).as_strided(shape, [1] * len(shape))
+    if len(shape) > 2 and not large and values.is_floating_point():
+        # torch's product of stacks refuses such strides. Bytes, which stand for numbers, are recognised by theirs
+        values = values.contiguous()
     return nn.Parameter(values, requires_grad=False)
 
 
