@@ -116,16 +116,19 @@ class Decomposed(LowRank):
         with torch.no_grad():
             weight, update = self._wide()
             squares = torch.stack([weight.square().sum(-1), (weight + update).square().sum(-1)])
-            if self.matrix_shard is not None and self.matrix_shard.dimension == 1:
-                # Each rank has some columns of every row
-                dist.all_reduce(squares, group=self.matrix_shard.group)
-            before, after = squares.sqrt()
+            before, after = self._over_columns(squares).sqrt()
         magnitude: Tensor = self.lora_magnitude()
         return (before + magnitude.to(before.dtype)) / after.clamp(min=torch.finfo(after.dtype).tiny)
 
     def row_norms(self) -> Tensor:
-        """Returns the norms of the rows of W, (out,), in float32 or wider."""
-        return self._wide()[0].norm(dim=-1)
+        """Returns the norms of this rank's rows of W, (out,), float32 or wider. Collective among ranks of columns."""
+        return self._over_columns(self._wide()[0].square().sum(-1)).sqrt()
+
+    def _over_columns(self, sums: Tensor) -> Tensor:
+        if self.matrix_shard is not None and self.matrix_shard.dimension == 1:
+            # Each rank has some columns of every row
+            dist.all_reduce(sums, group=self.matrix_shard.group)
+        return sums
 
     def merged_weight(self) -> Tensor:
         """See `forge_kit.nn.adapters.MergesAdapter`."""

@@ -64,8 +64,9 @@ class PEFTAdapter(LoadComponent):
             return
         if all(isinstance(load, PEFTAdapter) for load in job.checkpoint.loads.values()):
             yield Problem("", "loads adapters alone; add a table [[checkpoint.load]] with the model that they are for")
-        if plugin.method == "dora":
-            yield Problem("path", "adapters of DoRA come from their own run only: peft's lengths of rows are not read")
+        if plugin.method == "dora" and self._is_before_the_model(job):
+            message = "adapters of DoRA are compared with the model, which a later table loads"
+            yield Problem("", f"{message}: let this table be the last one")
         try:
             theirs = {"use_rslora": False, "use_dora": False, **json.loads((folder / CONFIG).read_text())}
         except (ValueError, TypeError) as error:
@@ -83,6 +84,10 @@ class PEFTAdapter(LoadComponent):
             if theirs.get(key) != ours:
                 message = f"{folder / CONFIG} has {key} = {theirs.get(key)!r}, where [plugins.lora] means {ours!r}"
                 yield Problem("path", f"{message}; make them alike")
+
+    def _is_before_the_model(self, job: Job) -> bool:
+        kinds = [isinstance(load, PEFTAdapter) for load in job.checkpoint.loads.values()]
+        return kinds != sorted(kinds)
 
     def find(self, job: Job) -> Path:
         """Returns the file with the tensors."""
@@ -102,12 +107,18 @@ class PEFTAdapter(LoadComponent):
         from safetensors.torch import load_file
 
         from forge_core.parallel.initialise import SeededFill
+        from forge_core.parallel.mesh import local_part
+        from forge_plugin_lora.adapted import MAGNITUDE
+        from forge_plugin_lora.peft import lengths
 
         whole = _by_our_names(table, found, load_file(found), context, outline)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in whole:
                     SeededFill(parameter, name, 0).copy(whole[name].to(parameter.device, parameter.dtype))
+                    if name.endswith(f".{MAGNITUDE}.weight"):
+                        # peft has the length of a row, and we what training adds to that of W
+                        local_part(parameter).sub_(lengths(model, name))
         return list(whole), [f"{len(whole)} tensors of adapters from {found}"]
 
 
@@ -134,7 +145,7 @@ def _by_our_names(
     parts: dict[str, list[Tensor]] = {}
     for ours, theirs, _ in wanted:
         parts.setdefault(ours, []).append(tensors[theirs])
-    whole = {name: own[0] if len(shapes[name]) == 2 else torch.stack(own) for name, own in parts.items()}
+    whole = {name: own[0] if len(shapes[name]) < 3 else torch.stack(own) for name, own in parts.items()}
     for name, tensor in whole.items():
         if tensor.shape != shapes[name]:
             sizes = f"as {list(tensor.shape)}, where the model has {list(shapes[name])}"

@@ -170,19 +170,21 @@ def test_an_export_says_what_to_do_with_adapters(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_continues_with_an_adapter_that_peft_saved(tmp_path, ranks):
+def test_training_continues_with_an_adapter_that_peft_saved(tmp_path, ranks, method):
     """One that is drawn at random, so that nothing of it is zero, of `peft` alone."""
     base = trained(tmp_path, "base", DENSE)
     assert main(["weights", "export", str(base), "--out", str(tmp_path / "hf")]) == 0
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    keys = {"init_lora_weights": False, "use_dora": method == "dora"}
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **keys)
     model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), config)
     model.save_pretrained(tmp_path / "adapter")
 
     def begin(rank: int) -> None:
         tables = (Parts(path=str(base)), PEFTAdapter(path=str(tmp_path / "adapter")))
         parallel = {"parallel": {"tp": TensorParallel(degree=2)}} if ranks == 2 else {}
-        plugins = {"lora": LoRA(rank=4, alpha=8, targets=("q", "down"))}
+        plugins = {"lora": LoRA(rank=4, alpha=8, targets=("q", "down"), method=method)}
         settings = {"load": tables, "at_start": True, "keep": 0}
         trained(tmp_path, "begun", DENSE, checkpoint=settings, plugins=plugins, steps=1, **parallel)
 
@@ -213,11 +215,14 @@ def test_an_adapter_of_another_kind_is_refused_by_name(tmp_path):
     assert not refused(job_of({"lora": LoRA(rank=4, targets=("q",))}))
     [other_rank] = refused(job_of({"lora": LoRA(rank=2, targets=("q",))}))
     assert not lacks(other_rank, "checkpoint.load.1.path", "r = 4", 2)
+    [before_its_model] = refused(job_of({"lora": LoRA(rank=4, targets=("q",), method="dora")}, tables[::-1]))[:1]
+    assert not lacks(before_its_model, "checkpoint.load.0", "last")
     [no_plugin] = refused(job_of({}))
     assert not lacks(no_plugin, "checkpoint.load.1", "[plugins.lora]")
     [no_model] = refused(job_of({"lora": LoRA(rank=4, targets=("q",))}, (PEFTAdapter(path=str(folder)),)))
     assert not lacks(no_model, "[[checkpoint.load]]")
     for changes, key in (
+        ({"use_dora": True}, "use_dora"),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
     ):
