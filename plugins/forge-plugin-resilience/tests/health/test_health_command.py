@@ -58,7 +58,13 @@ def test_what_is_not_well_is_named_with_its_machine():
     assert lines[-1].split()[-1] == "WRONG"
     facts = json.loads(json_text(facts_of(rows, links, wrong)))
     assert facts["links"] == [
-        {"ranks": [0, 2], "hosts": ["gpu01", "gpu03"], "gigabytes_per_s": 20.0, "is_right": False, "within_machine": False}
+        {
+            "ranks": [0, 2],
+            "hosts": ["gpu01", "gpu03"],
+            "gigabytes_per_s": 20.0,
+            "is_right": False,
+            "within_machine": False,
+        }
     ]
     assert (facts["ranks"][2]["faults"], facts["problems"]) == (["Xid 79"], wrong)
     slow, faulty, unequal = wrong
