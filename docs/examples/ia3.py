@@ -8,6 +8,7 @@ from torch import nn
 
 from forge_core import JobError, Plugin, Problem, hookimpl
 from forge_kit.nn.adapters import HasAdapter, put_before, train_adapters
+from forge_kit.nn.modules import Linear
 
 
 class Factors(nn.Module):
@@ -63,8 +64,10 @@ class IA3(Plugin):
         if component is not context.job.model:  # a model inside of it, or a teacher
             return model
         names = [name for name, _ in model.named_modules() if any(fnmatchcase(name, one) for one in self.targets)]
-        if not names:
-            raise JobError([Problem("plugins.ia3.targets", f"{self.targets} fit no module of the model")])
+        others = [name for name in names if not isinstance(model.get_submodule(name), Linear | nn.Linear)]
+        if others or not names:  # a stack of experts has rows of many matrices, and an embedding has no outputs
+            what = f"{others[0]} is no linear layer" if others else f"{self.targets} fit no module of the model"
+            raise JobError([Problem("plugins.ia3.targets", what)])
         for name in names:
             module = model.get_submodule(name)
             module.ia3 = Factors(len(module.weight))

@@ -128,12 +128,14 @@ class LoRA(Plugin):
 
     def _adapt(self, model: Model, table: str, context: BuildContext) -> None:
         from forge_core.contracts.optimizer import roles_of
-        from forge_kit.nn.adapters import adapter_names
+        from forge_kit.nn.adapters import SECOND, adapter_names
         from forge_plugin_lora.adapted import A, B, adapt
         from forge_plugin_lora.quantised import store
         from forge_plugin_lora.sharing import with_adapters
         from forge_plugin_lora.targets import select, storable, store_problems, target_problems
 
+        if adapter_names(model):
+            raise JobError([Problem(table, SECOND)])
         problems = list(target_problems(model, self.targets, self.rank, decomposed=self.method == "dora"))
         chosen = select(model, self.targets, self.rank)
         names = [name for name, _ in model.named_parameters()]

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from forge_core import JobError, Problem
 from forge_kit.nn.derived_class import derived
 from forge_kit.nn.modules import Linear
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Model
+
+SECOND = "the model has adapters of another plugin, and each would freeze the other's: leave one of the tables out"
+"""Why a model takes the adapters of one plugin only."""
 
 
 @runtime_checkable
@@ -49,8 +53,13 @@ def put_before(mixin: Any, module: Any) -> None:
     """Make a module compute by `mixin`, whose `super()` is the module's own class: what adds an adapter to a matrix.
 
     A forward hook would come after a stage that sums the module's output over ranks, and miss the sum.
+
+    Raises:
+        JobError: the module has an adapter already, whose parameters would be hidden behind this one.
     """
     base: Any = type(module)
+    if issubclass(mixin, HasAdapter) and isinstance(module, HasAdapter):
+        raise JobError([Problem("plugins", SECOND)])
     module.__class__ = derived(mixin, base)
 
 
@@ -62,8 +71,13 @@ def train_adapters(model: Model, train: Collection[str] = ()) -> None:
     Args:
         model: built, with its adapters, before its parameters have values.
         train: names of further parameters that train as they are.
+
+    Raises:
+        JobError: another plugin has added adapters, and has decided what trains.
     """
     adapters = adapter_names(model)
+    if {*adapters} & {*model.begins_here}:
+        raise JobError([Problem("plugins", SECOND)])
     # Beside what others have added, such as a head that scores answers
     model.begins_here = [*model.begins_here, *adapters]
     trained = {*adapters, *train}
