@@ -77,6 +77,9 @@ def test_a_file_of_powershell_is_named_as_utf_16(encoding: str, tmp_path: Path) 
         ("train.batch_size", "train.global_batch_size"),
         ("data.num_workers", "data.workers"),
         ("checkpoint.save_total_limit", "checkpoint.keep"),
+        ("optimizer.r", "[plugins.lora] rank"),
+        ("optimizer.task_type", "no key: the loss decides what is learned"),
+        ("optimizer.lora_bias", "no key: adapters have no bias"),
     ],
 )
 def test_a_key_of_another_trainer_is_answered_by_its_name_here(key: str, answer: str, problems: Problems) -> None:
