@@ -121,6 +121,12 @@ class GRPO(LossComponent):
         if self.reference and self.check_first_kl:
             yield FirstKL()
 
+    def plan_lines(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Yields that a plan leaves out the drawing of completions."""
+        often = "a step" if self.updates == 1 else f"every {self.updates} steps"
+        count = f"{job.train.global_batch_size * self.group:,} completions of up to {self.max_tokens:,} tokens {often}"
+        yield "rollouts", f"{count}; their time and their memory are not counted"
+
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Yields the reference, and whether the first KL divergence is known."""
         from forge_plugin_grpo.objective import policy_loss_of

@@ -10,11 +10,12 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from forge_core import TrainingHook
+from forge_core import ForgeError, TrainingHook
 from forge_core.parallel import mesh
 from forge_core.parallel.initialise import seed_of
 from forge_kit.nn.adapters import evaluating
 from forge_kit.nn.routes import without_routes
+from forge_kit.torch_internals import detect_fake_mode
 from forge_plugin_generate.prompts import stop_ids
 from forge_plugin_grpo.advantages import ADVANTAGES as ADVANTAGES_OF
 from forge_plugin_grpo.grpo import GRPO
@@ -51,6 +52,11 @@ class Rollouts(TrainingHook):
         self._sampler: Sampler | None = None
         self._is_first = True
 
+    @property
+    def played_in_plans(self) -> bool:
+        """See `forge_plugin_plan.lines.PlayedInPlans`: plans count the forward pass with adapters off."""
+        return self.loss.reference == ADAPTERS_OFF
+
     def on_train_begin(self, context: TrainContext) -> None:
         """Builds the sampler, and checks that the model can be its reference. Collective."""
         assert context.build is not None, "a run has a context of its build"
@@ -68,6 +74,12 @@ class Rollouts(TrainingHook):
 
     def on_step_begin(self, context: StepContext) -> None:
         """Replaces the rows of the step."""
+        if detect_fake_mode() is not None:
+            # A planned step, whose tokens have no values to draw from: the reference alone is computed
+            assert context.build is not None
+            self._build, self._rows = context.build, list(context.batches)
+            self._add_reference(context)
+            return
         begins = (context.step - 1) % self.loss.updates == 0
         if self._restored and not begins:
             self._rows = self._own_part(context, self._restored)
@@ -160,8 +172,26 @@ class Rollouts(TrainingHook):
         # another policy than the one whose gradient is computed
         with torch.no_grad(), evaluating(context.model):
             drawn = list(self._sampler(context.model, [ids for ids in prompts for _ in range(group)], seeds))
+        self._check(drawn, len(seeds))
         scores = self._scorer(drawn, [line for line in lines for _ in range(group)])
         return drawn, {name: each.view(-1, group) for name, each in scores.items()}
+
+    def _check(self, drawn: Sequence[Drawn], count: int) -> None:
+        """Check what a rollout, which may be a user's, returned.
+
+        Raises:
+            ForgeError: there are more or fewer completions than prompts, or one is too long.
+        """
+        name, most = f"loss.rollout: {type(self.loss.rollout).__name__}", self.loss.max_tokens
+        if len(drawn) != count:
+            raise ForgeError(f"{name} gives {len(drawn)} completions for {count} prompts; let it give one for each")
+        for one in drawn:
+            if len(one.ids) > most:
+                message = f"{name} gives a completion of {len(one.ids)} tokens, and loss.max_tokens is {most}"
+                raise ForgeError(f"{message}; let it end there, with the last token included")
+            if len(one.log_p) != len(one.ids):
+                message = f"{name} gives {len(one.log_p)} values of log_p for a completion of {len(one.ids)} tokens"
+                raise ForgeError(f"{message}; let it give one for each")
 
     def _redraw(
         self,

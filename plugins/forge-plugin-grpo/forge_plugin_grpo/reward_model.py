@@ -40,6 +40,10 @@ class RewardModel(RewardComponent):
             message = f"{self.path} does not exist; give a checkpoint, a run folder, or a job file whose run is there"
             yield Problem("path", message)
 
+    def plan_lines(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Yields that a plan leaves the model out."""
+        yield "reward", f"the model {self.path}, whole on each rank; its memory and its passes are not counted"
+
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """One that loads the model."""
         return [LoadsRewardModel(reward=self)]
