@@ -29,7 +29,7 @@ from forge_plugin_losses.workspace import Workspace
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
-    from forge_core.contracts.model import Model
+    from forge_core.contracts.model import Model, Outline
 
 
 @frozen
@@ -68,7 +68,8 @@ def load_reference(source: Path, context: BuildContext, chunk_tokens: int) -> Re
 
     Raises:
         CheckpointError: there is no intact checkpoint.
-        JobError: its model needs components that are not installed, does not fit the layout, or has another tokenizer.
+        JobError: its model needs components that are not installed, does not fit the layout, has another tokenizer, or is
+            no language model.
     """
     assert isinstance(context, RunContext), "components receive the engine's context"
     checkpoint, manifest = find_trained(source)
@@ -80,6 +81,7 @@ def load_reference(source: Path, context: BuildContext, chunk_tokens: int) -> Re
     own = attrs.evolve(own, layout=_without_pipeline(context.layout), mesh=context.mesh)
     with unset_fake_temporarily():  # on the meta device, like the run's own model
         model, outline = build_bare_model(own.job, own)
+        _check_vocabulary(checkpoint, outline, context)
         try:
             model, built = apply_stages(model, stages, own)
         except JobError as error:
@@ -106,6 +108,16 @@ def _check_tokenizer(checkpoint: Path, manifest: Mapping[str, dict[str, str]], c
     if context.tokenizer is not None and fingerprint not in (None, context.tokenizer.fingerprint()):
         message = f"{checkpoint} was trained with another tokenizer: its ids mean other texts"
         raise JobError([Problem("loss.reference", f"{message}; take a reference with the tokenizer of this job")])
+
+
+def _check_vocabulary(checkpoint: Path, outline: Outline, context: BuildContext) -> None:
+    """Refuse a model that gives fewer probabilities than there are tokens, as a reward model does."""
+    # Tied heads have no parameter of their own, and the rows of the embedding
+    outputs = [outline.tensors[name][0] for name, role in outline.roles.items() if role == "head"]
+    if context.tokenizer is not None and outputs and outputs[0] < context.tokenizer.vocab_size:
+        tokens = f"the tokenizer has {context.tokenizer.vocab_size} tokens"
+        message = f"the size of the output of {checkpoint} is {outputs[0]}, and {tokens}"
+        raise JobError([Problem("loss.reference", f"{message}; take a language model, and no reward model")])
 
 
 def _divides(stage: ParallelComponent, layers: set[str]) -> bool:

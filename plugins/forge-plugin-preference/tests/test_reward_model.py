@@ -24,10 +24,11 @@ from forge_core.engine.evaluation import evaluate
 from forge_core.engine.step import Stepper, metrics
 from forge_core.engine.trainer import Trainer
 from forge_plugin_lora import LoRA
-from forge_plugin_preference import BradleyTerry, Pairs, RewardHead
+from forge_plugin_preference import DPO, BradleyTerry, Pairs, RewardHead
 from forge_testing.catalogs import installed
 from forge_testing.curves import Curve, Training, same_curve
 from forge_testing.laws import Case, Interrupted, layout_law, resumption_law
+from forge_testing.refusals import refuses
 
 LOSS = BradleyTerry(center_weight=0.01)
 DRAWN = {"reward_head": RewardHead(init_std=0.3)}
@@ -252,6 +253,12 @@ class Draw(TrainingHook):
 
     def on_train_begin(self, context: Any) -> None:
         context.model.head.score.weight.data.fill_(0.3)
+
+
+def test_a_reward_model_is_no_reference(tmp_path: Path) -> None:
+    scores = Trainer(reward_job(tmp_path / "scores", steps=1), catalog=installed(), echo=len).run().folder
+    with refuses("loss.reference", f"{scores}/checkpoints/step-1 is 1", "language model"):
+        Trainer(preference_job(tmp_path, DPO(reference=str(scores))), catalog=installed(), echo=len).run()
 
 
 def test_another_first_loss_ends_the_run_before_an_update(tmp_path: Path) -> None:
