@@ -128,7 +128,7 @@ class LoRA(Plugin):
 
     def _adapt(self, model: Model, table: str, context: BuildContext) -> None:
         from forge_core.contracts.optimizer import roles_of
-        from forge_kit.nn.adapters import SECOND, adapter_names
+        from forge_kit.nn.adapters import SECOND, adapter_names, train_adapters
         from forge_plugin_lora.adapted import A, B, adapt
         from forge_plugin_lora.quantised import store
         from forge_plugin_lora.sharing import with_adapters
@@ -153,12 +153,10 @@ class LoRA(Plugin):
         plan = with_adapters(model.tensor_parallel_plan, chosen, stored)
         model.tensor_parallel_plan = plan  # type: ignore[method-assign]
         narrow = self._narrowed(context.job, roles_of(model))
+        further = {name for name in names if any(fnmatchcase(name, pattern) for pattern in self.train)}
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in self.train))
-            if name in narrow and not parameter.requires_grad:
+            if name in narrow and name not in further:
                 parameter.data = parameter.data.bfloat16()
-        # No buffers, which are small: a module may change its own in any forward pass, as a batch norm does
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         self._freeze_buffers(model)
         for name in chosen:
             decomposed, in_nf4 = self.method == "dora", name in stored
@@ -166,9 +164,7 @@ class LoRA(Plugin):
         for name in stored:
             if name not in chosen:
                 store(model.get_submodule(name))
-        # Beside what wrappers inside of this one have added, such as a head that scores answers
-        model.begins_here = [*model.begins_here, *adapter_names(model)]
-        model.unchanged = frozen
+        train_adapters(model, further)
         self._chosen = chosen
         self._left = left
         self._stored = {name: model.get_submodule(name) for name in stored}
