@@ -68,8 +68,8 @@ def load_reference(source: Path, context: BuildContext, chunk_tokens: int) -> Re
 
     Raises:
         CheckpointError: there is no intact checkpoint.
-        JobError: its model needs components that are not installed, does not fit the layout, has another tokenizer, or is
-            no language model.
+        JobError: its model needs components that are not installed, does not fit the layout, or is no language model
+            with the tokenizer of this job.
     """
     assert isinstance(context, RunContext), "components receive the engine's context"
     checkpoint, manifest = find_trained(source)
