@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tempfile
@@ -16,6 +17,7 @@ import transformers
 from attrs import frozen
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
+from transformers.utils import CHAT_TEMPLATE_DIR as MORE_TEMPLATES
 from transformers.utils.hub import cached_file
 
 from forge_core.contracts.errors import JobError, Problem
@@ -34,8 +36,17 @@ PROCESSOR_JSON = ("preprocessor_config.json", "processor_config.json")
 """Settings of a model's image processor, which lie beside its tokenizer and go where it goes."""
 BESIDE = (GENERATION_JSON, *PROCESSOR_JSON)
 """Files beside a tokenizer that say nothing about encodings."""
-TEMPLATE_JSON = "chat_template.json"
-"""Where old models with images have their template of conversations."""
+TEMPLATE_JSON, TEMPLATE_JINJA = "chat_template.json", "chat_template.jinja"
+"""Templates of conversations; the first is of old models with images."""
+SOURCE, SOURCE_OF = "source", "source.sha256"
+"""A folder with the published files, byte for byte: `save_pretrained` writes a form that older versions of transformers
+do not load. Beside it, the digest of what transformers made of them, so that a later change of that is noticed."""
+PUBLISHED = (
+    *(TOKENIZER_JSON, CONFIG_JSON, "special_tokens_map.json", "added_tokens.json", TEMPLATE_JINJA, TEMPLATE_JSON),
+    *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("spm.model", "tekken.json"),
+)
+"""Names of a tokenizer's files; classes of transformers add theirs."""
 OWN = "auto"
 """As `begin_of_text`: the tokens that the tokenizer's files put before a text."""
 WHERE_IT_CAME_FROM = ("is_local", "local_files_only", "name_or_path")
@@ -55,6 +66,14 @@ class Loaded:
         pretrained = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         return cls(pretrained, {str(path.relative_to(folder)): path.read_bytes() for path in paths})
+
+    @property
+    def encoding(self) -> Mapping[str, bytes]:
+        """The files that affect encodings."""
+        others = (*BESIDE, SOURCE_OF)
+        return {
+            name: data for name, data in self.files.items() if name not in others and not name.startswith(f"{SOURCE}/")
+        }
 
     def save(self, folder: Path) -> None:
         """Writes the files as they were loaded, byte for byte, so that the fingerprint stays the same."""
@@ -136,7 +155,38 @@ def load_pretrained(path: str, revision: str | None, chat_template: str | None) 
         for name in BESIDE:
             if found := _beside(path, name, options):
                 Path(folder, name).write_bytes(Path(found).read_bytes())
-        return Loaded.of(Path(folder))
+        loaded = Loaded.of(Path(folder))
+    if (source := _source(path, options, pretrained, chat_template)) is None:
+        return loaded
+    kept = {f"{SOURCE}/{name}": data for name, data in source.items()}
+    return Loaded(loaded.pretrained, {**loaded.files, **kept, SOURCE_OF: _digest(loaded.encoding).encode()})
+
+
+def _source(
+    path: str, options: Mapping[str, Any], pretrained: PreTrainedTokenizerBase, chat_template: str | None
+) -> dict[str, bytes] | None:
+    """Returns the published files by name, with the template that replaces theirs; None if they are not known."""
+    folder = Path(path)
+    if (folder / SOURCE).is_dir():  # a run's: transformers has written those beside it
+        files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        if files.get(SOURCE_OF, b"").decode() != _digest(Loaded(pretrained, files).encoding):
+            return None  # edited since, so that the published files are no longer these
+        found = {name.removeprefix(f"{SOURCE}/"): data for name, data in files.items() if name.startswith(f"{SOURCE}/")}
+    else:
+        templates = pretrained.chat_template if isinstance(pretrained.chat_template, dict) else ()
+        further = [f"{MORE_TEMPLATES}/{name}.jinja" for name in templates]
+        names = dict.fromkeys((*PUBLISHED, *pretrained.vocab_files_names.values(), *further))
+        files_of = {name: _beside(path, name, options) for name in names}
+        found = {name: Path(file).read_bytes() for name, file in files_of.items() if file}
+    if chat_template is not None:
+        theirs = (TEMPLATE_JSON, TEMPLATE_JINJA)
+        found = {name: data for name, data in found.items() if name not in theirs and MORE_TEMPLATES not in name}
+        found[TEMPLATE_JINJA] = chat_template.encode()
+    return found
+
+
+def _digest(files: Mapping[str, bytes]) -> str:
+    return digest_of({name: hashlib.sha256(data).hexdigest() for name, data in files.items()})
 
 
 def _beside(path: str, name: str, options: Mapping[str, Any]) -> str | None:
@@ -203,8 +253,7 @@ class PretrainedTokenizer:
         """Covers all files that affect encodings, the job's keys, and transformers' version where its code encodes."""
         # A tokenizer without tokenizer.json is code of transformers.
         code = "" if self._is_fast else f"{type(self._pretrained).__qualname__} {transformers.__version__}"
-        encoding = {name: data for name, data in self._loaded.files.items() if name not in BESIDE}
-        files = {name: _content(name, data) for name, data in encoding.items()}
+        files = {name: _content(name, data) for name, data in self._loaded.encoding.items()}
         # Nothing where there is none, so that older fingerprints stay valid
         begin = [self.begin_of_text] * bool(self.begin_of_text)
         return digest_of("huggingface", FORMAT, files, self._end_of_text, self._variables, code, *begin)

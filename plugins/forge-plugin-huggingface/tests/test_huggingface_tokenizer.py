@@ -96,6 +96,38 @@ def test_a_saved_tokenizer_is_loaded_unchanged_however_often(pretrained, auto, t
         tokenizer = loaded
 
 
+def published_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_published_files_are_kept_byte_for_byte_from_run_to_run(pretrained, auto, tmp_path: Path) -> None:
+    folder = Path(pretrained(TEMPLATE))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    # As version 4 of transformers wrote it, with spaces that no program of today writes
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=7))
+    (folder / "special_tokens_map.json").write_text('{ "eos_token":"<|endoftext|>" }')
+    before, reference = published_files(folder), auto(str(folder))
+    path, template = str(folder), tmp_path / "template.jinja"
+    for number in range(2):
+        kept = tmp_path / f"kept-{number}"
+        kept.mkdir()
+        tokenizer = auto(path)
+        tokenizer.save(kept)
+        assert published_files(kept / "source") == before
+        assert tokenizer.fingerprint() == reference.fingerprint(), "the same tokenizer from either files"
+        path = str(kept)
+    template.write_text(TEMPLATE.replace(":", "-"))
+    (changed := tmp_path / "changed").mkdir()
+    auto(path, chat_template=str(template)).save(changed)
+    assert published_files(changed / "source") == before | {"chat_template.jinja": template.read_bytes()}
+    (kept / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|im_end|>"}))
+    (edited := tmp_path / "edited").mkdir()
+    auto(path).save(edited)
+    assert not (edited / "source").exists(), "they no longer are what encodes"
+
+
 def test_a_copy_for_another_process_encodes_the_same(pretrained, auto) -> None:
     tokenizer = auto(pretrained(TEMPLATE), chat_variables={"date": "today"})
     text, chat = "hello <|im_end|><|endoftext|>", [{"role": "user", "content": "hello"}]

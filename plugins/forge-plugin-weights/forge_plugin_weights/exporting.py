@@ -36,6 +36,8 @@ from forge_plugin_weights.importing import (
     CONFIG,
     GENERATION,
     ORIGIN,
+    SOURCE,
+    TOKENIZER_CONFIG,
     added_tokens,
     read_json,
     run_of,
@@ -46,6 +48,7 @@ from forge_plugin_weights.parity import ReadBack, write_parity
 from forge_plugin_weights.pixels import (
     PREPROCESSOR,
     PROCESSOR,
+    PROCESSOR_FILES,
     VIDEO_PREPROCESSOR,
     processor_of,
     updated_processor,
@@ -464,7 +467,7 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
     (folder / CONFIG).write_text(json.dumps(_config(target, described, job, dtypes, run), indent=2) + "\n")
     # First: the files below complete what was imported with the model.
     if run is not None and (run / TOKENIZER).is_dir():
-        shutil.copytree(run / TOKENIZER, folder, dirs_exist_ok=True)
+        _copy_tokenizer(run / TOKENIZER, folder)
     if pixels is not None:
         known = processor_of(folder) or origin_of(run).get("config", {}).get(PIXELS, {})
         (folder / PREPROCESSOR).write_text(json.dumps(updated_processor(pixels, known), indent=2) + "\n")
@@ -477,6 +480,31 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
     ids = _special_ids(run)
     if ids and target.architecture.has_text and not (folder / GENERATION).is_file():
         (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
+
+
+def _copy_tokenizer(kept: Path, folder: Path) -> None:
+    """Copy a run's tokenizer: the published files as they came, where the run has them, and what lies beside."""
+    if not (kept / SOURCE).is_dir():
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
+        _spell_for_older_versions(folder / TOKENIZER_CONFIG)
+        return
+    for path in (kept / name for name in (GENERATION, *PROCESSOR_FILES)):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    shutil.copytree(kept / SOURCE, folder, dirs_exist_ok=True)
+
+
+def _spell_for_older_versions(path: Path) -> None:
+    """Write what `transformers` 5 has saved so that version 4, which lacks its class and a key, loads it, too."""
+    settings = dict(read_json(path)) if path.is_file() else {}
+    if settings.get("tokenizer_class") != "TokenizersBackend":
+        return
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    for name in ("backend", "is_local", "local_files_only"):
+        settings.pop(name, None)
+    if isinstance(settings.get("extra_special_tokens"), list):  # a table there
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def _has_video_processor(folder: Path) -> bool:
@@ -548,9 +576,9 @@ def _special_ids(run: Path | None) -> dict[str, Any]:
     if (folder / GENERATION).is_file():
         known = read_json(folder / GENERATION)
         return {name: known[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in known}
-    if not (folder / "tokenizer_config.json").is_file():
+    if not (folder / TOKENIZER_CONFIG).is_file():
         return {}
-    settings, ids = read_json(folder / "tokenizer_config.json"), added_tokens(folder)
+    settings, ids = read_json(folder / TOKENIZER_CONFIG), added_tokens(folder)
     found = {}
     for name in ("bos", "eos", "pad"):
         token = settings.get(f"{name}_token")
@@ -565,7 +593,7 @@ def _image_token(key: str, run: Path | None) -> dict[str, int]:
     if run is not None:
         folder = run / TOKENIZER
         settings: dict[str, Any] = {}
-        for name in ("tokenizer_config.json", PROCESSOR):
+        for name in (TOKENIZER_CONFIG, PROCESSOR):
             settings |= read_json(folder / name) if (folder / name).is_file() else {}
         named = settings.get("image_token")
         named = named.get("content") if isinstance(named, dict) else named

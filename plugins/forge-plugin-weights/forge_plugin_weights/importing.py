@@ -8,6 +8,7 @@ into them. Tensors that have to be computed are computed one at a time.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 START = "start.toml"
 """File of an imported run folder with the tables that a job needs to start from it."""
 ORIGIN = "origin.json"
@@ -70,6 +72,8 @@ LEFT_OUT = "left_out"
 NO_GGUF = "GGUF, the format of llama.cpp, is not read; give the model's folder with config.json and safetensors files"
 SPELLED = "spelled_tokens"
 """Key of the tokenizer."""
+SOURCE = "source"
+"""Folder, in a run's folder of the tokenizer, with the published files as they came; beside it, what encodes."""
 COMPUTED = "computed.bin"
 """File of tensors that had to be computed."""
 
@@ -306,9 +310,9 @@ def _length(config: Mapping[str, Any], model: Mapping[str, Any]) -> Any:
 
 def _tokenizer_table(source: Source) -> dict[str, Any]:
     folder, architecture = source.folder, source.architecture
-    if not (folder / "tokenizer_config.json").is_file():
+    if not (folder / TOKENIZER_CONFIG).is_file():
         hint = "add the tokenizer's files, or leave it out with --no-tokenizer"
-        raise JobError(f"{folder} has no tokenizer (tokenizer_config.json is missing); {hint}")
+        raise JobError(f"{folder} has no tokenizer ({TOKENIZER_CONFIG} is missing); {hint}")
     # Without training, no document can end itself: what the key allows is refused again by start.toml.
     table = {"type": "forge-plugin-huggingface/auto", "path": str(folder), SPELLED: "warn"}
     # In PaliGemma the beginning of text follows the image: the dataset writes it there.
@@ -404,6 +408,7 @@ class ImportedRun:
             "model_type": self.source.model_type,
             "config": dict(self.source.config),
             "files": {path.name: digest for path, digest in sha256.items()},
+            "tokenizer": tokenizer_digests(self.folder),
             "digests": check_weights(self.source.folder, sha256),
             LEFT_OUT: unused_tensors(self.source.architecture, self.match, self.source.shapes),
         }
@@ -441,6 +446,13 @@ def _tokenizer(job: Job, catalog: Catalog, folder: Path) -> Tokenizer | None:
         if beside.is_file():
             shutil.copyfile(beside, folder / TOKENIZER / name)
     return tokenizer
+
+
+def tokenizer_digests(run: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each of a tokenizer's published files, which an export has again."""
+    source = run / TOKENIZER / SOURCE
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    return {str(path.relative_to(source)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def start_toml(source: Source, job: Job, folder: Path, catalog: Catalog) -> str:

@@ -6,7 +6,9 @@ is written into its head, so that texts are known.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -118,6 +120,9 @@ def published(request, tmp_path_factory) -> tuple[Kind, Path]:
         path = folder / "tokenizer_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": kind.template}))
         (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}  # as published ones have
+    path.write_text(json.dumps(settings, indent=1))
     ids = {letter: tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcuvwxz\n"}
     chained(kind, ids, backend.get_vocab_size()).save_pretrained(folder)
     listed = {"bos_token_id": 0, "eos_token_id": [kind.id(stop) for stop in kind.stops]}
@@ -180,8 +185,29 @@ class Batches(TrainingHook):
         Path(self.path).write_text(json.dumps(ids))
 
 
+def old_form(run: Path, copy: Path) -> Path:
+    """A copy of a run whose tokenizer was kept without its published files."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "tokenizer/source")
+    (copy / "tokenizer/source.sha256").unlink()
+    path = copy / "tokenizer/tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    assert settings["tokenizer_class"] == "TokenizersBackend"
+    stop = json.loads((copy / "tokenizer/generation_config.json").read_text())["eos_token_id"][0]
+    added = {
+        token["id"]: token["content"]
+        for token in json.loads((copy / "tokenizer/tokenizer.json").read_text())["added_tokens"]
+    }
+    path.write_text(json.dumps(settings | {"extra_special_tokens": [added[stop]]}))
+    return copy
+
+
 def test_data_begin_with_it_and_the_export_has_the_tokenizer_of_the_origin(published, run, tmp_path, capsys):
     kind, folder = published
+    names = ("tokenizer.json", "tokenizer_config.json", *["chat_template.jinja"] * (not kind.inside))
+    files = {name: (folder / name).read_bytes() for name in names}
+    sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    assert json.loads((run / "origin.json").read_text())["tokenizer"] == sha256
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text("hello hello")
     (tmp_path / "job.toml").write_text(f"""
@@ -203,6 +229,9 @@ path = "{tmp_path}/*.txt"
     assert row in [(document * 4)[start : start + 24] for start in range(len(document))]
 
     assert main(["weights", "export", str(tmp_path / "more"), "--out", str(tmp_path / "out")]) == 0
+    out = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert files.items() <= out.items(), "as they came, after training"
+    assert ("chat_template.jinja" in out) is not kind.inside
     stops = [kind.id(stop) for stop in kind.stops]
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == stops
     after = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -216,6 +245,12 @@ path = "{tmp_path}/*.txt"
     for generation in (False, True):
         one, other = (t.apply_chat_template(chat, add_generation_prompt=generation) for t in (before, after))
         assert one["input_ids"] == other["input_ids"]
+    assert main(["weights", "export", str(old_form(run, tmp_path / "old")), "--out", str(tmp_path / "of old")]) == 0
+    written = json.loads((tmp_path / "of old/tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast", "transformers 4 has no TokenizersBackend"
+    assert written["additional_special_tokens"] == [kind.stops[0]], "a list is for version 5 alone"
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "of old")
+    assert again("hello")["input_ids"] == before("hello")["input_ids"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     prompt = after("b", return_tensors="pt")
     generated = model.generate(**prompt, do_sample=False, max_new_tokens=9, pad_token_id=0)
