@@ -126,6 +126,7 @@ OPTIONAL: Mapping[str, Draw] = {
     **dict.fromkeys(("rope_interleaved", "use_mrope", "lm_head_bias"), same(st.just(False))),
     "router_jitter_noise": same(st.just(0.0)),
     **dict.fromkeys(("full_attn_mod", "interpolate_factor"), same(st.just(1))),
+    "use_qk_norm": same(st.booleans()),
     "no_rope_layers": by_layer([0, 1]),
     "no_rope_layer_interval": same(st.integers(1, 7)),
 }
@@ -232,6 +233,18 @@ def neox_ropes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def shared_ropes(draw: st.DrawFn, *tables: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Those of a part of each head, whose share has its usual name."""
+    keys, share = draw(ropes(*tables)), draw(st.none() | st.sampled_from([0.25, 0.5, 1.0]))
+    if share is not None:
+        if "rope_parameters" in keys:
+            keys["rope_parameters"]["partial_rotary_factor"] = share
+        if "rope_theta" in keys:
+            keys["partial_rotary_factor"] = share
+    return keys
+
+
+@st.composite
 def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[Any]) -> dict[str, Any]:
     """Two: of layers with a window, and of those without."""
     full, near = draw(st.one_of(PLAIN, *tables)), {"rope_type": "default"}
@@ -249,6 +262,7 @@ def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[An
 ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "gpt2": st.just({}),
     "gpt_neox": neox_ropes(),
+    "glm4_moe": shared_ropes(*SCALED[:2]),
     "mixtral": ropes(*SCALED[:4]),  # version 5 fails at LongRoPE without head_dim
     "gemma3_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
     "olmo3": window_ropes("rope_theta", *SCALED[:1], *SCALED[2:4]),

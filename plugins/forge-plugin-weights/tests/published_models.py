@@ -66,6 +66,14 @@ LATENT: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+GLM4_MOE: Mapping[str, Any] = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    "num_nextn_predict_layers": 0,
+}
 LONGROPE: Mapping[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -211,6 +219,8 @@ MODELS: Mapping[str, Published] = {
     "qwen3_moe": Published("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 8}),
     "gpt_oss": Published("GptOss", GPT_OSS),
     "deepseek_v3": Published("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
+    "glm4_moe": Published("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe, without norms": Published("Glm4Moe", {**GLM4_MOE, "n_group": 2, "topk_group": 1, "head_dim": 16}),
     "phi3": Published("Phi3", {**PHI, "sliding_window": 12}),
     "phi3, longrope": Published("Phi3", {**PHI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     "gpt_neox": Published("GPTNeoX", GPT_NEOX),

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 as it is published: with a layer of multi-token prediction, and with weights in blocks of 8 bits."""
+"""DeepSeek-V3 as it is published: with a layer of multi-token prediction, as GLM-4.5 too, and in blocks of 8 bits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def published(tmp_path: Path) -> Path:
     return tmp_path / "published"
 
 
-def test_multi_token_prediction_comes_in_and_goes_out(published, tmp_path):
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_multi_token_prediction_comes_in_and_goes_out(tmp_path, name):
+    published = tmp_path / "published"
+    MODELS[name].write(published)
     tensors = tensors_of(published)
     tensors |= extra_layer(tensors)
     put(published, tensors, num_nextn_predict_layers=1)

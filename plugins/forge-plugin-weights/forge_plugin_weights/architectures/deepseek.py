@@ -26,15 +26,18 @@ ATTENTION: Mapping[str, str] = {
 }
 """Modules of latent attention, by our names."""
 LAYER = "model.layers.{layer}"
+TRAINING_ONLY = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.router.bias_rate", "ffn.capacity_factor", "mtp.*")
 PREDICTED = "num_nextn_predict_layers"
 
 
-def layer_rules() -> Sequence[Rule]:
+LATENT_ATTENTION: Sequence[Rule] = [
+    Same(f"layers.{{layer}}.attention.{ours}.{{tensor}}", f"{LAYER}.self_attn.{theirs}.{{tensor}}")
+    for ours, theirs in ATTENTION.items()
+]
+
+
+def layer_rules(attention: Sequence[Rule] = LATENT_ATTENTION) -> Sequence[Rule]:
     """Returns the rules of a layer's parts, whose names begin with `layers.{layer}`."""
-    attention = [
-        Same(f"layers.{{layer}}.attention.{ours}.{{tensor}}", f"{LAYER}.self_attn.{theirs}.{{tensor}}")
-        for ours, theirs in ATTENTION.items()
-    ]
     shared = [
         Same(f"layers.{{layer}}.ffn.shared.{ours}.weight", f"{LAYER}.mlp.shared_experts.{theirs}.weight")
         for ours, theirs in MATRICES.items()
@@ -46,13 +49,19 @@ def layer_rules() -> Sequence[Rule]:
     return (*NORMS, *attention, *FFN, *expert_rules(f"{LAYER}.mlp"), *shared, *router)
 
 
-def prediction_rules(block: int, number: int) -> Sequence[Rule]:
-    """Returns the rules of a block of multi-token prediction, which is layer `number` in their files."""
+def prediction_rules(block: int, number: int, of_layer: Sequence[Rule]) -> Sequence[Rule]:
+    """Returns the rules of a block of multi-token prediction, which is layer `number` in their files.
+
+    Args:
+        block: its number among such blocks.
+        number: its number there.
+        of_layer: the rules of a layer, which such a block contains.
+    """
     own = f"mtp.blocks.{block}"
     rules: list[Rule] = [
         Same(f"{own}.{ours}.weight", f"model.layers.{number}.{theirs}.weight") for ours, theirs in PREDICTION.items()
     ]
-    for rule in layer_rules():
+    for rule in of_layer:
         # Both kinds have two names and nothing else, so that `type(rule)(*names)` makes the rule of the block.
         assert isinstance(rule, Same | Stack)
         names = rule.ours.replace("layers.{layer}", own), rule.theirs.replace("{layer}", str(number))
@@ -63,6 +72,13 @@ def prediction_rules(block: int, number: int) -> Sequence[Rule]:
         for theirs, ours in COPIES.items()
     )
     return [*rules, *copies]
+
+
+def with_predictions(model: Flat, of_layer: Sequence[Rule]) -> Sequence[Rule]:
+    """Returns the rules of a model whose layers have the rules `of_layer`, blocks of multi-token prediction too."""
+    layers = model["layers"]
+    predicted = (prediction_rules(block, layers + block, of_layer) for block in range(model.get("mtp.depth", 0)))
+    return (*ENDS, *of_layer, *(rule for block in predicted for rule in block), *tied_head(model))
 
 
 @frozen
@@ -93,7 +109,7 @@ class DeepSeekV3(ArchitectureComponent):
         *("num_key_value_heads", "pretraining_tp", "qk_head_dim", "head_dim", "ep_size", "output_router_logits"),
         *("aux_loss_alpha", "seq_aux"),
     )
-    training_only = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.router.bias_rate", "ffn.capacity_factor", "mtp.*")
+    training_only = TRAINING_ONLY
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys of latent attention, of experts and of multi-token prediction."""
@@ -109,6 +125,9 @@ class DeepSeekV3(ArchitectureComponent):
             Dropout("attention_dropout"),
             Rope(),
             *moe_fields(),
+            Key("moe_layer_freq", "ffn.every", 1),
+            Only("scoring_func", "sigmoid", "the router is sigmoid_topk"),
+            Only("topk_method", "noaux_tc", "groups are chosen by their two largest scores"),
             Key("rms_norm_eps", "norm.eps", 1e-6),
             Fixed({"attention.norm_eps": 1e-6}),  # the norms of latents ignore `rms_norm_eps`
             Predictions(),
@@ -116,9 +135,7 @@ class DeepSeekV3(ArchitectureComponent):
 
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; a block of multi-token prediction is a further layer there, behind the others."""
-        layers = model["layers"]
-        predicted = (prediction_rules(block, layers + block) for block in range(model.get("mtp.depth", 0)))
-        return (*ENDS, *layer_rules(), *(rule for block in predicted for rule in block), *tied_head(model))
+        return with_predictions(model, layer_rules())
 
 
 @frozen(kw_only=True)
@@ -130,8 +147,8 @@ class KimiK2(DeepSeekV3):
         return (*super().fields(), ExportedAs("deepseek_v3", "transformers has no class for kimi_k2"))
 
 
-def moe_fields() -> Sequence[Field]:
-    """Returns the keys of experts that a sigmoid chooses."""
+def moe_fields(*, first_dense: int = 3, scaling: float = 2.5, groups: int = 8, top_groups: int = 4) -> Sequence[Field]:
+    """Returns the keys of experts that a sigmoid chooses; the arguments are the defaults of keys."""
     return (
         Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
         Fixed({"ffn.dense.type": f"{TRANSFORMER}/swiglu", "ffn.router.type": f"{MOE}/sigmoid_topk"}),
@@ -139,13 +156,10 @@ def moe_fields() -> Sequence[Field]:
         Key("moe_intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
         Key("n_routed_experts", "ffn.experts"),
         Key("n_shared_experts", "ffn.shared_experts", 1),
-        Key("first_k_dense_replace", "ffn.first_dense", 3),
-        Key("moe_layer_freq", "ffn.every", 1),
+        Key("first_k_dense_replace", "ffn.first_dense", first_dense),
         Key("num_experts_per_tok", "ffn.router.top_k"),
-        Key("routed_scaling_factor", "ffn.router.scaling", 2.5),
-        Key("n_group", "ffn.router.groups", 8),
-        Key("topk_group", "ffn.router.top_groups", 4),
+        Key("routed_scaling_factor", "ffn.router.scaling", scaling),
+        Key("n_group", "ffn.router.groups", groups),
+        Key("topk_group", "ffn.router.top_groups", top_groups),
         Key("norm_topk_prob", "ffn.router.normalise", True),
-        Only("scoring_func", "sigmoid", "the router is sigmoid_topk"),
-        Only("topk_method", "noaux_tc", "groups are chosen by their two largest scores"),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from attrs import frozen
@@ -107,6 +107,13 @@ def all_biases(default: bool = False) -> Field:
         True: {"attention.bias": True, "attention.output_bias": True},
     }
     return Choice("attention_bias", settings, default)
+
+
+QKV_BIASES: Mapping[bool, Flat] = {
+    False: {"attention.bias": False},
+    True: {"attention.bias": True, "attention.output_bias": False},
+}
+"""Settings of a key by which queries, keys and values have biases, or nothing has."""
 
 
 def late_windows(config: Config) -> Sequence[bool]:

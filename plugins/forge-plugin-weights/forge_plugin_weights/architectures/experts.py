@@ -13,6 +13,7 @@ from forge_plugin_weights.architectures.dense import (
     FFN,
     NORMS,
     QK_NORM,
+    QKV_BIASES,
     TRANSFORMER,
     all_biases,
     attention_fields,
@@ -99,15 +100,11 @@ class Qwen2MoE(ArchitectureComponent):
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys; queries, keys and values have biases, or nothing has."""
-        biases: dict[bool, Flat] = {
-            True: {"attention.bias": True, "attention.output_bias": False},
-            False: {"attention.bias": False},
-        }
         return (
             *shape_fields(),
             *attention_fields(kv_heads=16),
             LayerWindows(default=4096, switched=True, rule=odd_windows, further=("max_window_layers",)),
-            Choice("qkv_bias", biases, True),
+            Choice("qkv_bias", QKV_BIASES, True),
             *dense_layers(),
             *router_fields(),
             Fixed({"ffn.shared_gate": True}),  # always, in `Qwen2MoeSparseMoeBlock`

@@ -1,0 +1,57 @@
+"""GLM-4.5 to GLM-4.7: experts that a sigmoid chooses, as DeepSeek-V3's, behind grouped-query attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from forge_plugin_weights.architectures.deepseek import (
+    TRAINING_ONLY,
+    Predictions,
+    layer_rules,
+    moe_fields,
+    with_predictions,
+)
+from forge_plugin_weights.architectures.dense import ATTENTION, QK_NORM, QKV_BIASES, attention_fields, shape_fields
+from forge_plugin_weights.fields import Choice, Fixed, Key, Rope
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
+
+QK_EPS = "attention.qk_norm_eps"
+
+
+@frozen
+class NormEps(Key):
+    """`rms_norm_eps` of all norms, where a key says whether there are norms of queries and keys."""
+
+    def write(self, model: Flat) -> Config:
+        """Leaves out the value of those norms if the model has none: it is the default then."""
+        normed = model.get("attention.qk_norm")
+        return super().write(model if normed else {path: value for path, value in model.items() if path != QK_EPS})
+
+
+@frozen(kw_only=True)
+class Glm4Moe(ArchitectureComponent):
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: half of each head is rotated."""
+
+    name = "Glm4MoeForCausalLM"
+    harmless = ("output_router_logits",)
+    training_only = TRAINING_ONLY
+
+    def fields(self) -> Sequence[Field]:
+        """Returns the keys; the output projection of attention never has a bias."""
+        norms: dict[bool, Flat] = {value: {"attention.qk_norm": value} for value in (False, True)}
+        return (
+            *shape_fields(),
+            *attention_fields(kv_heads=8, rope=Rope(share=0.5)),
+            Choice("attention_bias", QKV_BIASES, False),
+            Choice("use_qk_norm", norms, False),
+            *moe_fields(first_dense=1, scaling=1.0, groups=1, top_groups=1),
+            Fixed({"ffn.every": 1}),
+            NormEps("rms_norm_eps", ("norm.eps", QK_EPS), 1e-5),
+            Predictions(),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; a block of multi-token prediction is a further layer there, behind the others."""
+        return with_predictions(model, layer_rules([*ATTENTION, *QK_NORM]))
