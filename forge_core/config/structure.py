@@ -65,7 +65,8 @@ class Findings:
 def structure(root: Node, type_: Any, catalog: Catalog, needed: tuple[str, ...] = ("",)) -> tuple[Any, Findings]:
     """The typed value of a tree, or `INVALID`.
 
-    After a mistake in a key, its default stands in, so that further rules can be checked; do not use such a value.
+    After a mistake in a key, its default stands in, so that further rules can be checked; do not use such a value. No
+    default stands in for a component.
     A component that is neither in nor below the tables `needed`, and cannot be read, is `Unavailable`, and no mistake.
     """
     structurer = _Structurer(root, catalog, needed=needed)
@@ -215,9 +216,10 @@ class _Structurer:
         values = {key: given[key] if key in given else self._default(f, key, cls) for key, f in fields.items()}
         refused = self._refused(given, values, fields)
         self._note_deprecated(given, fields)
-        # By another structurer, whose findings are dropped: the user did not ask for these defaults.
+        # By another structurer, whose findings are dropped: the user did not ask for these defaults. None stands in for
+        # a component: rules would report on one that the job does not name.
         aside = _Structurer(self._root, self._catalog, self._path)
-        values |= {key: aside._default(fields[key], key, cls) for key in refused}
+        values |= {key: aside._default(fields[key], key, cls) for key in refused if not is_component(fields[key].type)}
         _demand_valid(values.values())
         try:
             return cls(**{key: value for key, value in values.items() if value is not NOTHING})

@@ -243,6 +243,8 @@ class LossComponent(Component["LossFunction"]):
 
     kind = "loss"
     resumes_as = "flag"
+    is_cross_entropy: ClassVar[bool] = True
+    """Whether what it reports of held-out sequences is in nats per token, so that they have a perplexity."""
 
     def build(self, context: BuildContext) -> LossFunction:
         """Returns the function, which is called for each micro-batch, in evaluations too."""

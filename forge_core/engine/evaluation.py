@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 class HeldOut(EvaluationComponent):
     """Token-weighted loss and perplexity over held-out sequences; bits per byte where the data has byte counts.
 
-    Logs `{prefix}/loss` in nats per token, `{prefix}/perplexity`, `{prefix}/tokens` and `{prefix}/bits_per_byte`. Does
-    nothing where the data has no held-out part.
+    Logs `{prefix}/loss` in nats per token, `{prefix}/perplexity`, `{prefix}/tokens` and `{prefix}/bits_per_byte`; of a
+    loss that is no cross-entropy, `{prefix}/loss` and `{prefix}/tokens`. Does nothing where the data has no held-out
+    part.
     """
 
     sequences: int = field(default=0, validator=ge(0))
@@ -60,8 +61,9 @@ class HeldOut(EvaluationComponent):
         if not tokens:  # rows without labels have no loss, rather than one of 0
             return {}
         loss = loss_sum / tokens
-        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
-        if text_bytes:
+        perplexity = {"perplexity": math.exp(min(loss, 700.0))} if context.job.loss.is_cross_entropy else {}
+        metrics = {"loss": loss, **perplexity, "tokens": tokens}
+        if text_bytes and perplexity:
             metrics["bits_per_byte"] = loss / math.log(2) / (text_bytes / all_labels)
         return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
 

@@ -24,7 +24,7 @@ from forge_plugin_compile import Compile
 from forge_plugin_float8 import Float8
 from forge_plugin_lion import Lion
 from forge_plugin_lowbit import AdamW8bit
-from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
+from forge_plugin_moe import ExpertChoice, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, ExpertParallel, PipelineParallel
 from forge_plugin_schedule_free import ScheduleFreeAdamW
@@ -359,10 +359,31 @@ def test_float8_computes_what_is_around_routed_experts(tmp_path):
 
 def test_ranks_that_share_experts_wait_inside_of_blocks(tmp_path):
     stages = {"fsdp": FSDP(), "ep": ExpertParallel(degree=2), "compile": Compile()}
-    job = tiny_job(str(tmp_path), Catalog.installed(), model=MODEL, parallel=stages, **SIZES)
+    job = tiny_job(str(tmp_path), Catalog.installed(), model=MODEL, parallel=stages, **SIZES | {"precision": "fp32"})
     check_problems(problems_of(job, 2), at("parallel.compile.fullgraph", "parallel.ep"))
     job = attrs.evolve(job, parallel=stages | {"compile": Compile(fullgraph=False)})
     check_problems(problems_of(job, 2))
+
+
+@pytest.mark.parametrize(
+    ("ffn", "train", "refused"),
+    [
+        (MoE(backend="loop"), {}, "model.ffn:"),
+        (MoE(capacity_factor=2.0), {}, "model.ffn:"),
+        (MoE(router=ExpertChoice()), {}, "model.ffn.router:"),
+        (MoE(), {"precision": "fp64"}, "model.ffn:"),
+        (MoE(), {"device": "cuda"}, "model.ffn:"),
+        (MoE(), {}, ""),
+        (MoE(backend="grouped_mm"), {"precision": "bf16", "device": "cuda"}, ""),
+    ],
+)
+def test_experts_whose_counts_the_host_waits_for_are_no_whole_graph(tmp_path, ffn, train, refused):
+    model = attrs.evolve(MODEL, ffn=ffn)
+    job = tiny_job(str(tmp_path), Catalog.installed(), model=model, parallel={"compile": Compile()}, **SIZES)
+    job = attrs.evolve(job, train=attrs.evolve(job.train, **{"precision": "fp32", **train}))
+    check_problems(problems_of(job, 1), *([at("parallel.compile.fullgraph", refused)] if refused else []))
+    job = attrs.evolve(job, parallel={"compile": Compile(fullgraph=False)})
+    check_problems(problems_of(job, 1))
 
 
 def test_pipelines_are_cut_by_what_a_token_meets(tmp_path):

@@ -107,6 +107,12 @@ def test_rules_about_a_table_with_mistakes_wait_for_their_correction(problems: P
     check_problems(problems("[model]\ndim = 30\nhaeds = 5"), at("model.haeds", "'heads'", origin="job.toml:3"))
 
 
+def test_rules_are_not_checked_with_another_component_than_the_job_names(problems: Problems) -> None:
+    """With the default scheduler in its place, the rule of `careful` would report on one that nobody named."""
+    refusals = problems('[train]\ngrad_clip_norm = 0.0\n[plugins.careful]\n[scheduler]\ntype = "cosin"')
+    check_problems(refusals, at("scheduler.type", "cosin", origin="job.toml:5"))
+
+
 def test_the_layout_is_that_of_the_ranks_asked_for(load: Load, problems: Problems) -> None:
     stages = "[parallel.tp]\ndegree = 2\n[parallel.fsdp]"
     assert load(stages, world_size=8).parallel["tp"].degrees() == {"tp": 2}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from attrs import frozen
 
+from forge_core.config.keys import walk_components
 from forge_core.contracts.components import ParallelComponent
-from forge_core.contracts.errors import Problem
+from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
 
 MODULES = "it changes linear layers, and the changed ones must be compiled"
 HOOKS = "its hooks inside the blocks must be there when they are traced"
+WHOLE = "a block does not fit into one graph"
+
+
+@runtime_checkable
+class HasGraphBreak(Protocol):
+    """A component of a model whose module may need a number on the host, as `forge_plugin_moe.MoE` does."""
+
+    def graph_break(self, precision: str, device: str, backend: str) -> str:
+        """Returns what the host waits for with this `train.precision` on "cpu" or "cuda"; empty: nothing.
+
+        A backend that only traces, such as `eager`, may take what `inductor` cannot.
+        """
+        ...
 
 
 @frozen(kw_only=True)
@@ -54,10 +68,32 @@ class Compile(ParallelComponent):
             yield Problem("mode", message)
         for name, stage in job.parallel.items():
             if self.fullgraph and stage.waits_in_blocks:
-                message = f"a block does not fit into one graph with parallel.{name}: {stage.waits_in_blocks}"
+                message = f"{WHOLE} with parallel.{name}: {stage.waits_in_blocks}"
                 yield Problem("fullgraph", f"{message}; set fullgraph = false")
+        # With "auto", only what would be on both devices is known yet
+        on_each = [set(self._graph_breaks(job, device)) for device in devices_of(job)]
+        yield from sorted(set.intersection(*on_each), key=str)
+
+    def _graph_breaks(self, job: Job, device: str) -> Iterator[Problem]:
+        for path, part in walk_components(job.model, "model"):
+            if not (self.fullgraph and isinstance(part, HasGraphBreak)):
+                continue
+            if reason := part.graph_break(job.train.precision, device, self.backend):
+                yield Problem("fullgraph", f"{WHOLE} with {path}: {reason}; set fullgraph = false")
 
     def build(self, context: BuildContext) -> ParallelStage:
+        """Returns the stage.
+
+        Raises:
+            JobError: a block does not fit into one graph on the device of the run.
+        """
         from forge_plugin_compile.stage import CompileStage
 
+        if problems := list(self._graph_breaks(context.job, context.device.type)):
+            raise JobError(problem.below(context.path) for problem in problems)
         return CompileStage(self)
+
+
+def devices_of(job: Job) -> tuple[str, ...]:
+    """The devices that a job may run on."""
+    return ("cpu", "cuda") if job.train.device == "auto" else (job.train.device,)

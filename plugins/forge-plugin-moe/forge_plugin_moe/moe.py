@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from forge_core.job import Job
 
 
+LEFT_CHOICES = "the host waits for how many choices are left"
+"""Why a router or a capacity that leaves tokens out breaks the graph of a block."""
+
+
 def isolation_problem(choice: str) -> str:
     """Returns the message for a choice among the tokens of a sequence whose documents are isolated."""
     reason = f"{choice} over a whole sequence, so documents that data.packing isolates would change each other"
@@ -151,6 +155,10 @@ class ExpertChoice(LinearRouter):
 
         return ExpertChoiceRouter(self, context, dim, experts)
 
+    def graph_break(self, precision: str, device: str, backend: str) -> str:
+        """The wait for a count of choices; see `forge_plugin_compile.compile.HasGraphBreak`."""
+        return LEFT_CHOICES
+
 
 @frozen(kw_only=True)
 class Hash(RouterComponent):
@@ -229,6 +237,17 @@ class MoE(FFNComponent):
         if self.capacity_factor and job.data.packing.isolates:
             yield Problem("capacity_factor", isolation_problem("an expert's capacity is filled"))
         yield from (problem.below("router") for problem in self.router.expert_problems(self.experts))
+
+    def graph_break(self, precision: str, device: str, backend: str) -> str:
+        """The wait for counts of tokens; see `forge_plugin_compile.compile.HasGraphBreak`."""
+        if self.capacity_factor:
+            return LEFT_CHOICES
+        grouped = ("bf16",) if device == "cuda" else ("bf16", "fp32")  # as `modules.experts.runs_grouped`
+        if backend != "inductor" or self.backend == "grouped_mm" or (self.backend == "auto" and precision in grouped):
+            return ""  # other backends take sizes that are not known yet
+        where = "" if precision == "fp64" else f" on {device}"
+        why = "" if self.backend == "loop" else f", as grouped_mm cannot compute {precision}{where}"
+        return f"the host waits for the sizes of experts{why}"
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Returns a `MoELayer`, or `dense` in the layers that `first_dense` and `every` exclude."""

@@ -146,6 +146,7 @@ def test_the_evaluation_is_the_formula_on_what_is_held_out(tmp_path: Path) -> No
             chosen, rejected = scores(training.run, [example for row in rows for example in row])
     assert found["eval/loss"] == pytest.approx(trl(chosen, rejected, None, 0.0).item(), rel=1e-10)
     assert found["eval/loss/bradley_terry"] == pytest.approx(found["eval/loss"], rel=1e-12)
+    assert not {"eval/perplexity", "eval/bits_per_byte"} & set(found)
     assert found["eval/rewards/accuracy"] == pytest.approx((chosen > rejected).double().mean().item())
     assert found["eval/rewards/margin"] == pytest.approx((chosen - rejected).mean().item(), rel=1e-10)
 
