@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,14 @@ def _parser() -> argparse.ArgumentParser:
         action.add_argument(
             "--architecture", default="", metavar="NAME", help="of the model, in place of the one that its files name"
         )
+    for action in (inspecting, importing, verifying):
+        action.add_argument(
+            "--ignore",
+            action="append",
+            default=[],
+            metavar="KEY",
+            help="a key of config.json that Forge does not know, and that means nothing; may be given several times",
+        )
     return parser
 
 
@@ -89,11 +97,13 @@ def inspect(options: argparse.Namespace) -> int:
     # Imported by the actions, so that --help needs no torch
     from forge_core.plugins.catalog import Catalog
     from forge_plugin_weights.importing import read_folder
-    from forge_plugin_weights.inspecting import describe, describe_images
+    from forge_plugin_weights.inspecting import describe, describe_images, without
 
     catalog, config = Catalog.installed(), read_folder(options.folder)
     architecture = _architecture(config, options.architecture, catalog)
+    config = without(architecture, config, options.ignore)
     rows, supported = describe(architecture, config)
+    rows += [[key, "", "ignored: --ignore"] for key in options.ignore]
     images = list(describe_images(architecture, config))
     if options.json:
         keys = [dict(zip(("key", "value", "in_forge"), row, strict=True)) for row in rows]
@@ -116,7 +126,7 @@ def import_model(options: argparse.Namespace) -> int:
     """Make a run folder of a published model; its files are linked, not copied."""
     from forge_core.plugins.catalog import Catalog
     from forge_plugin_weights.downloads import checksum_line
-    from forge_plugin_weights.importing import LEFT_OUT, ORIGIN, START, import_folder, read_folder, read_json
+    from forge_plugin_weights.importing import IGNORED, LEFT_OUT, ORIGIN, START, import_folder, read_folder, read_json
     from forge_plugin_weights.inspecting import remarks
     from forge_plugin_weights.matching import listed
 
@@ -127,12 +137,14 @@ def import_model(options: argparse.Namespace) -> int:
         copy=options.copy,
         tokenizer=not options.no_tokenizer,
         architecture=options.architecture,
+        ignore=options.ignore,
         catalog=catalog,
     )
     config, origin = read_folder(options.folder), read_json(run / ORIGIN)
-    notes = list(remarks(_architecture(config, options.architecture, catalog), config))
+    notes = [f"{key} = {value!r} of config.json is ignored" for key, value in origin[IGNORED].items()]
+    notes += list(remarks(_architecture(config, options.architecture, catalog), config))
     if options.json:
-        facts = {name: origin[name] for name in ("model_type", "files", "digests", LEFT_OUT)}
+        facts = {name: origin[name] for name in ("model_type", "files", "digests", LEFT_OUT, IGNORED)}
         print_json({"run": run, "start": run / START, "notes": notes, **facts})
         return ExitCode.FINISHED
     for note in notes:
@@ -163,7 +175,13 @@ def verify(options: argparse.Namespace) -> int:
     if options.report is not None:
         options.report = output_file(options.report, "--report")  # refused before a long comparison
     catalog = Catalog.installed()
-    one, other = (open_side(path, catalog, options.architecture) for path in (options.first, options.second))
+    sides = options.first, options.second
+    ignored = [_there(path, options.ignore) for path in sides]  # an export lacks what was ignored at the import
+    if missing := [key for key in options.ignore if not any(key in keys for keys in ignored)]:
+        raise JobError(f"--ignore {missing[0]}: no config.json of the two has such a key")
+    one, other = (
+        open_side(path, catalog, options.architecture, keys) for path, keys in zip(sides, ignored, strict=True)
+    )
     # First: an error of the user's files is found at once, while comparing all tensors may take long.
     prompts = text_batch(options.prompts, (one, other)) if options.prompts else None
     tensors = list(compare_tensors(one, other))
@@ -197,6 +215,15 @@ def verify(options: argparse.Namespace) -> int:
     for line in lines:
         print(line)
     return code
+
+
+def _there(path: Path, keys: Collection[str]) -> Collection[str]:
+    """Returns those of some keys that the `config.json` of a folder has, in whichever of its tables."""
+    from forge_plugin_weights.importing import CONFIG, read_json
+    from forge_plugin_weights.tables import flattened
+
+    names = flattened(read_json(path / CONFIG)) if (path / CONFIG).is_file() else {}
+    return [key for key in keys if any(f".{key}." in f".{name}." for name in names)]
 
 
 def export(options: argparse.Namespace) -> int:

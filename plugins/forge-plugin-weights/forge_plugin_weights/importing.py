@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.outputs import free_path, unfinished
 from forge_plugin_weights.downloads import check_small_files, check_weights
 from forge_plugin_weights.files import BLOCK, SUFFIX, Place, Room, places_in
+from forge_plugin_weights.inspecting import value_at, without
 from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
 from forge_plugin_weights.matching import Match, check_tensors, match_names, unused_tensors
 from forge_plugin_weights.numbers import FiniteCheck, check_dtypes
@@ -69,6 +70,8 @@ ORIGIN = "origin.json"
 """File of an imported run folder: where it came from, the SHA-256 of each file, and what vouches for it."""
 LEFT_OUT = "left_out"
 """Key of that file: names of the weights that the import has no use for."""
+IGNORED = "ignored"
+"""Key of that file: keys of `config.json` that were left out by `--ignore`, with their values."""
 NO_GGUF = "GGUF, the format of llama.cpp, is not read; give the model's folder with config.json and safetensors files"
 SPELLED = "spelled_tokens"
 """Key of the tokenizer."""
@@ -89,13 +92,22 @@ class Source:
     places: Mapping[str, Place]
     files: Sequence[Path]
     """With weights, the largest first."""
+    ignored: Mapping[str, Any]
+    """Keys of the configuration that its reader has left out, as they mean nothing, with their values."""
 
     @classmethod
-    def open(cls, folder: Path, catalog: Catalog, architecture: str = "") -> Source:
+    def open(cls, folder: Path, catalog: Catalog, architecture: str = "", ignore: Collection[str] = ()) -> Source:
         """Read the configuration and the headers of all files.
+
+        Args:
+            folder: with the model.
+            catalog: which architectures there are.
+            architecture: in place of the one that `config.json` names.
+            ignore: keys of `config.json`, unknown to Forge, that are left out.
 
         Raises:
             JobError: there is no such folder, or its files are damaged.
+            JobError: a key to ignore is not there, or known.
             JobError: no installed architecture is its own.
         """
         config = read_folder(folder)
@@ -113,7 +125,8 @@ class Source:
         files = {place.file for place in stored.values()}
         return cls(
             folder=folder,
-            config=chosen.part_of(config),
+            config=chosen.part_of(without(chosen, config, ignore)),
+            ignored={key: value_at(chosen.part_of(config), key) for key in ignore},
             model_type=name,
             architecture=chosen,
             places=renamed(wide_places(stored, config), renames, folder),
@@ -195,6 +208,7 @@ def import_folder(
     copy: bool = False,
     tokenizer: bool = True,
     architecture: str = "",
+    ignore: Collection[str] = (),
     catalog: Catalog | None = None,
 ) -> Path:
     """Make a run folder of a published model.
@@ -207,6 +221,7 @@ def import_folder(
         copy: whether to copy the files, and not to link them, as is possible on one file system only.
         tokenizer: whether to take the tokenizer too.
         architecture: in place of the one that `config.json` names: a name, or the place of a class.
+        ignore: keys of `config.json`, unknown to Forge, that mean nothing; `origin.json` lists them.
         catalog: which components there are; by default those that are installed.
 
     Returns:
@@ -220,7 +235,7 @@ def import_folder(
     _check_name(output)  # before files of many gigabytes are read
     catalog = catalog or Catalog.installed()
     check_small_files(folder)  # before they are read: what a flipped bit makes of them may be anything
-    source = Source.open(folder, catalog, architecture)
+    source = Source.open(folder, catalog, architecture, ignore)
     finite = FiniteCheck(source.places)
     with Reader() as reader:
         # First, since it takes longest: everything else runs in the meantime.
@@ -407,6 +422,7 @@ class ImportedRun:
             "folder": str(self.source.folder.resolve()),
             "model_type": self.source.model_type,
             "config": dict(self.source.config),
+            IGNORED: dict(self.source.ignored),
             "files": {path.name: digest for path, digest in sha256.items()},
             "tokenizer": tokenizer_digests(self.folder),
             "digests": check_weights(self.source.folder, sha256),

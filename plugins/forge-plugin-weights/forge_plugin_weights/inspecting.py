@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, InnerTable, Unsupported, reading
 from forge_plugin_weights.pixels import image_table
-from forge_plugin_weights.tables import HARMLESS, all_fields, flattened, read_config
+from forge_plugin_weights.tables import HARMLESS, all_fields, flattened, means_nothing, read_config
 
-NOTHING = "no meaning for the model"
+NOTHING, NOT_KNOWN = "no meaning for the model", "NOT KNOWN"
 Rows = list[Sequence[str]]
 
 
 def describe(architecture: ArchitectureComponent, config: Config) -> tuple[Rows, bool]:
     """Returns a row for each key of a configuration, and whether Forge supports all of it."""
     return _rows(architecture, all_fields(architecture), architecture.part_of(config))
+
+
+def without(architecture: ArchitectureComponent, config: Config, ignored: Collection[str]) -> Config:
+    """Returns a configuration without keys that whoever imports it knows to mean nothing.
+
+    Args:
+        architecture: whose configuration it is.
+        config: the configuration, or that of a larger model of which the architecture is a part.
+        ignored: the keys; those in tables of it, with dots (`text_config.version`).
+
+    Raises:
+        JobError: there is no such key, or Forge knows it, so that it may change what the model computes.
+    """
+    if not ignored:
+        return config
+    config = architecture.part_of(config)
+    rows, _ = describe(architecture, config)
+    meanings = {row[0]: row[2] for row in rows}
+    for key in ignored:
+        if key not in meanings:
+            near = get_close_matches(key, meanings, 1)
+            hint = f"did you mean {near[0]}?" if near else "weights inspect lists its keys"
+            raise JobError(f"--ignore {key}: config.json has no such key; {hint}")
+        if meanings[key] != NOT_KNOWN:
+            raise JobError(f"--ignore {key}: Forge knows this key, and only others can be ignored ({meanings[key]})")
+    return _without(config, ignored)
+
+
+def _without(config: Config, keys: Collection[str], path: str = "") -> Config:
+    return {
+        key: _without(value, keys, f"{path}{key}.") if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if f"{path}{key}" not in keys
+    }
+
+
+def value_at(config: Config, key: str) -> Any:
+    """Returns the value of a key, which may be in a table of a configuration, with dots; None if it is not there."""
+    for name in key.split("."):
+        if not isinstance(config, Mapping) or name not in config:
+            return None
+        config = config[name]
+    return config
 
 
 def describe_images(architecture: ArchitectureComponent, config: Config) -> Sequence[str]:
@@ -33,6 +78,7 @@ def _rows(
 ) -> tuple[Rows, bool]:
     meanings: dict[str, str] = dict.fromkeys((*HARMLESS, *architecture.harmless, *harmless), NOTHING)
     supported = True
+    flat: dict[str, Any] = {}
     tables: dict[str, InnerTable] = {}
     for field in fields:
         try:
@@ -41,7 +87,8 @@ def _rows(
                     tables[table.name] = table
                     meanings |= dict.fromkeys(field.keys, "")
                     continue  # its rows say more than all of it at once
-                settings = ", ".join(f"model.{path} = {value!r}" for path, value in field.read(config).items())
+                flat |= (read := field.read(config))
+                settings = ", ".join(f"model.{path} = {value!r}" for path, value in read.items())
                 settings = "; ".join(filter(None, (settings, field.remark(config))))
         except Unsupported as error:
             settings, supported = f"NOT SUPPORTED: {error}", False
@@ -54,10 +101,12 @@ def _rows(
             rows += own
             supported = supported and all_known
             continue
+        if key not in meanings and means_nothing(key, value, flat):
+            meanings[key] = NOTHING
         if key not in meanings:
             supported = False
         text = repr(value)
-        rows.append([key, text if len(text) < 40 else f"{text[:36]}…", meanings.get(key, "NOT KNOWN") or "supported"])
+        rows.append([key, text if len(text) < 40 else f"{text[:36]}…", meanings.get(key, NOT_KNOWN) or "supported"])
     return rows, supported
 
 

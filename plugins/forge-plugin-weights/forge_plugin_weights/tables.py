@@ -28,11 +28,38 @@ HARMLESS = frozenset(
         *("auto_map", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation"),
         # Settings of generation, which old files have here; transformers takes them out, too.
         *("do_sample", "max_length", "max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty"),
+        *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "early_stopping", "forced_bos_token_id"),
+        *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_eos_token_id", "typical_p"),
+        *("length_penalty", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "output_scores"),
+        *("num_return_sequences", "remove_invalid_values", "return_dict_in_generate", "suppress_tokens"),
+        # Of every model, of texts or not, in files of versions before 5.
+        *("decoder_start_token_id", "finetuning_task", "is_decoder", "prefix", "sep_token_id", "task_specific_params"),
+        *("tf_legacy_loss", "tokenizer_class", "torchscript", "use_bfloat16"),
         # Notes of other programs.
         *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
     )
 )
 """Keys of every configuration that say nothing about what the model computes."""
+
+INERT: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "pruned_heads": {},
+    "tie_encoder_decoder": False,
+    "qkv_bias": False,
+    "shared_expert_intermediate_size": 0,
+}
+"""Keys that add nothing to a model at one value, by which architectures without such a part read them."""
+REPEATED: Mapping[str, str] = {"use_qk_norm": "attention.qk_norm"}
+"""Keys that repeat what an architecture has at all times, and the keys of `[model]` that they have to agree with."""
+IGNORE_HINT = "a key that changes nothing about the model's numbers may be left out: --ignore KEY"
+
+
+def means_nothing(key: str, value: Any, flat: Flat) -> bool:
+    """Whether a key that no field of an architecture reads changes nothing about the model that the fields describe."""
+    if key in INERT:
+        return bool(value == INERT[key] and type(value) is type(INERT[key]))
+    return key in REPEATED and flat.get(REPEATED[key], False) is value
 
 
 def read_config(architecture: ArchitectureComponent, config: Config) -> dict[str, Any]:
@@ -59,8 +86,7 @@ def read_fields(
         JobError: as `read_config`.
     """
     known = {key for field in fields for key in field.keys} | HARMLESS | {*architecture.harmless, *harmless}
-    # A key that no field reads is an error, as it may change what the model computes. All errors are listed at once.
-    problems = [Problem(key, f"{config[key]!r} is not known to Forge") for key in config if key not in known]
+    problems = []
     flat: dict[str, Any] = {}
     for field in fields:
         try:
@@ -68,6 +94,11 @@ def read_fields(
                 flat |= field.read(config)
         except Unsupported as error:
             problems.append(Problem("", str(error)))
+    # A key that no field reads is an error, as it may change what the model computes. All errors are listed at once.
+    unknown = [key for key in config if key not in known and not means_nothing(key, config[key], flat)]
+    problems = [*(Problem(key, f"{config[key]!r} is not known to Forge") for key in unknown), *problems]
+    if unknown:
+        problems.append(Problem("", IGNORE_HINT))
     if problems:
         raise JobError(problems)
     return with_pattern(flat)

@@ -8,7 +8,7 @@ Shapes: B rows, S positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,8 @@ class Side:
 class PublishedSide(Side):
     """A published model in a folder."""
 
-    def __init__(self, folder: Path, catalog: Catalog, architecture: str) -> None:
-        self._source, self._catalog = Source.open(folder, catalog, architecture), catalog
+    def __init__(self, folder: Path, catalog: Catalog, architecture: str, ignore: Collection[str] = ()) -> None:
+        self._source, self._catalog = Source.open(folder, catalog, architecture, ignore), catalog
         self.job = imported_job(self._source, Path("published"), False, catalog)  # a folder's name may be none of a job
         self.match = match_model(self._source, self.job, catalog)
         check_tensors(self._source.architecture, self.match, self._source.shapes, folder)
@@ -113,9 +113,18 @@ class TrainedSide(Side):
         return build_tokenizer(self.job, build_context(self.job, self._catalog, self._run))
 
 
-def open_side(path: Path, catalog: Catalog, architecture: str = "") -> Side:
-    """Returns the model in a folder: a published one if it has a `config.json`, else a run's or checkpoint's."""
-    return PublishedSide(path, catalog, architecture) if (path / CONFIG).is_file() else TrainedSide(path, catalog)
+def open_side(path: Path, catalog: Catalog, architecture: str = "", ignore: Collection[str] = ()) -> Side:
+    """Returns the model in a folder: a published one if it has a `config.json`, else a run's or checkpoint's.
+
+    Args:
+        path: the folder.
+        catalog: which architectures there are.
+        architecture: of a published model, in place of the one that its files name.
+        ignore: keys of its `config.json` that mean nothing.
+    """
+    if (path / CONFIG).is_file():
+        return PublishedSide(path, catalog, architecture, ignore)
+    return TrainedSide(path, catalog)
 
 
 @frozen

@@ -19,6 +19,7 @@ from published_models import ids_of, logits, ours, randomised
 
 from forge_core.cli import main
 from forge_core.contracts.components import ModelComponent
+from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.importing import import_folder
@@ -85,6 +86,73 @@ def test_inspect_accepts_it_as_it_is_published(tmp_path, capsys, name):
     part = LANGUAGE_MODELS.get(CONFIGS[name]["model_type"])
     assert main(["weights", "inspect", str(tmp_path), *(["--architecture", part] if part else [])]) == 0
     assert "NOT" not in capsys.readouterr().out
+
+
+OLD = {
+    "add_cross_attention": False,
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "is_decoder": False,
+    "cross_attention_hidden_size": None,
+    "decoder_start_token_id": None,
+    "diversity_penalty": 0.0,
+    "early_stopping": False,
+    "encoder_no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "finetuning_task": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "length_penalty": 1.0,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "output_scores": False,
+    "prefix": None,
+    "pruned_heads": {},
+    "remove_invalid_values": False,
+    "return_dict_in_generate": False,
+    "sep_token_id": None,
+    "suppress_tokens": None,
+    "typical_p": 1.0,
+    "task_specific_params": None,
+    "tf_legacy_loss": False,
+    "tie_encoder_decoder": False,
+    "tokenizer_class": None,
+    "torchscript": False,
+    "use_bfloat16": False,
+}
+"""What `to_dict` of `PretrainedConfig` in transformers 4.57 adds to every model's configuration."""
+CODER = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+"""Keys of Qwen3-Coder that its class does not read."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_full_dump_of_version_4_means_the_same(name):
+    config = CONFIGS[name]
+    plain = read_config(architecture(config), config)
+    assert read_config(architecture(config), {**OLD, **config}) == plain
+    if config["model_type"] == "qwen3_moe":
+        assert read_config(architecture(config), {**config, **CODER}) == plain
+
+
+@pytest.mark.parametrize(
+    ("keys", "model_type"),
+    [
+        ({"add_cross_attention": True}, "llama"),
+        ({"pruned_heads": {"1": [0]}}, "llama"),
+        ({"qkv_bias": True}, "qwen3_moe"),
+        ({"qkv_bias": 0}, "qwen3_moe"),
+        ({"use_qk_norm": False}, "qwen3_moe"),
+        ({"use_qk_norm": True}, "llama"),
+        ({"shared_expert_intermediate_size": 32}, "qwen3_moe"),
+    ],
+)
+def test_such_a_key_is_refused_where_it_would_mean_something(keys, model_type):
+    config = next(config for config in CONFIGS.values() if config["model_type"] == model_type)
+    with pytest.raises(JobError, match=rf"{next(iter(keys))}: .* is not known"):
+        read_config(architecture(config), {**config, **keys})
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -137,13 +137,42 @@ def test_a_configuration_is_shown_key_by_key(tmp_path, capsys):
     assert (novelty["value"], "NOT KNOWN" in novelty["in_forge"]) == ("3", True)
 
 
+def test_a_key_without_meaning_is_ignored_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    MODELS["llama"].write(Path("published"))
+    config = json.loads(Path("published/config.json").read_text())
+    config |= {"internal_version": "7b-alpha", "deeper": {"note": 1}}
+    Path("published/config.json").write_text(json.dumps(config))
+    words = ["weights", "import", "published", "--no-tokenizer", "--out", "run"]
+    assert main(words) == 2
+    assert not lacks(capsys.readouterr().err, "internal_version: '7b-alpha'", "deeper", "--ignore KEY")
+    assert main([*words, "--ignore", "internal_verson", "--ignore=deeper"]) == 2
+    assert not lacks(capsys.readouterr().err, "--ignore internal_verson", "did you mean internal_version?")
+    assert main([*words, "--ignore=internal_version", "--ignore=hidden_size"]) == 2
+    assert not lacks(capsys.readouterr().err, "--ignore hidden_size", "model.dim = 32")
+    assert main([*words, "--ignore=internal_version"]) == 2
+    assert "deeper" in capsys.readouterr().err
+    assert not Path("run").exists()
+    both = ["--ignore=internal_version", "--ignore", "deeper"]
+    assert main(["weights", "inspect", "published", *both]) == 0
+    assert "ignored" in capsys.readouterr().out
+    assert main([*words, *both]) == 0
+    assert "note: internal_version = '7b-alpha' of config.json is ignored" in capsys.readouterr().out
+    ignored = {"internal_version": "7b-alpha", "deeper": {"note": 1}}
+    assert json.loads(Path("run/origin.json").read_text())["ignored"] == ignored
+    assert main(["weights", "verify", "published", "run", *both]) == 0
+    assert main(["weights", "verify", "published", "run", *both, "--ignore=other"]) == 2
+    assert main(["weights", "export", "run", "--out", "out"]) == 0
+    assert not json.loads(Path("out/config.json").read_text()).keys() & ignored.keys()
+
+
 def test_json_of_an_import_and_an_export_has_what_their_folders_have(published, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["weights", "import", str(published), "--out", "runs/theirs", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["run"], facts["start"], facts["notes"]) == ("runs/theirs", "runs/theirs/start.toml", [])
     origin = json.loads(Path("runs/theirs/origin.json").read_text())
-    for name in ("model_type", "files", "digests", "left_out"):
+    for name in ("model_type", "files", "digests", "left_out", "ignored"):
         assert facts[name] == origin[name]
     assert main(["weights", "export", "runs/theirs", "--out", "out", "--dtype=float16", "--verify", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
