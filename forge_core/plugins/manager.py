@@ -121,6 +121,9 @@ class Plugins:
             self._manager.register(plugin, name)
         except pluggy.PluginValidationError as error:
             raise self._refused(name, error) from error
+        except ValueError as error:  # plugins that are equal are one to pluggy
+            twin = next(other for other, each in self.active.items() if each == plugin and other != name)
+            raise PluginError(f"plugins {twin!r} and {name!r} have the same type and keys; remove one") from error
         implementations = list(self._implementations(plugin))
         if not implementations:
             raise PluginError(

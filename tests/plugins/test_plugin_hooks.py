@@ -112,6 +112,18 @@ def test_an_argument_that_the_specification_lacks_is_refused(make_job, catalog):
     assert "contxt" in message
 
 
+def test_equal_plugins_of_two_tables_are_refused(catalog):
+    @hookimpl
+    def forge_training_hooks(self, job):
+        """Has a hook, as a plugin must."""
+        return []
+
+    cls = plugin(forge_training_hooks=forge_training_hooks)
+    with pytest.raises(PluginError) as caught:
+        Plugins({"first": cls(), "second": cls()}, catalog)
+    assert not lacks(str(caught.value), "'first'", "'second'", "remove one")
+
+
 def test_a_plugin_without_hooks_is_refused(make_job, catalog):
     message = refused(make_job, catalog, plugin(forge_build_model=lambda self: None))
     assert not lacks(message, "no hook", "@forge_core.hookimpl")

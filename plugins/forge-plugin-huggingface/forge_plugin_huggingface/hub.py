@@ -42,6 +42,8 @@ def explained(path: str, key: str = "path") -> Iterator[None]:
     except Exception as error:
         # On one line: errors of HTTP clients have several
         reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if isinstance(error, StopIteration):  # by `datasets`, which infers columns from the first row
+            reason = "its files have no rows"
         raise JobError([Problem(key, f"{path!r} cannot be used ({reason}); {_tried(path)}")]) from error
 
 

@@ -63,7 +63,8 @@ def target_problems(model: Model, targets: Sequence[str], rank: int, *, decompos
     ends = {name.rpartition(".")[2] for name in known}
     for number, target in enumerate(targets):
         if target != ALL and not any(_fits(target, name, role) for name, role in known.items()):
-            hint = did_you_mean(target, [ALL, *ROLES, *ends, *known]) or f"; there are {', '.join(sorted(ends))}"
+            similar = did_you_mean(target, [ALL, *ROLES, *ends, *known])
+            hint = similar or f"; modules end in {', '.join(sorted(ends))}, as {next(iter(known), 'none')} does"
             where = _elsewhere(model, target)
             yield Problem(f"targets.{number}", f"{target!r} fits no module that can have an adapter{where or hint}")
     chosen = select(model, targets, rank)

@@ -76,6 +76,11 @@ class KTO(PreferenceLoss):
         if self.estimate_z:
             yield Baseline()
 
+    def plan_lines(self, job: Job) -> Iterable[tuple[str, str]]:
+        """Yields that a plan leaves out the pass for z, whose rows it does not have."""
+        if self.estimate_z:
+            yield "kto z", "a forward pass of model and reference before each step; its time and memory are not counted"
+
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Yields where the reference comes from, and the first loss if it is known."""
         return describe_reference(self, context)
