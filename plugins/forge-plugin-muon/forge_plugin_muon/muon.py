@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, le, optional
@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.optimizer import NamedParameters
+    from forge_plugin_muon.optimizer import MuonOptimizer
 
 SMALL = 5e-3
 """Rates below it, with the original scaling, are more often left from another optimizer than meant."""
 
 
-def _momentum(_instance: object, _attribute: object, value: float | SchedulerComponent) -> None:
+def momentum_or_schedule(_instance: object, _attribute: object, value: float | SchedulerComponent) -> None:
+    """Validator of a momentum, in [0, 1), or a schedule.
+
+    Raises:
+        ValueError: it is a number outside.
+    """
     if not isinstance(value, SchedulerComponent) and not 0 <= value < 1:
         raise ValueError(f"must be >= 0 and < 1, or a schedule, got {value}")
 
@@ -44,7 +50,7 @@ class Muon(OptimizerComponent):
 
     lr: float = field(default=0.02, validator=gt(0))
     """Base learning rate of matrices; the schedule multiplies it."""
-    momentum: float | SchedulerComponent = field(default=0.95, validator=_momentum)
+    momentum: float | SchedulerComponent = field(default=0.95, validator=momentum_or_schedule)
     """Decay of the average of the gradient. A table makes it a schedule."""
     nesterov: bool = True
     """Whether the present gradient counts once more, with weight 1 - momentum."""
@@ -101,14 +107,28 @@ class Muon(OptimizerComponent):
                 yield "Newton-Schulz", dtype, native if dtype == "bfloat16" else "this processor emulates bfloat16"
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        from forge_plugin_muon.optimizer import MuonOptimizer
+
+        return self.build_as(MuonOptimizer, context, parameters)
+
+    def build_as(
+        self, optimizer: type[MuonOptimizer], context: BuildContext, parameters: NamedParameters, **settings: Any
+    ) -> MuonOptimizer:
+        """Build a subclass of Muon's optimizer with the keys of this component.
+
+        Args:
+            optimizer: the class.
+            context: the run's.
+            parameters: all of the model's.
+            settings: arguments that Muon's optimizer lacks.
+        """
         import torch
 
         from forge_kit.optim.matrix_optimizer import divide
-        from forge_plugin_muon.optimizer import MuonOptimizer
 
         matrices, others = divide(parameters)
         wide = self.ns_dtype == "fp32" or (self.ns_dtype == "auto" and context.job.train.precision != "bf16")
-        return MuonOptimizer(
+        return optimizer(
             [matrices.group()],
             others.groups(self.adam_weight_decay),
             lr=self.lr,
@@ -127,4 +147,5 @@ class Muon(OptimizerComponent):
             fused=self.fused,
             working_bytes=int(self.working_gb * 1e9),
             mesh=context.mesh,
+            **settings,
         )

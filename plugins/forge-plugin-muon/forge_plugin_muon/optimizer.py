@@ -123,13 +123,23 @@ class MuonOptimizer(MatrixOptimizer):
             place = matrix.own_place
             return torch.lerp(gradients[parameter][place], averages[parameter][place], share).to(dtype)
 
-        def orthogonal(_: Sequence[Matrix], matrices: list[Tensor]) -> Sequence[Tensor]:
-            return orthogonalise(matrices, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
+        def directions_to_updates(owned: Sequence[Matrix], wholes: list[Tensor]) -> Sequence[Tensor]:
+            return self.updates_of(group, owned, wholes)
 
-        updates = self.each_matrix(trained, dtype, direction, orthogonal, stacked=newton_schulz.TOGETHER)
+        updates = self.each_matrix(trained, dtype, direction, directions_to_updates, stacked=newton_schulz.TOGETHER)
         for parameter, matrix, update in updates:
             rate = group["lr"] * _scale(matrix.shape, group["scaling"])
             weights[parameter][matrix.own_place].add_(update, alpha=-rate)
+
+    def updates_of(self, group: dict[str, Any], owned: Sequence[Matrix], directions: list[Tensor]) -> Sequence[Tensor]:
+        """Returns U, before rate and scale, of whole matrices that this rank owns. Subclasses may change it.
+
+        Args:
+            group: the group of parameters.
+            owned: the matrices.
+            directions: the momentum of each (rows, columns), in the dtype of the iteration and of the results.
+        """
+        return orthogonalise(directions, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
 
     def _dtype_for(self, weight: Tensor) -> torch.dtype:
         dtype = fast_dtype(weight.device) if self._ns_dtype is None else self._ns_dtype

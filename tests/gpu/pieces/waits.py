@@ -21,6 +21,8 @@ from gpu.runs import decoder, experts, load, merged, train
 IGNORING = {"train": {"non_finite": "ignore"}}
 """For optimizers that cannot leave out an update on the device: the policy alone makes them wait."""
 
+PLAIN = ("lion", "muon", "normuon", "dion", "adamw_8bit")
+"""Optimizers that are tried with all else at its defaults."""
 SILENT: dict[str, dict[str, Any]] = {
     "dense": {},
     "fp32": {"train": {"precision": "fp32"}},
@@ -34,7 +36,10 @@ SILENT: dict[str, dict[str, Any]] = {
     "recomputed in part": {"parallel": {"activation_checkpointing": {"mode": "selective"}}},
     "float8": {"parallel": {"float8": {}}},
     "ema": {"plugins": {"ema": {}}},
-    **{name: merged(IGNORING, {"optimizer": {"type": name}}) for name in ("lion", "muon", "adamw_8bit")},
+    **{
+        name: merged(IGNORING, {"optimizer": {"type": name}})
+        for name in ("lion", "muon", "normuon", "dion", "adamw_8bit")
+    },
     "parameters in bf16": merged(IGNORING, {"optimizer": {"type": "adamw_8bit", "parameter_dtype": "bf16"}}),
     "schedule-free": merged(IGNORING, {"optimizer": {"type": "schedule_free_adamw"}}),
 }
