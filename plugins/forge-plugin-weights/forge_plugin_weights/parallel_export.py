@@ -221,20 +221,23 @@ def _use_parts(ranks: Ranks, hand_over: Callable[[Use], None], use: Use, end: Ca
 
 @torch.no_grad()
 def _hand_over(tensor: Tensor, target: Target, name: str, use: Use, first: bool) -> None:
-    for piece in target.match.parts[name]:
-        if not piece.written:
-            continue
-        # This rank's rows are spread over theirs: whole slices are gathered, which the mesh's first rank writes.
-        if not piece.in_rows and isinstance(tensor, DTensor):
-            is_first_of_mesh = not any(tensor.device_mesh.get_coordinate() or ())
-            for whole, offsets in _gathered(tensor):
-                if is_first_of_mesh:
-                    use(piece, whole.cpu(), offsets)
-            continue
-        part = OwnTensor.of(tensor)
-        # Replicas hold the same numbers, of which one is written.
-        if first and part.is_first_copy:
-            use(piece, local_part(tensor).detach().cpu(), part.offsets)
+    pieces = [piece for piece in target.match.parts[name] if piece.written]
+    spread = [piece for piece in pieces if not piece.in_rows] if isinstance(tensor, DTensor) else []
+    own = [piece for piece in pieces if piece.in_rows] if isinstance(tensor, DTensor) else pieces
+    # This rank's rows are spread over theirs: slices are gathered whole, once for all pieces, and the mesh's first rank
+    # writes them.
+    if spread and isinstance(tensor, DTensor):
+        is_first_of_mesh = not any(tensor.device_mesh.get_coordinate() or ())
+        for whole, offsets in _gathered(tensor):
+            values = whole.cpu() if is_first_of_mesh else whole
+            for piece in spread if is_first_of_mesh else ():
+                use(piece, values, offsets)
+    part = OwnTensor.of(tensor)
+    # Replicas hold the same numbers, of which one is written.
+    if own and first and part.is_first_copy:
+        values = local_part(tensor).detach().cpu()
+        for piece in own:
+            use(piece, values, part.offsets)
 
 
 def _gathered(tensor: DTensor) -> Iterator[tuple[Tensor, Sequence[int]]]:

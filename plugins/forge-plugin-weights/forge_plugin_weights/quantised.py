@@ -27,7 +27,7 @@ WIDE: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("floa
 KNOWN: Mapping[str, Collection[Any]] = {
     "quant_method": ("fp8",),
     "activation_scheme": ("dynamic",),
-    "fmt": ("e4m3", "e5m2"),
+    "fmt": ("e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2"),  # the latter in MiniMax's files
     "scale_fmt": ("float", "ue8m0"),
 }
 """Values of keys of a `quantization_config`; those that say how activations are rounded mean nothing here."""

@@ -320,3 +320,73 @@ class Interleaved:
             return own.mT if turned else own
 
         return Part(ours=ours, theirs=theirs, shape=(*outer, count * width), of_ours=whole, of_theirs=of_theirs)
+
+
+@frozen(kw_only=True)
+class RotaryRows:
+    """Rows of queries or keys of heads whose rotated pairs are neighbours there, and half the rotated width apart here.
+
+    In a head of E rows, of which R are rotated, ours has pair i in rows i and R/2 + i, theirs in rows 2i and 2i + 1;
+    the rows behind them are the same.
+    """
+
+    ours: str = field(kw_only=False)
+    theirs: str = field(kw_only=False)
+    width: int
+    """E."""
+    rotated: int
+    """R."""
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns three parts of each head: first and second rows of pairs, and rows that are not rotated."""
+        groups = match(self.ours, name)
+        if groups is None:
+            return ()
+        theirs, shape, half = self.theirs.format(**groups), shapes[name], self.rotated // 2
+        pieces = ((0, half, 0, 2), (half, half, 1, 2), (self.rotated, self.width - self.rotated, self.rotated, 1))
+        return [
+            self._part(name, theirs, shape, (head + first, count, head + there, step))
+            for head in range(0, shape[0], self.width)
+            for first, count, there, step in pieces
+            if count
+        ]
+
+    def _part(self, ours: str, theirs: str, shape: tuple[int, ...], rows: tuple[int, int, int, int]) -> Part:
+        first, count, there, step = rows
+        return Part(
+            ours=ours,
+            theirs=theirs,
+            shape=shape,
+            offsets=(first, *(0 for _ in shape[1:])),
+            sizes=(count, *shape[1:]),
+            torn=step > 1,
+            row=there,
+            of_ours=lambda tensor: tensor[first : first + count],
+            of_theirs=lambda tensor: tensor[there : there + step * count : step],
+        )
+
+
+@frozen
+class StackedRows:
+    """Stacks of ours, (E, ..., D) each, that are one below the other in each slice of one stack of theirs."""
+
+    ours: Sequence[str]
+    theirs: str
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns one part: rows of every slice, behind the rows of the tensors before it in `ours`."""
+        for number, template in enumerate(self.ours):
+            if (groups := match(template, name)) is not None:
+                lengths = [shapes[other.format(**groups)][1] for other in self.ours]
+                return [self._part(name, self.theirs.format(**groups), lengths, number, shapes[name])]
+        return ()
+
+    def _part(self, ours: str, theirs: str, lengths: Sequence[int], number: int, shape: tuple[int, ...]) -> Part:
+        start = sum(lengths[:number])
+        return Part(
+            ours=ours,
+            theirs=theirs,
+            shape=(shape[0], sum(lengths), *shape[2:]),
+            of_ours=whole,
+            of_theirs=lambda tensor: tensor[:, start : start + lengths[number]],
+        )

@@ -91,12 +91,23 @@ ALWAYS: Mapping[str, Draw] = {
 """Keys that all configurations of an architecture have which reads them."""
 OPTIONAL: Mapping[str, Draw] = {
     "tie_word_embeddings": same(st.booleans()),
-    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"), same(RATES)),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"), same(EPS)),
+    **dict.fromkeys(
+        (
+            "attention_dropout",
+            "resid_pdrop",
+            "embd_pdrop",
+            "attn_pdrop",
+            "hidden_dropout",
+            "residual_dropout",
+            "embedding_dropout",
+        ),
+        same(RATES),
+    ),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"), same(EPS)),
     "hidden_act": same(st.just("silu")),
     "num_key_value_heads": lambda sizes: st.sampled_from([n for n in (1, 2, 4, 8) if sizes.heads % n == 0]),
     "head_dim": same(HEADS),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "norm_topk_prob"), same(st.booleans())),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "norm_topk_prob", "use_bias"), same(st.booleans())),
     "layer_types": types,
     "max_window_layers": lambda sizes: st.integers(0, sizes.layers + 1),
     "sliding_window_pattern": same(st.integers(1, 7)),
@@ -127,6 +138,11 @@ OPTIONAL: Mapping[str, Draw] = {
     "router_jitter_noise": same(st.just(0.0)),
     **dict.fromkeys(("full_attn_mod", "interpolate_factor"), same(st.just(1))),
     "use_qk_norm": same(st.booleans()),
+    "attention_out_bias": same(st.just(False)),
+    "use_routing_bias": same(st.just(True)),
+    "qk_norm_type": same(st.just("per_layer")),
+    "shared_intermediate_size": same(st.just(0)),
+    "attn_type_list": by_layer([1]),
     "no_rope_layers": by_layer([0, 1]),
     "no_rope_layer_interval": same(st.integers(1, 7)),
 }
@@ -135,6 +151,10 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("gpt_neox", "hidden_act"): same(GELU),
     ("gemma", "hidden_act"): same(st.just("gelu_pytorch_tanh")),
     ("gemma", "hidden_activation"): same(st.sampled_from(["gelu_pytorch_tanh", None])),
+    **{("starcoder2", key): same(GELU) for key in ("hidden_act",)},
+    ("minimax_m2", "use_qk_norm"): same(st.just(True)),
+    ("minimax_m2", "sliding_window"): same(st.none()),
+    ("minimax_m2", "attention_bias"): same(st.just(False)),
     **{("phi3", key): same(st.just(False)) for key in ("attention_bias", "mlp_bias")},
     **{(type_, "attention_bias"): same(st.just(False)) for type_ in ("deepseek_v3", "kimi_k2")},
 }
@@ -143,6 +163,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "qwen2_moe": ("num_local_experts",),
     "qwen3_moe": ("num_local_experts",),
     "gpt_oss": ("num_experts",),
+    "minimax_m2": ("num_experts", "rotary_dim"),
 }
 """Other names of keys, which a configuration does not have beside them."""
 
@@ -262,8 +283,8 @@ def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[An
 ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "gpt2": st.just({}),
     "gpt_neox": neox_ropes(),
-    "glm4_moe": shared_ropes(*SCALED[:2]),
-    "mixtral": ropes(*SCALED[:4]),  # version 5 fails at LongRoPE without head_dim
+    **dict.fromkeys(("glm4", "glm4_moe", "minimax_m2"), shared_ropes(*SCALED[:2])),
+    **dict.fromkeys(("mixtral", "ministral"), ropes(*SCALED[:4])),  # version 5 fails at LongRoPE without head_dim
     "gemma3_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
     "olmo3": window_ropes("rope_theta", *SCALED[:1], *SCALED[2:4]),
 }
@@ -308,7 +329,7 @@ def configs(draw: st.DrawFn, type_: str) -> dict[str, Any]:
         if key in ELSEWHERE or key in SET_BY_ROPES or key in UNREAD.get(type_, ()):
             continue
         if key in ALWAYS:
-            config[key] = draw(ALWAYS[key](own))
+            config[key] = draw((OWN.get((type_, key)) or ALWAYS[key])(own))
         elif draw(st.booleans()):
             config[key] = draw((OWN.get((type_, key)) or OPTIONAL[key])(own))
     if type_ == "phi3":  # whose heads divide the width

@@ -155,6 +155,12 @@ SPECIAL: Mapping[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_i
 """Within the vocabulary, where a class has larger ones by default."""
 
 
+FULL = ["full_attention"]
+HALF_ROTATED: Mapping[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+}
+
+
 @torch.no_grad()
 def randomised(model: Any) -> Any:
     """Returns the model, for evaluation, with noise on all parameters, norms too, and on the biases of routers."""
@@ -221,6 +227,24 @@ MODELS: Mapping[str, Published] = {
     "deepseek_v3": Published("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
     "glm4_moe": Published("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, without norms": Published("Glm4Moe", {**GLM4_MOE, "n_group": 2, "topk_group": 1, "head_dim": 16}),
+    "glm4": Published("Glm4", {**SPECIAL, **HALF_ROTATED, "head_dim": 16}),
+    "glm4, tied": Published("Glm4", {**SPECIAL, "head_dim": 8, "tie_word_embeddings": True, "attention_bias": False}),
+    "exaone4": Published("Exaone4", {**WINDOWS, **SPECIAL, "num_hidden_layers": 4, "rope_parameters": LLAMA3}),
+    "exaone4, without windows": Published(
+        "Exaone4",
+        {**SPECIAL, "sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
+    ),
+    "ministral": Published("Ministral", {**WINDOWS, "head_dim": 16, "layer_types": ["sliding_attention"] + FULL * 2}),
+    "seed_oss": Published("SeedOss", {**SPECIAL, "head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "starcoder2": Published("Starcoder2", {**WINDOWS, **SPECIAL}),
+    "starcoder2, untied": Published("Starcoder2", {**SPECIAL, "use_bias": False, "tie_word_embeddings": False}),
+    "granitemoe": Published(
+        "GraniteMoe",
+        {**GRANITE, "mlp_bias": ..., "logits_scaling": 2.0, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "minimax_m2": Published(
+        "MiniMaxM2", {**SPECIAL, **HALF_ROTATED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
     "phi3": Published("Phi3", {**PHI, "sliding_window": 12}),
     "phi3, longrope": Published("Phi3", {**PHI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     "gpt_neox": Published("GPTNeoX", GPT_NEOX),

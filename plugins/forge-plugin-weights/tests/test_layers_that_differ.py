@@ -12,12 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_models import EXPERTS
 
+from forge_core.config.load import to_toml
 from forge_core.contracts.components import ModelComponent
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.exporting import find_form
 from forge_plugin_weights.kinds import Unsupported
-from forge_plugin_weights.tables import architectures, fitting_forms, read_config, write_config
+from forge_plugin_weights.layered import of_layers
+from forge_plugin_weights.tables import (
+    architectures,
+    fitting_forms,
+    flattened,
+    read_config,
+    resolved,
+    write_config,
+)
 from forge_testing.refusals import at, refuses, refuses_all
 
 CATALOG = Catalog.installed()
@@ -319,6 +328,50 @@ def test_layers_with_two_windows_are_refused():
         write_config(ARCHITECTURES["qwen3"], of_job(PATTERN.format(near=near, far=far)), CATALOG)
 
 
+def windows_and_ropes(config: Mapping[str, Any]) -> list[tuple[int, bool]]:
+    """The window of each layer of EXAONE 4, and whether it has an encoding of positions."""
+    model = parse_component(read_config(ARCHITECTURES["exaone4"], config), "config.json", ModelComponent, CATALOG)
+    layers: Any = ARCHITECTURES["exaone4"]
+    flat = resolved(layers, flattened(to_toml(model, CATALOG)))
+    return [
+        (layer["attention.window"], layer["attention.rope.type"] != "forge-plugin-transformer/none")
+        for layer in of_layers(flat)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"sliding_window_pattern": "LLLG"}, [(8, True)] * 3 + [(0, False)] + [(8, True), (0, False)]),
+        ({"sliding_window_pattern": "LG"}, [(8, True), (0, False)] * 3),
+        ({"sliding_window_pattern": 3}, ([(8, True)] * 2 + [(0, False)]) * 2),
+        ({"layer_types": ["full_attention"] * 6}, [(0, False)] * 6),
+        ({"sliding_window": None}, [(0, True)] * 6),
+    ],
+)
+def test_layers_of_exaone_without_a_window_have_no_positions_beside_layers_with_one(keys, expected):
+    config = {**SIZES, "sliding_window": 8, **keys}
+    assert windows_and_ropes(config) == expected
+    model = parse_component(read_config(ARCHITECTURES["exaone4"], config), "config.json", ModelComponent, CATALOG)
+    assert windows_and_ropes(write_config(ARCHITECTURES["exaone4"], model, CATALOG)) == expected
+
+
+@pytest.mark.parametrize(
+    ("window", "rope", "facts"),
+    [(8, "none", ["attention.window", "attention.rope"]), (0, "none", ["attention.rope differs between layers"])],
+)
+def test_positions_that_exaone_does_not_have_so_are_refused(window, rope, facts):
+    table = read_config(ARCHITECTURES["exaone4"], {**SIZES, "sliding_window": None})
+    attention = table["attention"]
+    rope_of_others = {"type": f"forge-plugin-transformer/{rope}"}
+    kinds = {"one": {**attention, "window": window}, "other": {**attention, "window": window, "rope": rope_of_others}}
+    pattern = {"type": "forge-plugin-transformer/pattern", "layers": ["one", "other"], "kinds": kinds}
+    job = {**table, "attention": pattern}
+    model = parse_component(job, "job.toml", ModelComponent, CATALOG)
+    with refuses("", *facts):
+        write_config(ARCHITECTURES["exaone4"], model, CATALOG)
+
+
 @pytest.mark.parametrize("type_", ARCHITECTURES)
 def test_a_model_of_other_keys_altogether_is_refused_and_not_stumbled_over(type_):
     fields = ARCHITECTURES[type_].fields()
@@ -345,7 +398,11 @@ def test_a_model_of_other_keys_altogether_is_refused_and_not_stumbled_over(type_
         ),
         ("smollm3", {"no_rope_layers": [1]}, at("", "no_rope_layers", 1, 6)),
         ("olmo3", {"rope_parameters": {"rope_theta": 5.0}}, at("", "rope_parameters", "rope_theta")),
-        ("mistral", {"layer_types": ["full_attention"] * 6}, at("layer_types", "'full_attention'")),
+        (
+            "mistral",
+            {"layer_types": ["full_attention"] * 6},
+            [at("layer_types", "'full_attention'"), at("", "--ignore")],
+        ),
         ("llama", {"vocab_size": ...}, at("", "vocab_size")),
         ("llama", {"rope_scaling": "yarn"}, at("", "rope_scaling = 'yarn'")),
         (
@@ -368,6 +425,9 @@ def test_a_model_of_other_keys_altogether_is_refused_and_not_stumbled_over(type_
             {**EXPERTS, "shared_expert_intermediate_size": 24, "moe_intermediate_size": 0},
             at("", "shared_expert_intermediate_size = 24", "ZeroDivisionError"),
         ),
+        ("exaone4", {"sliding_window_pattern": "LLXG"}, at("", "sliding_window_pattern = 'LLXG'")),
+        ("exaone4", {"sliding_window_pattern": ""}, at("", "sliding_window_pattern = ''")),
+        ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, at("", "attention_out_bias", "alone")),
         ("llama", {"quantization_config": "fp8"}, at("", "quantization_config = 'fp8'")),
         ("llama", {"quantization_config": {**FP8, "weight_block_size": 128}}, at("", "weight_block_size = 128")),
         ("llama", {"quantization_config": {**FP8, "weight_block_size": [0, 1]}}, at("", "weight_block_size = [0, 1]")),
@@ -375,6 +435,6 @@ def test_a_model_of_other_keys_altogether_is_refused_and_not_stumbled_over(type_
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused(type_, keys, expected):
-    with refuses_all(expected):
+    with refuses_all(*(expected if isinstance(expected, list) else [expected])):
         config = {key: value for key, value in {**SIZES, **keys}.items() if value is not ...}
         read_config(ARCHITECTURES[type_], config)

@@ -1,6 +1,7 @@
 """Configurations of published models, key for key, as their publishers spell them.
 
-`published_configs.json` has them by the name of the repository. Lists of factors of LongRoPE, which say nothing about
+`published_configs.json` has them by the name of the repository, copied from public code and documentation; where only a
+part could be found, the name says "some keys". Lists of factors of LongRoPE, which say nothing about
 keys, are shorter to write than the published ones, and of their length.
 """
 
@@ -56,10 +57,11 @@ SMALL: Mapping[str, int] = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
     "sliding_window": 8,
+    "rotary_dim": 16,
 }
 """Sizes of the models that are built, where a configuration has the key, and it is neither null nor 1."""
 LAYERS = 6
-LISTS = ("layer_types", "no_rope_layers")
+LISTS = ("layer_types", "no_rope_layers", "attn_type_list")
 """Keys with an entry for each layer."""
 ALWAYS = ("HuggingFaceTB/SmolLM2-135M", "microsoft/Phi-4-mini-instruct", "moonshotai/Kimi-K2-Instruct")
 
@@ -241,6 +243,8 @@ def test_a_rate_of_dropout_is_read_and_the_user_told(tmp_path, capsys):
         ("Qwen/Qwen2.5-0.5B", "dual_chunk_attention_config", {"chunk_size": 262144}),
         ("Qwen/Qwen3-30B-A3B", "mlp_only_layers", [3]),
         ("moonshotai/Kimi-K2-Instruct", "scoring_func", "softmax"),
+        ("MiniMaxAI/MiniMax-M2", "shared_intermediate_size", 1024),
+        ("MiniMaxAI/MiniMax-M2.5", "attn_type_list", [1] * 61 + [0]),
         ("microsoft/Phi-4-mini-instruct", "full_attn_mod", 2),
     ],
 )

@@ -68,12 +68,21 @@ TRAINED_TOO: Mapping[str, str] = {
     "qwen2_moe": "fsdp2",
     "gpt_neox": "fsdp2",
     "gpt2": "tp2",
+    "glm4_moe": "ep2",
+    "glm4": "tp2",
+    "exaone4": "pp2",
+    "starcoder2": "fsdp2",
+    "granitemoe": "ep2",
+    "minimax_m2": "tp2",
     "llava, experts": "ep2",
     "paligemma": "fsdp2",
     "smolvlm": "pp2",
 }
 """Models that together have the layers of all other architectures, each under one layout."""
-LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "olmo3", "granite", "smollm3", "gemma", "gemma2", "gemma3_text")
+LIKE_LLAMA = (
+    *("mistral", "ministral", "qwen2", "qwen3", "olmo2", "olmo3", "exaone4", "granite", "smollm3", "seed_oss"),
+    *("gemma", "gemma2", "gemma3_text"),
+)
 """Architectures with Llama's matrices, by the same names and rules."""
 IMAGES = "forge_testing.vision:RandomImages"
 JOB: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE."""
+"""Mixtral, Granite MoE, MiniMax-M2, Qwen2-MoE and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -20,16 +20,29 @@ from forge_plugin_weights.architectures.dense import (
     shape_fields,
     tied_head,
 )
-from forge_plugin_weights.fields import REQUIRED, Choice, Fixed, Irrelevant, Key, Only, setting, value_of
+from forge_plugin_weights.architectures.llama_like import granite_factors
+from forge_plugin_weights.fields import (
+    REQUIRED,
+    SHARE,
+    Choice,
+    Fixed,
+    Irrelevant,
+    Key,
+    Only,
+    Rope,
+    setting,
+    value_of,
+)
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import LayerWindows, Window, depth
-from forge_plugin_weights.rules import Same, Stack
+from forge_plugin_weights.rules import Same, Stack, StackedRows
 
 MOE = "forge-plugin-moe"
 MATRICES: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MIXTRAL: Mapping[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 """Matrices of an expert: our name, Mixtral's."""
 WIDTH = "shared_expert_intermediate_size"
+ROTARY_WIDTH = "rotary_dim"
 BALANCE = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.capacity_factor")
 """Losses of routers, and the capacity, which exist in training only."""
 
@@ -151,6 +164,122 @@ class Qwen3MoE(ArchitectureComponent):
         layer = "model.layers.{layer}.mlp"
         router = Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight")
         return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, router, *expert_rules(layer), *tied_head(model))
+
+
+@frozen(kw_only=True)
+class GraniteMoE(ArchitectureComponent):
+    """Granite 3.0 and 3.1 with experts, and PowerMoE: factors as Granite's, routing as Mixtral's."""
+
+    name = "GraniteMoeForCausalLM"
+    harmless = ("output_router_logits", "router_aux_loss_coef")
+    training_only = BALANCE
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            *shape_fields(),
+            Fixed({"attention.qk_norm": False}),
+            *attention_fields(),
+            all_biases(),
+            *granite_factors(),
+            Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
+            Fixed({"ffn.router.type": f"{MOE}/softmax_topk", "ffn.router.normalise": "after"}),
+            Key("num_local_experts", "ffn.experts", 8),
+            Key("num_experts_per_tok", "ffn.router.top_k", 2),
+            Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
+            Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),  # no layer is dense
+            Key("rms_norm_eps", "norm.eps", 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; gate and up projection of all experts are one stack."""
+        ours, theirs = "layers.{layer}.ffn", "model.layers.{layer}.block_sparse_moe"
+        experts = (
+            Same(f"{ours}.router.weight", f"{theirs}.router.layer.weight"),
+            StackedRows([f"{ours}.experts.{gate}.weight" for gate in ("gate", "up")], f"{theirs}.input_linear.weight"),
+            Same(f"{ours}.experts.down.weight", f"{theirs}.output_linear.weight"),
+        )
+        return (*ENDS, *NORMS, *ATTENTION, *experts, *tied_head(model))
+
+
+@frozen
+class RotaryWidth(Rope):
+    """The position encoding, whose rotated part of a head MiniMax's files give as a width: `rotary_dim`."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (*super().keys, ROTARY_WIDTH)
+
+    def read(self, config: Config) -> Flat:
+        """Reads the width as a share of the head, which a key has precedence over, as in transformers."""
+        if config.get(ROTARY_WIDTH) is None:
+            return super().read(config)
+        share = config[ROTARY_WIDTH] / value_of(config, "head_dim", 128)
+        completed = {SHARE: share, **config}
+        if config.get("rope_parameters"):
+            completed["rope_parameters"] = {SHARE: completed[SHARE], **config["rope_parameters"]}
+        return super().read(completed)
+
+
+@frozen(kw_only=True)
+class MiniMaxM2(ArchitectureComponent):
+    """MiniMax-M2 to M2.7: norms over all heads of queries and of keys, experts that a sigmoid chooses."""
+
+    name = "MiniMaxM2ForCausalLM"
+    # Blocks of multi-token prediction are in none of the files.
+    harmless = (
+        *("output_router_logits", "router_aux_loss_coef", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
+        "mlp_intermediate_size",  # of a layer that the class has not
+    )
+    training_only = (*BALANCE, "ffn.router.bias_rate")
+
+    def fields(self) -> Sequence[Field]:
+        """Returns the keys; those with one value describe what the class always has."""
+        only = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
+        absent = {"shared_intermediate_size": 0, "attention_bias": False, "sliding_window": None}
+        return (
+            *shape_fields(),
+            *attention_fields(head_dim=128, kv_heads=8, rope=RotaryWidth(theta=5e6, share=1.0)),
+            Fixed({"attention.bias": False, "attention.qk_norm": "all"}),
+            Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
+            Fixed({"ffn.router.type": f"{MOE}/sigmoid_topk", "ffn.router.normalise": True}),
+            Key("num_local_experts", "ffn.experts", 256, other_names=("num_experts",)),
+            Key("num_experts_per_tok", "ffn.router.top_k", 8),
+            Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
+            Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),  # no layer is dense
+            *(Only(key, value, "the class has no other", write_it=False) for key, value in (only | absent).items()),
+            AttentionTypes(),
+            Only("router_jitter_noise", 0.0, "routers add no noise of this kind"),
+            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; the bias of the router is beside its matrix."""
+        layer = "model.layers.{layer}.block_sparse_moe"
+        router = (
+            Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight"),
+            Same("layers.{layer}.ffn.router.bias", f"{layer}.e_score_correction_bias"),
+        )
+        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *router, *expert_rules(layer, MIXTRAL), *tied_head(model))
+
+
+@frozen
+class AttentionTypes(Field):
+    """`attn_type_list`, with a 1 for each layer, whose attention is a softmax."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return ("attn_type_list",)
+
+    @property
+    def written(self) -> Collection[str]:
+        """Empty: every layer of the class is so."""
+        return ()
+
+    def read(self, config: Config) -> Flat:
+        """Raises `Unsupported` for linear attention, which MiniMax-Text-01 has."""
+        if others := {*(config.get("attn_type_list") or ())} - {1}:
+            raise Unsupported(f"attn_type_list has {sorted(others)[0]!r}; attention by a softmax, 1, works")
+        return {}
 
 
 def router_fields(*, normalised: bool | None = None) -> Sequence[Field]:

@@ -1,4 +1,4 @@
-"""GLM-4.5 to GLM-4.7: experts that a sigmoid chooses, as DeepSeek-V3's, behind grouped-query attention."""
+"""GLM-4 of April 2025, and GLM-4.5 to GLM-4.7, whose experts a sigmoid chooses as DeepSeek-V3's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,31 @@ from forge_plugin_weights.architectures.deepseek import (
     moe_fields,
     with_predictions,
 )
-from forge_plugin_weights.architectures.dense import ATTENTION, QK_NORM, QKV_BIASES, attention_fields, shape_fields
+from forge_plugin_weights.architectures.dense import (
+    ATTENTION,
+    ENDS,
+    QK_NORM,
+    QKV_BIASES,
+    attention_fields,
+    named_alike,
+    shape_fields,
+    swiglu_fields,
+    tied_head,
+)
 from forge_plugin_weights.fields import Choice, Fixed, Key, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
+from forge_plugin_weights.rules import RotaryRows, Rows, Same
 
+LAYER = "model.layers.{layer}"
+NORMS: Sequence[Rule] = [
+    Same(f"layers.{{layer}}.{ours}.weight", f"{LAYER}.{theirs}_layernorm.weight")
+    for ours, theirs in {
+        "attention_norm": "input",
+        "attention_post_norm": "post_self_attn",
+        "ffn_norm": "post_attention",
+        "ffn_post_norm": "post_mlp",
+    }.items()
+]
 QK_EPS = "attention.qk_norm_eps"
 
 
@@ -55,3 +76,44 @@ class Glm4Moe(ArchitectureComponent):
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; a block of multi-token prediction is a further layer there, behind the others."""
         return with_predictions(model, layer_rules([*ATTENTION, *QK_NORM]))
+
+
+@frozen(kw_only=True)
+class Glm4(ArchitectureComponent):
+    """GLM-4-0414 and GLM-Z1, 9B and 32B: norms before and after each part, and half of each head is rotated."""
+
+    name = "Glm4ForCausalLM"
+
+    def fields(self) -> Sequence[Field]:
+        """Returns the keys; the output projection of attention never has a bias."""
+        return (
+            *shape_fields(),
+            Fixed({"norm_placement": "both", "attention.qk_norm": False, "ffn.bias": False}),
+            *attention_fields(head_dim=128, kv_heads=2, rope=Rope(share=0.5)),
+            Choice("attention_bias", QKV_BIASES, True),
+            *swiglu_fields(),
+            Key("rms_norm_eps", "norm.eps", 1.5625e-7),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; neighbours are rotated together there, and gate and up projection are one matrix."""
+        width = model["attention.head_dim"]
+        rotated = int(width * model["attention.rope.partial_rotary_factor"])
+        queries_and_keys = (
+            RotaryRows(
+                f"layers.{{layer}}.attention.{ours}.{{tensor}}",
+                f"{LAYER}.self_attn.{ours}_proj.{{tensor}}",
+                width=width,
+                rotated=rotated,
+            )
+            for ours in "qk"
+        )
+        gates = [f"layers.{{layer}}.ffn.{ours}.weight" for ours in ("gate", "up")]
+        return (
+            *ENDS,
+            *NORMS,
+            *queries_and_keys,
+            *named_alike("attention.v", "attention.o", "ffn.down"),
+            Rows(gates, f"{LAYER}.mlp.gate_up_proj.weight"),
+            *tied_head(model),
+        )

@@ -15,12 +15,14 @@ BLOCK = "transformer.h.{layer}"
 LAYER = "gpt_neox.layers.{layer}"
 
 
-def gelu(key: str, default: str) -> Field:
-    """Returns the key of the activation."""
+def gelu(key: str, default: str, *, bias: bool | None = True) -> Field:
+    """Returns the key of the activation; the matrices have biases, or for None as another key says."""
+    biases: Flat = {} if bias is None else {"ffn.bias": bias}
+    names = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
     # Of names that mean the same, an export has the first.
     options: dict[str, Flat] = {
-        name: {"ffn.type": f"{TRANSFORMER}/gelu", "ffn.approximate": kind, "ffn.bias": True}
-        for name, kind in (("gelu", "none"), ("gelu_new", "tanh"), ("gelu_pytorch_tanh", "tanh"), ("gelu_fast", "tanh"))
+        name: {"ffn.type": f"{TRANSFORMER}/gelu", "ffn.approximate": names[name], **biases}
+        for name in sorted(names, key=lambda name: name != default)
     }
     return Choice(key, options, default, "gelu, exact or by its tanh approximation")
 

@@ -1,8 +1,8 @@
-"""Granite and SmolLM3: Llamas but for a key or two."""
+"""Granite, SmolLM3, Ministral, Seed-OSS and StarCoder2: Llamas but for a key or two."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from attrs import frozen
 
@@ -11,15 +11,29 @@ from forge_plugin_weights.architectures.dense import (
     ENDS,
     FFN,
     NORMS,
+    TRANSFORMER,
     all_biases,
     attention_fields,
     shape_fields,
     swiglu_fields,
     tied_head,
 )
-from forge_plugin_weights.fields import Converted, Key
-from forge_plugin_weights.kinds import ArchitectureComponent, Field, Flat, Rule
-from forge_plugin_weights.layer_fields import LayerWindows, RopeOfSomeLayers
+from forge_plugin_weights.architectures.gpt import gelu
+from forge_plugin_weights.fields import Choice, Converted, Dropout, Fixed, Key, Rope
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.layer_fields import LayerWindows, RopeOfSomeLayers, Window, depth
+from forge_plugin_weights.rules import Same
+
+
+def granite_factors() -> Sequence[Field]:
+    """Returns the keys of factors on embeddings, scores, logits, and on what each part adds."""
+    return (
+        Key("attention_multiplier", "attention.scale", 1.0, derived=lambda model: model["attention.head_dim"] ** -0.5),
+        Key("embedding_multiplier", "embedding_scale", 1.0),
+        Key("residual_multiplier", "residual_scale", 1.0),
+        # A divisor there, a factor here
+        Converted("logits_scaling", "logit_scale", lambda divisor: 1 / divisor, lambda factor: 1 / factor, 1.0),
+    )
 
 
 @frozen(kw_only=True)
@@ -33,16 +47,7 @@ class Granite(ArchitectureComponent):
             *shape_fields(),
             *attention_fields(),
             all_biases(),
-            Key(
-                "attention_multiplier",
-                "attention.scale",
-                1.0,
-                derived=lambda model: model["attention.head_dim"] ** -0.5,
-            ),
-            Key("embedding_multiplier", "embedding_scale", 1.0),
-            Key("residual_multiplier", "residual_scale", 1.0),
-            # A divisor there, a factor here
-            Converted("logits_scaling", "logit_scale", lambda divisor: 1 / divisor, lambda factor: 1 / factor, 1.0),
+            *granite_factors(),
             Key("mlp_bias", "ffn.bias", False),
             *swiglu_fields(),
             Key("rms_norm_eps", "norm.eps", 1e-6),
@@ -74,3 +79,117 @@ class SmolLM3(ArchitectureComponent):
 
     def rules(self, model: Flat) -> Sequence[Rule]:
         return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Ministral(ArchitectureComponent):
+    """Ministral 8B: a list says which layers have the window; without it, all have."""
+
+    name = "MinistralForCausalLM"
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            *shape_fields(),
+            *attention_fields(kv_heads=8),
+            LayerWindows(default=4096, rule=lambda config: [True] * depth(config)),
+            Fixed({"attention.bias": False, "attention.qk_norm": False, "ffn.bias": False}),
+            *swiglu_fields(),
+            Key("rms_norm_eps", "norm.eps", 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+
+
+@frozen
+class SeparateBiases(Field):
+    """`attention_bias` of queries, keys and values, and `attention_out_bias` of the output projection."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return ("attention_bias", "attention_out_bias")
+
+    def read(self, config: Config) -> Flat:
+        """Raises `Unsupported` for an output projection that is the only one with a bias."""
+        inner, outer = config.get("attention_bias", True), config.get("attention_out_bias", False)
+        if outer and not inner:
+            raise Unsupported("attention_out_bias = True without attention_bias; Forge has no such bias alone")
+        return {"attention.bias": inner, **({"attention.output_bias": outer} if inner else {})}
+
+    def write(self, model: Flat) -> Config:
+        """Writes both keys."""
+        bias = bool(model.get("attention.bias"))
+        return {"attention_bias": bias, "attention_out_bias": bias and bool(model.get("attention.output_bias"))}
+
+
+@frozen(kw_only=True)
+class SeedOss(ArchitectureComponent):
+    """Seed-OSS 36B: biases of queries, keys and values."""
+
+    name = "SeedOssForCausalLM"
+    harmless = ("pretraining_tp",)
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            *shape_fields(),
+            Fixed({"attention.qk_norm": False}),
+            *attention_fields(head_dim=128, kv_heads=8),
+            SeparateBiases(),
+            Dropout("residual_dropout"),
+            Key("mlp_bias", "ffn.bias", False),
+            *swiglu_fields(),
+            Key("rms_norm_eps", "norm.eps", 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Starcoder2(ArchitectureComponent):
+    """StarCoder2 3B, 7B and 15B: layer norms, and a feed-forward part of two matrices."""
+
+    name = "Starcoder2ForCausalLM"
+    # They describe what the class always has, or repeat another key.
+    harmless = (
+        *("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
+        *("layer_norm_epsilon", "mlp_type", "norm_type", "rms_norm_eps"),
+    )
+
+    def fields(self) -> Sequence[Field]:
+        """Returns the keys; one specifies all biases but those of norms, which are always there."""
+        biases: dict[bool, Flat] = {
+            False: {"attention.bias": False, "ffn.bias": False},
+            True: {"attention.bias": True, "attention.output_bias": True, "ffn.bias": True},
+        }
+        return (
+            Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/layernorm"}),
+            *shape_fields(tied=True)[1:],
+            *attention_fields(kv_heads=2, rope=Rope()),
+            Fixed({"attention.qk_norm": False}),
+            Choice("use_bias", biases, True),
+            gelu("hidden_act", "gelu_pytorch_tanh", bias=None),
+            Key("intermediate_size", "ffn.hidden", derived=lambda model: 4 * model["dim"]),
+            Window(),
+            *(Dropout(key) for key in ("residual_dropout", "embedding_dropout")),
+            Key("norm_epsilon", "norm.eps", 1e-5),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; norms have biases too, and the head has none."""
+        modules = {
+            "attention_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn.up": "mlp.c_fc",
+            "ffn.down": "mlp.c_proj",
+        }
+        return (
+            *ENDS[::2],
+            Same("norm.{tensor}", "model.norm.{tensor}"),
+            *(
+                Same(f"layers.{{layer}}.{o}.{{tensor}}", f"model.layers.{{layer}}.{t}.{{tensor}}")
+                for o, t in modules.items()
+            ),
+            *ATTENTION,
+            *tied_head(model),
+        )

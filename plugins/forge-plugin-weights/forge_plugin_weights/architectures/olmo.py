@@ -1,8 +1,9 @@
-"""OLMo 2 and OLMo 3: norms after attention and feed-forward part, and over all heads of queries and of keys."""
+"""OLMo 2, OLMo 3 and EXAONE 4: norms after attention and feed-forward part, and of queries and keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import compress
 
 from attrs import frozen
 
@@ -18,8 +19,16 @@ from forge_plugin_weights.architectures.dense import (
     tied_head,
 )
 from forge_plugin_weights.fields import Fixed, Key, Rope
-from forge_plugin_weights.kinds import ArchitectureComponent, Field, Flat, Rule
-from forge_plugin_weights.layer_fields import LayerWindows, RopeByWindow, every_nth_is_full
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.layer_fields import (
+    WINDOW,
+    LayerWindows,
+    RopeByWindow,
+    depth,
+    every_nth_is_full,
+    windows_of,
+)
+from forge_plugin_weights.layered import NO_ROPE, merged, of_layers
 from forge_plugin_weights.rules import Same
 
 POST_NORMS: Sequence[Rule] = (
@@ -67,4 +76,77 @@ class Olmo3(ArchitectureComponent):
         return (*olmo_fields(RopeByWindow(windows=WINDOWS, full=base, near=base, near_theta="rope_theta")), WINDOWS)
 
     def rules(self, model: Flat) -> Sequence[Rule]:
+        return (*ENDS, *POST_NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))
+
+
+PATTERN = "sliding_window_pattern"
+
+
+def exaone_windows(config: Config) -> Sequence[bool]:
+    """Returns which layers of EXAONE 4 have a window if no list specifies them: all but each n-th, or by letters."""
+    pattern = config.get(PATTERN, 4)
+    if not isinstance(pattern, str):
+        return every_nth_is_full(pattern or 1)(config)  # 0 and null stand for no window
+    if not pattern or {*pattern} - {*"LG"}:
+        raise Unsupported(f"{PATTERN} = {pattern!r}; a text of L and G works")
+    layers = [pattern[layer % len(pattern)] == "L" for layer in range(depth(config))]
+    return [*layers[:-1], False]  # the last is never local, whatever its letter
+
+
+@frozen(kw_only=True)
+class RopeInWindows(Rope):
+    """A position encoding that only layers with a window have, unless the model has no windows (EXAONE 4)."""
+
+    windows: LayerWindows
+
+    @property
+    def keys(self) -> Collection[str]:
+        """With the key that decides it, which `windows` writes."""
+        return (*super().keys, "sliding_window")
+
+    def read(self, config: Config) -> Flat:
+        """Reads one encoding for all layers, and replaces it by the type `none` in those without a window."""
+        rope = super().read(config)
+        if not self.windows.width(config):
+            return rope
+        try:
+            layers = self.windows.layers(config)
+        except Unsupported:
+            return rope  # the field of windows reports it
+        return merged([rope if windowed else {f"{self.path}.type": NO_ROPE} for windowed in layers])
+
+    def write(self, model: Flat) -> Config:
+        """Writes the encoding of the layers that have one; raises `Unsupported` if other ones have a window."""
+        layers = of_layers(model)
+        encoded = [layer.get(f"{self.path}.type") != NO_ROPE for layer in layers]
+        windowed = [bool(window) for window in windows_of(model)]
+        if any(windowed) and encoded != windowed:
+            raise Unsupported(f"layers with {WINDOW} are others than those with {self.path}, where they are the same")
+        if len({*encoded}) > 1 and not any(windowed):
+            raise Unsupported(f"{self.path} differs between layers, where all have one if none has {WINDOW}")
+        own = super().write(merged(list(compress(layers, encoded)))) if any(encoded) else {}
+        # Without a width, all layers would have the encoding: a width that no layer uses takes it from them.
+        return own if any(encoded) else {"sliding_window": self.windows.default}
+
+
+@frozen(kw_only=True)
+class Exaone4(ArchitectureComponent):
+    """EXAONE 4.0: of the 32B, three layers of four have a window, and the others no encoding of positions."""
+
+    name = "Exaone4ForCausalLM"
+
+    def fields(self) -> Sequence[Field]:
+        """Returns the keys; the encoding is written behind the windows, whose width it may set."""
+        windows = LayerWindows(default=4096, rule=exaone_windows, further=(PATTERN,))
+        return (
+            *shape_fields(),
+            Fixed({"norm_placement": "post", "attention.qk_norm": True, "attention.bias": False, "ffn.bias": False}),
+            windows,
+            *attention_fields(kv_heads=32, rope=RopeInWindows(windows=windows)),
+            *swiglu_fields(),
+            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-5),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Without the norms before attention and feed-forward part, which these models lack."""
         return (*ENDS, *POST_NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))
