@@ -51,6 +51,7 @@ CONTINUES = ROOT / "docs" / "how-to" / "continue-a-published-vlm.md"
 """Likewise, and the data too: its job, which is none without them, is fenced as `ini`."""
 LORA = ROOT / "docs" / "how-to" / "lora.md"
 """Likewise: its second and third job load what the commands make."""
+ARCHITECTURE = ROOT / "docs" / "how-to" / "architecture.md"
 TUTORIAL = ROOT / "docs" / "tutorials" / "own-text.md"
 COOKBOOK = ROOT / "docs" / "cookbook.md"
 METRICS = ROOT / "docs" / "how-to" / "metrics.md"
@@ -65,7 +66,7 @@ MAKE_DATA = (IMAGES, VIDEOS, EVALUATES_VISION, TUTORIAL, COOKBOOK, PREFERENCES, 
 RUN_ALL = (
     *sorted(TEN_MINUTES.glob("*.md")),
     *(ROOT / "docs" / "publishing.md", IMAGES, VIDEOS, EVALUATES, IMPORTS, TUTORIAL, METRICS, LOGGERS, TAPS),
-    *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT),
+    *(EVALUATES_VISION, CONTINUES, PREFERENCES, REWARDS, LORA, SFT, ARCHITECTURE),
 )
 """Pages of which every command is run."""
 

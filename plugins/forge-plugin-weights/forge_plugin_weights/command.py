@@ -218,7 +218,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _there(path: Path, keys: Collection[str]) -> Collection[str]:
-    """Returns those of some keys that the `config.json` of a folder has, in whichever of its tables."""
+    """Returns the keys that the `config.json` of a folder has, in whichever of its tables."""
     from forge_plugin_weights.importing import CONFIG, read_json
     from forge_plugin_weights.tables import flattened
 

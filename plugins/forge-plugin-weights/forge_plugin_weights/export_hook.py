@@ -51,7 +51,7 @@ class Export(TrainingHook):
         """Yields why the model has no published form, so that a run is refused before it trains."""
         from forge_core.plugins.catalog import Catalog
         from forge_plugin_weights.adapters import AddsAdapters
-        from forge_plugin_weights.exporting import find_form
+        from forge_plugin_weights.exporting import find_form, imported_as
 
         # A published model has no place for adapters, and merging needs the whole model in one process
         for name, plugin in job.plugins.items():
@@ -61,7 +61,7 @@ class Export(TrainingHook):
                 yield Problem("", f"{what}: {after}")
                 return
         try:
-            find_form(job.model, Catalog.installed(), self.architecture)
+            find_form(job.model, Catalog.installed(), self.architecture, base=imported_as(job))
         except JobError as error:
             yield from error.problems
 

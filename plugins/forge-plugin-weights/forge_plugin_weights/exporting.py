@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -56,7 +58,15 @@ from forge_plugin_weights.pixels import (
 )
 from forge_plugin_weights.reading import Piece, Reader
 from forge_plugin_weights.scorers import SCORE, scorer
-from forge_plugin_weights.tables import Form, fitting_forms, load_architecture, preferred, write_form
+from forge_plugin_weights.tables import (
+    Form,
+    fitting_forms,
+    load_architecture,
+    place_of,
+    plain_type,
+    preferred,
+    write_form,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,6 +87,7 @@ IMAGE_TOKENS = ("<image>", "<|image|>", "<|image_pad|>")
 """Names of the token that stands for an image, where the tokenizer's files do not say it."""
 KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that an imported model has again, though they mean nothing to Forge."""
+NOTHING: Mapping[str, Any] = {}
 PROVENANCE = "forge"
 """Folder, in an export, with the job and where the weights come from."""
 
@@ -90,10 +101,16 @@ class Target:
     config: Mapping[str, Any]
     """The keys that describe the model."""
     match: Match
+    place: str
+    """Of the architecture's class, if no entry point names it."""
 
 
 def find_target(
-    job: Job, shapes: Mapping[str, tuple[int, ...]], catalog: Catalog, architecture: str = "", origin: str = ""
+    job: Job,
+    shapes: Mapping[str, tuple[int, ...]],
+    catalog: Catalog,
+    architecture: str = "",
+    origin: Mapping[str, Any] = NOTHING,
 ) -> Target:
     """Returns the published form of a model.
 
@@ -102,28 +119,87 @@ def find_target(
         shapes: of its tensors, by Forge's names.
         catalog: which architectures there are.
         architecture: the one to take; by default the plainest that it is of.
-        origin: the one that it was imported as, which is taken where the model is still of it.
+        origin: the record of its import, whose architecture is taken where the model is still of it.
 
     Raises:
         JobError: the model is of no installed architecture; names the keys that have no counterpart.
     """
-    name, form = find_form(_with_vocabulary(job, shapes), catalog, architecture, origin)
+    name, form, place = find_form(_with_vocabulary(job, shapes), catalog, architecture, origin, imported_as(job))
     chosen = scorer(form.architecture) if SCORE in shapes else form.architecture
     if architecture:
         # An architecture that was named may be a part of the model, such as its tower.
         shapes = {own: shape for own, shape in shapes.items() if chosen.has_tensor(own)}
     match = match_names(chosen, form.flat, shapes)
-    return Target(model_type=name, architecture=chosen, config=form.config, match=match)
+    return Target(model_type=name, architecture=chosen, config=form.config, match=match, place=place)
 
 
-def find_form(model: ModelComponent, catalog: Catalog, architecture: str = "", origin: str = "") -> tuple[str, Form]:
-    """Returns a model as its architecture describes it, with the `model_type`; see `find_target`."""
+def find_form(
+    model: ModelComponent,
+    catalog: Catalog,
+    architecture: str = "",
+    origin: Mapping[str, Any] = NOTHING,
+    base: Mapping[str, Any] = NOTHING,
+) -> tuple[str, Form, str]:
+    """Returns a model as its architecture describes it, with the `model_type`, and where its class is.
+
+    Args:
+        model: the component.
+        catalog: which architectures there are.
+        architecture: the one to take.
+        origin: the record of the run's import.
+        base: the record of the import that the run began with, where the run itself is none.
+
+    Raises:
+        JobError: as `find_target`.
+    """
+    record = origin or base
     if architecture:
-        chosen = load_architecture(architecture, catalog)
-        return architecture, write_form(chosen, chosen.part_of_model(model, catalog), catalog)
-    fitting = fitting_forms(model, catalog)
-    name = origin if origin in fitting else preferred(fitting)
-    return name, fitting[name]
+        return _form_as(architecture, model, catalog, record)
+    refused = None
+    if remembered := record.get("architecture", ""):  # of a class that no catalog would find again
+        try:
+            return _form_as(remembered, model, catalog, record)
+        except JobError as error:  # the model has changed since, or is a part of a larger one now
+            refused = error
+    try:
+        fitting = fitting_forms(model, catalog)
+    except JobError as error:
+        raise refused or error from None
+    name = origin.get("model_type", "")
+    name = name if name in fitting else preferred(fitting)
+    return name, fitting[name], ""
+
+
+def _form_as(named: str, model: ModelComponent, catalog: Catalog, record: Mapping[str, Any]) -> tuple[str, Form, str]:
+    chosen = load_architecture(named, catalog)
+    place = place_of(named, chosen, catalog)
+    form = write_form(chosen, chosen.part_of_model(model, catalog), catalog)
+    return _model_type(named, chosen, record) if place else plain_type(named), form, place
+
+
+def _model_type(place: str, architecture: ArchitectureComponent, record: Mapping[str, Any]) -> str:
+    """The `model_type` of a class that no entry point names; raises a `JobError` if it is not known."""
+    imported = record.get("model_type", "") if record.get("architecture") else ""
+    name = architecture.model_type or imported
+    if not re.fullmatch(r"[\w.-]+", name):
+        hint = f'give {place.rpartition(":")[2]} a class variable, model_type = "…"'
+        raise JobError(f"--architecture {place}: which model_type its exports have is not known; {hint}")
+    return name
+
+
+def imported_as(job: Job) -> Mapping[str, Any]:
+    """Returns the record of the imported model that a job begins with, perhaps after other runs; or an empty one."""
+    paths = [getattr(load, "path", "") for load in job.checkpoint.loads.values()]
+    seen: set[Path] = set()
+    while len(paths) == 1 and paths[0] and (path := Path(paths[0]).expanduser()) not in seen:
+        seen.add(path)
+        if (run := run_of(path, path)) is None:
+            break
+        if record := origin_of(run):
+            return record
+        load = tomllib.loads((run / JOB).read_text()).get("checkpoint", {}).get("load", [])
+        paths = [table.get("path", "") for table in (load if isinstance(load, list) else [load])]
+    return NOTHING
 
 
 def _with_vocabulary(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Any:
@@ -212,7 +288,7 @@ def export_adapters(path: Path, output: Path, *, architecture: str = "", catalog
     model = load_model(weights.checkpoint, run=weights.run, device="cpu", catalog=catalog).model
     left_out = set(adapter_names(model))
     shapes = {name: shape for name, shape in weights.shapes.items() if name not in left_out}
-    target = find_target(weights.job, shapes, catalog, architecture, weights.origin.get("model_type", ""))
+    target = find_target(weights.job, shapes, catalog, architecture, weights.origin)
     with unfinished(output, "--out") as folder:
         folder.mkdir()
         write_adapters(folder, weights, model, target.match)
@@ -228,7 +304,7 @@ def _export(
     rounding: Merging | None,
     catalog: Catalog,
 ) -> Path:
-    target = find_target(weights.job, weights.shapes, catalog, architecture, weights.origin.get("model_type", ""))
+    target = find_target(weights.job, weights.shapes, catalog, architecture, weights.origin)
     # Refused before the weights are written, which may take long
     if computed and not (target.architecture.has_text and target.match.parts.keys() == weights.shapes.keys()):
         raise JobError(f"--verify computes language models; {target.architecture.name} is a part of one, or none")
@@ -238,7 +314,7 @@ def _export(
         write_extras(folder, target, weights.job, weights.dtypes, weights.run)
         _write_card(folder, weights, target, catalog)
         record = write_provenance(folder, weights.checkpoint, weights.manifest, weights.run)
-        _prove(folder, record, weights, target, catalog, architecture, computed)
+        _prove(folder, record, weights, target, catalog, architecture or target.place, computed)
         if rounding is not None:
             (record / MERGING).write_text(json.dumps(attrs.asdict(rounding), indent=1) + "\n")
     return output

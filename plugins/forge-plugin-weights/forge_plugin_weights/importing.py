@@ -53,7 +53,15 @@ from forge_plugin_weights.pixels import (
 from forge_plugin_weights.quantised import wide_places
 from forge_plugin_weights.reading import Digest, Piece, Reader
 from forge_plugin_weights.scorers import check_installed, is_scorer, scorer
-from forge_plugin_weights.tables import architecture_of, flattened, load_architecture, read_config, resolved
+from forge_plugin_weights.tables import (
+    architecture_of,
+    flattened,
+    load_architecture,
+    place_of,
+    plain_type,
+    read_config,
+    resolved,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -89,6 +97,8 @@ class Source:
     config: Mapping[str, Any]
     model_type: str
     architecture: ArchitectureComponent
+    place: str
+    """Of the architecture's class, if no entry point names it: `/path/to/mine.py:Mine`."""
     places: Mapping[str, Place]
     files: Sequence[Path]
     """With weights, the largest first."""
@@ -112,9 +122,12 @@ class Source:
         """
         config = read_folder(folder)
         if architecture:
-            name, chosen = architecture, load_architecture(architecture, catalog)
+            chosen = load_architecture(architecture, catalog)
+            place = place_of(architecture, chosen, catalog)
+            # A part of a larger model has another type than that, and a class of a file has none.
+            name = chosen.model_type or str(config.get("model_type", "")) if place else plain_type(architecture)
         else:
-            name, chosen = architecture_of(config, catalog)
+            (name, chosen), place = architecture_of(config, catalog), ""
         if is_scorer(config):
             check_installed(catalog)
             chosen = scorer(chosen)
@@ -129,6 +142,7 @@ class Source:
             ignored={key: value_at(chosen.part_of(config), key) for key in ignore},
             model_type=name,
             architecture=chosen,
+            place=place,
             places=renamed(wide_places(stored, config), renames, folder),
             files=sorted(files, key=lambda path: -path.stat().st_size),
         )
@@ -421,6 +435,7 @@ class ImportedRun:
         origin = {
             "folder": str(self.source.folder.resolve()),
             "model_type": self.source.model_type,
+            "architecture": self.source.place,
             "config": dict(self.source.config),
             IGNORED: dict(self.source.ignored),
             "files": {path.name: digest for path, digest in sha256.items()},

@@ -21,15 +21,15 @@ def describe(architecture: ArchitectureComponent, config: Config) -> tuple[Rows,
 
 
 def without(architecture: ArchitectureComponent, config: Config, ignored: Collection[str]) -> Config:
-    """Returns a configuration without keys that whoever imports it knows to mean nothing.
+    """Returns a configuration without keys that mean nothing, as whoever imports it has stated.
 
     Args:
         architecture: whose configuration it is.
-        config: the configuration, or that of a larger model of which the architecture is a part.
+        config: the configuration, or a larger model's of which the architecture is a part.
         ignored: the keys; those in tables of it, with dots (`text_config.version`).
 
     Raises:
-        JobError: there is no such key, or Forge knows it, so that it may change what the model computes.
+        JobError: there is no such key, or a field reads it, so that it may change what the model computes.
     """
     if not ignored:
         return config
@@ -42,7 +42,8 @@ def without(architecture: ArchitectureComponent, config: Config, ignored: Collec
             hint = f"did you mean {near[0]}?" if near else "weights inspect lists its keys"
             raise JobError(f"--ignore {key}: config.json has no such key; {hint}")
         if meanings[key] != NOT_KNOWN:
-            raise JobError(f"--ignore {key}: Forge knows this key, and only others can be ignored ({meanings[key]})")
+            message = "only a key without a meaning to Forge can be ignored, and this one has one"
+            raise JobError(f"--ignore {key}: {message} ({meanings[key]})")
     return _without(config, ignored)
 
 

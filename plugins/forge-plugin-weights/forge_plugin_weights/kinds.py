@@ -196,6 +196,8 @@ class ArchitectureComponent(Component[None]):
 
     name: ClassVar[str]
     """Name of the class in `transformers`, for the key `architectures`."""
+    model_type: ClassVar[str] = ""
+    """The `model_type` of exports, of a class that no entry point names; empty: the imported model's."""
     harmless: ClassVar[Collection[str]] = ()
     """Further keys of the configuration that say nothing about what the model computes."""
     training_only: ClassVar[Collection[str]] = ()

@@ -290,6 +290,17 @@ def load_architecture(type_: str, catalog: Catalog) -> ArchitectureComponent:
     return architecture
 
 
+def place_of(named: str, architecture: ArchitectureComponent, catalog: Catalog) -> str:
+    """Returns where the class of an architecture is that was named by its place; empty for an installed one."""
+    # With the whole path of a file, as an export may be made elsewhere
+    return catalog.type_of(type(architecture)) if ":" in named else ""
+
+
+def plain_type(name: str) -> str:
+    """Returns the `model_type` of an installed architecture, which may be named with its distribution."""
+    return name.rpartition("/")[2]
+
+
 def fitting_forms(
     model: ModelComponent, catalog: Catalog, among: Mapping[str, ArchitectureComponent] | None = None
 ) -> Mapping[str, Form]:

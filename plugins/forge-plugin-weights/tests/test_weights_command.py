@@ -182,6 +182,22 @@ def test_json_of_an_import_and_an_export_has_what_their_folders_have(published, 
     assert facts["parity"]["computed"]["logits"] > 0, "rounded"
 
 
+MORE = """
+[job]
+name = "more"
+[train]
+steps = 1
+global_batch_size = 2
+seq_len = 8
+precision = "fp32"
+[hooks.export]
+[[data.sources]]
+type = "forge_testing:Numbers"
+[optimizer]
+type = "forge_testing:TinyAdamW"
+"""
+
+
 def test_an_architecture_of_a_stranger_comes_from_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     MODELS["llama, tied"].write(Path("published"))
@@ -201,7 +217,31 @@ def test_an_architecture_of_a_stranger_comes_from_a_file(tmp_path, monkeypatch, 
     config["tie_word_embeddings"] = True
     Path("published/config.json").write_text(json.dumps(config))
     assert main(["weights", "import", *arguments, *mine]) == 0
-    assert main(["weights", "export", "runs/mine", "--out", "out", *mine]) == 0
-    written = json.loads(Path("out/config.json").read_text())
-    assert written["architectures"] == ["MineForCausalLM"]
-    assert written["norm_epsilon"] == 1e-6
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # the class is remembered with its whole path
+    (tmp_path / "job.toml").write_text(MORE)
+    assert main(["run", str(tmp_path / "runs/mine/start.toml"), str(tmp_path / "job.toml")]) == 0
+    assert main(["weights", "export", "runs/more", "--out", "tuned", "--architecture", "../mine.py:Mine"]) == 0
+    for number, run in enumerate((tmp_path / "runs/mine", "runs/more", "runs/more/exports/step-1", "tuned")):
+        if "exports" in (out := str(run)) or run == "tuned":
+            written = json.loads(Path(out, "config.json").read_text())
+        else:
+            assert main(["weights", "export", str(run), "--out", f"out-{number}"]) == 0
+            written = json.loads(Path(f"out-{number}/config.json").read_text())
+        assert written["model_type"] == "mine"
+        assert written["architectures"] == ["MineForCausalLM"]
+        assert written["norm_epsilon"] == 1e-6
+    capsys.readouterr()
+    # A run that began with random weights does not say which type it is of.
+    Path("scratch.toml").write_text((tmp_path / "runs/mine/start.toml").read_text().partition("[checkpoint")[0])
+    assert (
+        main(["run", "scratch.toml", str(tmp_path / "job.toml"), "--job.name=scratch", "--hooks.export.every=0"]) == 0
+    )
+    export = ["weights", "export", "runs/scratch", "--out", "scratch", "--architecture", "../mine.py:Mine"]
+    assert main(export) == 2
+    assert not lacks(capsys.readouterr().err, "../mine.py:Mine", "model_type", "class variable")
+    source = (tmp_path / "mine.py").read_text()
+    named = source.replace('    name = "Mine', '    model_type = "mine2"\n    name = "Mine')
+    Path("named.py").write_text(named)
+    assert main([*export[:-1], "./named.py:Mine"]) == 0
+    assert json.loads(Path("scratch/config.json").read_text())["model_type"] == "mine2"
