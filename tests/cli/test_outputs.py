@@ -36,6 +36,7 @@ OTHERS = {
 OUTPUTS = {
     "inside attention --out": "inside attention RUN --prompt a --out={}.png",
     "checkpoints RUN export --out": "checkpoints RUN export --out={}",
+    "checkpoints RUN merge --out": "checkpoints RUN merge --steps 1,2 --out={}",
     "compare --out": "compare JOB.toml --out={}",
     "doctor drill --out": "doctor drill JOB.toml --out={}",
     "evaluate --out": "evaluate RUN --tasks a --out={}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,7 +35,7 @@ HEADING = "keep"
 
 
 def command(argv: list[str]) -> int:
-    """List, verify, compare, prune or export checkpoints of a run."""
+    """List, verify, compare, prune, export or merge checkpoints of a run."""
     options = _parser().parse_args(_with_action(argv))
     return int(options.action(options))
 
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "forge-run checkpoints runs/quickstart --json",
         "forge-run checkpoints runs/quickstart verify 1500",
         "forge-run checkpoints runs/quickstart export --out model.safetensors",
+        "forge-run checkpoints runs/quickstart merge --steps 1000,1250,1500 --like linear --out runs/merged",
     )
     actions = parser.add_subparsers(
         metavar="ACTION", required=True, help="list if left out; ACTION --help has its options"
@@ -77,9 +79,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--step", type=count, metavar="N", help="by default the newest intact one")
     export.add_argument("--shard-size", type=gigabytes, default="5", metavar="GB", help="of each file of a folder (5)")
-    for action in (listing, verify, diff, prune, export):
+    merge = add("merge", merge_checkpoints)
+    merge.add_argument("--steps", type=_counts, required=True, metavar="A,B", help="of the checkpoints, two at least")
+    merge.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet")
+    how = merge.add_mutually_exclusive_group()
+    how.add_argument("--weights", type=_factors, metavar="LIST", help="one number a step, as 3,2,1; by default equal")
+    how.add_argument(
+        "--like",
+        choices=("linear", "cosine", "sqrt"),
+        help="weights that emulate this decay of a constant learning rate",
+    )
+    for action in (listing, verify, diff, prune, export, merge):
         add_json(action)
     return parser
+
+
+def _counts(text: str) -> list[int]:
+    return [count(part) for part in text.split(",")]
+
+
+def _factors(text: str) -> list[float]:
+    factors = [float(part) for part in text.split(",")]
+    if not all(0 <= factor < math.inf for factor in factors) or not any(factors):
+        raise ValueError(text)
+    return factors
 
 
 def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
@@ -161,7 +184,13 @@ class Row:
         names = {"step": self.step, "saved": get("time"), "size": self.size, "tokens": get("tokens")}
         metrics = (get("evaluation") or {}).get("metrics", {})
         evaluation = {"step": self.manifest["evaluation"]["step"], "metrics": metrics} if metrics else None
-        return {**names, "evaluation": evaluation, "base": self.base, "faults": list(self.faults)}
+        return {
+            **names,
+            "evaluation": evaluation,
+            "base": self.base,
+            "merged": get("merged"),
+            "faults": list(self.faults),
+        }
 
     @property
     def base(self) -> str | None:
@@ -193,7 +222,7 @@ def list_checkpoints(options: argparse.Namespace) -> int:
         _print_table(head, [row.cells() for row in rows], right=(0, 2, 3))
     else:
         print(f"{options.run} has no checkpoints")
-    for line in (*_bases(rows), *_damage(rows), *_unfinished(storage)):
+    for line in (*_bases(rows), *_merges(rows), *_damage(rows), *_unfinished(storage)):
         print(line)
     if user := owner(options.run):
         print(f"in use by {user}")
@@ -232,6 +261,14 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
 def _bases(rows: Sequence[Row]) -> Iterator[str]:
     for base in dict.fromkeys(row.base for row in rows if row.base):
         yield f"base, which has the weights that were not trained: {base}"
+
+
+def _merges(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if merged := row.manifest.get("merged"):
+            like = f", like a {merged['like']} decay" if merged["like"] else ""
+            parts = ", ".join(f"{each['weight']:.4g} x {each['path']}" for each in merged["sources"])
+            yield f"step {row.step}: merged{like}: {parts}"
 
 
 def _damage(rows: Sequence[Row]) -> Iterator[str]:
@@ -369,6 +406,44 @@ def export_checkpoint(options: argparse.Namespace) -> int:
         return ExitCode.FINISHED
     for file in files:
         print(f"{file}: {_size(file.stat().st_size)}")
+    return ExitCode.FINISHED
+
+
+# --- merge -------------------------------------------------------------------------------------------------------
+
+
+def merge_checkpoints(options: argparse.Namespace) -> int:
+    """Average the weights of checkpoints, or emulate a decay of the learning rate, into a new checkpoint."""
+    from forge_core.checkpoint.resume import locate
+    from forge_core.checkpoint.run_folder import TOKENIZER
+    from forge_plugin_checkpoints.merge import decay_weights, merge
+
+    output = free_path(options.out, "--out")
+    storage = _storage(options.run)
+    weights = options.weights or [1.0] * len(options.steps)
+    if len(options.steps) < 2 or len(set(options.steps)) < len(options.steps):
+        raise JobError(f"{PROGRAM}: --steps {','.join(map(str, options.steps))}: name two steps at least, each once")
+    if len(weights) != len(options.steps):
+        raise JobError(f"{PROGRAM}: --weights has {len(weights)} numbers for the {len(options.steps)} of --steps")
+    for step in options.steps:
+        _demand_step(step, storage.steps(), options.run)
+    pairs = sorted(zip(options.steps, weights, strict=True))
+    steps = [step for step, _ in pairs]
+    weights = decay_weights(steps, options.like) if options.like else [weight for _, weight in pairs]
+    sources = [locate(storage.path(step), "full") for step in steps]
+    tokenizer = options.run / TOKENIZER
+    folder = tokenizer if tokenizer.is_dir() else None
+    checkpoint, records = merge(sources, weights, output, options.like or "", folder)
+    factors = [manifest["progress"]["schedule"] for _, manifest in sources]
+    if options.json:
+        print_json({"checkpoint": checkpoint, "like": options.like, "sources": [asdict(each) for each in records]})
+        return ExitCode.FINISHED
+    print(columns([["STEP", "WEIGHT"], *([str(each.step), f"{each.weight:.6g}"] for each in records)]))
+    if options.like and min(factors) < max(factors):
+        print(
+            f"the rate was not constant: the schedule went from {factors[0]:.3g} to {factors[-1]:.3g} of it meanwhile"
+        )
+    print(f"{checkpoint}: weights alone, for generate, evaluate, export and [checkpoint.load]")
     return ExitCode.FINISHED
 
 

@@ -63,7 +63,7 @@ def compare_settings(
     changes = [
         change
         for change in _changes(old, new, catalog, classes)
-        if change.means != "safe" and f"{change.path}.".startswith(f"{path}.") and not _trains_only(job, change.path)
+        if change.means != "safe" and f"{change.path}.".startswith(f"{path}.") and not trains_only(job, change.path)
     ]
     others = _other_parts({**old, **new}, names)
     compared = [name for name in {**own, **stored} if name.startswith(prefix) and not name.startswith(others)]
@@ -85,7 +85,7 @@ def _is_size(change: Change) -> bool:
     return change.means == "impossible" and len(numbers) == 2 and 0 in numbers
 
 
-def _trains_only(job: Job, path: str) -> bool:
+def trains_only(job: Job, path: str) -> bool:
     """Whether a key, or a table around it, is declared to have no effect on what the weights compute."""
     value: Any = job
     for key in path.split("."):
