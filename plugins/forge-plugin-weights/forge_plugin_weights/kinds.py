@@ -215,6 +215,8 @@ class ArchitectureComponent(Component[None]):
     """Keys that such a table leaves out."""
     kept: ClassVar[Collection[str]] = ()
     """Keys that an imported model has again, though they mean nothing to Forge."""
+    seldom: ClassVar[bool] = False
+    """Whether a model that is also of another architecture is exported as that one, unless it was imported as this."""
     purpose: ClassVar[Config] = {}
     """Keys of what the model is for, if it is no language model, which mean nothing to Forge."""
     plugins: ClassVar[Mapping[str, Any]] = {}

@@ -330,4 +330,4 @@ def preferred(fitting: Mapping[str, Form]) -> str:
     if "llama" in fitting:
         return "llama"
     keys = {name: {key for field in form.architecture.fields() for key in field.keys} for name, form in fitting.items()}
-    return min(fitting, key=lambda name: (len(keys[name]), name))
+    return min(fitting, key=lambda name: (fitting[name].architecture.seldom, len(keys[name]), name))

@@ -260,6 +260,7 @@ def test_a_pattern_with_names_of_ones_own_is_exported():
         ("attention.heads = 4", "llama"),
         ("attention = { heads = 4, window = 8 }", "mistral"),
         ("logit_scale = 0.125", "granite"),
+        ("attention = { heads = 4, bias = true, output_bias = false }", "qwen2"),
         ('norm_placement = "post"\nattention = { qk_norm = "all", qk_norm_eps = 1e-5 }', "olmo2"),
         (PATTERN.format(near="rope.theta = 5e5", far='rope.type = "none"'), "smollm3"),
     ],

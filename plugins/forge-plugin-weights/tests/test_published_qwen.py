@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from forge_testing.refusals import at, refuses, refuses_all
 
 BOUNDS = {"qwen2_5_vl": (56 * 56, 28 * 28 * 1280), "qwen3_vl": (256 * 256, 4096 * 4096)}
 """Pixels of an image by the published files, `shortest_edge` and `longest_edge`, of which `config.json` has none."""
+
+TWICE = "Qwen/Qwen2.5-VL-3B-Instruct, saved by transformers 4.52.4"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -191,6 +194,16 @@ def test_what_forge_does_not_compute_is_named(name, table, changes, expected):
     _, architecture = architecture_of(config, Catalog.installed())
     with refuses_all(expected):
         read_config(architecture, config)
+
+
+def test_keys_that_versions_4_52_to_4_56_write_twice_may_not_disagree():
+    config = json.loads(Path(__file__).with_name("published_vision_configs.json").read_text())[TWICE]
+    _, architecture = architecture_of(config, Catalog.installed())
+    assert read_config(architecture, {**config, "sliding_window": None})  # no layer has a window
+    with refuses_all(at("hidden_size", "3584", "text_config.hidden_size = 2048"), at("rope_theta", "1.0")):
+        read_config(architecture, {**config, "hidden_size": 3584, "rope_theta": 1.0})
+    with refuses_all(at("novelty", "5"), at("", "--ignore")):
+        read_config(architecture, {**config, "novelty": 5})
 
 
 def test_a_rate_that_no_key_can_say_is_not_exported(tmp_path):

@@ -171,6 +171,7 @@ class GraniteMoE(ArchitectureComponent):
     """Granite 3.0 and 3.1 with experts, and PowerMoE: factors as Granite's, routing as Mixtral's."""
 
     name = "GraniteMoeForCausalLM"
+    seldom = True
     harmless = ("output_router_logits", "router_aux_loss_coef")
     training_only = BALANCE
 

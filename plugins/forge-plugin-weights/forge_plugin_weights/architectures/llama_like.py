@@ -86,6 +86,7 @@ class Ministral(ArchitectureComponent):
     """Ministral 8B: a list says which layers have the window; without it, all have."""
 
     name = "MinistralForCausalLM"
+    seldom = True
 
     def fields(self) -> Sequence[Field]:
         return (
@@ -127,6 +128,7 @@ class SeedOss(ArchitectureComponent):
     """Seed-OSS 36B: biases of queries, keys and values."""
 
     name = "SeedOssForCausalLM"
+    seldom = True
     harmless = ("pretraining_tp",)
 
     def fields(self) -> Sequence[Field]:

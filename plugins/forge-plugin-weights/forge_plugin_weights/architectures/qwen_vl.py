@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.dense import (
     ATTENTION,
@@ -481,11 +482,24 @@ class QwenVL(VisionLanguageModel):
     towers: ClassVar[Mapping[str, Tower]]
 
     def part_of(self, config: Config) -> Config:
-        """Puts the keys of the language model, which the first files have outside, into `text_config`."""
-        if TEXT in config:
-            return config
+        """Puts the keys of the language model, which the first files have outside, into `text_config`.
+
+        Raises:
+            JobError: the table is there, and a key outside differs from the one in it.
+        """
+        outside = {key: value for key, value in config.items() if key in OUTSIDE}
         inner = {key: value for key, value in config.items() if key not in OUTSIDE}
-        return {**{key: value for key, value in config.items() if key in OUTSIDE}, TEXT: inner}
+        if TEXT not in config:
+            return {**outside, TEXT: inner}
+        table = inner.pop(TEXT)
+        # Versions 4.52 to 4.56 of transformers write all keys twice, and read those of the table.
+        unused = set() if table.get("use_sliding_window") else {"sliding_window", "max_window_layers"}
+        if disagreeing := [key for key in inner if key in table and key not in unused and inner[key] != table[key]]:
+            raise JobError(
+                Problem(key, f"{inner[key]!r}, and {TEXT}.{key} = {table[key]!r}; which of them holds is not known")
+                for key in disagreeing
+            )
+        return {**outside, **{key: value for key, value in inner.items() if key not in table}, TEXT: table}
 
     def fields(self) -> Sequence[Field]:
         return (
@@ -531,7 +545,8 @@ class Qwen2_5_VL(QwenVL):  # noqa: N801
     video_processor = "Qwen2VLVideoProcessor"
     body, tower_names = "model.", "visual."
     renames = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
-    language = LanguageTable(default="qwen2_5_vl_text", only=Qwen25Text())
+    # Nothing reads the ids of tokens that the table of some files has.
+    language = LanguageTable(default="qwen2_5_vl_text", only=Qwen25Text(), harmless=(*TOKENS, "vision_token_id"))
     # The second is the name of towers in the first files.
     towers: ClassVar[Mapping[str, Tower]] = {name: Qwen25Vision() for name in ("qwen2_5_vl_vision", "qwen2_5_vl")}
 
