@@ -51,11 +51,13 @@ def write_card(
         *(_training_rows(job, catalog, step, tokens) if step else ()),
         *_evaluation_rows(evaluation),
     ]
+    hub = origin.get("hub") or {}
+    base = f"base_model: {hub['name']}\n" if hub else ""  # by which the hub shows where a model is from
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     trained = "further trained" if origin and step else "trained" if step else "imported, and not trained further,"
     text = f"""---
 library_name: transformers
----
+{base}---
 
 # {job.job.name}
 
@@ -72,7 +74,9 @@ it, `forge/parity.json` how these files, read back, differ from its weights.
 
 
 def _origin_rows(origin: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    yield "base model", f"{Path(origin['folder']).name} (`{origin['model_type']}`)"
+    hub = origin.get("hub") or {}
+    name = f"{hub['name']} at {hub['commit']}" if hub else Path(origin["folder"]).name
+    yield "base model", f"{name} (`{origin['model_type']}`)"
     for name, digest in origin["files"].items():
         yield f"SHA-256 of its {name}", f"`{digest}`"
 

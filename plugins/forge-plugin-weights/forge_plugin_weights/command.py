@@ -12,7 +12,7 @@ from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_kit.tools.commands import gigabytes
 from forge_kit.tools.json_output import add_json, json_text, print_json
-from forge_kit.tools.outputs import MARK, output_file, write_output
+from forge_kit.tools.outputs import MARK, free_path, output_file, write_output
 from forge_kit.tools.tables import columns
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PROGRAM = "forge-run weights"
 SHOWN = 20
 """Tensors that `verify` lists."""
+PUBLISHED = "a folder with a published model, or ORG/NAME on the Hugging Face hub"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -45,9 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(metavar="ACTION", required=True, help="what to do")
     add = partial(_add, actions)
     inspecting = add("inspect", inspect)
-    inspecting.add_argument("folder", type=Path, metavar="FOLDER", help="a published model")
+    inspecting.add_argument("folder", type=Path, metavar="MODEL", help=PUBLISHED)
     importing = add("import", import_model)
-    importing.add_argument("folder", type=Path, metavar="FOLDER", help="a published model")
+    importing.add_argument("folder", type=Path, metavar="MODEL", help=PUBLISHED)
     importing.add_argument("--out", type=Path, required=True, metavar="RUN", help="the run folder to make")
     importing.add_argument("--copy", action="store_true", help="copy the files, where they are linked otherwise")
     importing.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
@@ -57,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
     exporting.add_argument("--shard-size", type=gigabytes, default="5", metavar="GB", help="of each file (5)")
     exporting.add_argument("--verify", action="store_true", help="also compare what checkpoint and export compute")
+    exporting.add_argument(
+        "--push", default="", metavar="ORG/NAME", help="also upload it to this repository of the hub"
+    )
+    exporting.add_argument("--public", action="store_true", help="a repository that --push makes is public")
     adapters = exporting.add_mutually_exclusive_group()
     adapters.add_argument("--merge", action="store_true", help="add adapters to the weights")
     adapters.add_argument("--adapters", action="store_true", help="write adapters alone, in the format of peft")
@@ -72,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
         action.add_argument(
             "--architecture", default="", metavar="NAME", help="of the model, in place of the one that its files name"
         )
+    for action in (inspecting, importing):
+        action.add_argument("--revision", default="", metavar="REV", help="of a name on the hub: branch, tag or commit")
     for action in (inspecting, importing, verifying):
         action.add_argument(
             "--ignore",
@@ -99,7 +106,7 @@ def inspect(options: argparse.Namespace) -> int:
     from forge_plugin_weights.importing import read_folder
     from forge_plugin_weights.inspecting import describe, describe_images, without
 
-    catalog, config = Catalog.installed(), read_folder(options.folder)
+    catalog, config = Catalog.installed(), read_folder(_folder(options, weights=False))
     architecture = _architecture(config, options.architecture, catalog)
     config = without(architecture, config, options.ignore)
     rows, supported = describe(architecture, config)
@@ -111,6 +118,18 @@ def inspect(options: argparse.Namespace) -> int:
     else:
         print("\n".join([columns([["KEY", "VALUE", "IN FORGE"], *rows]), *images]))
     return ExitCode.FINISHED if supported else ExitCode.BAD_JOB
+
+
+def _folder(options: argparse.Namespace, *, weights: bool = True) -> Path:
+    """Returns the folder of a published model, which is fetched if it is a name on the hub."""
+    from forge_plugin_weights.hub import fetched, is_name
+
+    path: Path = options.folder
+    if is_name(path):
+        return fetched(str(path), options.revision, weights=weights)
+    if options.revision:
+        raise JobError(f"--revision {options.revision} is of a name on the hub, and {path} is none; leave it out")
+    return path
 
 
 def _architecture(config: Config, chosen: str, catalog: Catalog) -> ArchitectureComponent:
@@ -130,17 +149,18 @@ def import_model(options: argparse.Namespace) -> int:
     from forge_plugin_weights.inspecting import remarks
     from forge_plugin_weights.matching import listed
 
-    catalog = Catalog.installed()
+    catalog, out = Catalog.installed(), free_path(options.out, "--out")  # refused before a long download
+    folder = _folder(options)
     run = import_folder(
-        options.folder,
-        options.out,
+        folder,
+        out,
         copy=options.copy,
         tokenizer=not options.no_tokenizer,
         architecture=options.architecture,
         ignore=options.ignore,
         catalog=catalog,
     )
-    config, origin = read_folder(options.folder), read_json(run / ORIGIN)
+    config, origin = read_folder(folder), read_json(run / ORIGIN)
     notes = [f"{key} = {value!r} of config.json is ignored" for key, value in origin[IGNORED].items()]
     notes += list(remarks(_architecture(config, options.architecture, catalog), config))
     if options.json:
@@ -232,9 +252,14 @@ def export(options: argparse.Namespace) -> int:
 
     from forge_plugin_weights.adapters import MERGING
     from forge_plugin_weights.exporting import PROVENANCE, export_run
+    from forge_plugin_weights.hub import check_pushable
     from forge_plugin_weights.importing import read_json
     from forge_plugin_weights.parity import PARITY
 
+    if options.public and not options.push:
+        raise JobError("--public is of a repository that --push makes; add it, or leave --public out")
+    if options.push:
+        check_pushable(options.push)  # before an export that may take long
     if options.adapters:
         return _export_adapters(options)
     folder = export_run(
@@ -250,7 +275,7 @@ def export(options: argparse.Namespace) -> int:
     merging = read_json(folder / PROVENANCE / MERGING) if options.merge else None
     if options.json:
         parity = read_json(folder / PROVENANCE / PARITY)
-        facts = {"out": folder, "files": [path.name for path in paths], "parity": parity}
+        facts = {"out": folder, "files": [path.name for path in paths], "parity": parity, **_pushed(options, folder)}
         print_json(facts if merging is None else {**facts, "merging": merging})
         return ExitCode.FINISHED
     for path in paths:
@@ -259,7 +284,20 @@ def export(options: argparse.Namespace) -> int:
         lost = f"rounding took {merging['lost']:.2%} of the update of {merging['name']}, and less of the others"
         what = lost if merging["lost"] else "nothing was lost by rounding"
         print(f"adapters added to {merging['matrices']} matrices; {what}")
+    _print_pushed(options, folder)
     return ExitCode.FINISHED
+
+
+def _pushed(options: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """Upload an export if `--push` is given; returns the address."""
+    from forge_plugin_weights.hub import push
+
+    return {"pushed": push(folder, options.push, public=options.public)} if options.push else {}
+
+
+def _print_pushed(options: argparse.Namespace, folder: Path) -> None:
+    for address in _pushed(options, folder).values():
+        print(f"pushed to {address}")
 
 
 def _export_adapters(options: argparse.Namespace) -> int:
@@ -271,8 +309,9 @@ def _export_adapters(options: argparse.Namespace) -> int:
     folder = export_adapters(options.run, options.out, architecture=options.architecture)
     paths = sorted(folder.iterdir())
     if options.json:
-        print_json({"out": folder, "files": [path.name for path in paths]})
+        print_json({"out": folder, "files": [path.name for path in paths], **_pushed(options, folder)})
         return ExitCode.FINISHED
     for path in paths:
         print(path)
+    _print_pushed(options, folder)
     return ExitCode.FINISHED

@@ -37,6 +37,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.outputs import free_path, unfinished
 from forge_plugin_weights.downloads import check_small_files, check_weights
 from forge_plugin_weights.files import BLOCK, SUFFIX, Place, Room, places_in
+from forge_plugin_weights.hub import is_name, origin_of_hub
 from forge_plugin_weights.inspecting import value_at, without
 from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
 from forge_plugin_weights.matching import Match, check_tensors, match_names, unused_tensors
@@ -191,8 +192,8 @@ def demand_folder(path: Path) -> None:
         raise JobError(f"{path} is a file; {hint}, with {CONFIG} and all {SUFFIX} files")
     hint = ""
     # A name on the hub has the form of a relative path.
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
-        hint = f"; for a name on the Hugging Face hub, first: hf download {path} --local-dir {path.name}"
+    if is_name(path):
+        hint = f"; a name on the Hugging Face hub is fetched by: forge-run weights import {path} --out RUN"
     raise JobError(f"there is no folder {path}{hint}")
 
 
@@ -434,6 +435,7 @@ class ImportedRun:
         sha256 = {path: digests[path].result().sha256 for path in sorted(self.source.files)}
         origin = {
             "folder": str(self.source.folder.resolve()),
+            "hub": origin_of_hub(self.source.folder),
             "model_type": self.source.model_type,
             "architecture": self.source.place,
             "config": dict(self.source.config),

@@ -350,7 +350,7 @@ def test_nan_is_found_while_files_are_copied_too(published, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("source", "facts"),
     [
-        ("HuggingFaceTB/SmolLM2-135M", ["hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M"]),
+        ("HuggingFaceTB/SmolLM2-135M", ["no folder HuggingFaceTB/SmolLM2-135M", "HF_HUB_OFFLINE"]),
         ("m.gguf", ["m.gguf", "GGUF"]),
         ("quantised", ["quantised/m.gguf", "GGUF"]),
         ("published/model-00001-of-00002.safetensors", ["is a file", "published"]),
@@ -361,6 +361,7 @@ def test_what_is_no_folder_of_a_model_is_answered_by_what_to_give(
     published, tmp_path, monkeypatch, capsys, source, facts, command
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for path in (Path("m.gguf"), Path("quantised/m.gguf"), Path("published/model-00001-of-00002.safetensors")):
         path.parent.mkdir(exist_ok=True)
         path.touch()
