@@ -33,6 +33,7 @@ SILENT: dict[str, dict[str, Any]] = {
     "smoothing, z-loss": {"loss": {"label_smoothing": 0.1, "z_loss": 1e-4}},
     "multi-token": {"model": {"mtp": {}}},
     "recomputed": {"parallel": {"activation_checkpointing": {}}},
+    "offloaded": {"parallel": {"activation_offload": {"min_mb": 0}}},
     "recomputed in part": {"parallel": {"activation_checkpointing": {"mode": "selective"}}},
     "float8": {"parallel": {"float8": {}}},
     "ema": {"plugins": {"ema": {}}},
