@@ -17,7 +17,6 @@ import transformers
 from attrs import frozen
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
-from transformers.utils import CHAT_TEMPLATE_DIR as MORE_TEMPLATES
 from transformers.utils.hub import cached_file
 
 from forge_core.contracts.errors import JobError, Problem
@@ -38,6 +37,8 @@ BESIDE = (GENERATION_JSON, *PROCESSOR_JSON)
 """Files beside a tokenizer that say nothing about encodings."""
 TEMPLATE_JSON, TEMPLATE_JINJA = "chat_template.json", "chat_template.jinja"
 """Templates of conversations; the first is of old models with images."""
+MORE_TEMPLATES = "additional_chat_templates"
+"""A folder of further templates of a tokenizer, by name."""
 SOURCE, SOURCE_OF = "source", "source.sha256"
 """A folder with the published files, byte for byte: `save_pretrained` writes a form that older versions of transformers
 do not load. Beside it, the digest of what transformers made of them, so that a later change of that is noticed."""

@@ -28,12 +28,12 @@ from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.nn.adapters import adapter_names
 from forge_kit.tools.checkpoints import evaluated_names, stored_tensors
-from forge_kit.tools.outputs import free_path, unfinished
+from forge_kit.tools.outputs import free_path
 from forge_kit.tools.trained import load_model
 from forge_plugin_weights.adapters import MERGING, Merging, has_adapters, write_adapters
 from forge_plugin_weights.adapters import merge as merge_into
 from forge_plugin_weights.card import write_card
-from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, plan_files, writer_of
+from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, making, plan_files, writer_of
 from forge_plugin_weights.importing import (
     CONFIG,
     GENERATION,
@@ -289,7 +289,7 @@ def export_adapters(path: Path, output: Path, *, architecture: str = "", catalog
     left_out = set(adapter_names(model))
     shapes = {name: shape for name, shape in weights.shapes.items() if name not in left_out}
     target = find_target(weights.job, shapes, catalog, architecture, weights.origin)
-    with unfinished(output, "--out") as folder:
+    with making(output) as folder:
         folder.mkdir()
         write_adapters(folder, weights, model, target.match)
     return output
@@ -308,7 +308,7 @@ def _export(
     # Refused before the weights are written, which may take long
     if computed and not (target.architecture.has_text and target.match.parts.keys() == weights.shapes.keys()):
         raise JobError(f"--verify computes language models; {target.architecture.name} is a part of one, or none")
-    with unfinished(output, "--out") as folder:
+    with making(output) as folder:
         folder.mkdir()
         _write_tensors(folder, weights, target, shard_bytes)
         write_extras(folder, target, weights.job, weights.dtypes, weights.run)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from forge_core.checkpoint.tensors import bytes_of
 from forge_core.contracts.errors import ForgeError, JobError
+from forge_kit.tools.outputs import unfinished
 from forge_plugin_weights.kinds import Filler, Part, Shape
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -91,6 +92,22 @@ class Place:
                 if not read_into(file, bytes_of(block)):
                     raise JobError(f"{self.file} ends before a tensor does; it is truncated")
                 yield block
+
+
+@contextmanager
+def making(output: Path) -> Iterator[Path]:
+    """As `unfinished` for `--out`, where an error of the operating system, such as a full disk, is one of a line.
+
+    Raises:
+        JobError: something is at `output` already, or it cannot be written, or a file cannot be read meanwhile.
+    """
+    try:
+        with unfinished(output, "--out") as folder:
+            yield folder
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        reason = f"{place}{error.strerror or error}"
+        raise JobError(f"--out {output} cannot be made, and nothing is left of it: {reason}") from error
 
 
 def read_into(file: BinaryIO, memory: memoryview) -> bool:

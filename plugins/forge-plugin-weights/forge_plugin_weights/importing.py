@@ -34,9 +34,9 @@ from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
 from forge_core.job import JobSection
 from forge_core.plugins.catalog import Catalog
-from forge_kit.tools.outputs import free_path, unfinished
+from forge_kit.tools.outputs import free_path
 from forge_plugin_weights.downloads import check_small_files, check_weights
-from forge_plugin_weights.files import BLOCK, SUFFIX, Place, Room, places_in
+from forge_plugin_weights.files import BLOCK, SUFFIX, Place, Room, making, places_in
 from forge_plugin_weights.hub import is_name, origin_of_hub
 from forge_plugin_weights.inspecting import value_at, without
 from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
@@ -261,7 +261,7 @@ def import_folder(
         check_tensors(source.architecture, match, source.shapes, folder)
         check_dtypes(source.places, match.used, folder)
         check_copies(source, match)
-        with unfinished(output, "--out") as aside:
+        with making(output) as aside:
             aside.mkdir()
             run = ImportedRun(
                 folder=aside, final=output, source=source, job=job, match=match, catalog=catalog, finite=finite

@@ -40,8 +40,9 @@ def check_architecture(
     """
     import transformers
 
+    auto: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
-    theirs = _with_noise(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    theirs = _with_noise(auto.from_config(config, dtype=torch.float32))
     theirs.save_pretrained(published := folder / "published")
     ids = torch.randint(0, theirs.config.vocab_size, (2, length))
     expected = _logits(theirs, ids)
@@ -56,7 +57,7 @@ def check_architecture(
     different = [name for name, place in before.items() if not _equal(place, after[name])]
     assert not different, f"other values after the export: {different}"
 
-    loaded, loading = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    loaded, loading = auto.from_pretrained(exported, output_loading_info=True)
     amiss = {what: names for what, names in loading.items() if names}
     assert not amiss, f"transformers loads the export with {amiss}"
     assert type(loaded) is type(theirs), f"the export is a {type(loaded).__name__}, and not a {type(theirs).__name__}"

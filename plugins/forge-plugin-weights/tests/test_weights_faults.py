@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -296,6 +297,22 @@ def test_a_full_disk_is_named():
     full = Place(Path("/dev/full"), 0, torch.uint8, (2,))
     with pytest.raises(ForgeError, match=naming("/dev/full", "No space left on device")):
         Boxes({"x": full}, writable=True).fill(Filler("x", (2,), 0.0))
+
+
+@pytest.mark.parametrize("words", [("import", "published", "--no-tokenizer", "--copy"), ("export", "run")])
+def test_a_file_that_the_system_refuses_is_one_line(published, tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    import_folder(Path("published"), Path("run"), tokenizer=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # as a full disk, but for this process alone
+    try:
+        code = main(["weights", *words, "--out", "out"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert not lacks(error, "--out out cannot be made", "File too large")
+    assert {path.name for path in tmp_path.iterdir()} == {"published", "run"}
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "1e-10", "nan", "inf", "x"])

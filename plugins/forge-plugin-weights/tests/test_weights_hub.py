@@ -157,7 +157,7 @@ def test_what_cannot_be_fetched_is_one_line(hub, model, capsys, monkeypatch):
     assert error.count("\n") == 1
     assert main(["weights", "import", str(model), "--no-tokenizer", "--out", "run", "--revision=main"]) == 2
     assert "--revision main" in capsys.readouterr().err
-    with pytest.raises(JobError, match="no folder org/none; .* fetched by: forge-run weights import org/none"):
+    with pytest.raises(JobError, match=r"no folder org/none; .* fetched by: forge-run weights import org/none"):
         import_folder(Path("org/none"), Path("run"))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(words) == 2
