@@ -47,6 +47,11 @@ def mixing_of(mixer: Any) -> Mapping[str, float]:
     return {} if declared is None else dict(declared())
 
 
+def mixes_heads(mixer: Any) -> bool:
+    """Whether positions are exchanged for heads around a mixer by every method; see `forge_kit.nn.head_mixers`."""
+    return bool(getattr(mixer, "mixes_heads", False))
+
+
 def _within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
@@ -131,12 +136,19 @@ class ContextParallel(ParallelComponent):
         yield from _undeclared_problems(model)
         if self.method != "ulysses":
             yield from self._mixing_problems(model)
-        else:
-            for heads in dict.fromkeys(model.sequence_mixers().values()):
-                yield from self._heads_problems(heads, layout)
+        exchanged = (
+            heads
+            for name, heads in model.sequence_mixers().items()
+            if self.method == "ulysses" or mixes_heads(model.get_submodule(name))
+        )
+        for heads in dict.fromkeys(exchanged):
+            yield from self._heads_problems(heads, layout)
 
     def _mixing_problems(self, model: Model) -> Iterator[Problem]:
-        unknown = {(key, name) for name in model.sequence_mixers() for key in mixing_of(model.get_submodule(name))}
+        attention = {
+            name: mixer for name in model.sequence_mixers() if not mixes_heads(mixer := model.get_submodule(name))
+        }
+        unknown = {(key, name) for name, mixer in attention.items() for key in mixing_of(mixer)}
         for key, name in sorted((key, name) for key, name in unknown if key not in MIXING):
             message = f"{self.method} does not compute {key}, which {name} declares"
             yield Problem("method", f'{message}; take "ulysses", or leave the stage out')
@@ -148,7 +160,10 @@ class ContextParallel(ParallelComponent):
         if heads % layout.tp == 0 and left % layout.cp:
             who = f"each of {layout.tp} tensor-parallel ranks has" if layout.tp > 1 else "the model has"
             message = f"{who} {left} key/value heads, which {layout.cp} ranks cannot share equally"
-            yield Problem("method", f'{message}; take "ring" or "all_gather", or another degree')
+            if self.method == "ulysses":
+                yield Problem("method", f'{message}; take "ring" or "all_gather", or another degree')
+            else:  # of a mixer other than attention
+                yield Problem("degree", f"{message}; take another degree")
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_parallel.cp_stage import ContextParallelStage

@@ -6,7 +6,7 @@ width of its values (at most E).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from forge_core.contracts.model import Model
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.nn.generation import Generates, join
 from forge_plugin_parallel.collectives import all_gather, all_to_all
-from forge_plugin_parallel.cp import mixing_of
+from forge_plugin_parallel.cp import mixes_heads, mixing_of
 from forge_plugin_parallel.generation import OwnMixers, SameRows
 from forge_plugin_parallel.ring import PLAIN, Mixing, RankPositions, attend, ring_attention
 
@@ -68,8 +68,7 @@ class ContextParallelStage(ParallelStage):
         for name in model.sequence_mixers():
             parent, _, key = name.rpartition(".")
             mixer = own[model.get_submodule(parent), key] = model.get_submodule(name)
-            replacement = Exchange(mixer, self._group) if self._method == "ulysses" else self._over_ranks(mixer)
-            setattr(model.get_submodule(parent), key, replacement)
+            setattr(model.get_submodule(parent), key, self._over_ranks(mixer))
         if isinstance(model, Generates):
             model.decode = OwnMixers(model.decode, own)  # type: ignore[method-assign]
             join(model, SameRows(model))
@@ -111,6 +110,10 @@ class ContextParallelStage(ParallelStage):
         return True  # before there was `sequence_entries`, models with `prepare_sequences` were promised this
 
     def _over_ranks(self, mixer: nn.Module) -> nn.Module:
+        if mixes_heads(mixer):
+            return HeadExchange(mixer, self._group, balanced=self._method != "ulysses")
+        if self._method == "ulysses":
+            return Exchange(mixer, self._group)
         mixing = Mixing(**mixing_of(mixer))  # type: ignore[arg-type]
         return Ring(self._group, mixing) if self._method == "ring" else Gathered(self._group, mixing)
 
@@ -196,6 +199,37 @@ class Exchange(nn.Module):
         # The sinks of this rank's heads; other ranks compute the gradients for the other heads.
         own = [] if sinks is None else [sinks.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]]
         return all_to_all(self.mixer(q, k, v, _whole(batch), *own), 1, 2, self.group)
+
+
+class HeadExchange(nn.Module):
+    """Exchanges positions for heads around a mixer other than attention; see `forge_kit.nn.head_mixers.MixesHeads`."""
+
+    def __init__(self, mixer: nn.Module, group: dist.ProcessGroup, *, balanced: bool) -> None:
+        """Set up the exchange.
+
+        Args:
+            mixer: the model's own.
+            group: the ranks that share sequences.
+            balanced: whether each of them has two chunks of a sequence, as `rank_positions` gives them.
+        """
+        super().__init__()
+        self.mixer, self.group, self.balanced = mixer, group, balanced
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Leaves the batch as it is: the mixer receives another one, of entries that have all positions."""
+        return batch
+
+    def forward(self, tensors: Sequence[Tensor], per_head: Sequence[Tensor], batch: Batch) -> Tensor:
+        """Collective: the mixer computes whole sequences of its share of the heads."""
+        whole = [all_to_all(tensor, 2, 1, self.group) for tensor in tensors]
+        places = rank_positions(self.ranks, whole[0].shape[1], self.balanced, whole[0].device).flatten()
+        if self.balanced:  # from the order of ranks into that of the sequence, and back
+            whole = [tensor.index_select(1, places.argsort()) for tensor in whole]
+        # The parameters of this rank's heads; other ranks compute the gradients for the other heads.
+        own = [parameter.chunk(self.ranks)[self.rank] for parameter in per_head]
+        mixed = self.mixer(whole, own, _whole(batch))
+        return all_to_all(mixed.index_select(1, places) if self.balanced else mixed, 1, 2, self.group)
 
 
 def _whole(batch: Batch) -> Mapping[str, Tensor]:

@@ -10,8 +10,9 @@ Shapes: S positions of the one sequence, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain, product
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from forge_core.contracts.model import Initialises, Model
+from forge_kit.nn.head_mixers import MixesHeads
 from forge_kit.torch_internals import NormBase, TorchDispatchMode, buffers_of, grouped_mm, parameters_of, to_copy
 
 LENGTHS = (17, 16, 128)
@@ -133,7 +135,9 @@ def _stand_ins(model: Model, mixing: bool, large: bool) -> Iterator[None]:
                     parameters_of(module)[name] = made.setdefault(id(parameter), _stand_in(parameter, generator, large))
             _renew_buffers(module)
         for name in () if mixing else model.sequence_mixers():
-            vars(model.get_submodule(name))["forward"] = _unmixed
+            mixer = model.get_submodule(name)
+            alone = partial(_position_by_position, mixer.forward) if isinstance(mixer, MixesHeads) else _unmixed
+            vars(mixer)["forward"] = alone
         yield
     finally:
         for module, attributes, parameters, buffers in states:
@@ -173,6 +177,12 @@ def _unmixed(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
     """Replaces a mixer: a position's output depends on its own query, key and value alone, (1, S, H, V)."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     return v + q.mean(-1, keepdim=True) + k.mean(-1, keepdim=True)
+
+
+def _position_by_position(mixer: Any, tensors: Sequence[Tensor], per_head: Sequence[Tensor], *_: Any) -> Tensor:
+    """Replaces a mixer of heads: each position is a sequence by itself."""
+    mixed: Tensor = mixer([tensor.transpose(0, 1) for tensor in tensors], per_head, {})
+    return mixed.transpose(0, 1)
 
 
 class _StandInProducts(TorchDispatchMode):
