@@ -138,6 +138,7 @@ OPTIONAL: Mapping[str, Draw] = {
     "router_jitter_noise": same(st.just(0.0)),
     **dict.fromkeys(("full_attn_mod", "interpolate_factor"), same(st.just(1))),
     "use_qk_norm": same(st.booleans()),
+    "clip_qkv": same(st.none()),
     "attention_out_bias": same(st.just(False)),
     "use_routing_bias": same(st.just(True)),
     "qk_norm_type": same(st.just("per_layer")),
@@ -163,6 +164,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "qwen2_moe": ("num_local_experts",),
     "qwen3_moe": ("num_local_experts",),
     "gpt_oss": ("num_experts",),
+    "olmoe": ("num_local_experts",),
     "minimax_m2": ("num_experts", "rotary_dim"),
 }
 """Other names of keys, which a configuration does not have beside them."""
@@ -283,8 +285,10 @@ def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[An
 ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "gpt2": st.just({}),
     "gpt_neox": neox_ropes(),
-    **dict.fromkeys(("glm4", "glm4_moe", "minimax_m2"), shared_ropes(*SCALED[:2])),
-    **dict.fromkeys(("mixtral", "ministral"), ropes(*SCALED[:4])),  # version 5 fails at LongRoPE without head_dim
+    **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2"), shared_ropes(*SCALED[:2])),
+    **dict.fromkeys(
+        ("mixtral", "ministral", "olmoe"), ropes(*SCALED[:4])
+    ),  # version 5 fails at LongRoPE without head_dim
     "gemma3_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
     "olmo3": window_ropes("rope_theta", *SCALED[:1], *SCALED[2:4]),
 }

@@ -227,6 +227,8 @@ MODELS: Mapping[str, Published] = {
     "deepseek_v3": Published("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
     "glm4_moe": Published("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, without norms": Published("Glm4Moe", {**GLM4_MOE, "n_group": 2, "topk_group": 1, "head_dim": 16}),
+    "glm": Published("Glm", {**SPECIAL, **HALF_ROTATED, "head_dim": 16}),
+    "olmoe": Published("Olmoe", {**SPECIAL, "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": None}),
     "glm4": Published("Glm4", {**SPECIAL, **HALF_ROTATED, "head_dim": 16}),
     "glm4, tied": Published("Glm4", {**SPECIAL, "head_dim": 8, "tie_word_embeddings": True, "attention_bias": False}),
     "exaone4": Published("Exaone4", {**WINDOWS, **SPECIAL, "num_hidden_layers": 4, "rope_parameters": LLAMA3}),

@@ -215,7 +215,8 @@ def _described(kind: type[ArchitectureComponent] = ArchitectureComponent) -> Ite
 
 def test_defaults_are_those_of_the_published_classes() -> None:
     compared = []
-    for architecture in {each for each in _described() if each.defaults}:
+    # Classes that other tests have read from files of users are described too.
+    for architecture in {each for each in _described() if each.defaults and hasattr(transformers, each.name)}:
         theirs = getattr(transformers, architecture.name).config_class()
         assert architecture.defaults == {key: getattr(theirs, key) for key in architecture.defaults}, architecture
         compared.append(architecture.name)

@@ -142,7 +142,7 @@ def has_experts(name: str) -> bool:
     if name not in LANGUAGE_MODELS:
         return "experts" in name
     keys = LANGUAGE_MODELS[name].keys
-    return "moe_intermediate_size" in keys or "num_local_experts" in keys
+    return not {"moe_intermediate_size", "num_local_experts", "num_experts"}.isdisjoint(keys)
 
 
 @torch.no_grad()

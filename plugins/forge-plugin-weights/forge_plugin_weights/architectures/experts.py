@@ -1,4 +1,4 @@
-"""Mixtral, Granite MoE, MiniMax-M2, Qwen2-MoE and Qwen3-MoE."""
+"""Mixtral, Granite MoE, MiniMax-M2, OLMoE, Qwen2-MoE and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from forge_plugin_weights.fields import (
     REQUIRED,
     SHARE,
     Choice,
+    Derived,
     Fixed,
+    Follows,
     Irrelevant,
     Key,
     Only,
@@ -42,6 +44,7 @@ MATRICES: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "do
 MIXTRAL: Mapping[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 """Matrices of an expert: our name, Mixtral's."""
 WIDTH = "shared_expert_intermediate_size"
+HEAD_DIM = "attention.head_dim"
 ROTARY_WIDTH = "rotary_dim"
 BALANCE = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.capacity_factor")
 """Losses of routers, and the capacity, which exist in training only."""
@@ -200,6 +203,42 @@ class GraniteMoE(ArchitectureComponent):
             Same(f"{ours}.experts.down.weight", f"{theirs}.output_linear.weight"),
         )
         return (*ENDS, *NORMS, *ATTENTION, *experts, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class OlMoE(ArchitectureComponent):
+    """OLMoE: norms over all heads of queries and of keys, experts that a softmax chooses in every layer."""
+
+    name = "OlmoeForCausalLM"
+    harmless = ("output_router_logits", "router_aux_loss_coef")
+    training_only = BALANCE
+
+    def fields(self) -> Sequence[Field]:
+        """Returns the keys; `OlmoeAttention` has norms as wide as the model, so that heads divide its width."""
+        heads = "num_attention_heads"
+        return (
+            *shape_fields(),
+            *(field for field in attention_fields() if "head_dim" not in field.keys),
+            Derived(HEAD_DIM, lambda model: model["dim"] // model["attention.heads"]),
+            Follows(
+                HEAD_DIM,
+                lambda config: config["hidden_size"] // config[heads],
+                lambda model: model["dim"] // model["attention.heads"],
+            ),
+            all_biases(),
+            Fixed({"attention.qk_norm": "all"}),
+            Only("clip_qkv", None, "queries, keys and values are not bounded"),
+            *(field for field in router_fields() if "moe_intermediate_size" not in field.keys),
+            Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
+            Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),  # no layer is dense
+            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-5),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """As in Qwen3-MoE, without layers that lack experts."""
+        layer = "model.layers.{layer}.mlp"
+        router = Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight")
+        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, router, *expert_rules(layer), *tied_head(model))
 
 
 @frozen

@@ -1,8 +1,9 @@
-"""GLM-4 of April 2025, and GLM-4.5 to GLM-4.7, whose experts a sigmoid chooses as DeepSeek-V3's."""
+"""GLM-4, and GLM-4.5 to GLM-4.7, whose experts a sigmoid chooses as DeepSeek-V3's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from attrs import frozen
 
@@ -24,6 +25,7 @@ from forge_plugin_weights.architectures.dense import (
     swiglu_fields,
     tied_head,
 )
+from forge_plugin_weights.architectures.dense import NORMS as NORMS_BEFORE
 from forge_plugin_weights.fields import Choice, Fixed, Key, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
 from forge_plugin_weights.rules import RotaryRows, Rows, Same
@@ -43,7 +45,7 @@ QK_EPS = "attention.qk_norm_eps"
 
 @frozen
 class NormEps(Key):
-    """`rms_norm_eps` of all norms, where a key says whether there are norms of queries and keys."""
+    """`rms_norm_eps` of all norms, where a key specifies whether there are norms of queries and keys."""
 
     def write(self, model: Flat) -> Config:
         """Leaves out the value of those norms if the model has none: it is the default then."""
@@ -79,16 +81,20 @@ class Glm4Moe(ArchitectureComponent):
 
 
 @frozen(kw_only=True)
-class Glm4(ArchitectureComponent):
-    """GLM-4-0414 and GLM-Z1, 9B and 32B: norms before and after each part, and half of each head is rotated."""
+class Glm(ArchitectureComponent):
+    """GLM-4-9B and GLM-Edge in the form of `transformers`: half of each head is rotated."""
 
-    name = "Glm4ForCausalLM"
+    name = "GlmForCausalLM"
+    seldom = True
+    placement: ClassVar[str] = "pre"
+    """`norm_placement` of ours."""
+    norms: ClassVar[Sequence[Rule]] = NORMS_BEFORE
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys; the output projection of attention never has a bias."""
         return (
             *shape_fields(),
-            Fixed({"norm_placement": "both", "attention.qk_norm": False, "ffn.bias": False}),
+            Fixed({"norm_placement": self.placement, "attention.qk_norm": False, "ffn.bias": False}),
             *attention_fields(head_dim=128, kv_heads=2, rope=Rope(share=0.5)),
             Choice("attention_bias", QKV_BIASES, True),
             *swiglu_fields(),
@@ -111,9 +117,19 @@ class Glm4(ArchitectureComponent):
         gates = [f"layers.{{layer}}.ffn.{ours}.weight" for ours in ("gate", "up")]
         return (
             *ENDS,
-            *NORMS,
+            *self.norms,
             *queries_and_keys,
             *named_alike("attention.v", "attention.o", "ffn.down"),
             Rows(gates, f"{LAYER}.mlp.gate_up_proj.weight"),
             *tied_head(model),
         )
+
+
+@frozen(kw_only=True)
+class Glm4(Glm):
+    """GLM-4-0414 and GLM-Z1, 9B and 32B: norms before and after each part."""
+
+    name = "Glm4ForCausalLM"
+    seldom = False
+    placement = "both"
+    norms = NORMS

@@ -16,7 +16,7 @@ LAYER = "gpt_neox.layers.{layer}"
 
 
 def gelu(key: str, default: str, *, bias: bool | None = True) -> Field:
-    """Returns the key of the activation; the matrices have biases, or for None as another key says."""
+    """Returns the key of the activation; the matrices have biases, or for None by another key."""
     biases: Flat = {} if bias is None else {"ffn.bias": bias}
     names = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
     # Of names that mean the same, an export has the first.

@@ -83,7 +83,7 @@ class SmolLM3(ArchitectureComponent):
 
 @frozen(kw_only=True)
 class Ministral(ArchitectureComponent):
-    """Ministral 8B: a list says which layers have the window; without it, all have."""
+    """Ministral 8B: a list has the layers with the window; without it, all have."""
 
     name = "MinistralForCausalLM"
     seldom = True
@@ -159,7 +159,7 @@ class Starcoder2(ArchitectureComponent):
     )
 
     def fields(self) -> Sequence[Field]:
-        """Returns the keys; one specifies all biases but those of norms, which are always there."""
+        """Returns the keys; one specifies all biases except in norms, which are always there."""
         biases: dict[bool, Flat] = {
             False: {"attention.bias": False, "ffn.bias": False},
             True: {"attention.bias": True, "attention.output_bias": True, "ffn.bias": True},

@@ -492,7 +492,7 @@ class QwenVL(VisionLanguageModel):
         if TEXT not in config:
             return {**outside, TEXT: inner}
         table = inner.pop(TEXT)
-        # Versions 4.52 to 4.56 of transformers write all keys twice, and read those of the table.
+        # Versions 4.52 to 4.56 of transformers write all keys twice, and read the ones of the table.
         unused = set() if table.get("use_sliding_window") else {"sliding_window", "max_window_layers"}
         if disagreeing := [key for key in inner if key in table and key not in unused and inner[key] != table[key]]:
             raise JobError(
