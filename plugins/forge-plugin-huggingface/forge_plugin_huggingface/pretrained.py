@@ -179,6 +179,10 @@ def _source(
         names = dict.fromkeys((*PUBLISHED, *pretrained.vocab_files_names.values(), *further))
         files_of = {name: _beside(path, name, options) for name in names}
         found = {name: Path(file).read_bytes() for name, file in files_of.items() if file}
+    inside = b'"chat_template"' in found.get(CONFIG_JSON, b"")
+    if isinstance(pretrained.chat_template, str) and TEMPLATE_JSON in found and not inside:
+        # A tokenizer does not read that file; another is added, as the run has the template
+        found.setdefault(TEMPLATE_JINJA, pretrained.chat_template.encode())
     if chat_template is not None:
         theirs = (TEMPLATE_JSON, TEMPLATE_JINJA)
         found = {name: data for name, data in found.items() if name not in theirs and MORE_TEMPLATES not in name}

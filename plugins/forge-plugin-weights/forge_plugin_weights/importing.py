@@ -261,12 +261,13 @@ def import_folder(
         check_tensors(source.architecture, match, source.shapes, folder)
         check_dtypes(source.places, match.used, folder)
         check_copies(source, match)
-        with making(output) as aside:
+        # A second reader, which writes no copy any more when the folder of an import that failed is removed
+        with making(output) as aside, Reader() as copier:
             aside.mkdir()
             run = ImportedRun(
                 folder=aside, final=output, source=source, job=job, match=match, catalog=catalog, finite=finite
             )
-            run.write(reader, digests)
+            run.write(copier, digests)
     return output
 
 

@@ -96,9 +96,11 @@ def read_fields(
             problems.append(Problem("", str(error)))
     # A key that no field reads is an error, as it may change what the model computes. All errors are listed at once.
     unknown = [key for key in config if key not in known and not means_nothing(key, config[key], flat)]
-    problems = [*(Problem(key, f"{config[key]!r} is not known to Forge") for key in unknown), *problems]
-    if unknown:
-        problems.append(Problem("", IGNORE_HINT))
+    hints = [""] * (len(unknown) - 1) + [f"; {IGNORE_HINT}"]  # once, whatever their number
+    named = [
+        Problem(key, f"{config[key]!r} is not known to Forge{hint}") for key, hint in zip(unknown, hints, strict=False)
+    ]
+    problems = [*named, *problems]
     if problems:
         raise JobError(problems)
     return with_pattern(flat)
