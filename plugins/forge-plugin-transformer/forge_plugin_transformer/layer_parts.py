@@ -59,6 +59,10 @@ class GroupedQueryAttention(AttentionComponent):
     """Whether each query head has a learned score that takes part in the softmax and has no value, so that a head may
     attend to nothing (gpt-oss). On CUDA with kernels `gemm` and `math` only; on a CPU, `flash` computes them except
     with `documents = "mask"`."""
+    gate: bool | Literal["head", "element"] = False
+    """Whether what heads have mixed is multiplied by the sigmoid of a linear function of x, before the last projection
+    (Qiu et al. 2025, "Gated Attention for Large Language Models"). element or true: a factor for each feature of each
+    head (Qwen3-Next). head: one for each head."""
     backend: Backend = field(default="auto", metadata=when_resumed("safe"))
     """Kernel. auto: the fastest by the committed measurements, torch's own choice where there are none. flash,
     efficient, math and cudnn are torch's; gemm is blocks of plain matrix products."""
@@ -123,8 +127,14 @@ class GroupedQueryAttention(AttentionComponent):
             norm_all_heads=self.qk_norm == "all",
             bias=self.bias,
             output_bias=self.bias and self.output_bias,
+            gate_width=self._gate_width(head_dim),
             init=init,
         )
+
+    def _gate_width(self, head_dim: int) -> int:
+        if not self.gate:
+            return 0
+        return 1 if self.gate == "head" else head_dim
 
     def _norm(self, heads: int, head_dim: int) -> nn.Module | None:
         from forge_plugin_transformer.modules import norms

@@ -32,7 +32,7 @@ class TestTransformer(ModelSuite):
 class TestTiedTransformerOfOtherParts(ModelSuite):
     component = Transformer(
         vocab_size=32, dim=16, layers=2, tie_embeddings=True, norm=LayerNorm(), ffn=GELU(),
-        attention=GroupedQueryAttention(heads=4, kv_heads=2),
+        attention=GroupedQueryAttention(heads=4, kv_heads=2, gate=True),
     )  # fmt: skip
     layouts = ("tp2", "pp2")
 
@@ -52,7 +52,7 @@ class TestTransformerLikeOlmo(ModelSuite):
 
     component = Transformer(
         vocab_size=32, dim=16, layers=2, norm_placement="post",
-        attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all"),
+        attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all", gate="head"),
     )  # fmt: skip
     layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
     loss_tolerance = 1e-10  # of gradient norms, which are large behind norms of small outputs; losses: 1e-14

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from forge_kit.nn.direct_calls import directly_callable
@@ -79,6 +80,7 @@ class GroupedAttention(nn.Module):
         norm_all_heads: bool,
         bias: bool,
         output_bias: bool,
+        gate_width: int,
         init: InitStd,
     ) -> None:
         """Set up the layer.
@@ -95,6 +97,7 @@ class GroupedAttention(nn.Module):
             norm_all_heads: whether both norms are over the features of all heads.
             bias: whether q, k and v have biases.
             output_bias: whether o has one.
+            gate_width: gates of a head, 1 or E; 0: there are none.
             init: deviations of matrices.
         """
         super().__init__()
@@ -113,6 +116,9 @@ class GroupedAttention(nn.Module):
         self.scoring = core.scoring
         if self.scoring.sinks:
             self.sinks = HeadSinks(heads, init.inner)
+        self.gate_width = gate_width
+        if gate_width:
+            self.gate = Linear(dim, heads * gate_width, std=init.inner)
 
     def prepare(self, batch: Batch) -> Batch:
         """Adds the entries of the core, a mask of spans, and the tables of positions if the encoding has a `key`."""
@@ -130,7 +136,10 @@ class GroupedAttention(nn.Module):
             # A core that a stage has put in need not take sinks, unless there are any
             mixed = self.core(q, k, v, batch) if sinks is None else self.core(q, k, v, batch, sinks)
             mixed = attend_in_spans(q, k, v, mixed, batch, self.scoring, sinks)
-        return self.output(self.mixed(mixed).flatten(2), batch)
+        mixed = self.mixed(mixed)
+        if self.gate_width:
+            mixed = mixed * torch.sigmoid(self.gate(x)).unflatten(-1, (-1, self.gate_width))
+        return self.output(mixed.flatten(2), batch)
 
     def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(B, S, D) -> queries (B, S, H, E), keys and values (B, S, K, E), normalised but not rotated.
@@ -181,7 +190,8 @@ class GroupedAttention(nn.Module):
 
         Half of a sequence's positions are visible on average, or of a window W the W - W² / 2S.
         """
-        weights = sum(projection.weight.numel() for projection in (self.q, self.k, self.v, self.o))
+        projections = [self.q, self.k, self.v, self.o, *([self.gate] if self.gate_width else [])]
+        weights = sum(projection.weight.numel() for projection in projections)
         pairs = visible_pairs(seq_len, self.scoring.window)
         # Not `kv_heads`: each query head multiplies with all visible keys, also with keys that it shares
         return 6.0 * weights + 6.0 * self.q.out_features * (2 * pairs / seq_len)
@@ -192,7 +202,8 @@ class GroupedAttention(nn.Module):
         way = "split_features" if self.norm_all_heads else "replicate"
         # An absent norm is an `nn.Identity`, which the plan need not name
         plan |= {name: way for name in ("q_norm", "k_norm") if [*getattr(self, name).parameters()]}
-        return plan | ({"sinks": "column"} if self.scoring.sinks else {})
+        plan |= {"sinks": "column"} if self.scoring.sinks else {}
+        return plan | ({"gate": "column"} if self.gate_width else {})
 
     def parameter_roles(self) -> Mapping[str, Role]:
         """Makes sinks (H,) a bias: by their shape they would have the role of a norm."""
