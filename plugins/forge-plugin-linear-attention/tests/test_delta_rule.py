@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_plugin_linear_attention.modules.delta_rule import gated_delta_rule, numbered
 
@@ -63,6 +66,27 @@ def test_gradients_equal_those_of_the_recurrence() -> None:
         (output.sin().sum() + state.cos().sum()).backward()
         gradients.append([tensor.grad for tensor in inputs.values()])
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-11)
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operations return."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.numbers += found.numel() if isinstance(found, Tensor) else 0
+        return found
+
+
+def test_forward_and_backward_pass_grow_in_proportion_to_the_length() -> None:
+    numbers = []
+    for times in (8, 32):
+        inputs = {name: x.repeat(1, 1, times, *[1] * (x.ndim - 3)).requires_grad_() for name, x in drawn().items()}
+        with Written() as written:
+            gated_delta_rule(**inputs, chunk=4)[0].sum().backward()
+        numbers.append(written.numbers)
+    assert numbers[1] < 4.1 * numbers[0]
 
 
 def test_a_sequence_goes_on_from_a_state() -> None:

@@ -61,10 +61,12 @@ def gated_delta_rule(
     if state is None:
         state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
     outputs = []
-    for number in range(q.shape[2]):
-        written = values[:, :, number] - reads[:, :, number] @ state
-        outputs.append(queries[:, :, number] @ state + scores[:, :, number] @ written)
-        state = left[:, :, number] * state + keys[:, :, number].mT @ written
+    # All at once: the backward pass of an index is as long as the sequence, and there would be one for each chunk
+    chunks = (x.unbind(2) for x in (values, reads, queries, scores, left, keys))
+    for value, read, query, score, stays, key in zip(*chunks, strict=True):
+        written = value - read @ state
+        outputs.append(query @ state + score @ written)
+        state = stays * state + key.mT @ written
     return torch.cat(outputs, 2)[:, :, :length], state
 
 
