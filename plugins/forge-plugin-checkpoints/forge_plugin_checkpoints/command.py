@@ -95,13 +95,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _counts(text: str) -> list[int]:
-    return [count(part) for part in text.split(",")]
+    try:
+        return [count(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from None
 
 
 def _factors(text: str) -> list[float]:
-    factors = [float(part) for part in text.split(",")]
+    try:
+        factors = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {text!r}") from None
     if not all(0 <= factor < math.inf for factor in factors) or not any(factors):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"must be finite, none negative and not all 0, got {text!r}")
     return factors
 
 

@@ -243,8 +243,10 @@ def test_a_damaged_source_is_refused_and_nothing_is_left(merge, run, tmp_path):
     (["--steps", "8,8"], ["each once"]),
     (["--steps", "4,99"], ["99", "1, 2, 3"]),
     (["--steps", "4,8", "--weights", "1"], ["--weights", "1", "2"]),
-    (["--steps", "4,8", "--weights", "1,-1"], ["--weights", "1,-1"]),
-    (["--steps", "4,8", "--weights", "0,0"], ["--weights", "0,0"]),
+    (["--steps", "4,8", "--weights", "1,-1"], ["--weights", "1,-1", "none negative"]),
+    (["--steps", "4,8", "--weights", "0,0"], ["--weights", "0,0", "not all 0"]),
+    (["--steps", "4,8", "--weights", "1,half"], ["--weights", "1,half", "must be numbers"]),
+    (["--steps", "4:8"], ["--steps", "4:8", "must be whole numbers"]),
     (["--steps", "4,8", "--weights", "1,2", "--like", "linear"], ["--like", "--weights"]),
     (["--steps", "4,8", "--like", "cubic"], ["cubic", "cosine"]),
 ])  # fmt: skip
