@@ -156,7 +156,11 @@ class Follows(Field):
 
     def write(self, model: Flat) -> Config:
         """Writes nothing; raises `Unsupported` for any other value, which a configuration cannot express."""
-        if (value := setting(model, self.ours)) != (needed := self.of_ours(model)):
+        try:
+            needed = self.of_ours(model)
+        except TypeError as error:  # `PerLayer`, with which nothing can be computed
+            raise Unsupported(f"{self.ours} follows from keys that differ between layers") from error
+        if (value := setting(model, self.ours)) != needed:
             raise Unsupported(f"{self.ours} = {value!r}, where it has {needed!r} always")
         return {}
 

@@ -176,11 +176,29 @@ class Rows:
 
 
 @frozen
-class HeadRows:
-    """Several of our tensors, (heads * E, ...) each, of one shape, whose rows theirs has head by head.
+class FilterRows(Rows):
+    """Filters of ours, (features, W) each, one below the other in the weight (features, 1, W) of a convolution."""
 
-    Theirs is (heads, n, E, ...), flat: rows of the first of ours for head 0, of the second for head 0, ..., and so on
-    for every head, as the fused queries, keys and values of GPT-NeoX.
+    def _part(self, ours: str, theirs: str, lengths: Sequence[int], number: int, shape: tuple[int, ...]) -> Part:
+        start = sum(lengths[:number])
+        return Part(
+            ours=ours,
+            theirs=theirs,
+            shape=(sum(lengths), 1, shape[1]),
+            offsets=(0, 0),
+            sizes=shape,
+            row=start,
+            of_ours=whole,
+            of_theirs=lambda tensor: tensor[start : start + lengths[number], 0],
+        )
+
+
+@frozen
+class HeadRows:
+    """Several of our tensors, (heads * E, ...) each, whose rows theirs has head by head; widths E may differ.
+
+    Theirs has rows of the first of ours for head 0, of the second for head 0, ..., and so on for every head, as the
+    fused queries, keys and values of GPT-NeoX.
     """
 
     ours: Sequence[str]
@@ -192,17 +210,19 @@ class HeadRows:
         for number, template in enumerate(self.ours):
             if (groups := match(template, name)) is not None:
                 theirs = self.theirs.format(**groups)
-                return [self._part(name, theirs, head, number, shapes[name]) for head in range(self.heads)]
+                widths = [shapes[other.format(**groups)][0] // self.heads for other in self.ours]
+                return [self._part(name, theirs, head, number, widths, shapes[name]) for head in range(self.heads)]
         return ()
 
-    def _part(self, ours: str, theirs: str, head: int, number: int, shape: tuple[int, ...]) -> Part:
-        rows, *inner = shape
-        count, width = len(self.ours), rows // self.heads
-        start, there = head * width, (head * count + number) * width
+    def _part(
+        self, ours: str, theirs: str, head: int, number: int, widths: Sequence[int], shape: tuple[int, ...]
+    ) -> Part:
+        inner, width = shape[1:], widths[number]
+        start, there = head * width, head * sum(widths) + sum(widths[:number])
         return Part(
             ours=ours,
             theirs=theirs,
-            shape=(count * rows, *inner),
+            shape=(self.heads * sum(widths), *inner),
             offsets=(start, *(0 for _ in inner)),
             sizes=(width, *inner),
             row=there,

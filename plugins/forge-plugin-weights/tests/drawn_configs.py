@@ -146,6 +146,9 @@ OPTIONAL: Mapping[str, Draw] = {
     "attn_type_list": by_layer([1]),
     "no_rope_layers": by_layer([0, 1]),
     "no_rope_layer_interval": same(st.integers(1, 7)),
+    **dict.fromkeys(("linear_num_key_heads", "linear_key_head_dim", "linear_conv_kernel_dim"), same(st.integers(1, 4))),
+    **dict.fromkeys(("linear_num_value_heads", "linear_value_head_dim"), same(st.just(12))),
+    "full_attention_interval": same(st.integers(1, 5)),
 }
 """Keys that a configuration may lack."""
 OWN: Mapping[tuple[str, str], Draw] = {
@@ -154,6 +157,7 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("gemma", "hidden_activation"): same(st.sampled_from(["gelu_pytorch_tanh", None])),
     **{("starcoder2", key): same(GELU) for key in ("hidden_act",)},
     ("minimax_m2", "use_qk_norm"): same(st.just(True)),
+    ("qwen3_next", "layer_types"): by_layer(["linear_attention", "full_attention"]),
     ("minimax_m2", "sliding_window"): same(st.none()),
     ("minimax_m2", "attention_bias"): same(st.just(False)),
     **{("phi3", key): same(st.just(False)) for key in ("attention_bias", "mlp_bias")},
@@ -164,7 +168,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "qwen2_moe": ("num_local_experts",),
     "qwen3_moe": ("num_local_experts",),
     "gpt_oss": ("num_experts",),
-    "olmoe": ("num_local_experts",),
+    **dict.fromkeys(("olmoe", "qwen3_next"), ("num_local_experts",)),
     "minimax_m2": ("num_experts", "rotary_dim"),
 }
 """Other names of keys, which a configuration does not have beside them."""
@@ -285,7 +289,7 @@ def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[An
 ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "gpt2": st.just({}),
     "gpt_neox": neox_ropes(),
-    **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2"), shared_ropes(*SCALED[:2])),
+    **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", "qwen3_next"), shared_ropes(*SCALED[:2])),
     **dict.fromkeys(
         ("mixtral", "ministral", "olmoe"), ropes(*SCALED[:4])
     ),  # version 5 fails at LongRoPE without head_dim

@@ -31,6 +31,16 @@ SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 128,
 }
 EXPERTS: Mapping[str, Any] = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+QWEN3_NEXT: Mapping[str, Any] = {
+    **EXPERTS,
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
 LLAMA3: Mapping[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 50000.0,
@@ -225,6 +235,7 @@ MODELS: Mapping[str, Published] = {
     "qwen3_moe": Published("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 8}),
     "gpt_oss": Published("GptOss", GPT_OSS),
     "deepseek_v3": Published("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
+    "qwen3_next": Published("Qwen3Next", QWEN3_NEXT),
     "glm4_moe": Published("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, without norms": Published("Glm4Moe", {**GLM4_MOE, "n_group": 2, "topk_group": 1, "head_dim": 16}),
     "glm": Published("Glm", {**SPECIAL, **HALF_ROTATED, "head_dim": 16}),

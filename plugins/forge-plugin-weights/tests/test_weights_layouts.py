@@ -68,6 +68,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "qwen2_moe": "fsdp2",
     "gpt_neox": "fsdp2",
     "gpt2": "tp2",
+    "qwen3_next": "tp2",
     "glm4_moe": "ep2",
     "glm4": "tp2",
     "exaone4": "pp2",

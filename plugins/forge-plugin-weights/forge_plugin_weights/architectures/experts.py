@@ -322,11 +322,12 @@ class AttentionTypes(Field):
         return {}
 
 
-def router_fields(*, normalised: bool | None = None) -> Sequence[Field]:
+def router_fields(*, normalised: bool | None = None, default: bool = False) -> Sequence[Field]:
     """Returns the keys of experts that a softmax chooses, as Qwen's have them.
 
     Args:
         normalised: whether weights of the chosen experts add up to 1; None: a key specifies it.
+        default: whether they do where that key is missing.
     """
     options: dict[bool, Flat] = {
         value: {"ffn.router.type": f"{MOE}/softmax_topk", "ffn.router.normalise": name}
@@ -334,7 +335,7 @@ def router_fields(*, normalised: bool | None = None) -> Sequence[Field]:
     }
     return (
         Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
-        Choice("norm_topk_prob", options, False) if normalised is None else Fixed(options[normalised]),
+        Choice("norm_topk_prob", options, default) if normalised is None else Fixed(options[normalised]),
         Key("num_experts", "ffn.experts", other_names=("num_local_experts",)),
         Key("num_experts_per_tok", "ffn.router.top_k"),
         Key("moe_intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
