@@ -156,11 +156,12 @@ class Follows(Field):
 
     def write(self, model: Flat) -> Config:
         """Writes nothing; raises `Unsupported` for any other value, which a configuration cannot express."""
+        value = setting(model, self.ours)  # first: a model of another kind has none of these keys
         try:
             needed = self.of_ours(model)
         except TypeError as error:  # `PerLayer`, with which nothing can be computed
             raise Unsupported(f"{self.ours} follows from keys that differ between layers") from error
-        if (value := setting(model, self.ours)) != needed:
+        if value != needed:
             raise Unsupported(f"{self.ours} = {value!r}, where it has {needed!r} always")
         return {}
 
