@@ -26,6 +26,10 @@ RIGHT = "right_factor"
 MOMENTUM = "momentum_buffer"
 
 
+NOISE = 4
+"""Lengths up to this many times the usual rounding of a product, relative to the largest, are rounding."""
+
+
 class DionOptimizer(MatrixOptimizer):
     """Dion (Ahn et al. 2025, algorithm 1) for matrices of hidden layers, AdamW for all other parameters.
 
@@ -120,17 +124,18 @@ class DionOptimizer(MatrixOptimizer):
         wide = torch.promote_types(torch.float32, gradient.dtype)
         momentum.add_(gradient)
         left = torch.linalg.qr((momentum @ right).to(wide))[0].to(gradient.dtype)
-        # A matrix of zeros has no directions: without this, P would be made of unit vectors and Q would be lost. No
-        # branch, which the host would have to wait for.
-        nonzero = momentum.any()
         projected = momentum.mT @ left
         momentum.addmm_(left, projected.mT, alpha=group["momentum"] - 1)
         projected = projected.to(wide)
         lengths = torch.linalg.vector_norm(projected, dim=0, keepdim=True)
-        unit = (projected / (lengths + group["eps"])).to(gradient.dtype)
+        # Of a matrix of lower rank than r, QR makes unit vectors of rounding, which each layout has another of: they
+        # are no part of the update, and Q keeps its columns. No branch, which the host would have to wait for.
+        rounding = NOISE * torch.finfo(wide).eps * math.sqrt(sum(momentum.shape))
+        known = lengths > lengths.amax() * rounding
+        unit = (projected / (lengths + group["eps"])).where(known, 0).to(gradient.dtype)
         # In place, so that Q stays row by row in memory, as a checkpoint returns it: products of another order are
         # rounded differently, and a run that continues would leave the curve.
-        right.copy_(torch.where(nonzero, unit, right))
+        right.copy_(unit.where(known, right))
         return left @ unit.mT
 
     def _first_factor(self, matrix: Matrix, like: Tensor) -> Tensor:

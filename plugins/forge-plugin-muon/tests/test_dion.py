@@ -91,6 +91,23 @@ def test_the_momentum_keeps_what_an_update_leaves_out():
     assert max(weakest) > 0.9
 
 
+def test_rounding_of_a_gradient_of_lower_rank_is_no_direction():
+    """The rounding of a layout, here another one in the last digits, leaves the weights alone."""
+    weights, factors = [], []
+    for nudge in (0.0, 1e-16):
+        parameter = torch.nn.Parameter(torch.zeros(8, 6, dtype=torch.float64))
+        optimizer = DionOptimizer([parameter], lr=1.0, weight_decay=0, rank_fraction=1.0)
+        for step in range(3):
+            parameter.grad = torch.outer(draw("left", (8,), step), draw("right", (6,), 0))
+            parameter.grad += nudge * draw("noise", (8, 6), step)
+            optimizer.step()
+        weights.append(parameter.detach())
+        factors.append(optimizer.state[parameter]["right_factor"])
+    assert int((torch.linalg.svdvals(weights[0]) > 1e-9).sum()) == 1
+    torch.testing.assert_close(*weights, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(*factors, rtol=1e-10, atol=1e-12)
+
+
 def test_no_gradient_means_no_update_and_the_factor_stays():
     parameter = torch.nn.Parameter(draw("stack", (2, 6, 4), 0))
     optimizer = DionOptimizer([parameter], weight_decay=0, rank_fraction=0.5)

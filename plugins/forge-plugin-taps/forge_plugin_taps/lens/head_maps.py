@@ -41,9 +41,13 @@ def attention_maps(
             and none are chosen.
     """
     names = list(model.layers)
-    chosen = names if layers is None else [str(number) for number in layers]
+    # Without a choice, those with a softmax: in others, such as linear attention, nothing has weights
+    chosen = [name for name in names if not _is_other(model, name)] if layers is None else [str(n) for n in layers]
     if missing := [name for name in chosen if name not in names]:
         raise ForgeError(f"there is no layer {missing[0]}; the model has {names[0]} to {names[-1]}")
+    if other := [name for name in chosen if _is_other(model, name)]:
+        kind = type(_mixer(model, other[0])).__name__
+        raise ForgeError(f"layer {other[0]} has a {kind}, which gives positions no weights; choose other layers")
     if not chosen or (heads is not None and not heads):
         raise ForgeError("no layer or no head is chosen; name at least one of each, or None for all")
     device = next(model.parameters()).device
@@ -78,6 +82,12 @@ def _patterns(model: Model, ids: Tensor, layers: Sequence[str]) -> list[Tensor]:
         for handle in handles:
             handle.remove()
     return [patterns[name] for name in layers]
+
+
+def _is_other(model: Model, layer: str) -> bool:
+    """Whether a layer mixes positions by something else than attention; see `forge_kit.nn.head_mixers`."""
+    names = [name for name in model.sequence_mixers() if name.startswith(f"layers.{layer}.")]
+    return bool(names) and getattr(model.get_submodule(names[0]), "mixes_heads", False)
 
 
 def _mixer(model: Model, layer: str) -> nn.Module:

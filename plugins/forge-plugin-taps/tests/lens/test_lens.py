@@ -14,6 +14,7 @@ import forge_plugin_taps.lens
 from forge_core.cli import main
 from forge_core.contracts.errors import ForgeError
 from forge_kit.nn.taps import TapPoint
+from forge_plugin_linear_attention import GatedDeltaNet
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_taps.lens import (
     attention_command,
@@ -115,6 +116,14 @@ def test_positions_of_a_span_attend_to_each_other():
 def test_a_pattern_of_unknown_attention_is_refused():
     with pytest.raises(ValueError, match=naming("'mixing'", "'alibi'")):
         TapPoint("core", "pattern", mixing={"alibi": 8.0})
+
+
+def test_layers_without_weights_of_attention_are_left_out_and_refused_by_name(tmp_path):
+    kinds = {"delta": GatedDeltaNet(heads=4), "full": ATTENTIONS["grouped"]}
+    model = network(tmp_path, AttentionPattern(kinds=kinds, layers=("delta", "full")))
+    assert attention_maps(model, IDS).layers == ["1"]
+    with pytest.raises(ForgeError, match=naming("layer 2", "DeltaCore")):
+        attention_maps(model, IDS, [1, 2])
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
