@@ -13,8 +13,8 @@ from forge_core.cli import main
 from forge_kit.tools.outputs import MARK
 
 VALUES = {
-    "A,B", "ADDRESS", "GB", "GBITS", "GLOB", "JOBS", "K", "K=V,…", "KEY=A,B", "KIND", "LIST", "M", "N", "NAME", "NAMES",
-    "P", "R", "RATE", "S", "SHARE", "STEP", "T", "TEXT", "TOKEN", "TYPE", "X",
+    "A,B", "ADDRESS", "GB", "GBITS", "GLOB", "JOBS", "K", "K=V,…", "KEY", "KEY=A,B", "KIND", "LIST", "M", "N",
+    "NAME", "NAMES", "ORG/NAME", "P", "R", "RATE", "REV", "S", "SHARE", "STEP", "T", "TEXT", "TOKEN", "TYPE", "X",
 }  # fmt: skip
 """Metavars of what is no path."""
 INPUTS = """

@@ -35,7 +35,7 @@ HEADING = "keep"
 
 
 def command(argv: list[str]) -> int:
-    """List, verify, compare, prune, export or merge checkpoints of a run."""
+    """List, verify, compare, prune, export or merge checkpoints."""
     options = _parser().parse_args(_with_action(argv))
     return int(options.action(options))
 
@@ -80,10 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--step", type=count, metavar="N", help="by default the newest intact one")
     export.add_argument("--shard-size", type=gigabytes, default="5", metavar="GB", help="of each file of a folder (5)")
     merge = add("merge", merge_checkpoints)
-    merge.add_argument("--steps", type=_counts, required=True, metavar="A,B", help="of the checkpoints, two at least")
+    merge.add_argument(
+        "--steps", type=step_numbers, required=True, metavar="A,B", help="of the checkpoints, two at least"
+    )
     merge.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet")
     how = merge.add_mutually_exclusive_group()
-    how.add_argument("--weights", type=_factors, metavar="LIST", help="one number a step, as 3,2,1; by default equal")
+    how.add_argument(
+        "--weights", type=weight_list, metavar="LIST", help="one number a step, as 3,2,1; by default equal"
+    )
     how.add_argument(
         "--like",
         choices=("linear", "cosine", "sqrt"),
@@ -94,14 +98,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _counts(text: str) -> list[int]:
+def step_numbers(text: str) -> list[int]:
+    """Reads numbers of steps, as `argparse` does."""
     try:
         return [count(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from None
 
 
-def _factors(text: str) -> list[float]:
+def weight_list(text: str) -> list[float]:
+    """Reads weights, as `argparse` does."""
     try:
         factors = [float(part) for part in text.split(",")]
     except ValueError:

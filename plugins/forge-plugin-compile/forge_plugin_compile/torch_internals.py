@@ -34,3 +34,9 @@ def keep_random_numbers() -> None:
     import torch._inductor.config
 
     torch._inductor.config.fallback_random = True
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns a number of the memory that a tensor is a view of; unlike an address, fake tensors have one too."""
+    number: int = tensor.untyped_storage()._cdata
+    return number

@@ -49,7 +49,8 @@ def load(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pin
         deadline = time.monotonic() + PATIENCE_S
         for thread in set(threading.enumerate()) - others:
             # One that were inside torch when the interpreter ends would abort the process.
-            if thread.daemon:
+            # A signal may have come while one was being started
+            if thread.daemon and thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 

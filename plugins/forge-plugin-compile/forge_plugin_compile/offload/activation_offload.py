@@ -28,9 +28,9 @@ CANNOT = {
 class ActivationOffload(ParallelComponent):
     """Moves what blocks save for the backward pass to the memory of the host, and back when it is needed.
 
-    Losses and gradients are the same to the bit: nothing is rounded or recomputed. On a GPU, copies use pinned memory
-    and a separate stream, beside the computation. On a CPU there is no other memory to move to: copies are made all the
-    same, so that a job can be tried, and no memory is saved.
+    Nothing is rounded or recomputed; kernels may round differently for another place in memory. On a GPU, copies use
+    pinned memory and a separate stream, beside the computation. On a CPU there is no other memory to move to: copies
+    are made all the same, so that a job can be tried, and no memory is saved.
     """
 
     after: ClassVar[Mapping[str, str]] = {

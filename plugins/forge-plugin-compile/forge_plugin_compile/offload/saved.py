@@ -15,6 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.parallel.mesh import local_part
 from forge_kit.torch_internals import FakeTensor
+from forge_plugin_compile.torch_internals import storage_of
+
+NO_STREAMS = ("cpu", "meta")
+"""Devices whose copies end before the next operation begins."""
 
 
 @frozen
@@ -50,7 +54,7 @@ class Mover:
 
     def aside(self) -> AbstractContextManager[Any]:
         """A context whose copies run beside the computation, after what was computed so far."""
-        if self._device.type == "cpu":
+        if self._device.type in NO_STREAMS:
             return nullcontext()
         module = torch.get_device_module(self._device)
         if self._stream is None:
@@ -61,7 +65,7 @@ class Mover:
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Returns a contiguous copy; within `aside`."""
-        pinned = self._device.type != "cpu"
+        pinned = self._device.type not in NO_STREAMS
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         host.copy_(tensor, non_blocking=pinned)
         if pinned:
@@ -70,7 +74,7 @@ class Mover:
 
     def done(self) -> Any:
         """Returns an event after the copies so far, or None on a CPU."""
-        return None if self._device.type == "cpu" else self._stream.record_event()
+        return None if self._device.type in NO_STREAMS else self._stream.record_event()
 
     def wait(self, event: Any, tensor: Tensor) -> None:
         """Let the computation wait, on the device, for a copy to end that made `tensor`."""
@@ -118,13 +122,13 @@ class SavedOfBlock:
         # An expanded tensor has one value in many places: it is small, and would come back large
         if any(stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
             return False
-        return part.untyped_storage()._cdata not in self._storages_of_weights()
+        return storage_of(part) not in self._storages_of_weights()
 
     def _storages_of_weights(self) -> set[int]:
         """Weights stay where they are, and so do views of them: fsdp frees and refills their memory itself."""
         if self._weights is None:  # within the block: around it, fsdp has other parameters in place
             weights = [local_part(weight) for weight in (*self._block.parameters(), *self._block.buffers())]
-            self._weights = {weight.untyped_storage()._cdata for weight in weights}
+            self._weights = {storage_of(weight) for weight in weights}
         return self._weights
 
     def fetch(self) -> None:
@@ -153,8 +157,8 @@ class Waiting:
         self._event: Any = None
         self._host: Tensor | None = None
         self._like = (part.shape, part.dtype)
-        # A plan counts the memory of the device alone, of which this takes none
-        if not isinstance(part, FakeTensor):
+        # Without numbers there is nothing to copy: a plan counts the memory of the device alone
+        if not (isinstance(part, FakeTensor) or part.is_meta):
             with saved.mover.aside():
                 self._host = saved.mover.to_host(part)
 
