@@ -125,7 +125,7 @@ def test_a_rank_whose_process_is_stopped_for_a_part_of_each_step_is_named(folder
             with suppress(OSError, ValueError):  # not there yet, ended, or just writing its file
                 rank = int((folder / "pid-1").read_text())
                 if Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0] == "T":
-                    time.sleep(0.3)  # far above what a busy machine adds to the steps of either rank
+                    time.sleep(0.6)  # far above what a busy machine adds to the steps of either rank
                     os.kill(rank, signal.SIGCONT)
 
     thread = threading.Thread(target=wake)
