@@ -152,6 +152,12 @@ def test_files_that_lanes_share_are_warned_of(stream, caplog: pytest.LogCaptureF
     assert not lacks(record.message, "6 lanes", "3 files", "2 times", "`lanes`")
 
 
+def test_files_without_rows_are_named(write, build_dataset) -> None:
+    folder = write("jsonl", [])
+    with refuses("path", repr(folder), "no rows"):
+        build_dataset(folder)
+
+
 def test_a_lane_without_documents_is_an_error(stream) -> None:
     opened = stream(files=1, lanes=20)
     with refuses("", "lane 19 of 20", "1 files", "`lanes`", "streaming = false"):

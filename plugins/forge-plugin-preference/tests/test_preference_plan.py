@@ -19,7 +19,7 @@ from forge_plugin_plan.estimate import make_plan
 from forge_plugin_plan.kernels import FORMULAS
 from forge_plugin_plan.simulate import RankPlan
 from forge_plugin_plan.storages import Purpose
-from forge_plugin_preference import DPO
+from forge_plugin_preference import DPO, KTO
 from forge_plugin_preference.hooks import AdaptersOff
 from forge_plugin_preference.objective import objective_of
 
@@ -95,3 +95,9 @@ def test_ranks_of_a_pipeline_each_compute_their_part_of_the_pass(tmp_path: Path,
     assert all(flops > 0 for flops in extra)
     sent = [sum(rank.traffic.transfers.values()) for rank in (off[0], without[0]) if rank.traffic is not None]
     assert sent[0] > sent[1]
+
+
+def test_a_plan_names_the_pass_for_z_that_it_does_not_count(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "adapters_off")
+    assert [title for title, _ in KTO(reference="adapters_off").plan_lines(job)] == ["kto z"]
+    assert not [*KTO(reference="adapters_off", estimate_z=False).plan_lines(job)]
