@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from forge_core.contracts.layout import Layout
 from forge_kit.nn import products
 from forge_plugin_moe import Hash, MoE, SigmoidTopK, SoftmaxTopK
-from forge_plugin_moe.modules.experts import Experts, StackedLinear, SwiGLUForm
+from forge_plugin_moe.modules.experts import Experts, StackedLinear, SwiGLUForm, runs_grouped
 from forge_plugin_transformer import GroupedQueryAttention, InitStd, Transformer
 from forge_testing import job_problems, tiny_job
 from forge_testing.refusals import at, check_problems, problems_of, refuses
@@ -225,3 +225,12 @@ class TestBiases:
         )
         plain, biased = (run.model.layers["0"].ffn.flops(8) for run in runs)
         assert plain == biased == 6 * (2 * 3 * 16 * 16 + 8 * 16)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)]
+)
+def test_a_graph_breaks_where_grouped_products_do_not_run(device, precision, dtype):
+    breaks = MoE().graph_break(precision, device, "inductor")
+    assert bool(breaks) != runs_grouped(torch.device(device), dtype)
