@@ -40,12 +40,15 @@ class StateCache:
         used = (batch["positions"] >= 0)[..., None]
         return [tensor * used[..., None] for tensor in tensors], used
 
-    def convolved(self, tensors: Sequence[Tensor], filters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the convolutions of the next positions, and keeps their last inputs."""
+    def convolved(
+        self, tensors: Sequence[Tensor], filters: Sequence[Tensor], biases: Sequence[Tensor | None] = ()
+    ) -> list[Tensor]:
+        """Returns the convolutions of the next positions, and keeps their last inputs. No `biases`: there are none."""
         if not self.tails:
             pairs = zip(tensors, filters, strict=True)
             self.tails = [x.new_zeros(len(x), w.shape[-1] - 1, *x.shape[2:]) for x, w in pairs]
-        found = [convolve(x, w, None, t) for x, w, t in zip(tensors, filters, self.tails, strict=True)]
+        arguments = zip(tensors, filters, self.tails, biases or [None] * len(filters), strict=True)
+        found = [convolve(x, weight, None, tail, bias) for x, weight, tail, bias in arguments]
         whole = [torch.cat([t, x], 1) for x, t in zip(tensors, self.tails, strict=True)]
         self.tails = [x[:, x.shape[1] - t.shape[1] :] for x, t in zip(whole, self.tails, strict=True)]
         return found

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_plugin_linear_attention.modules.causal_convolution import causal_convolution
 from forge_plugin_linear_attention.modules.delta_rule import gated_delta_rule, numbered
 
 if TYPE_CHECKING:
@@ -75,7 +76,13 @@ class DeltaCore(nn.Module):
         return read.transpose(1, 2).to(v.dtype)
 
 
-def convolve(x: Tensor, weight: Tensor, documents: Tensor | None, before: Tensor | None = None) -> Tensor:
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    documents: Tensor | None,
+    before: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Returns silu of the causal convolution of each feature, (B, S, H, E).
 
     Args:
@@ -83,19 +90,9 @@ def convolve(x: Tensor, weight: Tensor, documents: Tensor | None, before: Tensor
         weight: (H, E, W), the present position's last.
         documents: (B, S), the number of each position's document, which sees no other; None: all are one.
         before: (B, W - 1, H, E), what comes before; None: zeros.
+        bias: (H, E), added before silu; None: nothing.
     """
-    width, length = weight.shape[-1], x.shape[1]
-    y = x * weight[..., -1]
-    for back in range(1, width):
-        if before is None:
-            shifted = F.pad(x, (0, 0, 0, 0, back, 0))[:, :length]
-        else:
-            shifted = torch.cat([before[:, width - 1 - back :], x], 1)[:, :length]
-        if documents is not None:
-            same = documents == F.pad(documents, (back, 0), value=-1)[:, :length]
-            shifted = shifted * same[:, :, None, None]
-        y = y + shifted * weight[..., width - 1 - back]
-    return F.silu(y)
+    return F.silu(causal_convolution(x, weight, documents, before))
 
 
 def _unit(x: Tensor) -> Tensor:

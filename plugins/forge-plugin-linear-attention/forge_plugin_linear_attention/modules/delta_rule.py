@@ -45,7 +45,7 @@ def gated_delta_rule(
     q, k, v, log_decay, beta = (x.unflatten(2, (-1, chunk)) for x in (q, k, v, log_decay, beta))
     total = log_decay.cumsum(-1)  # (B, H, N, C): log of the decay since the chunk began
     earlier = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    seen, before, to_end, through = _apart(documents, more, chunk, earlier)
+    seen, before, to_end, through = parts_of_chunks(documents, more, chunk, earlier)
     # Hidden before the exponential: of later positions, it could overflow
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, -torch.inf).exp()
     system = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
@@ -70,7 +70,7 @@ def gated_delta_rule(
     return torch.cat(outputs, 2)[:, :, :length], state
 
 
-def _apart(
+def parts_of_chunks(
     documents: Tensor | None, more: int, chunk: int, earlier: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Returns what documents leave of a chunk.
