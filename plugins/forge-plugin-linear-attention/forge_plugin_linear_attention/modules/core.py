@@ -92,7 +92,8 @@ def convolve(
         before: (B, W - 1, H, E), what comes before; None: zeros.
         bias: (H, E), added before silu; None: nothing.
     """
-    return F.silu(causal_convolution(x, weight, documents, before))
+    y = causal_convolution(x, weight, documents, before)
+    return F.silu(y if bias is None else y + bias)
 
 
 def _unit(x: Tensor) -> Tensor:
