@@ -1,5 +1,6 @@
 """Linear attention, for models whose attention is a component."""
 
 from forge_plugin_linear_attention.gated_deltanet import GatedDeltaNet
+from forge_plugin_linear_attention.short_conv import ShortConv
 
-__all__ = ["GatedDeltaNet"]
+__all__ = ["GatedDeltaNet", "ShortConv"]
