@@ -164,6 +164,17 @@ def test_compiled_blocks_have_the_same_curve(tiny_rows: Callable[..., Any], cata
     same_curve([train(compiled, catalog)], train(job, catalog))
 
 
+def test_states_of_every_modality_may_be_wider_than_the_norms(
+    tiny_rows: Callable[..., Any], catalog: Any, language: Any
+) -> None:
+    """Of `head_precision = "fp32"` in bfloat16, where each modality has its own last norm."""
+    job = tiny_rows(MixtureOfTransformers(), attrs.evolve(language, head_precision="fp32"), precision="bf16")
+    plain = tiny_rows(MixtureOfTransformers(), precision="bf16")
+    losses = [train(evolved, catalog).losses for evolved in (job, plain)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
 class ByToken(nn.Module):
     """A feed-forward part that depends on the token of each position."""
 

@@ -125,6 +125,10 @@ class Transformer(ModelComponent):
     """Factor on the logits."""
     logit_soft_cap: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
     """Bound c of the logits l, which become c tanh(l / c); 30 in Gemma 2. 0: they are unbounded."""
+    head_precision: Literal["train", "fp32"] = field(default="train", metadata=TRAINING_ONLY | when_resumed("flag"))
+    """Precision of the logits. train: `train.precision`. fp32: their products are computed in float32, in training as
+    in generation, whose log-probabilities then differ less: of use in reinforcement learning (MiniMax-M1, arXiv
+    2506.13585, section 3.2; ScaleRL, arXiv 2510.13786). No effect with `train.precision = "fp64"`."""
     tie_embeddings: bool = False
     """Whether the head is the embedding table, as one parameter."""
     init_std: float = field(default=0.02, validator=gt(0), metadata=when_resumed("safe"))
@@ -170,6 +174,7 @@ class Transformer(ModelComponent):
             norm=context.at("norm").build(self.norm, dim=self.dim),
             head=self._build_head(vocab_size),
             tied=self.tie_embeddings,
+            wide_head=self.head_precision == "fp32",
             mtp=None if self.mtp is None else self._build_predictions(self.mtp, context),
         )
         return cast(

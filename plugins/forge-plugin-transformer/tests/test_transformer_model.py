@@ -94,7 +94,10 @@ def test_recomputed_blocks_give_the_same_gradients(make_model: MakeModel, ids: T
     assert all(g is None or torch.equal(g, h) for g, h in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("keys", [{}, {"norm_placement": "both", "residual": "parallel"}])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"norm_placement": "both", "residual": "parallel"}, {"norm_placement": "shared", "residual": "parallel"}],
+)
 def test_a_compiled_block_has_no_graph_break(make_model: MakeModel, ids: Tensor, keys: dict[str, str]) -> None:
     model, batch = make_model(**keys), {"input_ids": ids}
     expected = model(batch)
@@ -131,6 +134,29 @@ def test_norms_stand_before_and_after_parts(make_model: MakeModel, ids: Tensor, 
     torch.testing.assert_close(block((x,), {})[0], expected)
 
 
+def test_one_norm_stands_before_both_parts(make_model: MakeModel, ids: Tensor) -> None:
+    model = make_model(norm_placement="shared", residual="parallel", residual_scale=0.5)
+    block, x = model.layers["1"], model.embed({"input_ids": ids})[0]
+    assert [name for name, child in block.named_children() if name.endswith("norm") and [*child.parameters()]] == [
+        "attention_norm"
+    ]
+    block.attention_norm.weight.data.uniform_(0.5, 1.5)
+    calls = []
+    block.attention_norm.register_forward_hook(lambda *_: calls.append(1))
+    (out,) = block((x,), {})
+    assert len(calls) == 1
+    normed = block.attention_norm(x)
+    torch.testing.assert_close(out, x + 0.5 * block.attention(normed, {}) + 0.5 * block.ffn(normed, {}))
+
+
+def test_a_bias_of_the_head_is_scaled_with_the_logits(make_model: MakeModel, ids: Tensor) -> None:
+    model = make_model(head_bias=True, logit_scale=0.3)
+    model.head.bias.data.uniform_(-1, 1)
+    hidden = model({"input_ids": ids})
+    torch.testing.assert_close(model.head.logits(hidden), 0.3 * (hidden @ model.head.weight.mT + model.head.bias))
+    assert type(make_model(head_bias=True).head) is type(make_model().head)
+
+
 def test_norm_of_all_heads_is_over_the_whole_projection(make_model: MakeModel, ids: Tensor) -> None:
     model = make_model(attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all", qk_norm_eps=1e-3))
     attention = model.layers["0"].attention
@@ -160,6 +186,19 @@ def test_logits_are_scaled_and_then_bounded(make_model: MakeModel, ids: Tensor, 
     hidden = model({"input_ids": ids})
     plain = 0.3 * hidden @ model.head.weight.mT
     torch.testing.assert_close(model.head.logits(hidden), cap * torch.tanh(plain / cap) if cap else plain)
+
+
+def test_logits_in_float32_are_products_of_the_rounded_states(make_model: MakeModel, ids: Tensor) -> None:
+    narrow, wide = (make_model(dtype=torch.bfloat16, head_precision=key) for key in ("train", "fp32"))
+    hidden = narrow({"input_ids": ids})
+    exact = hidden.double() @ narrow.head.weight.double().mT
+    torch.testing.assert_close(logits(wide, input_ids=ids).double(), exact, rtol=1e-5, atol=1e-5)
+    cache = wide.new_cache(2, 16)
+    decoded = wide.head.logits(wide.decode({"input_ids": ids, "positions": torch.arange(16).expand(2, -1)}, cache))
+    assert decoded.dtype == torch.float32
+    assert logits(make_model(dtype=torch.float64, head_precision="fp32"), input_ids=ids).dtype == torch.float64
+    logits(wide, input_ids=ids).sum().backward()
+    assert all(parameter.grad is not None for parameter in wide.parameters())
 
 
 # --- how it starts -------------------------------------------------------------------------------------------------

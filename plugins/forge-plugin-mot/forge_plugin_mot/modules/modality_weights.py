@@ -38,7 +38,8 @@ def routed(part: nn.Module, length: int, batch: Batch) -> Iterator[tuple[str, An
 def overlaid(part: nn.Module, x: Tensor, own: Tensor, batch: Batch) -> Tensor:
     """Returns `own`, the part's result for x (B, S, D), with the results of other modalities at their positions."""
     for _, copy, route in routed(part, x.shape[1], batch):
-        own = route.put(own, copy(route.take(x)))
+        # The model's last states may be wider than what its norm returns
+        own = route.put(own, copy(route.take(x)).to(own.dtype))
     return own
 
 

@@ -30,8 +30,9 @@ POSITIONS = "positions"
 class TransformerModel(KeepsTies):
     """Embedding, blocks, final norm and head; see `forge_core.contracts.model.Model`.
 
-    `forward(batch)` returns hidden states (B, S, D) in the dtype of the embedding's output. Implements generation and
-    every protocol by which stages and the engine query a model.
+    `forward(batch)` returns hidden states (B, S, D) in the dtype of the embedding's output, or in float32 with
+    `wide_head`, and so are its logits. Implements generation and every protocol by which stages and the engine query a
+    model.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class TransformerModel(KeepsTies):
         norm: nn.Module,
         head: LinearHead,
         tied: bool,
+        wide_head: bool = False,
         mtp: Predictions | None = None,
         positions: PositionTable | None = None,
     ) -> None:
@@ -55,6 +57,7 @@ class TransformerModel(KeepsTies):
         self.head = head
         self.mtp = mtp
         self.tied = tied
+        self.wide_head = wide_head
         self.tie()
 
     def prepare_sequences(self, batch: Batch) -> Batch:
@@ -89,9 +92,10 @@ class TransformerModel(KeepsTies):
         hidden = self.norm(carry[0])
         # Again, for callers that have not prepared the batch; it is unchanged if it has the entries
         batch = self.prepare_sequences(batch)
-        if self.mtp is None or IDS not in batch:
-            return hidden
-        return self.mtp(hidden, self.embedding, self.head, batch)
+        if self.mtp is not None and IDS in batch:
+            hidden = self.mtp(hidden, self.embedding, self.head, batch)
+        # A head and the losses compute in the dtype of the states that they are given
+        return hidden.to(torch.promote_types(hidden.dtype, torch.float32)) if self.wide_head else hidden
 
     # --- generation ----------------------------------------------------------------------------------------------
 
