@@ -26,7 +26,9 @@ def component_problems(language: ModelComponent, parts: Collection[str], *, norm
     """
     if not isinstance(language, Transformer):
         return  # known once it is built
-    if norm_after and language.norm_placement != "pre":
+    if norm_after and language.norm_placement == "shared":
+        yield _shared_norm()
+    elif norm_after and language.norm_placement != "pre":
         yield _norms_after()
     if language.mtp is not None:
         yield _predictions()
@@ -73,6 +75,8 @@ def _layer_problems(layer: Any, parts: Collection[str], norm_after: bool) -> Ite
     # By parameters, as an `nn.Identity` stands for a norm that is not there
     if norm_after and [*layer.attention_post_norm.parameters(), *layer.ffn_post_norm.parameters()]:
         yield _norms_after()
+    if norm_after and layer.shared_norm:
+        yield _shared_norm()
     attention, ffn = layer.attention, layer.ffn
     others = [key for key, _ in attention.named_children() if key not in ATTENTION]
     if "attention" in parts and (others or not isinstance(attention, GroupedAttention)):
@@ -88,6 +92,11 @@ def _predictions() -> Problem:
 
 def _norms_after() -> Problem:
     message = '"after" moves the norms before the parts of a layer, and the language model has others after them'
+    return Problem("norm", f'{message}; take norm = "before", or model.language.norm_placement = "pre"')
+
+
+def _shared_norm() -> Problem:
+    message = '"after" moves the norms before the parts of a layer, and the language model has one norm for both'
     return Problem("norm", f'{message}; take norm = "before", or model.language.norm_placement = "pre"')
 
 

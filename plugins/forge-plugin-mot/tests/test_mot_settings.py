@@ -33,6 +33,11 @@ UNFIT = {
     "mla": (MixtureOfTransformers(), {"attention": MLA}, at("model.fusion.untie", "MultiHeadLatentAttention")),
     "moe": (MixtureOfTransformers(), {"ffn": EXPERTS}, at("model.fusion.untie", "router", "MoE")),
     "norms": (AFTER, {"norm_placement": "both"}, at("model.fusion.norm", '"after"', 'norm = "before"')),
+    "shared norm": (
+        AFTER,
+        {"norm_placement": "shared", "residual": "parallel"},
+        at("model.fusion.norm", '"after"', 'norm = "before"', "one norm for both"),
+    ),
     "twice": (MixtureOfTransformers(untie=("ffn", "ffn")), {}, at("model.fusion.untie", "['ffn', 'ffn']")),
 }
 
@@ -98,6 +103,7 @@ def test_a_model_of_another_kind_cannot_have_it(make_job: Callable[..., Any], bu
 
 FIT = {
     "blocks": (MixtureOfTransformers(), {"attention": ALL_HEADS, "norm_placement": "both", "residual": "parallel"}),
+    "shared norm": (MixtureOfTransformers(), {"norm_placement": "shared", "residual": "parallel", "head_bias": True}),
     "mla": (MixtureOfTransformers(untie=("ffn", "norm")), {"attention": MLA}),
     "moe": (MixtureOfTransformers(untie=("attention", "norm")), {"ffn": EXPERTS}),
     "others": (MixtureOfTransformers(), {"ffn": GELU(bias=True), "norm": LayerNorm(), "tie_embeddings": True}),

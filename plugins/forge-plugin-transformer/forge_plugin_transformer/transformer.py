@@ -36,6 +36,7 @@ NORMS: Mapping[str, Sequence[str]] = {
     "pre": ("attention_norm", "ffn_norm"),
     "post": ("attention_post_norm", "ffn_post_norm"),
     "both": ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"),
+    "shared": ("attention_norm",),
 }
 """Norms of a block by `norm_placement`."""
 
@@ -108,9 +109,10 @@ class Transformer(ModelComponent):
     """`[model.ffn]`: transforms each position separately."""
     norm: NormComponent = default_type("forge-plugin-transformer/rmsnorm")
     """`[model.norm]`: of attention, of the feed-forward part, and before the head."""
-    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_placement: Literal["pre", "post", "both", "shared"] = "pre"
     """Where a block normalises attention and feed-forward part. pre: their input. post: their output, before it is
-    added to the residual stream (OLMo 2). both: each has a norm before and one after it (Gemma 2 and 3)."""
+    added to the residual stream (OLMo 2). both: each has a norm before and one after it (Gemma 2 and 3). shared: their
+    input, by one norm for both, with `residual = "parallel"` (phi-1 and 2, Cohere)."""
     residual: Literal["sequential", "parallel"] = "sequential"
     """Whether the feed-forward part of a block reads what attention has been added to, or, parallel, what attention
     reads, so that both are added at once (GPT-NeoX, Pythia)."""
@@ -131,6 +133,8 @@ class Transformer(ModelComponent):
     2506.13585, section 3.2; ScaleRL, arXiv 2510.13786). No effect with `train.precision = "fp64"`."""
     tie_embeddings: bool = False
     """Whether the head is the embedding table, as one parameter."""
+    head_bias: bool = False
+    """Whether the head adds a learned bias to the logits (phi-1 and 2)."""
     init_std: float = field(default=0.02, validator=gt(0), metadata=when_resumed("safe"))
     """Standard deviation of all initial matrices, embedding and head included."""
     depth_scaled_init: bool = field(default=True, metadata=when_resumed("safe"))
@@ -139,13 +143,16 @@ class Transformer(ModelComponent):
     """`[model.mtp]`: modules that predict tokens after the next, in training. Without the table there are none."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        """Checks vocabulary, learned positions, multi-token prediction, and attention against width and depth."""
+        """Checks vocabulary, positions, norms, multi-token prediction, and attention against width and depth."""
         if not self.vocab_size and job.data.tokenizer is None:
             message = "0 takes the tokenizer's size, but there is no [data.tokenizer]; add one or give the number"
             yield Problem("vocab_size", message)
         if 0 < self.learned_positions < job.train.seq_len:
             message = f"{self.learned_positions} are fewer than train.seq_len = {job.train.seq_len}"
             yield Problem("learned_positions", f"{message}; raise it, or shorten the sequences")
+        if self.norm_placement == "shared" and self.residual != "parallel":
+            message = 'one norm for both parts needs parts that read the same input; set model.residual = "parallel"'
+            yield Problem("norm_placement", f"{message}, or take another placement")
         for problem in (*self.attention.width_problems(self.dim), *self.attention.depth_problems(self.layers)):
             yield problem.below("attention")
         if self.mtp is not None:
@@ -194,8 +201,15 @@ class Transformer(ModelComponent):
         from forge_plugin_transformer.modules.ends import BoundedHead
 
         if self.logit_scale == 1 and not self.logit_soft_cap:  # losses have a faster way for this very class
-            return LinearHead(self.dim, vocab_size, std=self.init_std)
-        return BoundedHead(self.dim, vocab_size, scale=self.logit_scale, cap=self.logit_soft_cap, std=self.init_std)
+            return LinearHead(self.dim, vocab_size, bias=self.head_bias, std=self.init_std)
+        return BoundedHead(
+            self.dim,
+            vocab_size,
+            scale=self.logit_scale,
+            cap=self.logit_soft_cap,
+            bias=self.head_bias,
+            std=self.init_std,
+        )
 
     def _build_layer(self, context: BuildContext, number: int) -> Block:
         return self._build_block(context.at(f"layers.{number}", layer=number))
@@ -209,6 +223,7 @@ class Transformer(ModelComponent):
             attention=here.at("attention").build(self.attention, dim=self.dim, init=init),
             ffn=here.at("ffn").build(self.ffn, dim=self.dim, init=init),
             parallel=self.residual == "parallel",
+            shared_norm=self.norm_placement == "shared",
             scale=self.residual_scale,
             **{name: here.at(name).build(self.norm, dim=self.dim) for name in NORMS[self.norm_placement]},
         )

@@ -83,6 +83,25 @@ class TestTransformerLikeGPT(ModelSuite):
     layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
 
 
+class TestTransformerLikePhi(ModelSuite):
+    """One norm for both parts of a block, and a bias of the logits."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, residual="parallel", norm_placement="shared", head_bias=True,
+        norm=LayerNorm(), ffn=GELU(bias=True), attention=GroupedQueryAttention(heads=4, bias=True),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "compiled")
+
+
+class TestTransformerWithASharedNormThatPredictsFurther(ModelSuite):
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, residual="parallel", norm_placement="shared", head_bias=True,
+        logit_scale=0.5, tie_embeddings=True, mtp=MultiTokenPrediction(),
+        attention=GroupedQueryAttention(heads=4, kv_heads=2),
+    )  # fmt: skip
+    layouts = ("tp2", "pp2")
+
+
 class TestTransformerWithEveryOptionThatPredictsFurther(ModelSuite):
     component = Transformer(
         vocab_size=32, dim=16, layers=2, norm_placement="both", residual="parallel", learned_positions=64,

@@ -119,6 +119,10 @@ def test_blocks_of_published_models(load_model: LoadModel) -> None:
             at("model.learned_positions", 15, "train.seq_len = 16"),
         ),
         (
+            'vocab_size = 8\nnorm_placement = "shared"',
+            at("model.norm_placement", 'model.residual = "parallel"'),
+        ),
+        (
             'vocab_size = 8\nattention.qk_norm = "every"',
             at("model.attention.qk_norm", "'head'", "'all'", "'every'"),
         ),

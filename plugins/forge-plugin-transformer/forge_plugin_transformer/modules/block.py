@@ -24,6 +24,7 @@ class Block(nn.Module):
 
     Args:
         parallel: whether both parts read the same x: x + attention(x) + ffn(x).
+        shared_norm: whether `attention_norm` normalises the input of both parts, which are parallel then.
         scale: factor on what each part adds.
     """
 
@@ -37,10 +38,11 @@ class Block(nn.Module):
         ffn_norm: nn.Module | None = None,
         ffn_post_norm: nn.Module | None = None,
         parallel: bool = False,
+        shared_norm: bool = False,
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.parallel, self.scale = parallel, scale
+        self.parallel, self.shared_norm, self.scale = parallel, shared_norm, scale
         self.attention_norm = attention_norm or nn.Identity()
         self.attention = attention
         self.attention_post_norm = attention_post_norm or nn.Identity()
@@ -53,12 +55,15 @@ class Block(nn.Module):
     def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
         """Returns the stream (x (B, S, D),) after both parts. `cache` is for the attention; None: there is none."""
         (x,) = carry
-        after = self.middle(x + self._scaled(self.update("attention", x, batch, cache)))
-        return (after + self._scaled(self.update("ffn", x if self.parallel else after, batch)),)
+        # Once for both parts, and so before either: `update` leaves it out then
+        read = self.normalise("attention_norm", x, batch) if self.shared_norm else x
+        after = self.middle(x + self._scaled(self.update("attention", read, batch, cache)))
+        return (after + self._scaled(self.update("ffn", read if self.parallel else after, batch)),)
 
     def update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
-        """Returns what the part `name` makes of x (B, S, D), its norms included."""
-        x = self.normalise(f"{name}_norm", x, batch)
+        """Returns what the part `name` makes of x (B, S, D), its norms included; a shared norm is in x already."""
+        if not self.shared_norm:
+            x = self.normalise(f"{name}_norm", x, batch)
         x = getattr(self, name)(x, batch, *cache)
         return self.normalise(f"{name}_post_norm", x, batch)
 

@@ -29,10 +29,10 @@ class ScaledEmbedding(Embedding):
 
 
 class BoundedHead(LinearHead):
-    """cap tanh(scale h Wᵀ / cap); without a cap (0), scale h Wᵀ."""
+    """cap tanh(scale (h Wᵀ + b) / cap); without a cap (0), scale (h Wᵀ + b). b is 0 without `bias`."""
 
-    def __init__(self, dim: int, vocab_size: int, *, scale: float, cap: float, std: float) -> None:
-        super().__init__(dim, vocab_size, std=std)
+    def __init__(self, dim: int, vocab_size: int, *, scale: float, cap: float, std: float, bias: bool = False) -> None:
+        super().__init__(dim, vocab_size, bias=bias, std=std)
         self.scale, self.cap = scale, cap
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -57,7 +57,12 @@ class PredictionBlock(Block):
     def __init__(
         self, *, embedding_norm: nn.Module, hidden_norm: nn.Module, projection: nn.Module, norm: nn.Module, block: Block
     ) -> None:
-        super().__init__(**{name: getattr(block, name) for name in PARTS}, parallel=block.parallel, scale=block.scale)
+        super().__init__(
+            **{name: getattr(block, name) for name in PARTS},
+            parallel=block.parallel,
+            shared_norm=block.shared_norm,
+            scale=block.scale,
+        )
         self.embedding_norm = embedding_norm
         self.hidden_norm = hidden_norm
         self.projection = projection
