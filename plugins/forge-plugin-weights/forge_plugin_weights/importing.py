@@ -356,7 +356,7 @@ def _tokenizer_table(source: Source) -> dict[str, Any]:
 def match_model(source: Source, job: Job, catalog: Catalog) -> Match:
     """Returns which of the folder's tensors are which of the model's."""
     flat = resolved(source.architecture, flattened(to_toml(job.model, catalog)))
-    return match_names(source.architecture, flat, model_shapes(job, catalog))
+    return match_names(source.architecture.of_files(source.shapes), flat, model_shapes(job, catalog))
 
 
 def model_shapes(job: Job, catalog: Catalog) -> dict[str, tuple[int, ...]]:

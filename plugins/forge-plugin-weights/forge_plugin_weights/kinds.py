@@ -35,7 +35,7 @@ PIXELS = "preprocessor_config"
 OTHER = "other."
 """What names of a larger model's tensors begin with that are not of the part."""
 OF_LANGUAGE_MODELS: Mapping[str, str] = {
-    r"^(?:model\.)?(vision_tower|vision_model|multi_modal_projector|connector)\.": rf"{OTHER}\1.",
+    r"^(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\.": rf"{OTHER}\1.",
     r"^language_model\.lm_head\.": "lm_head.",
     r"^(?:language_model\.model|model\.language_model|model\.text_model)\.": "model.",
 }
@@ -239,6 +239,10 @@ class ArchitectureComponent(Component[None]):
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the table of names, for a model."""
         raise NotImplementedError
+
+    def of_files(self, names: Collection[str]) -> ArchitectureComponent:
+        """Returns the architecture whose rules fit files with tensors of these names; exports have this one's names."""
+        return self
 
     def fillers(self, model: Flat) -> Sequence[Filler]:
         """Returns the tensors that `transformers` expects, and computes nothing with."""

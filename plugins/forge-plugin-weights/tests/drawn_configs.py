@@ -17,7 +17,7 @@ from forge_plugin_weights.tables import all_fields, architectures
 SEEING = (
     *("siglip_vision_model", "siglip2_vision_model", "clip_vision_model"),
     *("llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "mllama", "mllama_vision_model", "paligemma"),
-    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"),
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "internvl"),
 )
 """Towers, and models that see images: drawn_vision_configs.py has those."""
 INSTALLED: Mapping[str, ArchitectureComponent] = architectures(Catalog.installed())
@@ -149,15 +149,28 @@ OPTIONAL: Mapping[str, Draw] = {
     **dict.fromkeys(("linear_num_key_heads", "linear_key_head_dim", "linear_conv_kernel_dim"), same(st.integers(1, 4))),
     **dict.fromkeys(("linear_num_value_heads", "linear_value_head_dim"), same(st.just(12))),
     "full_attention_interval": same(st.integers(1, 5)),
+    "conv_L_cache": same(st.integers(1, 5)),
+    "full_attn_idxs": lambda sizes: st.none() | st.lists(st.integers(0, sizes.layers - 1), unique=True),
+    "block_ff_dim": same(st.integers(1, 99_999)),
+    "block_auto_adjust_ff_dim": same(st.booleans()),
+    "block_ffn_dim_multiplier": same(st.sampled_from([None, 1.0, 1.3])),
+    "block_multiple_of": same(st.sampled_from([1, 8, 256])),
+    "conv_bias": same(st.just(False)),
+    **dict.fromkeys(("use_pos_enc", "block_use_swiglu"), same(st.just(True))),
+    "attn_output_gate": same(st.just(True)),
+    "output_gate_type": same(st.sampled_from(["swish", "silu"])),
 }
 """Keys that a configuration may lack."""
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Architectures with Gated DeltaNet in some layers."""
 OWN: Mapping[tuple[str, str], Draw] = {
     ("gpt_neox", "hidden_act"): same(GELU),
     ("gemma", "hidden_act"): same(st.just("gelu_pytorch_tanh")),
     ("gemma", "hidden_activation"): same(st.sampled_from(["gelu_pytorch_tanh", None])),
     **{("starcoder2", key): same(GELU) for key in ("hidden_act",)},
     ("minimax_m2", "use_qk_norm"): same(st.just(True)),
-    ("qwen3_next", "layer_types"): by_layer(["linear_attention", "full_attention"]),
+    **{(type_, "layer_types"): by_layer(["linear_attention", "full_attention"]) for type_ in HYBRIDS},
+    ("lfm2", "layer_types"): by_layer(["conv", "full_attention"]),
     ("minimax_m2", "sliding_window"): same(st.none()),
     ("minimax_m2", "attention_bias"): same(st.just(False)),
     **{("phi3", key): same(st.just(False)) for key in ("attention_bias", "mlp_bias")},
@@ -168,7 +181,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "qwen2_moe": ("num_local_experts",),
     "qwen3_moe": ("num_local_experts",),
     "gpt_oss": ("num_experts",),
-    **dict.fromkeys(("olmoe", "qwen3_next"), ("num_local_experts",)),
+    **dict.fromkeys(("olmoe", "qwen3_next", "qwen3_5_moe_text"), ("num_local_experts",)),
     "minimax_m2": ("num_experts", "rotary_dim"),
 }
 """Other names of keys, which a configuration does not have beside them."""
@@ -289,7 +302,7 @@ def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[An
 ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "gpt2": st.just({}),
     "gpt_neox": neox_ropes(),
-    **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", "qwen3_next"), shared_ropes(*SCALED[:2])),
+    **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", *HYBRIDS), shared_ropes(*SCALED[:2])),
     **dict.fromkeys(
         ("mixtral", "ministral", "olmoe"), ropes(*SCALED[:4])
     ),  # version 5 fails at LongRoPE without head_dim

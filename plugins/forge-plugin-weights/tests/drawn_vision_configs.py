@@ -163,16 +163,24 @@ def paligemmas(draw: st.DrawFn) -> dict[str, Any]:
     return {"text_config": {**text, TIED: tied}, "vision_config": {**tower, **width}, TIED: tied, **width, **further}
 
 
-QWEN_LANGUAGES = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+QWEN_LANGUAGES = {
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+HYBRIDS = ("qwen3_5", "qwen3_5_moe")
 WITHOUT = {*SET_BY_ROPES, *("use_sliding_window", "sliding_window", "layer_types", "max_window_layers", "use_mrope")}
 """Keys of these language models that the table of a larger one has otherwise, or not at all."""
 
 
 @st.composite
-def qwen_ropes(draw: st.DrawFn, interleaved: bool) -> dict[str, Any]:
+def qwen_ropes(draw: st.DrawFn, interleaved: bool, share: bool = False) -> dict[str, Any]:
     """A position encoding of frame, row and column, as either version of `transformers` spells it, or both."""
     form: dict[str, Any] = {"mrope_section": draw(st.lists(st.integers(1, 9), min_size=3, max_size=3))}
     form |= {"mrope_interleaved": True} if interleaved else {}
+    form |= {"partial_rotary_factor": draw(st.sampled_from([0.25, 0.5]))} if share else {}
     theta, spelling = draw(THETAS), draw(st.sampled_from(SPELLINGS))
     keys: dict[str, Any] = {}
     if spelling != "5":
@@ -199,6 +207,9 @@ def qwen_towers(draw: st.DrawFn, type_: str) -> dict[str, Any]:
         **draw(some(rope_parameters=st.builds(lambda base: {"rope_type": "axial", "rope_theta": base}, THETAS))),
     }
     blocks = sorted(draw(st.sets(st.integers(0, depth - 1))))
+    if type_ in HYBRIDS:
+        empty = draw(some(deepstack_visual_indexes=st.just([])))
+        return {**config, "num_position_embeddings": draw(st.integers(1, 9)) ** 2, **empty}
     if type_ != "qwen2_5_vl":
         return {**config, "num_position_embeddings": draw(st.integers(1, 9)) ** 2, "deepstack_visual_indexes": blocks}
     window = {"window_size": patch * merge * draw(st.integers(1, 4)), "fullatt_block_indexes": blocks}
@@ -207,14 +218,17 @@ def qwen_towers(draw: st.DrawFn, type_: str) -> dict[str, Any]:
 
 @st.composite
 def qwens(draw: st.DrawFn, type_: str) -> dict[str, Any]:
-    """Qwen2.5-VL, in tables or as its first files have it, and Qwen3-VL."""
-    is_first = type_ == "qwen2_5_vl"
-    text = {key: value for key, value in draw(configs(QWEN_LANGUAGES[type_])).items() if key not in WITHOUT}
+    """Qwen2.5-VL, in tables or as its first files have it, Qwen3-VL, and Qwen3.5."""
+    is_first, is_hybrid = type_ == "qwen2_5_vl", type_ in HYBRIDS
+    drawn = draw(configs(QWEN_LANGUAGES[type_]))
+    text = {key: value for key, value in drawn.items() if key not in WITHOUT or (is_hybrid and key == "layer_types")}
     for key in ("head_dim", "attention_bias") if is_first else ("norm_topk_prob",):
         text.pop(key, None)
     tied = draw(st.booleans())  # as both versions of `transformers` say it
-    text |= {**draw(qwen_ropes(not is_first)), "model_type": f"{type_}_text", TIED: tied}
+    text |= {**draw(qwen_ropes(not is_first, is_hybrid)), "model_type": f"{type_}_text", TIED: tied}
     tokens = draw(some(image_token_id=st.just(5), video_token_id=st.just(6)))
+    if is_hybrid:
+        tokens |= draw(some(language_model_only=st.just(False)))
     vision = {**draw(qwen_towers(type_)), "out_hidden_size": text["hidden_size"]}
     if is_first and draw(st.booleans()):
         return {**text, "model_type": type_, "vision_config": vision, **tokens}
@@ -260,6 +274,8 @@ MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "qwen2_5_vl": lambda: qwens("qwen2_5_vl"),
     "qwen3_vl": lambda: qwens("qwen3_vl"),
     "qwen3_vl_moe": lambda: qwens("qwen3_vl_moe"),
+    "qwen3_5": lambda: qwens("qwen3_5"),
+    "qwen3_5_moe": lambda: qwens("qwen3_5_moe"),
 }
 DRAWN = {**TOWERS, **MODELS}
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from attrs import frozen
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forge_core.checkpoint.resume import locate
@@ -40,6 +41,17 @@ QWEN3_NEXT: Mapping[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+QWEN3_5: Mapping[str, Any] = {
+    **{key: value for key, value in QWEN3_NEXT.items() if key.startswith("linear_") or key == "layer_types"},
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
+LFM2: Mapping[str, Any] = {
+    "block_auto_adjust_ff_dim": True,
+    "block_multiple_of": 8,
+    "conv_L_cache": 4,
+    "layer_types": ["conv", "full_attention", "conv"],
 }
 LLAMA3: Mapping[str, Any] = {
     "rope_type": "llama3",
@@ -208,6 +220,44 @@ class Published:
         return model
 
 
+class Stacked(Published):
+    """All experts of a layer are one tensor in published files, which `transformers` reads and does not write."""
+
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+        """Write it with experts in stacks; returns the model."""
+        model = super().write(folder, dtype)
+        stack_experts(folder)
+        return model
+
+
+def stack_experts(folder: Path) -> None:
+    """Write the tensors of a folder once more, with the experts of a layer in stacks."""
+    paths = sorted(folder.glob("*.safetensors"))
+    tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    for path in (*paths, folder / "model.safetensors.index.json"):
+        path.unlink()
+    save_file(stacked(tensors), folder / "model.safetensors", {"format": "pt"})
+
+
+def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors with the matrices of a layer's experts in two stacks."""
+    apart: dict[str, dict[tuple[int, str], Tensor]] = {}
+    whole = {}
+    for name, tensor in tensors.items():
+        layer, found, rest = name.partition(".experts.")
+        if not found:
+            whole[name] = tensor
+            continue
+        number, matrix, _ = rest.split(".")
+        apart.setdefault(f"{layer}.experts", {})[int(number), matrix] = tensor
+    for name, own in apart.items():
+        numbers = sorted({number for number, _ in own})
+        both = [torch.cat([own[number, "gate_proj"], own[number, "up_proj"]]) for number in numbers]
+        whole[f"{name}.gate_up_proj"] = torch.stack(both)
+        whole[f"{name}.down_proj"] = torch.stack([own[number, "down_proj"] for number in numbers])
+    return whole
+
+
 MODELS: Mapping[str, Published] = {
     "llama": Published("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "llama, tied": Published("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -236,6 +286,12 @@ MODELS: Mapping[str, Published] = {
     "gpt_oss": Published("GptOss", GPT_OSS),
     "deepseek_v3": Published("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
     "qwen3_next": Published("Qwen3Next", QWEN3_NEXT),
+    "qwen3_5_text": Published("Qwen3_5", {**QWEN3_5, "tie_word_embeddings": True}, "Qwen3_5Text"),
+    "qwen3_5_moe_text": Stacked(
+        "Qwen3_5Moe",
+        {**QWEN3_5, **EXPERTS, "intermediate_size": ..., "shared_expert_intermediate_size": 32},
+        "Qwen3_5MoeText",
+    ),
     "glm4_moe": Published("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, without norms": Published("Glm4Moe", {**GLM4_MOE, "n_group": 2, "topk_group": 1, "head_dim": 16}),
     "glm": Published("Glm", {**SPECIAL, **HALF_ROTATED, "head_dim": 16}),

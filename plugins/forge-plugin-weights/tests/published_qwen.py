@@ -1,4 +1,4 @@
-"""Tiny Qwen2.5-VL and Qwen3-VL, and prompts of both with images and videos."""
+"""Tiny Qwen2.5-VL, Qwen3-VL and Qwen3.5, and prompts of them with images and videos."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from published_models import EXPERTS, SIZES
+from published_models import EXPERTS, QWEN3_5, SIZES, stack_experts
 from published_vision import Seeing
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -78,11 +78,41 @@ def qwen3_vl_moe(**keys: Any) -> Any:
     return transformers.Qwen3VLMoeConfig(vision_config=tower, text_config=text, **IDS, **keys)
 
 
+HYBRID: Mapping[str, Any] = {
+    **{key: value for key, value in QWEN3_5.items() if key != "rope_parameters"},
+    **rope(mrope_interleaved=True, partial_rotary_factor=0.5),
+}
+SIMPLE_TOWER: Mapping[str, Any] = {**TOWER, "depth": 2, "num_position_embeddings": 25}
+
+
+def qwen3_5(**keys: Any) -> Any:
+    """With Gated DeltaNet in two of three layers, and half of each head rotated in the third."""
+    return transformers.Qwen3_5Config(vision_config=SIMPLE_TOWER, text_config={**TEXT, **HYBRID}, **IDS, **keys)
+
+
+def qwen3_5_moe(**keys: Any) -> Any:
+    """The same, with experts."""
+    text = {**TEXT, **HYBRID, **EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}
+    del text["intermediate_size"]
+    return transformers.Qwen3_5MoeConfig(vision_config=SIMPLE_TOWER, text_config=text, **IDS, **keys)
+
+
+class Stacked(Seeing):
+    """All experts of a layer are one tensor in published files, which `transformers` reads and does not write."""
+
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+        model = super().write(folder, dtype)
+        stack_experts(folder)
+        return model
+
+
 MODELS: Mapping[str, Seeing] = {
     "qwen2_5_vl": Seeing("Qwen2_5_VLForConditionalGeneration", qwen2_5_vl),
     "qwen2_5_vl, tied": Seeing("Qwen2_5_VLForConditionalGeneration", lambda: qwen2_5_vl(tie_word_embeddings=True)),
     "qwen3_vl": Seeing("Qwen3VLForConditionalGeneration", qwen3_vl),
     "qwen3_vl_moe": AsPublished("Qwen3VLMoeForConditionalGeneration", qwen3_vl_moe),
+    "qwen3_5": Seeing("Qwen3_5ForConditionalGeneration", qwen3_5),
+    "qwen3_5_moe": Stacked("Qwen3_5MoeForConditionalGeneration", qwen3_5_moe),
 }
 
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL from their files and back, with images and videos in one prompt."""
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 from their files and back, with images and videos in one prompt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from forge_plugin_weights.importing import import_folder, read_json
 from forge_plugin_weights.tables import architecture_of, read_config, write_config
 from forge_testing.refusals import at, refuses, refuses_all
 
-BOUNDS = {"qwen2_5_vl": (56 * 56, 28 * 28 * 1280), "qwen3_vl": (256 * 256, 4096 * 4096)}
+BOUNDS = {
+    "qwen2_5_vl": (56 * 56, 28 * 28 * 1280),
+    **dict.fromkeys(("qwen3_vl", "qwen3_5"), (256 * 256, 4096 * 4096)),
+}
 """Pixels of an image by the published files, `shortest_edge` and `longest_edge`, of which `config.json` has none."""
 
 TWICE = "Qwen/Qwen2.5-VL-3B-Instruct, saved by transformers 4.52.4"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -62,17 +62,33 @@ DERIVED = {
 """What 0 stands for on our side."""
 
 
+def each_nth_is_full(config: Config) -> Sequence[bool]:
+    """Returns which layers of Qwen3-Next have softmax attention if no list specifies them: each fourth by default."""
+    interval = value_of(config, "full_attention_interval", 4)
+    return [(layer + 1) % interval == 0 for layer in range(depth(config))]
+
+
 @frozen(kw_only=True)
 class MixedLayers(Field):
     """Attention that is of one component in some layers and of another one in the rest, by `layer_types`."""
 
     full: Sequence[Field]
+    """The keys of layers with softmax attention."""
     linear: Sequence[Field]
+    """The keys of the rest."""
+    component: str = DELTA
+    """The type of attention in the rest."""
+    entry: str = LINEAR
+    """Its entry of `layer_types`."""
+    rule: Callable[[Config], Sequence[bool]] = each_nth_is_full
+    """Returns which layers have softmax attention where there is no `layer_types`."""
+    further: Sequence[str] = ("full_attention_interval",)
+    """Keys that the rule reads."""
 
     @property
     def keys(self) -> Collection[str]:
         inner = (key for field in (*self.full, *self.linear) for key in field.keys)
-        return ("layer_types", "full_attention_interval", *inner)
+        return ("layer_types", *self.further, *inner)
 
     @property
     def written(self) -> Collection[str]:
@@ -80,13 +96,12 @@ class MixedLayers(Field):
         return ("layer_types",)
 
     def layers(self, config: Config) -> Sequence[bool]:
-        """Returns which layers have softmax attention: each fourth, where no key specifies them."""
+        """Returns which layers have softmax attention."""
         types = config.get("layer_types")
         if types is None:
-            interval = value_of(config, "full_attention_interval", 4)
-            return [(layer + 1) % interval == 0 for layer in range(depth(config))]
-        if unknown := [entry for entry in types if entry not in (FULL, LINEAR)]:
-            raise Unsupported(f"layer_types has {unknown[0]!r}; Forge has {FULL!r}, {LINEAR!r}")
+            return self.rule(config)
+        if unknown := [entry for entry in types if entry not in (FULL, self.entry)]:
+            raise Unsupported(f"layer_types has {unknown[0]!r}; Forge has {FULL!r}, {self.entry!r}")
         if len(types) != depth(config):
             raise Unsupported(f"layer_types has {len(types)} entries, where there are {depth(config)} layers")
         return [entry == FULL for entry in types]
@@ -104,8 +119,8 @@ class MixedLayers(Field):
     def write(self, model: Flat) -> Config:
         """Writes the keys of the kinds that layers have, and the list."""
         layers = of_layers(model)
-        full = [layer.get(TYPE) != DELTA for layer in layers]
-        config: dict[str, object] = {"layer_types": [FULL if each else LINEAR for each in full]}
+        full = [layer.get(TYPE) != self.component for layer in layers]
+        config: dict[str, object] = {"layer_types": [FULL if each else self.entry for each in full]}
         for fields, chosen in ((self.linear, [not each for each in full]), (self.full, full)):
             if own := list(compress(layers, chosen)):
                 alike = merged(own)
@@ -116,7 +131,7 @@ class MixedLayers(Field):
     def resolve(self, model: Flat) -> Flat:
         """Returns what 0 stands for in a layer of its kind."""
         known = dict(model)
-        for field in self.linear if model.get(TYPE) == DELTA else self.full:
+        for field in self.linear if model.get(TYPE) == self.component else self.full:
             known |= field.resolve(known)
         return {path: value for path, value in known.items() if path not in model or model[path] != value}
 
@@ -132,46 +147,79 @@ class Qwen3Next(ArchitectureComponent):
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys; layers with softmax attention rotate a quarter of each head."""
-        eps, offset = "rms_norm_eps", {"attention.qk_norm": True, "attention.qk_norm_offset": 1}
-        gqa = attention_fields(head_dim=256, kv_heads=2, rope=Rope(share=0.25))
-        full = (
-            *(field for field in gqa if not isinstance(field, Dropout)),
-            all_biases(),
-            Fixed({**offset, "attention.gate": "element"}),
-            Key(eps, "attention.qk_norm_eps", 1e-6),
-        )
-        linear = (
-            Fixed({TYPE: DELTA}),
-            *(Key(theirs, ours, DEFAULTS[theirs], derived=DERIVED.get(ours)) for theirs, ours in SETTINGS.items()),
-            Key(eps, "attention.norm_eps", 1e-6),
-        )
         return (
-            *shape_fields(),
-            Fixed({"norm.offset": 1}),
-            Key(eps, "norm.eps", 1e-6),
-            MixedLayers(full=full, linear=linear),
-            Dropout("attention_dropout"),
+            *hybrid_fields(Rope(share=0.25), kv_heads=2),
             *dense_layers(),
             *router_fields(default=True),
-            Fixed({"ffn.shared_gate": True}),
-            SharedWidth(),
+            *SHARED_EXPERT,
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; projections of theirs have their rows head by head."""
-        attention = [
-            in_layer(rule, number)
-            for number, own in enumerate(of_layers(model))
-            for rule in (delta_rules(own) if own[TYPE] == DELTA else gated_rules(own))
-        ]
         layer = "model.layers.{layer}.mlp"
-        shared = [
+        attention = attention_rules(model, projections_by_head)
+        experts = (*shared_expert_rules(layer), *expert_rules(layer))
+        return (*ENDS, *NORMS, *attention, *FFN, *experts, *tied_head(model))
+
+
+SHARED_EXPERT: Sequence[Field] = (Fixed({"ffn.shared_gate": True}), SharedWidth())
+"""The keys of a shared expert behind a gate."""
+
+
+def hybrid_fields(rope: Rope, *, kv_heads: int, of_rope: Flat | None = None) -> Sequence[Field]:
+    """Returns the keys of everything but the feed-forward parts.
+
+    Args:
+        rope: the position encoding of layers with softmax attention.
+        kv_heads: their heads of keys and values where no key gives them.
+        of_rope: settings of the encoding that no key gives.
+    """
+    eps, offset = "rms_norm_eps", {"attention.qk_norm": True, "attention.qk_norm_offset": 1}
+    gqa = attention_fields(head_dim=256, kv_heads=kv_heads, rope=rope)
+    full = (
+        *(field for field in gqa if not isinstance(field, Dropout)),
+        all_biases(),
+        Fixed({**offset, "attention.gate": "element", **(of_rope or {})}),
+        Key(eps, "attention.qk_norm_eps", 1e-6),
+    )
+    linear = (
+        Fixed({TYPE: DELTA}),
+        *(Key(theirs, ours, DEFAULTS[theirs], derived=DERIVED.get(ours)) for theirs, ours in SETTINGS.items()),
+        Key(eps, "attention.norm_eps", 1e-6),
+    )
+    return (
+        *shape_fields(),
+        Fixed({"norm.offset": 1}),
+        Key(eps, "norm.eps", 1e-6),
+        MixedLayers(full=full, linear=linear),
+        Dropout("attention_dropout"),
+    )
+
+
+def shared_expert_rules(layer: str) -> Sequence[Rule]:
+    """Returns the rules of the router, the shared expert and its gate below the name of a layer's part."""
+    return (
+        Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight"),
+        *(
             Same(f"layers.{{layer}}.ffn.shared.{ours}.weight", f"{layer}.shared_expert.{theirs}.weight")
             for ours, theirs in MATRICES.items()
-        ]
-        gate = Same("layers.{layer}.ffn.shared_gate.weight", f"{layer}.shared_expert_gate.weight")
-        router = Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight")
-        return (*ENDS, *NORMS, *attention, *FFN, router, *expert_rules(layer), *shared, gate, *tied_head(model))
+        ),
+        Same("layers.{layer}.ffn.shared_gate.weight", f"{layer}.shared_expert_gate.weight"),
+    )
+
+
+def attention_rules(model: Flat, projections: Callable[[Flat], Sequence[Rule]]) -> Sequence[Rule]:
+    """Returns the rules of attention, layer by layer.
+
+    Args:
+        model: with layers of both kinds.
+        projections: returns the rules of Gated DeltaNet's projections, of a layer.
+    """
+    return [
+        in_layer(rule, number)
+        for number, own in enumerate(of_layers(model))
+        for rule in ((*projections(own), *delta_rules()) if own[TYPE] == DELTA else gated_rules(own))
+    ]
 
 
 def gated_rules(layer: Flat) -> Sequence[Rule]:
@@ -181,16 +229,21 @@ def gated_rules(layer: Flat) -> Sequence[Rule]:
     return (query, *named_alike(*(f"attention.{matrix}" for matrix in "kvo")), *QK_NORM)
 
 
-def delta_rules(layer: Flat) -> Sequence[Rule]:
-    """Returns the rules of a layer with Gated DeltaNet, whose projections are fused by heads of keys."""
+def projections_by_head(layer: Flat) -> Sequence[Rule]:
+    """Returns the rules of the projections of Gated DeltaNet, which are fused by heads of keys."""
     heads = layer["attention.key_heads"]
     large, small = (
         [f"{OURS}.{name}.weight" for name in names] for names in (("q", "k", "v", "gate"), ("beta", "step"))
     )
+    return HeadRows(large, f"{THEIRS}.in_proj_qkvz.weight", heads), HeadRows(
+        small, f"{THEIRS}.in_proj_ba.weight", heads
+    )
+
+
+def delta_rules() -> Sequence[Rule]:
+    """Returns the rules of a layer with Gated DeltaNet, without its projections."""
     alike = {"log_rate.weight": "A_log", "offset.weight": "dt_bias", "norm.weight": "norm.weight"}
     return (
-        HeadRows(large, f"{THEIRS}.in_proj_qkvz.weight", heads),
-        HeadRows(small, f"{THEIRS}.in_proj_ba.weight", heads),
         FilterRows([f"{OURS}.{name}_conv.weight" for name in "qkv"], f"{THEIRS}.conv1d.weight"),
         *(Same(f"{OURS}.{ours}", f"{THEIRS}.{theirs}") for ours, theirs in alike.items()),
         Same(f"{OURS}.o.weight", f"{THEIRS}.out_proj.weight"),

@@ -450,10 +450,13 @@ class Qwen3Vision(QwenVision):
             *self.shared(dim=1152, depth=27, hidden=4304, patch=16, norm="layernorm", gated=False),
             Fixed({f"{ENCODER}.patch_bias": True, f"{ENCODER}.window": 0, f"{ENCODER}.full_attention": []}),
             SquareTable(),
-            DeepStack(),
-            Derived(f"{DEEPSTACK_ADAPTER}.hidden", block_width),
+            *self.deepstack(),
             AreaPixels(processor="Qwen2VL", bounds=(256 * 256, 4096 * 4096)),
         )
+
+    def deepstack(self) -> Sequence[Field]:
+        """Returns the keys of features that the first layers of the language model get from further blocks."""
+        return DeepStack(), Derived(f"{DEEPSTACK_ADAPTER}.hidden", block_width)
 
 
 # --- the whole ---------------------------------------------------------------------------------------------------
