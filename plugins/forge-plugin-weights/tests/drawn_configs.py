@@ -103,7 +103,7 @@ OPTIONAL: Mapping[str, Draw] = {
         ),
         same(RATES),
     ),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"), same(EPS)),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"), same(EPS)),
     "hidden_act": same(st.just("silu")),
     "num_key_value_heads": lambda sizes: st.sampled_from([n for n in (1, 2, 4, 8) if sizes.heads % n == 0]),
     "head_dim": same(HEADS),
@@ -183,6 +183,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "gpt_oss": ("num_experts",),
     **dict.fromkeys(("olmoe", "qwen3_next", "qwen3_5_moe_text"), ("num_local_experts",)),
     "minimax_m2": ("num_experts", "rotary_dim"),
+    "lfm2": ("tie_embedding",),
 }
 """Other names of keys, which a configuration does not have beside them."""
 

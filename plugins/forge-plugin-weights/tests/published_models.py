@@ -292,6 +292,8 @@ MODELS: Mapping[str, Published] = {
         {**QWEN3_5, **EXPERTS, "intermediate_size": ..., "shared_expert_intermediate_size": 32},
         "Qwen3_5MoeText",
     ),
+    "lfm2": Published("Lfm2", {**LFM2, **SPECIAL}),
+    "lfm2, untied": Published("Lfm2", {**SPECIAL, "full_attn_idxs": [0, 2], "tie_word_embeddings": False}),
     "glm4_moe": Published("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, without norms": Published("Glm4Moe", {**GLM4_MOE, "n_group": 2, "topk_group": 1, "head_dim": 16}),
     "glm": Published("Glm", {**SPECIAL, **HALF_ROTATED, "head_dim": 16}),

@@ -69,6 +69,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "gpt_neox": "fsdp2",
     "gpt2": "tp2",
     "qwen3_next": "tp2",
+    "lfm2": "tp2",
     "glm4_moe": "ep2",
     "glm4": "tp2",
     "exaone4": "pp2",
