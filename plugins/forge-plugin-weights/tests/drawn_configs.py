@@ -137,6 +137,12 @@ OPTIONAL: Mapping[str, Draw] = {
     **dict.fromkeys(("rope_interleaved", "use_mrope", "lm_head_bias"), same(st.just(False))),
     "router_jitter_noise": same(st.just(0.0)),
     **dict.fromkeys(("full_attn_mod", "interpolate_factor"), same(st.just(1))),
+    "qk_layernorm": same(st.just(False)),
+    "logit_scale": same(FACTORS),
+    "order_of_interleaved_layers": same(st.just("local_attn_first")),
+    "position_embedding_type": same(st.just("rope_gptj")),
+    "rotary_pct": same(st.just(1.0)),
+    **dict.fromkeys(("use_gated_activation", "use_parallel_block", "use_embedding_sharing"), same(st.just(True))),
     "use_qk_norm": same(st.booleans()),
     "clip_qkv": same(st.none()),
     "attention_out_bias": same(st.just(False)),
@@ -167,7 +173,8 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("gpt_neox", "hidden_act"): same(GELU),
     ("gemma", "hidden_act"): same(st.just("gelu_pytorch_tanh")),
     ("gemma", "hidden_activation"): same(st.sampled_from(["gelu_pytorch_tanh", None])),
-    **{("starcoder2", key): same(GELU) for key in ("hidden_act",)},
+    **{(type_, "hidden_act"): same(GELU) for type_ in ("starcoder2", "phi")},
+    **{(type_, "use_qk_norm"): same(st.just(False)) for type_ in ("cohere", "cohere2")},
     ("minimax_m2", "use_qk_norm"): same(st.just(True)),
     **{(type_, "layer_types"): by_layer(["linear_attention", "full_attention"]) for type_ in HYBRIDS},
     ("lfm2", "layer_types"): by_layer(["conv", "full_attention"]),
@@ -302,6 +309,7 @@ def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[An
 
 ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "gpt2": st.just({}),
+    "phi": shared_ropes(*SCALED[:2]),
     "gpt_neox": neox_ropes(),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", *HYBRIDS), shared_ropes(*SCALED[:2])),
     **dict.fromkeys(

@@ -316,6 +316,23 @@ MODELS: Mapping[str, Published] = {
     "minimax_m2": Published(
         "MiniMaxM2", {**SPECIAL, **HALF_ROTATED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),
+    "phi": Published("Phi", {**SPECIAL, **HALF_ROTATED, "num_key_value_heads": 4, "resid_pdrop": 0.0}),
+    "phi, tied": Published("Phi", {**SPECIAL, "tie_word_embeddings": True, "hidden_act": "gelu"}),
+    "cohere": Published("Cohere", {**SPECIAL, "logit_scale": 0.3, "rope_parameters": LLAMA3}),
+    "cohere, untied": Published(
+        "Cohere", {**SPECIAL, "logit_scale": 1.0, "attention_bias": True, "tie_word_embeddings": False, "head_dim": 16}
+    ),
+    "cohere2": Published("Cohere2", {**WINDOWS, **SPECIAL, "logit_scale": 0.5, "num_hidden_layers": 5}),
+    "cohere2, listed": Published(
+        "Cohere2",
+        {
+            **WINDOWS,
+            **SPECIAL,
+            "logit_scale": 1.0,
+            "layer_types": [*FULL, "sliding_attention", *FULL],
+            "attention_bias": True,
+        },
+    ),
     "phi3": Published("Phi3", {**PHI, "sliding_window": 12}),
     "phi3, longrope": Published("Phi3", {**PHI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     "gpt_neox": Published("GPTNeoX", GPT_NEOX),

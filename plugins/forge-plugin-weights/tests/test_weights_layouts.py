@@ -74,6 +74,8 @@ TRAINED_TOO: Mapping[str, str] = {
     "glm4": "tp2",
     "exaone4": "pp2",
     "starcoder2": "fsdp2",
+    "phi": "tp2",
+    "cohere2": "pp2",
     "granitemoe": "ep2",
     "minimax_m2": "tp2",
     "llava, experts": "ep2",

@@ -95,9 +95,11 @@ def exaone_windows(config: Config) -> Sequence[bool]:
 
 @frozen(kw_only=True)
 class RopeInWindows(Rope):
-    """A position encoding that only layers with a window have, unless the model has no windows (EXAONE 4)."""
+    """A position encoding that only layers with a window have (EXAONE 4, Cohere 2)."""
 
     windows: LayerWindows
+    without_windows: bool = True
+    """Whether all layers have the encoding if none has a window."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -107,7 +109,7 @@ class RopeInWindows(Rope):
     def read(self, config: Config) -> Flat:
         """Reads one encoding for all layers, and replaces it by the type `none` in those without a window."""
         rope = super().read(config)
-        if not self.windows.width(config):
+        if self.without_windows and not self.windows.width(config):
             return rope
         try:
             layers = self.windows.layers(config)
@@ -120,13 +122,13 @@ class RopeInWindows(Rope):
         layers = of_layers(model)
         encoded = [layer.get(f"{self.path}.type") != NO_ROPE for layer in layers]
         windowed = [bool(window) for window in windows_of(model)]
-        if any(windowed) and encoded != windowed:
+        if (any(windowed) or not self.without_windows) and encoded != windowed:
             raise Unsupported(f"layers with {WINDOW} are others than those with {self.path}, where they are the same")
         if len({*encoded}) > 1 and not any(windowed):
             raise Unsupported(f"{self.path} differs between layers, where all have one if none has {WINDOW}")
         own = super().write(merged(list(compress(layers, encoded)))) if any(encoded) else {}
         # Without a width, all layers would have the encoding: a width that no layer uses takes it from them.
-        return own if any(encoded) else {"sliding_window": self.windows.default}
+        return own if any(encoded) or not self.without_windows else {"sliding_window": self.windows.default}
 
 
 @frozen(kw_only=True)

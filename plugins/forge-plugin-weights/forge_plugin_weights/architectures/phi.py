@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: fused projections, and positions by LongRoPE."""
+"""phi-1, phi-1.5 and phi-2: blocks with one norm. Phi-3 to Phi-4: fused projections, and positions by LongRoPE."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from attrs import field, frozen
 from forge_plugin_weights.architectures.dense import (
     ENDS,
     NORMS,
+    TRANSFORMER,
     attention_fields,
+    named_alike,
     shape_fields,
     swiglu_fields,
     tied_head,
 )
+from forge_plugin_weights.architectures.gpt import gelu
 from forge_plugin_weights.fields import LONGEST, ORIGINAL, ROPES, Dropout, Fixed, Key, Only, Rope, RopeType
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import Window
@@ -24,6 +27,39 @@ LAYER = "model.layers.{layer}"
 # `Phi3Config` takes the last two for the first.
 NAMES = ("longrope", "su", "yarn")
 """Names that LongRoPE has in configurations of Phi-3."""
+
+
+@frozen(kw_only=True)
+class Phi(ArchitectureComponent):
+    """phi-1, phi-1.5 and phi-2: one norm for both parts of a block, and biases everywhere."""
+
+    name = "PhiForCausalLM"
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/layernorm"}),
+            *shape_fields()[1:],
+            Fixed({"residual": "parallel", "norm_placement": "shared", "norm.bias": True, "head_bias": True}),
+            *attention_fields(rope=Rope(share=0.5)),
+            Fixed({"attention.bias": True, "attention.output_bias": True, "attention.qk_norm": False}),
+            gelu("hidden_act", "gelu_new"),
+            Key("intermediate_size", "ffn.hidden", derived=lambda model: 4 * model["dim"]),
+            Key("layer_norm_eps", "norm.eps", 1e-5),
+            Only("qk_layernorm", False, "queries and keys are not normalised by a layer norm"),
+            *(Dropout(key) for key in ("resid_pdrop", "embd_pdrop")),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; the last norm has another name than in Llama, and the head a bias, tied or not."""
+        modules = {"attention.o": "self_attn.dense", "ffn.up": "mlp.fc1", "ffn.down": "mlp.fc2"}
+        return (
+            ENDS[0],
+            Same("norm.{tensor}", "model.final_layernorm.{tensor}"),
+            Same("head.{tensor}", "lm_head.{tensor}"),
+            *named_alike("attention_norm", "attention.q", "attention.k", "attention.v"),
+            *(Same(f"layers.{{layer}}.{o}.{{tensor}}", f"{LAYER}.{t}.{{tensor}}") for o, t in modules.items()),
+            *tied_head(model),
+        )
 
 
 @frozen

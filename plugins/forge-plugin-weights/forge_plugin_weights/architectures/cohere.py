@@ -1,0 +1,98 @@
+"""Command R, Command R7B, Command A and Aya of Cohere: blocks with one norm, which has no bias, and scaled logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from forge_plugin_weights.architectures.dense import (
+    ENDS,
+    FFN,
+    TRANSFORMER,
+    all_biases,
+    attention_fields,
+    named_alike,
+    shape_fields,
+    swiglu_fields,
+    tied_head,
+)
+from forge_plugin_weights.architectures.olmo import RopeInWindows
+from forge_plugin_weights.fields import Fixed, Key, Only, Rope
+from forge_plugin_weights.kinds import ArchitectureComponent, Field, Flat, Rule
+from forge_plugin_weights.layer_fields import LayerWindows, every_nth_is_full
+from forge_plugin_weights.rules import RotaryRows
+
+PATTERN = "sliding_window_pattern"
+WINDOWS = LayerWindows(default=4096, rule=every_nth_is_full(PATTERN, 4), further=(PATTERN,))
+
+
+def cohere_fields(rope: Rope) -> Sequence[Field]:
+    """Returns the keys of both; `rope` is the position encoding."""
+    return (
+        Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/layernorm", "norm.bias": False}),
+        *shape_fields(tied=True)[1:],
+        Fixed({"residual": "parallel", "norm_placement": "shared", "attention.qk_norm": False, "ffn.bias": False}),
+        *attention_fields(rope=rope),
+        all_biases(),
+        *swiglu_fields(),
+        Key("layer_norm_eps", "norm.eps", 1e-5),
+        Key("logit_scale", "logit_scale", 0.0625),
+        Only("use_qk_norm", False, "queries and keys are not normalised by a layer norm of each head"),
+    )
+
+
+@frozen(kw_only=True)
+class Cohere(ArchitectureComponent):
+    """Command R without norms of queries and keys, Aya 23 and Aya Expanse."""
+
+    name = "CohereForCausalLM"
+    harmless = ("model_max_length",)
+
+    def fields(self) -> Sequence[Field]:
+        return cohere_fields(Rope(theta=500000.0))
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; neighbours are rotated together there."""
+        width = model["attention.head_dim"]
+        queries_and_keys = (
+            RotaryRows(
+                f"layers.{{layer}}.attention.{ours}.{{tensor}}",
+                f"model.layers.{{layer}}.self_attn.{ours}_proj.{{tensor}}",
+                width=width,
+                rotated=width,
+            )
+            for ours in "qk"
+        )
+        return (
+            *ENDS,
+            *named_alike("attention_norm", "attention.v", "attention.o"),
+            *queries_and_keys,
+            *FFN,
+            *tied_head(model),
+        )
+
+
+@frozen(kw_only=True)
+class Cohere2(Cohere):
+    """Command R7B, Command A and Tiny Aya: three layers of four have a window, the others no encoding of positions."""
+
+    name = "Cohere2ForCausalLM"
+    # How programs of the publisher hold a cache and the embeddings.
+    harmless = ("model_max_length", "cache_implementation", "layer_switch", "use_parallel_embedding")
+
+    def fields(self) -> Sequence[Field]:
+        """Returns the keys; the encoding is read by the windows. Some repeat what the class has at all times."""
+        always = {
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rotary_pct": 1.0,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+        }
+        return (
+            *cohere_fields(RopeInWindows(windows=WINDOWS, without_windows=False)),
+            WINDOWS,
+            *(Only(key, value, "the class has it always", write_it=False) for key, value in always.items()),
+            Only("use_embedding_sharing", True, "`tie_word_embeddings` ties the head", write_it=False),
+        )
