@@ -1,6 +1,7 @@
 """Linear attention, for models whose attention is a component."""
 
 from forge_plugin_linear_attention.gated_deltanet import GatedDeltaNet
+from forge_plugin_linear_attention.kda import KDA
 from forge_plugin_linear_attention.short_conv import ShortConv
 
-__all__ = ["GatedDeltaNet", "ShortConv"]
+__all__ = ["KDA", "GatedDeltaNet", "ShortConv"]

@@ -60,7 +60,7 @@ class DeltaCore(nn.Module):
         else:
             projected, used = cache.hide_padding(projected, batch)
             q, k, v = cache.convolved(projected, filters)
-        q, k = (_unit(x.to(wide)).transpose(1, 2) for x in (q, k))
+        q, k = (unit(x.to(wide)).transpose(1, 2) for x in (q, k))
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[1], 1) for x in (q, k))
         log_decay = -log_rate.to(wide).exp() * F.softplus(step.to(wide) + offset.to(wide))
         beta = share.to(wide).sigmoid()
@@ -96,5 +96,6 @@ def convolve(
     return F.silu(y if bias is None else y + bias)
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
+    """Returns vectors divided by their lengths."""
     return x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()

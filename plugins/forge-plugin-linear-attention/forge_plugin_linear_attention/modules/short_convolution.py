@@ -114,7 +114,7 @@ class ShortConvolution(nn.Module):
         return TailCache()
 
     def flops(self, seq_len: int) -> float:
-        """Counts 6 a weight, those of the convolution included."""
+        """Counts 6 a weight, with the filters of the convolution."""
         return 6.0 * sum(parameter.numel() for parameter in self.parameters())
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
