@@ -33,6 +33,7 @@ from forge_plugin_transformer import (
     LayerNorm,
     MultiTokenPrediction,
     RMSNorm,
+    SquaredReLU,
     SwiGLU,
     Transformer,
 )
@@ -95,6 +96,7 @@ MODELS = {
     "a decay for each feature": language(attention=KDA(heads=4)),
     "short convolution": language(attention=ShortConv()),
     "layer norms": language(norm=LayerNorm(), ffn=GELU()),
+    "squared relu": language(norm=LayerNorm(offset=1), ffn=SquaredReLU(bias=True)),
     "pattern": language(attention=AttentionPattern(layers=("a", "b"), kinds={"a": BIASED, "b": LATENT}), ffn=GEGLU()),
     "multi-token prediction": language(mtp=MultiTokenPrediction(depth=2), ffn=SwiGLU()),
     "softmax_topk": routed(SoftmaxTopK(bias=True)),

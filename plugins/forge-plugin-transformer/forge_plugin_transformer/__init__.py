@@ -7,6 +7,7 @@ from forge_plugin_transformer.layer_parts import (
     GroupedQueryAttention,
     LayerNorm,
     RMSNorm,
+    SquaredReLU,
     SwiGLU,
     default_hidden,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "PlainRope",
     "RMSNorm",
     "RopeComponent",
+    "SquaredReLU",
     "SwiGLU",
     "Transformer",
     "YarnRope",

@@ -1,4 +1,4 @@
-"""The components `gqa`, `swiglu`, `geglu`, `gelu`, `rmsnorm` and `layernorm`, of which layers are made."""
+"""The components `gqa`, `swiglu`, `geglu`, `gelu`, `relu2`, `rmsnorm` and `layernorm`, of which layers are made."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class GroupedQueryAttention(AttentionComponent):
     """Added to the mean square in that normalisation."""
     qk_norm_offset: Literal[0, 1] = 0
     """Added to the learned gain of that normalisation, as `offset` of `rmsnorm`; 1 in Gemma 3."""
+    qk_norm_rotated: bool = False
+    """Whether that normalisation, of each head by itself, comes after the position encoding (Hunyuan), not before."""
     bias: bool = False
     """Whether the four projections have biases."""
     output_bias: bool = True
@@ -52,6 +54,12 @@ class GroupedQueryAttention(AttentionComponent):
     scale: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
     """Factor on the products of queries and keys; 0: 1 / sqrt(width of a head). Gemma 2 and 3 have
     1 / sqrt(`query_pre_attn_scalar`)."""
+    query_growth: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
+    """b > 0: a query at position p, counted from 0 in its document, is multiplied by
+    1 + b ln(1 + floor(p / `query_growth_length`)), so that attention to long texts stays sharp (Ministral 3:
+    `llama_4_scaling_beta`)."""
+    query_growth_length: int = field(default=8192, validator=gt(0), metadata=when_resumed("flag"))
+    """Positions from one step of that factor to the next; it is 1 for as many."""
     soft_cap: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
     """c > 0: scaled scores are capped, c tanh(score / c), as in Gemma 2 (`attn_logit_softcapping`); 0: they are not.
     Kernels `gemm` and `math` only."""
@@ -84,6 +92,9 @@ class GroupedQueryAttention(AttentionComponent):
             yield Problem(
                 "qk_norm_offset", f"{self.qk_norm_offset} has no effect without qk_norm; set that, or leave it out"
             )
+        if self.qk_norm_rotated and self.qk_norm in (False, "all"):
+            message = f"true with qk_norm = {str(self.qk_norm).lower()} has no norm of each head to move"
+            yield Problem("qk_norm_rotated", f'{message}; set qk_norm = "head", or leave it out')
         yield from kernel_problems(self.backend, self.documents, job, self._scoring)
 
     @property
@@ -125,6 +136,8 @@ class GroupedQueryAttention(AttentionComponent):
             q_norm=self._norm(self.heads, head_dim),
             k_norm=self._norm(kv_heads, head_dim),
             norm_all_heads=self.qk_norm == "all",
+            norm_rotated=self.qk_norm_rotated,
+            growth=attention.QueryGrowth(self.query_growth, self.query_growth_length) if self.query_growth else None,
             bias=self.bias,
             output_bias=self.bias and self.output_bias,
             gate_width=self._gate_width(head_dim),
@@ -213,6 +226,22 @@ class GELU(FFNComponent):
 
 
 @frozen(kw_only=True)
+class SquaredReLU(FFNComponent):
+    """down(relu(up(x))²) (So et al. 2021, "Primer"), as in Nemotron."""
+
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices; 0: 4 times `dim`."""
+    bias: bool = False
+    """Whether the two matrices have biases."""
+
+    def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns two matrices of width `hidden`, or 4 `dim` if that is 0."""
+        from forge_plugin_transformer.modules import feed_forward
+
+        return feed_forward.SquaredReLUFeedForward(dim, self.hidden or 4 * dim, bias=self.bias, init=init)
+
+
+@frozen(kw_only=True)
 class RMSNorm(NormComponent):
     """Scales by the root mean square, without centring (Zhang & Sennrich 2019)."""
 
@@ -236,9 +265,11 @@ class LayerNorm(NormComponent):
     """Added to the variance."""
     bias: bool = True
     """Whether a learned offset is added after the learned gain."""
+    offset: Literal[0, 1] = 0
+    """Added to the learned gain, which starts at 1 - offset. With 1 (Nemotron), weight decay draws the gain to one."""
 
     def build(self, context: BuildContext, dim: int) -> nn.Module:
         """Returns a module with a gain (dim,) and, if `bias` is set, an offset (dim,)."""
         from forge_plugin_transformer.modules import norms
 
-        return norms.CentredNorm(dim, eps=self.eps, bias=self.bias)
+        return norms.CentredNorm(dim, eps=self.eps, bias=self.bias, offset=self.offset)

@@ -223,3 +223,32 @@ def test_sinks_are_as_biases_to_the_optimizer(make_model: Callable[..., Any]) ->
     model = make_model(attention=GroupedQueryAttention(heads=4, sinks=True))
     assert model.parameter_roles()["layers.0.attention.sinks.weight"] == "bias"
     assert model.layers["0"].attention.sinks.weight.shape == (4,)
+
+
+def test_queries_grow_with_the_logarithm_of_their_position_in_a_document(make_model: Callable[..., Any]) -> None:
+    """Two documents of a row, and the same as rows: against queries that are multiplied by hand."""
+    keys = {"heads": 4, "kv_heads": 2, "backend": "math"}
+    grown = make_model(attention=GroupedQueryAttention(**keys, query_growth=0.5, query_growth_length=3))
+    plain = make_model(attention=GroupedQueryAttention(**keys))
+    plain.load_state_dict(grown.state_dict())
+    ids = torch.arange(16).view(2, 8) * 3 % 61
+    positions = torch.arange(8)
+    factor = 1 + 0.5 * torch.log(1.0 + positions // 3)
+    without = plain({"input_ids": ids})
+    for layer in plain.layers.values():
+        layer.attention.qkv.register_forward_hook(
+            lambda module, args, out: (out[0] * factor[None, :, None, None], *out[1:])
+        )
+    expected = plain({"input_ids": ids})
+    assert (expected - without)[:, 3:].abs().amax(-1).min() > 1e-3
+    torch.testing.assert_close(grown({"input_ids": ids}), expected)
+    documents = torch.tensor([0, 1]).repeat_interleave(8)[None]
+    packed = {"input_ids": ids.view(1, 16), "document_ids": documents, "positions": positions.repeat(2)[None]}
+    torch.testing.assert_close(grown(packed).view_as(expected), expected)
+
+
+@pytest.mark.parametrize("qk_norm", ["false", '"all"'])
+def test_norms_that_a_layer_has_not_are_not_moved(load_model: Callable[..., Any], qk_norm: str) -> None:
+    attention = f"[model.attention]\nheads = 4\nqk_norm = {qk_norm}\nqk_norm_rotated = true"
+    with refuses_all(at("model.attention.qk_norm_rotated", "qk_norm", "head")):
+        load_model(attention)

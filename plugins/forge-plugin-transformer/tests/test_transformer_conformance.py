@@ -17,6 +17,7 @@ from forge_plugin_transformer import (
     PlainRope,
     RMSNorm,
     RopeComponent,
+    SquaredReLU,
     Transformer,
 )
 from forge_testing.suites import ModelSuite
@@ -89,6 +90,18 @@ class TestTransformerLikePhi(ModelSuite):
     component = Transformer(
         vocab_size=32, dim=16, layers=2, residual="parallel", norm_placement="shared", head_bias=True,
         norm=LayerNorm(), ffn=GELU(bias=True), attention=GroupedQueryAttention(heads=4, bias=True),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "compiled")
+
+
+class TestTransformerLikeNemotron(ModelSuite):
+    """Squared ReLU, layer norms of small weights; queries and keys normalised late, and larger at later positions."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, norm=LayerNorm(offset=1), ffn=SquaredReLU(bias=True),
+        attention=GroupedQueryAttention(
+            heads=4, kv_heads=2, qk_norm=True, qk_norm_rotated=True, query_growth=0.5, query_growth_length=3,
+        ),
     )  # fmt: skip
     layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "compiled")
 

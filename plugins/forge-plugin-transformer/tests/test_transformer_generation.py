@@ -25,6 +25,12 @@ WINDOWS = {
     "window of one": {"window": 1},
     "window and sinks": {"window": 5, "sinks": True, "scale": 0.4},
     "window and soft_cap": {"window": 4, "soft_cap": 0.5, "backend": "gemm"},
+    "norms behind the rotation, and growth": {
+        "qk_norm": True,
+        "qk_norm_rotated": True,
+        "query_growth": 0.5,
+        "query_growth_length": 3,
+    },
 }
 
 

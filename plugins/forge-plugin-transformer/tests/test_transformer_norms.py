@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional as F
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
-from forge_plugin_transformer import GEGLU, GELU, InitStd, LayerNorm, RMSNorm, SwiGLU
+from forge_plugin_transformer import GEGLU, GELU, InitStd, LayerNorm, RMSNorm, SquaredReLU, SwiGLU
 from forge_plugin_transformer.modules.ends import ScaledEmbedding
 
 INIT = InitStd(0.3, 0.1)
@@ -65,6 +66,23 @@ def test_layer_norm_equals_its_definition(make_part: Callable[..., Any]) -> None
     centred = x - x.mean(-1, keepdim=True)
     expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight + norm.bias
     torch.testing.assert_close(norm(x), expected)
+
+
+def test_a_layer_norm_with_an_offset_is_that_of_nemotron(make_part: Callable[..., Any]) -> None:
+    norm = make_part(LayerNorm(offset=1), dim=12, dtype=torch.float64)
+    x = torch.randn(4, 12, dtype=torch.float64)
+    torch.testing.assert_close(norm(x), F.layer_norm(x, (12,)))  # at first
+    theirs = NemotronLayerNorm1P(12).double()
+    theirs.load_state_dict(randomise(norm).state_dict())
+    torch.testing.assert_close(norm(x), theirs(x), rtol=0, atol=1e-15)
+
+
+def test_squared_relu_equals_its_definition(make_part: Callable[..., Any]) -> None:
+    ffn = randomise(make_part(SquaredReLU(bias=True), dim=12, init=INIT, dtype=torch.float64))
+    assert ffn.up.weight.shape == (48, 12)
+    x = torch.randn(2, 3, 12, dtype=torch.float64)
+    hidden = (x @ ffn.up.weight.mT + ffn.up.bias).clamp(min=0) ** 2
+    torch.testing.assert_close(ffn(x, {}), hidden @ ffn.down.weight.mT + ffn.down.bias)
 
 
 @pytest.mark.parametrize("component", [RMSNorm(), LayerNorm()], ids=["rmsnorm", "layernorm"])

@@ -6,13 +6,13 @@ Shapes: B sequences, S positions, D model width, H query heads, K key/value head
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from forge_kit.nn.direct_calls import directly_callable
-from forge_kit.nn.modules import Linear
+from forge_kit.nn.modules import Linear, cast
 from forge_kit.nn.taps import TapPoint
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
@@ -51,6 +51,29 @@ class KVCache(Cache):
         return keys, values, mask
 
 
+class QueryGrowth(NamedTuple):
+    """A factor on queries that grows with the logarithm of their position."""
+
+    rate: float
+    length: int
+    """Positions of a step."""
+
+    def __call__(self, q: Tensor, positions: Tensor | None) -> Tensor:
+        """Returns queries (B, S, H, E) times 1 + rate ln(1 + floor(position / length)).
+
+        Args:
+            q: queries.
+            positions: (B, S), where negative ones are padding; None: 0, 1, …
+        """
+        if positions is None:
+            if q.shape[1] <= self.length:  # the factor of all is 1
+                return q
+            positions = torch.arange(q.shape[1], device=q.device)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        steps = (positions.clamp(min=0) // self.length).to(wide)
+        return cast(cast(q, wide) * (1 + self.rate * torch.log1p(steps))[..., None, None], q.dtype)
+
+
 @directly_callable
 class PassThrough(nn.Module):
     """The identity on several tensors."""
@@ -78,6 +101,8 @@ class GroupedAttention(nn.Module):
         q_norm: nn.Module | None,
         k_norm: nn.Module | None,
         norm_all_heads: bool,
+        norm_rotated: bool,
+        growth: QueryGrowth | None,
         bias: bool,
         output_bias: bool,
         gate_width: int,
@@ -95,6 +120,8 @@ class GroupedAttention(nn.Module):
             q_norm: norm of queries, over E features or all H x E; None: there is none.
             k_norm: norm of keys, over E features or all K x E; None: there is none.
             norm_all_heads: whether both norms are over the features of all heads.
+            norm_rotated: whether both come after the position encoding.
+            growth: factor on queries by their position; None: there is none.
             bias: whether q, k and v have biases.
             output_bias: whether o has one.
             gate_width: gates of a head, 1 or E; 0: there are none.
@@ -107,6 +134,10 @@ class GroupedAttention(nn.Module):
         self.v = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
         # The only one of the four that writes into the residual stream
         self.o = Linear(heads * head_dim, dim, bias=output_bias, std=init.residual)
+        self.norm_rotated, self.growth = norm_rotated, growth
+        if norm_rotated:  # under other names, as whatever replaces `project` would leave them out
+            self.q_rotated_norm, self.k_rotated_norm = q_norm, k_norm
+            q_norm = k_norm = None
         self.q_norm, self.k_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
         self.rotary = rotary
         self.core = core
@@ -131,7 +162,7 @@ class GroupedAttention(nn.Module):
             mixed = self._attend_cached(q, k, v, batch, cache)
         else:
             turns = tables(self.rotary, q.shape[1], batch)
-            q, k, v = self.qkv(rotate(q, *turns), rotate(k, *turns), v)
+            q, k, v = self.qkv(self._query(q, turns, batch.get("positions")), self._key(k, turns), v)
             sinks = self._sinks(q)
             # A core that a stage has put in need not take sinks, unless there are any
             mixed = self.core(q, k, v, batch) if sinks is None else self.core(q, k, v, batch, sinks)
@@ -163,13 +194,25 @@ class GroupedAttention(nn.Module):
         positions = cache.positions(q, batch)
         turns = generation_tables(self.rotary, positions, batch)
         # Cached with their encoding, so that earlier keys are not rotated once more for each token
-        keys, values, mask = cache.extend(rotate(k, *turns), v, positions, cache.shared_mask(batch))
+        keys, values, mask = cache.extend(self._key(k, turns), v, positions, cache.shared_mask(batch))
         mask = see_spans(mask, batch)
-        q, keys, values = self.qkv(rotate(q, *turns), keys, values)
+        q, keys, values = self.qkv(self._query(q, turns, positions), keys, values)
         sinks = self._sinks(q)
         if isinstance(self.core, AttentionCore):  # so that what hangs on it sees heads here, too
             return self.core(q, keys, values, batch, sinks, mask=mask)
         return torch_attention(q, keys, values, mask, scoring=self.scoring, sinks=sinks)
+
+    def _query(self, q: Tensor, turns: tuple[Tensor, Tensor], positions: Tensor | None) -> Tensor:
+        """Queries (B, S, H, E) as the core takes them: rotated, and whatever comes after that."""
+        q = rotate(q, *turns)
+        if self.norm_rotated:
+            q = self.q_rotated_norm(q)
+        return q if self.growth is None else self.growth(q, positions)
+
+    def _key(self, k: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """Keys (B, S, K, E) as the core takes them."""
+        k = rotate(k, *turns)
+        return self.k_rotated_norm(k) if self.norm_rotated else k
 
     def _sinks(self, q: Tensor) -> Tensor | None:
         """The sinks of the heads of queries q (B, S, H, E), if the layer has any: (H,)."""
@@ -202,6 +245,7 @@ class GroupedAttention(nn.Module):
         way = "split_features" if self.norm_all_heads else "replicate"
         # An absent norm is an `nn.Identity`, which the plan need not name
         plan |= {name: way for name in ("q_norm", "k_norm") if [*getattr(self, name).parameters()]}
+        plan |= dict.fromkeys(("q_rotated_norm", "k_rotated_norm"), "replicate") if self.norm_rotated else {}
         plan |= {"sinks": "column"} if self.scoring.sinks else {}
         return plan | ({"gate": "column"} if self.gate_width else {})
 

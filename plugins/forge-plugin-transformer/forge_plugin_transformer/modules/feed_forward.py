@@ -58,19 +58,21 @@ class GELUGatedFeedForward(GatedFeedForward):
         return F.gelu(gate, approximate=self.approximate)
 
 
-@directly_callable
-class PlainFeedForward(nn.Module):
-    """down(gelu(up(x)))."""
+class TwoMatrices(nn.Module):
+    """down(activation(up(x)))."""
 
-    def __init__(self, dim: int, hidden: int, *, bias: bool, approximate: str, init: InitStd) -> None:
+    def __init__(self, dim: int, hidden: int, *, bias: bool, init: InitStd) -> None:
         super().__init__()
-        self.approximate = approximate
         self.up = Linear(dim, hidden, bias=bias, std=init.inner)
         self.down = Linear(hidden, dim, bias=bias, std=init.residual)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """(B, S, D) to (B, S, D), each position by itself; nothing of `batch` is used."""
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return self.down(self.activation(self.up(x)))
+
+    def activation(self, x: Tensor) -> Tensor:
+        """Returns the hidden features, from `up(x)`."""
+        raise NotImplementedError
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the hidden features; `down` sums their parts of the result."""
@@ -79,3 +81,25 @@ class PlainFeedForward(nn.Module):
     def tap_points(self) -> Mapping[str, TapPoint]:
         """The hidden features (B, S, hidden) after the activation."""
         return {"mlp_hidden": TapPoint("down", "input", axes="hidden")}
+
+
+@directly_callable
+class PlainFeedForward(TwoMatrices):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, dim: int, hidden: int, *, bias: bool, approximate: str, init: InitStd) -> None:
+        super().__init__(dim, hidden, bias=bias, init=init)
+        self.approximate = approximate
+
+    def activation(self, x: Tensor) -> Tensor:
+        """Returns gelu(x), by its tanh approximation or exactly."""
+        return F.gelu(x, approximate=self.approximate)
+
+
+@directly_callable
+class SquaredReLUFeedForward(TwoMatrices):
+    """down(relu(up(x))²)."""
+
+    def activation(self, x: Tensor) -> Tensor:
+        """Returns relu(x)²."""
+        return F.relu(x).square()

@@ -81,17 +81,17 @@ class SplitRootMeanSquareNorm(RootMeanSquareNorm):
 
 @directly_callable
 class CentredNorm(nn.Module):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, in the dtype of x; starts as the plain normalisation."""
+    """(x - mean(x)) / sqrt(var(x) + eps) * (offset + weight) + bias, in the dtype of x; starts as the plain norm."""
 
-    def __init__(self, dim: int, *, eps: float, bias: bool) -> None:
+    def __init__(self, dim: int, *, eps: float, bias: bool, offset: int = 0) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(dim))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
 
     def init_parameter(self, name: str, fill: Fill) -> None:
-        """Fills the gain with 1 and the offset with 0."""
-        fill.constant(1.0 if name == "weight" else 0.0)
+        """Fills the weight so that the gain, offset + weight, is 1, and the bias with 0."""
+        fill.constant(1.0 - self.offset if name == "weight" else 0.0)
 
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
@@ -99,7 +99,9 @@ class CentredNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) to (…, D), by torch's kernel, which accumulates in float32 or wider."""
         bias = None if self.bias is None else cast(self.bias, x.dtype)
-        return F.layer_norm(x, self.weight.shape, cast(self.weight, x.dtype), bias, self.eps)
+        # Before it is rounded to the dtype of x, as 1 + weight has fewer digits of a small weight than weight itself
+        gain = self.weight + self.offset if self.offset else self.weight
+        return F.layer_norm(x, gain.shape, cast(gain, x.dtype), bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
