@@ -15,7 +15,7 @@ from forge_core.engine.build import build_bare_model, build_context
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_adamw import AdamW
 from forge_plugin_cross_attention import CrossAttention
-from forge_plugin_linear_attention import KDA, GatedDeltaNet, ShortConv
+from forge_plugin_linear_attention import KDA, GatedDeltaNet, Mamba2, ShortConv
 from forge_plugin_lion import Lion
 from forge_plugin_lowbit import AdamW8bit, AdamWBF16
 from forge_plugin_mla import MultiHeadLatentAttention
@@ -93,6 +93,7 @@ TILED = TiledViT(
 MODELS = {
     "tied": language(tie_embeddings=True, learned_positions=8, norm=RMSNorm()),
     "linear attention": language(attention=GatedDeltaNet(heads=4)),
+    "state space": language(attention=Mamba2(heads=4, state=4)),
     "a decay for each feature": language(attention=KDA(heads=4)),
     "short convolution": language(attention=ShortConv()),
     "layer norms": language(norm=LayerNorm(), ffn=GELU()),

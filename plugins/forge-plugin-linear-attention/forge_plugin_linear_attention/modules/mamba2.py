@@ -1,0 +1,230 @@
+"""The module of `mamba2`.
+
+Shapes: B sequences, S positions, D model width, G groups, H heads of width P, K width of the state, W positions of the
+convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_kit.nn.modules import Linear, cast
+from forge_plugin_linear_attention.modules.attention import LOG_RATES, OFFSETS, PerHead
+from forge_plugin_linear_attention.modules.cache import StateCache
+from forge_plugin_linear_attention.modules.core import convolve
+from forge_plugin_linear_attention.modules.delta_rule import numbered
+from forge_plugin_linear_attention.modules.ssd import state_space
+from forge_plugin_transformer.modules.norms import RootMeanSquareNorm, SplitRootMeanSquareNorm
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Fill, Role
+    from forge_plugin_transformer.kinds import InitStd
+
+INPUTS = ("x", "b", "c")
+"""Projections that go through a convolution."""
+
+
+class StateSpaceCore(nn.Module):
+    """Maps projections of all positions to what each head reads; see `forge_kit.nn.head_mixers.MixesHeads`."""
+
+    mixes_heads = True
+
+    def __init__(self, dt_limit: tuple[float, float], chunk: int) -> None:
+        super().__init__()
+        self.dt_limit, self.chunk = dt_limit, chunk
+
+    def forward(
+        self,
+        tensors: Sequence[Tensor],
+        per_head: Sequence[Tensor],
+        batch: Batch,
+        cache: StateCache | None = None,
+    ) -> Tensor:
+        """Returns (B, S, H, P).
+
+        Args:
+            tensors: x (B, S, H, P), b and c (B, S, G, K), and inputs of the step (B, S, H).
+            per_head: of each head (H,): the logarithm of its rate, what is added to the input of its step, and the
+                factor on its x that is added to what it reads; weights of the convolutions of x (H, P, W), of b and of
+                c (G, K, W); their biases without W, if they have any.
+            batch: `document_ids` (B, S), if documents are apart.
+            cache: positions before these ones, which is extended; then each row is one document.
+        """
+        *projected, step = tensors
+        log_rate, offset, skip, *convolutions = per_head
+        filters = convolutions[:3]
+        biases: Sequence[Tensor | None] = convolutions[3:] or [None] * 3
+        # As wide as norms are computed: the state adds up contributions of all positions
+        wide = torch.promote_types(step.dtype, torch.float32)
+        step = F.softplus(step.to(wide) + offset.to(wide))
+        low, high = self.dt_limit
+        if low or high:
+            step = step.clamp(low, high or None)
+        documents = numbered(batch["document_ids"]) if cache is None and "document_ids" in batch else None
+        if cache is None:
+            arguments = zip(projected, filters, biases, strict=True)
+            x, b, c = (convolve(tensor, weight, documents, bias=bias) for tensor, weight, bias in arguments)
+        else:
+            projected, used = cache.hide_padding(projected, batch)
+            x, b, c = cache.convolved(projected, filters, biases)
+            step = step if used is None else step * used  # padding neither decays nor writes
+        inner = x.to(wide)
+        state = None if cache is None else cache.state
+        read, state = state_space(
+            inner, b.to(wide), c.to(wide), step, log_rate.to(wide).exp(), documents, state, self.chunk
+        )
+        if cache is not None:
+            cache.state = state
+        return torch.addcmul(read, inner, skip.to(wide)[:, None]).to(x.dtype)
+
+
+class GroupedNorm(RootMeanSquareNorm):
+    """An RMS norm of each group of features, with a weight for each feature. Ranks may divide the groups."""
+
+    def __init__(self, dim: int, groups: int, *, eps: float) -> None:
+        super().__init__(dim, eps=eps)
+        self.width = dim // groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D or this rank's features) to the same."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, self.width))
+        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * scale).flatten(-2).to(x.dtype) * cast(self.weight, x.dtype)
+
+
+class Skip(PerHead):
+    """A factor for each head, 1 at first."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__(heads, low=1.0, high=1.0)
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        """Fills `weight`."""
+        fill.constant(1.0)
+
+
+class Mamba2Mixer(nn.Module):
+    """o(norm(core(x(·), b(·), c(·), step(·)) silu(gate(·)))).
+
+    See `forge_plugin_transformer.kinds.AttentionComponent` for the contract.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int,
+        head_dim: int,
+        groups: int,
+        state: int,
+        conv: int,
+        conv_bias: bool,
+        bias: bool,
+        norm: str,
+        norm_groups: int,
+        norm_eps: float,
+        dt_limit: tuple[float, float],
+        chunk: int,
+        init: InitStd,
+    ) -> None:
+        """Set up the layer.
+
+        Args:
+            dim: D.
+            heads: H.
+            head_dim: P.
+            groups: G.
+            state: K.
+            conv: W.
+            conv_bias: whether the convolutions have biases.
+            bias: whether the projections have some.
+            norm: "after" or "before" the gate, or "none".
+            norm_groups: groups of features that are normalised apart.
+            norm_eps: added to their mean square.
+            dt_limit: bounds of steps; the upper one 0: there is none.
+            chunk: positions that are computed at a time.
+            init: deviations of matrices.
+        """
+        super().__init__()
+        self.head_dim, self.groups, self.state, self.chunk = head_dim, groups, state, chunk
+        self.norm_way, self.norm_groups = norm, norm_groups
+        inner = heads * head_dim
+        widths = dict(zip(INPUTS, (inner, groups * state, groups * state), strict=True))
+        for name, width in widths.items():
+            self.add_module(name, Linear(dim, width, bias=bias, std=init.inner))
+        self.gate = Linear(dim, inner, bias=bias, std=init.inner)
+        self.step = Linear(dim, heads, bias=bias, std=init.inner)
+        self.o = Linear(inner, dim, bias=bias, std=init.residual)
+        bound = conv**-0.5  # as torch draws the weights of a convolution with `conv` inputs
+        for name, width in widths.items():
+            self.add_module(f"{name}_conv", PerHead(width, conv, low=-bound, high=bound))
+        self.conv_biases = [f"{name}_conv_bias" for name in INPUTS] if conv_bias else []
+        for name, width in zip(self.conv_biases, widths.values(), strict=False):
+            self.add_module(name, PerHead(width, low=-bound, high=bound))
+        self.log_rate = PerHead(heads, low=LOG_RATES[0], high=LOG_RATES[1])
+        self.offset = PerHead(heads, low=OFFSETS[0], high=OFFSETS[1])
+        self.skip = Skip(heads)
+        if norm != "none":
+            # Ranks divide groups; where there is one, they add up its squares
+            one = norm_groups == 1
+            self.norm = (
+                SplitRootMeanSquareNorm(inner, eps=norm_eps) if one else GroupedNorm(inner, norm_groups, eps=norm_eps)
+            )
+        self.core = StateSpaceCore(dt_limit, chunk)
+
+    def forward(self, x: Tensor, batch: Batch, cache: StateCache | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, D). `batch` may hold `document_ids`, (B, S)."""
+        widths = self.head_dim, self.state, self.state
+        parts = [*zip(INPUTS, widths, strict=True)]
+        tensors = [self.get_submodule(name)(x).unflatten(-1, (-1, width)) for name, width in parts]
+        filters = [self.get_submodule(f"{name}_conv")(x.dtype).unflatten(0, (-1, width)) for name, width in parts]
+        biases = [
+            self.get_submodule(name)(x.dtype).unflatten(0, (-1, width))
+            for name, width in zip(self.conv_biases, widths, strict=False)
+        ]
+        per_head = [*(part(x.dtype) for part in (self.log_rate, self.offset, self.skip)), *filters, *biases]
+        further = () if cache is None else (cache,)
+        mixed = self.core([*tensors, self.step(x)], per_head, batch, *further).flatten(2)
+        gate = F.silu(self.gate(x))
+        if self.norm_way == "before":
+            return self.o(self.norm(mixed) * gate)
+        mixed = mixed * gate
+        return self.o(mixed if self.norm_way == "none" else self.norm(mixed))
+
+    def new_cache(self, batch_size: int, length: int) -> StateCache:
+        """Returns an empty cache, of a size that does not depend on `length`."""
+        return StateCache()
+
+    def flops(self, seq_len: int) -> float:
+        """Counts 6 a weight, and 6 a product of the chunked rule: two with the state, and those within a chunk."""
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
+        filters = sum(self.get_parameter(f"{name}_conv.weight").numel() for name in INPUTS)
+        chunk, heads = min(self.chunk, seq_len), self.step.out_features
+        # Heads of a group share the products of its pairs of positions
+        within = heads * chunk * self.head_dim + self.groups * chunk * self.state
+        return 6.0 * (weights + filters + heads * 2 * self.state * self.head_dim + within)
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        """Ranks divide the heads and their groups; a single group is whole on all of them."""
+        shared = ("b", "c", "b_conv", "c_conv", *self.conv_biases[1:])
+        columns = ("x", "gate", "step", "x_conv", "log_rate", "offset", "skip", *self.conv_biases[:1])
+        plan = {"": "whole_input", **dict.fromkeys(columns, "column"), "o": "row"}
+        plan |= dict.fromkeys(shared, "replicate" if self.groups == 1 else "column")
+        norm = {} if self.norm_way == "none" else {"norm": "split_features" if self.norm_groups == 1 else "column"}
+        return plan | norm
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        """Makes the convolutions' filters a norm, and numbers of heads a bias: no matrix that an optimizer may turn."""
+        numbers = (*self.conv_biases, "log_rate", "offset", "skip")
+        filters = {f"{name}_conv.weight": "norm" for name in INPUTS}
+        return {**filters, **{f"{name}.weight": "bias" for name in numbers}}  # type: ignore[dict-item]
+
+    def sequence_mixers(self) -> Mapping[str, int]:
+        """Names the core, whose groups ranks share under `cp`."""
+        return {"core": self.groups}
