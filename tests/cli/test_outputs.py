@@ -14,7 +14,7 @@ from forge_kit.tools.outputs import MARK
 
 VALUES = {
     "A,B", "ADDRESS", "GB", "GBITS", "GLOB", "JOBS", "K", "K=V,…", "KEY", "KEY=A,B", "KIND", "LIST", "M", "N",
-    "NAME", "NAMES", "ORG/NAME", "P", "R", "RATE", "REV", "S", "SHARE", "STEP", "T", "TEXT", "TOKEN", "TYPE", "X",
+    "NAME", "NAMES", "ORG/NAME", "P", "R", "RATE", "REV", "S", "SHARE", "STEP", "T", "TEXT", "TYPE", "X",
 }  # fmt: skip
 """Metavars of what is no path."""
 INPUTS = """

@@ -19,6 +19,7 @@ from forge_plugin_generate.terminal import Conversation, write
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
+    from forge_plugin_generate.stops import Stops
 
 Message = dict[str, str]
 Answer = Callable[..., Sequence[Sequence[int]]]
@@ -47,13 +48,13 @@ def command(argv: list[str]) -> int:
         raise JobError(f"chat reads standard input, which ranks do not have; use one process, or {hint}")
     check_path(Path(options.path), options.device)
     from forge_plugin_generate.command import continued, load_trained
-    from forge_plugin_generate.prompts import stop_ids
+    from forge_plugin_generate.stops import Stops
 
     # Called before the model is loaded, so that a missing template does not wait for it
     check = partial(check_chat, path=options.path)
     trained = load_trained(options.path, options.device, options.run, check, options.overrides)
-    answer = partial(continued, trained, options, stop_ids(trained.tokenizer, options.stop or ()))
-    return talk(trained.tokenizer, answer, options, trained.job.train.seq_len)
+    stops = Stops.of(trained.tokenizer, options.stop or ())
+    return talk(stops, partial(continued, trained, options, stops), options, trained.job.train.seq_len)
 
 
 def check_chat(tokenizer: Tokenizer, path: str) -> None:
@@ -70,9 +71,9 @@ def first_turn(tokenizer: Tokenizer, system: str, question: str) -> list[int]:
     return chat_ids(tokenizer, [*_begun(system), _message("user", question)])
 
 
-def talk(tokenizer: Tokenizer, answer: Answer, options: argparse.Namespace, seq_len: int) -> int:
+def talk(stops: Stops, answer: Answer, options: argparse.Namespace, seq_len: int) -> int:
     """Answer each line of standard input in one conversation, until it ends; returns the exit code."""
-    chat = Chat(tokenizer, answer, options, seq_len)
+    chat = Chat(stops, answer, options, seq_len)
     if sys.stdin.isatty():
         print("/help lists commands, Ctrl-C ends an answer, Ctrl-D leaves")
     return Conversation(options, chat.answer, chat.commands()).run()
@@ -82,14 +83,14 @@ class Chat:
     """One conversation.
 
     Args:
-        tokenizer: writes conversations by its template.
+        stops: where answers end; its tokenizer writes conversations by its template.
         answer: continues ids.
         options: `system`, its first message, and `seed`, which `/retry` changes.
         seq_len: positions that the model was trained with.
     """
 
-    def __init__(self, tokenizer: Tokenizer, answer: Answer, options: argparse.Namespace, seq_len: int) -> None:
-        self._tokenizer, self._continue, self._options, self._seq_len = tokenizer, answer, options, seq_len
+    def __init__(self, stops: Stops, answer: Answer, options: argparse.Namespace, seq_len: int) -> None:
+        self._stops, self._continue, self._options, self._seq_len = stops, answer, options, seq_len
         self.messages = _begun(options.system)
         self._has_warned = False
 
@@ -124,10 +125,10 @@ class Chat:
     def answer(self, text: str) -> None:
         """Write the answer to a message as it is made. One that is interrupted stays as far as it came."""
         self.messages.append(_message("user", text))
-        stream = TextStream(self._tokenizer, write)
+        stream = TextStream(self._stops, write)
         try:
             # The whole conversation is read again for each answer: a template may write earlier turns in another way.
-            ids = chat_ids(self._tokenizer, self.messages)
+            ids = chat_ids(self._stops.tokenizer, self.messages)
             self._warn_of_length(len(ids))
             [row] = self._continue([ids], until=stream.show)
         except ForgeError:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Model
     from forge_core.job import Job
     from forge_kit.tools.trained import TrainedModel
+    from forge_plugin_generate.stops import Stops
 
 
 HEADING = "use"
@@ -43,21 +44,22 @@ def command(argv: list[str]) -> int:
 def _generate(options: argparse.Namespace) -> int:
     """Generate in this process, alone or as one of several ranks, which all have the same prompts."""
     from forge_plugin_generate.chat import check_chat, talk
-    from forge_plugin_generate.prompts import stop_ids
+    from forge_plugin_generate.stops import Stops
 
     check = partial(check_chat, path=options.path) if options.chat else lambda tokenizer: None
     trained = load_trained(options.path, options.device, options.run, check, options.overrides)
     check_generation(trained)
-    answer = partial(continued, trained, options, stop_ids(trained.tokenizer, options.stop or ()))
+    stops = Stops.of(trained.tokenizer, options.stop or ())
+    answer = partial(continued, trained, options, stops)
     if options.interactive:
-        return _answer_lines(trained, options, answer)
+        return _answer_lines(trained, options, stops, answer)
     if options.chat and not options.prompt:
-        return talk(trained.tokenizer, answer, options, trained.job.train.seq_len)
+        return talk(stops, answer, options, trained.job.train.seq_len)
     if options.stream:
-        return _stream(trained, options, answer)
+        return _stream(trained, options, stops, answer)
     prompts: list[str] = options.prompt or [""]
     rows = _answers(trained, options, answer) if options.chat else _rows(trained, options, prompts, answer)
-    texts = [trained.tokenizer.decode(row) for row in rows]
+    texts = [stops.decode(row) for row in rows]
     if options.json:
         print_json(_facts(trained, options, prompts, texts, rows))
     else:
@@ -66,31 +68,31 @@ def _generate(options: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _answer_lines(trained: Trained, options: argparse.Namespace, answer: Any) -> int:
+def _answer_lines(trained: Trained, options: argparse.Namespace, stops: Stops, answer: Any) -> int:
     """Continue each line of standard input by itself; returns the exit code."""
     from forge_plugin_generate.terminal import Conversation
 
     if sys.stdin.isatty():
         print("each line is continued by itself; /help lists commands, Ctrl-C ends a text, Ctrl-D leaves")
-    return Conversation(options, partial(_continue_aloud, trained, options, answer), {}).run()
+    return Conversation(options, partial(_continue_aloud, trained, options, stops, answer), {}).run()
 
 
-def _stream(trained: Trained, options: argparse.Namespace, answer: Any) -> int:
+def _stream(trained: Trained, options: argparse.Namespace, stops: Stops, answer: Any) -> int:
     """Write the continuation of the only prompt, or the answer to it, as it is made; returns the exit code."""
     [prompt] = options.prompt or [""]
     try:
-        _continue_aloud(trained, options, answer, prompt)
+        _continue_aloud(trained, options, stops, answer, prompt)
     except KeyboardInterrupt:
         print(flush=True)
         return ExitCode.SECOND_SIGNAL
     return ExitCode.FINISHED
 
 
-def _continue_aloud(trained: Trained, options: argparse.Namespace, answer: Any, prompt: str) -> None:
+def _continue_aloud(trained: Trained, options: argparse.Namespace, stops: Stops, answer: Any, prompt: str) -> None:
     from forge_plugin_generate.streaming import TextStream
     from forge_plugin_generate.terminal import write
 
-    stream = TextStream(trained.tokenizer, write)
+    stream = TextStream(stops, write)
     shown = partial(answer, until=stream.show)
     if options.chat:
         [row] = _answers(trained, options, shown)
@@ -122,7 +124,7 @@ def of_model(
         temperature: 0 takes the likeliest token.
         top_k: only the k likeliest tokens; 0: all.
         top_p: only the likeliest tokens that together have this probability.
-        stop: further tokens at which a text ends, by name or as a text of one token.
+        stop: further ends of a text, which do not belong to it: names of tokens, such as `<|im_end|>`, and texts.
         bos: whether prompts begin with the tokenizer's beginning of text, as documents do in training.
         seed: seed of the draws; None: torch's default generator.
 
@@ -131,11 +133,12 @@ def of_model(
 
     Raises:
         ForgeError: the model has no tokenizer, or no cache to generate with.
-        JobError: one of `stop` is not a single token.
+        JobError: one of `stop` is empty.
         ValueError: a setting is out of its range.
     """
     from forge_plugin_generate.generate import Sampling, generate
-    from forge_plugin_generate.prompts import prompt_ids, stop_ids
+    from forge_plugin_generate.prompts import prompt_ids
+    from forge_plugin_generate.stops import Stops
 
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     # Ids of tokens would fail in the tokenizer, with an error that does not name the prompt
@@ -144,16 +147,18 @@ def of_model(
     if not isinstance(max_tokens, int) or max_tokens < 1:
         raise ValueError(f"max_tokens must be a whole number of at least 1, not {max_tokens!r}")
     tokenizer = _demanded(model.tokenizer, model.checkpoint)
+    stops = Stops.of(tokenizer, stop)
     rows = generate(
         model.model,
         [prompt_ids(tokenizer, text, bos=bos) for text in prompts],
         max_tokens,
         tokenizer.end_of_text,
         Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
-        stop=stop_ids(tokenizer, stop),
+        stop=stops.ids,
+        until=stops.reached,
         seed=seed,
     )
-    texts = [tokenizer.decode(row) for row in rows]
+    texts = [stops.decode(row) for row in rows]
     return texts[0] if isinstance(prompt, str) else texts
 
 
@@ -194,7 +199,7 @@ def _rows(trained: Trained, options: argparse.Namespace, prompts: Sequence[str],
 def continued(
     trained: Trained,
     options: argparse.Namespace,
-    stop: Sequence[int],
+    stops: Stops,
     ids: Sequence[Sequence[int]],
     entries: Mapping[str, Tensor] | None = None,
     until: Callable[[Sequence[int]], bool] | None = None,
@@ -210,8 +215,8 @@ def continued(
         options.max_tokens,
         tokenizer.end_of_text,
         Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p),
-        stop=stop,
-        until=until,
+        stop=stops.ids,
+        until=until or stops.reached,
         seed=options.seed,
         use_cache=not options.no_cache,
         entries={name: tensor.to(device) for name, tensor in (entries or {}).items()},

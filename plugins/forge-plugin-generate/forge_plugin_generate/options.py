@@ -70,7 +70,10 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     for name, (type_, default, help_) in SETTINGS.items():
         parser.add_argument(f"--{name}", type=type_, default=default, metavar=METAVARS[name], help=help_)
     parser.add_argument(
-        "--stop", action="append", metavar="TOKEN", help="a further token at which an answer ends; repeat it for more"
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="a text, or a token, at which an answer ends; repeat it for more",
     )
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"

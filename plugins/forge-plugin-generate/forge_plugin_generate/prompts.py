@@ -1,8 +1,8 @@
-"""From texts and chats to the ids of prompts, and the ids at which an answer ends. Without torch."""
+"""From texts and chats to the ids of prompts, and the ids at which an answer of a tokenizer ends. Without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from forge_core.contracts.errors import JobError
@@ -57,14 +57,10 @@ def prompt_ids(tokenizer: Tokenizer, text: str, *, bos: bool = True) -> list[int
     return [*begin, *tokenizer.encode(text)] or [tokenizer.end_of_text]
 
 
-def stop_ids(tokenizer: Tokenizer, further: Iterable[str] = ()) -> list[int]:
-    """Returns the ids at which generation stops: the end-of-text, the tokenizer's others, and `further` tokens.
-
-    Raises:
-        JobError: one of `further` is not a single token.
-    """
+def stop_ids(tokenizer: Tokenizer) -> list[int]:
+    """Returns the ids at which generation stops: the end-of-text, and the tokenizer's others."""
     own = tokenizer.stop_ids() if isinstance(tokenizer, KnowsStops) else ()
-    return sorted({tokenizer.end_of_text, *own, *(_single(tokenizer, token) for token in further)})
+    return sorted({tokenizer.end_of_text, *own})
 
 
 def chat_ids(tokenizer: Tokenizer, messages: Messages) -> list[int]:
@@ -80,13 +76,3 @@ def chat_ids(tokenizer: Tokenizer, messages: Messages) -> list[int]:
         )
     tokenizer.check_chat()
     return tokenizer.chat_prompt(messages)
-
-
-def _single(tokenizer: Tokenizer, token: str) -> int:
-    # By name first: `encode` may divide the name of a special token as ordinary text
-    id_ = tokenizer.token_id(token) if isinstance(tokenizer, KnowsTokens) else None
-    ids = tokenizer.encode(token) if id_ is None else [id_]
-    if len(ids) != 1:
-        message = f"{token!r} is {len(ids)} tokens of this tokenizer; generation can stop at a single token only"
-        raise JobError(f"{message}: name a special one, or a shorter text")
-    return ids[0]

@@ -44,7 +44,8 @@ def test_several_prompts_are_a_batch(model):
 def test_a_text_ends_at_a_further_stop(model):
     text = model.generate("the", max_tokens=40, seed=5)
     letter = next(letter for letter in text if letter.isascii() and letter.isalpha())
-    assert model.generate("the", max_tokens=40, seed=5, stop=[letter]) == text.partition(letter)[0]
+    for stop in (letter, text[4:7]):
+        assert model.generate("the", max_tokens=40, seed=5, stop=["never", stop]) == text.partition(stop)[0]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_a_text_ends_at_a_further_stop(model):
         (TypeError, ["generate()", "'max_new_tokens'", "'max_tokens'"], "a", {"max_new_tokens": 3}),
         (ValueError, ["'temperature'", ">= 0", -1], "a", {"temperature": -1}),
         (TypeError, ["text", 3, "model(ids)"], [3], {}),
-        (ForgeError, ["'ab'", "2 tokens"], "a", {"stop": ["ab"]}),
+        (ForgeError, ["stop", "empty"], "a", {"stop": ["ab", ""]}),
     ],
 )
 def test_misuse_gets_a_sentence(model, error, facts, prompt, options):

@@ -15,6 +15,7 @@ from forge_core.cli import main
 from forge_plugin_generate.command import load_model_and_tokenizer
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import chat_ids, prompt_ids, stop_ids
+from forge_plugin_generate.stops import Stops
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_testing.refusals import lacks, refuses
 
@@ -177,7 +178,7 @@ def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(run) -> None:
         until(tokenizer.encode("hello"))
         raise KeyboardInterrupt
 
-    chat = Chat(tokenizer, interrupted, Namespace(system="", seed=0, max_tokens=9), 24)
+    chat = Chat(Stops.of(tokenizer), interrupted, Namespace(system="", seed=0, max_tokens=9), 24)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             chat.answer("hi")
@@ -257,18 +258,26 @@ def test_a_prompt_begins_with_the_beginning_of_text_unless_told_otherwise(run, c
 
 
 def test_a_further_token_ends_an_answer(run, capsys) -> None:
-    for token, said in ((" ", "hello"), ("l", "he")):
+    for token, said in ((" ", "hello"), ("l", "he"), ("lo", "hel")):
         assert main(["generate", str(run), "--chat", "--prompt", "hi", "--stop", token, *GREEDY]) == 0
         assert capsys.readouterr().out == f"{said}\n"
-    assert main(["generate", str(run), "--stop", "<|user|>", "--stop", "two"]) == 2
-    assert not lacks(capsys.readouterr().err, "'two'", "3 tokens")
+    assert main(["generate", str(run), "--stop", "<|user|>", "--stop", ""]) == 2
+    assert not lacks(capsys.readouterr().err, "stop", "empty")
+
+
+def test_ids_of_an_answer_hold_the_text_that_has_ended_it(run, capsys) -> None:
+    assert main(["generate", str(run), "--chat", "--prompt", "hi", "--stop", "lo", "--json", *GREEDY]) == 0
+    [answer] = json.loads(capsys.readouterr().out)["texts"]
+    assert answer["text"] == "hel"
+    assert load_model_and_tokenizer(run, "cpu")[1].decode(answer["ids"]) == "hello"
 
 
 def test_ids_of_prompts_and_stops_of_a_tokenizer_that_knows_neither() -> None:
     tokenizer = ByteTokenizer()
     assert prompt_ids(tokenizer, "ab") == [*b"ab"]
     assert prompt_ids(tokenizer, "") == [256]
-    assert stop_ids(tokenizer, ["."]) == [46, 256]
+    assert stop_ids(tokenizer) == [256]
+    assert Stops.of(tokenizer, [".", "ab"]) == Stops(tokenizer, [46, 256], (".", "ab"))
     tokenizer.begin_of_text = [9]
     assert prompt_ids(tokenizer, "") == [9]
     assert prompt_ids(tokenizer, "", bos=False) == [256]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
+from forge_plugin_generate.stops import Stops
 from forge_plugin_generate.streaming import UNREADABLE, TextStream
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_testing.processes import HANG_S
@@ -78,7 +79,7 @@ def forge(folder, monkeypatch, capfd):
 
 def pieces_of(ids: list[int]) -> list[str]:
     pieces: list[str] = []
-    stream = TextStream(ByteTokenizer(), pieces.append)
+    stream = TextStream(Stops.of(ByteTokenizer()), pieces.append)
     for end in range(1, len(ids) + 1):
         assert not stream.show(ids[:end])
     stream.finish(ids)
@@ -103,11 +104,26 @@ def test_a_decoder_that_changes_what_it_wrote_has_the_whole_text_at_the_end() ->
             return super().decode(ids).replace(" .", ".")
 
     pieces: list[str] = []
-    stream = TextStream(Rewrites(), pieces.append)
+    stream = TextStream(Stops.of(Rewrites()), pieces.append)
     for end in range(1, 4):
         stream.show([*b"a ."[:end]])
     stream.finish([*b"a ."])
     assert "".join(pieces) == "a \na."
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_a_stop_ends_the_text_before_it_and_no_part_of_it_is_shown(text: str, ends: list[str]) -> None:
+    stops = Stops(ByteTokenizer(), [256], tuple(ends))
+    pieces: list[str] = []
+    stream, ids = TextStream(stops, pieces.append), [*text.encode()]
+    end = next((end for end in range(1, len(ids) + 1) if stream.show(ids[:end])), len(ids))
+    whole = next((text[:end] for end in range(len(text) + 1) if any(stop in text[:end] for stop in ends)), text)
+    assert text[:end] == whole
+    before = "".join(pieces)
+    stream.finish(ids[:end])
+    assert stream.text == stops.decode(ids[:end])
+    assert stream.text.startswith(before), "nothing that was shown is taken back"
+    assert not any(stop in stream.text for stop in ends)
 
 
 def test_a_token_costs_the_same_however_long_the_text_is() -> None:
@@ -119,7 +135,7 @@ def test_a_token_costs_the_same_however_long_the_text_is() -> None:
             return super().decode(ids)
 
     text = "Grüße, 世界! " * 40
-    stream = TextStream(Counts(), lambda piece: None)
+    stream = TextStream(Stops.of(Counts()), lambda piece: None)
     ids = [*text.encode()]
     for end in range(1, len(ids) + 1):
         stream.show(ids[:end])

@@ -36,7 +36,7 @@ class Samples(TrainingHook):
     max_tokens: int = field(default=120, validator=gt(0))
     """Upper bound of the tokens to write; fewer where the model ends its document, or its turn of a chat."""
     stop: tuple[str, ...] = ()
-    """Further tokens at which a text ends, by name (`<|im_end|>`) or as the text of a single token."""
+    """Further ends of a text, which do not belong to it: names of tokens (`<|im_end|>`), and texts."""
     temperature: float = field(default=0.8, validator=ge(0))
     """Divides the logits; 0 takes the most likely token."""
     top_k: int = field(default=0, validator=ge(0))
@@ -85,11 +85,11 @@ class Samples(TrainingHook):
             yield Problem("max_tokens", str(error))
 
     def _stop_problems(self, tokenizer: Tokenizer | None) -> Iterator[Problem]:
-        from forge_plugin_generate.prompts import stop_ids
+        from forge_plugin_generate.stops import Stops
 
         try:
             if tokenizer is not None:
-                stop_ids(tokenizer, self.stop)
+                Stops.of(tokenizer, self.stop)
         except JobError as error:
             yield Problem("stop", str(error))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forge_plugin_generate.generate import Sampling, generate
-from forge_plugin_generate.prompts import prompt_ids, stop_ids
+from forge_plugin_generate.prompts import prompt_ids
+from forge_plugin_generate.stops import Stops
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import TrainContext
@@ -17,8 +18,16 @@ def continuations(settings: Samples, context: TrainContext) -> list[str]:
     tokenizer = context.tokenizer
     assert tokenizer is not None
     ids = [prompt_ids(tokenizer, prompt) for prompt in settings.prompts]
-    stop = stop_ids(tokenizer, settings.stop)
+    stops = Stops.of(tokenizer, settings.stop)
     sampling = Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
-    end = tokenizer.end_of_text
-    rows = generate(context.model, ids, settings.max_tokens, end, sampling, stop=stop, seed=settings.seed)
-    return [tokenizer.decode(row) for row in rows]
+    rows = generate(
+        context.model,
+        ids,
+        settings.max_tokens,
+        tokenizer.end_of_text,
+        sampling,
+        stop=stops.ids,
+        until=stops.reached,
+        seed=settings.seed,
+    )
+    return [stops.decode(row) for row in rows]

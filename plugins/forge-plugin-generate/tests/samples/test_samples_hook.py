@@ -342,6 +342,16 @@ def test_texts_begin_and_end_as_the_tokenizer_says_and_at_further_tokens(make_wr
     assert not any("e" in text or ALPHABET[20] in text for text in expected)
 
 
-def test_a_stop_of_several_tokens_is_refused_before_the_first_step(make_writer_job, train):
-    with refuses("stop", "'two'", "3 tokens"):
-        train(make_writer_job(Samples(stop=("two",))))
+def test_a_text_of_several_tokens_ends_a_text(make_writer_job, train):
+    def text(stop):
+        hook = Samples(prompts=("c",), max_tokens=60, stop=stop)
+        return kept(train(make_writer_job(hook)).folder)[0][1]
+
+    plain = text(())
+    assert len(plain) > 3
+    assert text(("never", plain[2:4])) == plain[:2]
+
+
+def test_an_empty_stop_is_refused_before_the_first_step(make_writer_job, train):
+    with refuses("stop", "empty"):
+        train(make_writer_job(Samples(stop=("",))))
