@@ -194,6 +194,30 @@ class FilterRows(Rows):
 
 
 @frozen
+class Alone:
+    """Numbers of heads, (heads,) here, which theirs has as (1, 1, heads, 1)."""
+
+    ours: str
+    theirs: str
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns one part without `offsets`: theirs has all numbers in one row."""
+        groups = match(self.ours, name)
+        if groups is None:
+            return ()
+        [heads] = shapes[name]
+        return [
+            Part(
+                ours=name,
+                theirs=self.theirs.format(**groups),
+                shape=(1, 1, heads, 1),
+                of_ours=whole,
+                of_theirs=lambda tensor: tensor.view(heads),
+            )
+        ]
+
+
+@frozen
 class HeadRows:
     """Several of our tensors, (heads * E, ...) each, whose rows theirs has head by head; widths E may differ.
 

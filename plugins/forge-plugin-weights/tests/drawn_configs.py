@@ -69,6 +69,18 @@ def types(sizes: Sizes) -> st.SearchStrategy[Any]:
     return by_layer(["full_attention", *(["sliding_attention"] if sizes.window and sizes.windowed else [])])(sizes)
 
 
+def linear_table(sizes: Sizes) -> st.SearchStrategy[Any]:
+    """The table of Kimi Linear, where layers count from 1."""
+    layers = st.lists(st.booleans(), min_size=sizes.layers, max_size=sizes.layers)
+    return st.tuples(layers, st.integers(1, 4), HEADS, st.integers(1, 4)).map(
+        lambda drawn: {
+            "full_attn_layers": [number for number, full in enumerate(drawn[0], 1) if full],
+            "kda_layers": [number for number, full in enumerate(drawn[0], 1) if not full],
+            **dict(zip(("num_heads", "head_dim", "short_conv_kernel_size"), drawn[1:], strict=True)),
+        }
+    )
+
+
 ALWAYS: Mapping[str, Draw] = {
     **dict.fromkeys(("hidden_size", "n_embd"), lambda sizes: st.just(sizes.width)),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), lambda sizes: st.just(sizes.layers)),
@@ -155,11 +167,23 @@ OPTIONAL: Mapping[str, Draw] = {
     **dict.fromkeys(("linear_num_key_heads", "linear_key_head_dim", "linear_conv_kernel_dim"), same(st.integers(1, 4))),
     **dict.fromkeys(("linear_num_value_heads", "linear_value_head_dim"), same(st.just(12))),
     "full_attention_interval": same(st.integers(1, 5)),
+    "linear_num_heads": same(st.integers(1, 4)),
+    "num_expert_group": lambda sizes: st.just(sizes.groups),
+    "linear_head_dim": same(HEADS),
+    "linear_attn_config": linear_table,
+    "mlp_layer_types": lambda sizes: st.integers(0, sizes.layers).map(
+        lambda first: ["dense"] * first + ["sparse"] * (sizes.layers - first)
+    ),
+    "mla_use_nope": same(st.just(True)),
+    "moe_renormalize": same(st.booleans()),
+    "moe_router_activation_func": same(st.just("sigmoid")),
+    "num_shared_experts": same(st.integers(0, 3)),
+    "num_experts_per_token": same(st.integers(1, 2)),
     "conv_L_cache": same(st.integers(1, 5)),
     "full_attn_idxs": lambda sizes: st.none() | st.lists(st.integers(0, sizes.layers - 1), unique=True),
     "block_ff_dim": same(st.integers(1, 99_999)),
     "block_auto_adjust_ff_dim": same(st.booleans()),
-    "block_ffn_dim_multiplier": same(st.sampled_from([None, 1.0, 1.3])),
+    "block_ffn_dim_multiplier": same(st.sampled_from([1.0, 1.3])),
     "block_multiple_of": same(st.sampled_from([1, 8, 256])),
     "conv_bias": same(st.just(False)),
     **dict.fromkeys(("use_pos_enc", "block_use_swiglu"), same(st.just(True))),
@@ -178,6 +202,11 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("minimax_m2", "use_qk_norm"): same(st.just(True)),
     **{(type_, "layer_types"): by_layer(["linear_attention", "full_attention"]) for type_ in HYBRIDS},
     ("lfm2", "layer_types"): by_layer(["conv", "full_attention"]),
+    ("kimi_linear", "layer_types"): by_layer(["linear_attention", "full_attention"]),
+    **{("kimi_linear", key): same(st.just(False)) for key in ("tie_word_embeddings", "attention_bias")},
+    ("kimi_linear", "num_nextn_predict_layers"): same(st.just(0)),
+    ("kimi_linear", "moe_layer_freq"): same(st.just(1)),
+    ("kimi_linear", "topk_group"): same(st.just(1)),
     ("minimax_m2", "sliding_window"): same(st.none()),
     ("minimax_m2", "attention_bias"): same(st.just(False)),
     **{("phi3", key): same(st.just(False)) for key in ("attention_bias", "mlp_bias")},
@@ -308,7 +337,7 @@ def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[An
 
 
 ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
-    "gpt2": st.just({}),
+    **dict.fromkeys(("gpt2", "kimi_linear"), st.just({})),
     "phi": shared_ropes(*SCALED[:2]),
     "gpt_neox": neox_ropes(),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", *HYBRIDS), shared_ropes(*SCALED[:2])),

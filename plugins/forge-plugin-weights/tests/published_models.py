@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,18 @@ LFM2: Mapping[str, Any] = {
     "block_multiple_of": 8,
     "conv_L_cache": 4,
     "layer_types": ["conv", "full_attention", "conv"],
+}
+KIMI_LINEAR: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": ...,
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    "kv_lora_rank": 16,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 LLAMA3: Mapping[str, Any] = {
     "rope_type": "llama3",
@@ -232,11 +245,16 @@ class Stacked(Published):
 
 def stack_experts(folder: Path) -> None:
     """Write the tensors of a folder once more, with the experts of a layer in stacks."""
+    rewrite(folder, stacked)
+
+
+def rewrite(folder: Path, change: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Write the tensors of a folder once more, as a function changes them."""
     paths = sorted(folder.glob("*.safetensors"))
     tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
     for path in (*paths, folder / "model.safetensors.index.json"):
         path.unlink()
-    save_file(stacked(tensors), folder / "model.safetensors", {"format": "pt"})
+    save_file(change(tensors), folder / "model.safetensors", {"format": "pt"})
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -258,6 +276,17 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
+class NamedApart(Published):
+    """Dense layers of published files have names other than those with experts, where `transformers` writes one."""
+
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+        """Write it with the name of published files; returns the model."""
+        model = super().write(folder, dtype)
+        rewrite(folder, lambda tensors: {DENSE.sub(".mlp", name): tensors[name] for name in tensors})
+        return model
+
+
+DENSE = re.compile(r"\.block_sparse_moe(?=\.(?:gate|up|down)_proj)")
 MODELS: Mapping[str, Published] = {
     "llama": Published("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "llama, tied": Published("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -291,6 +320,10 @@ MODELS: Mapping[str, Published] = {
         "Qwen3_5Moe",
         {**QWEN3_5, **EXPERTS, "intermediate_size": ..., "shared_expert_intermediate_size": 32},
         "Qwen3_5MoeText",
+    ),
+    "kimi_linear": NamedApart("KimiLinear", {**KIMI_LINEAR, **SPECIAL}),
+    "kimi_linear, groups": NamedApart(
+        "KimiLinear", {**KIMI_LINEAR, **SPECIAL, "q_lora_rank": 24, "num_expert_group": 2, "moe_renormalize": False}
     ),
     "lfm2": Published("Lfm2", {**LFM2, **SPECIAL}),
     "lfm2, untied": Published("Lfm2", {**SPECIAL, "full_attn_idxs": [0, 2], "tie_word_embeddings": False}),

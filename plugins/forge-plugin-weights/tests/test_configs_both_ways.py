@@ -51,16 +51,24 @@ BY_MEANING = {
     "no_rope_layer_interval",
 }
 """Keys that say one thing in several spellings: `transformers` is asked whether they mean the same."""
-ADJUSTED = {
-    *("intermediate_size", "block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
-    *("block_multiple_of", "full_attn_idxs"),
+OWN_SPELLINGS: Mapping[str, set[str]] = {
+    # An export has the width that follows from several keys, and nothing that adjusts it
+    "lfm2": {
+        *("intermediate_size", "block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
+        *("block_multiple_of", "full_attn_idxs"),
+    },
+    # A table has precedence over keys, and a list over a number; both are written
+    "kimi_linear": {
+        *("linear_attn_config", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),
+        *("first_k_dense_replace", "mlp_layer_types"),
+    },
 }
-"""Such keys of LFM2: an export has the width that follows from them, and nothing that adjusts it."""
+"""Such keys of one architecture."""
 
 
 def by_meaning(type_: str) -> set[str]:
     """Keys of an architecture whose values may be others of the same meaning."""
-    return BY_MEANING | (ADJUSTED if type_ == "lfm2" else set())
+    return BY_MEANING | OWN_SPELLINGS.get(type_, set())
 
 
 def model_of(type_: str, config: Mapping[str, Any]) -> Any:

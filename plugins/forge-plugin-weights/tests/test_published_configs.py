@@ -39,6 +39,7 @@ SMALL: Mapping[str, int] = {
     "hidden_size": 64,
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
+    "block_ff_dim": 48,
     "vocab_size": 64,
     "num_experts": 8,
     "num_local_experts": 8,
@@ -56,6 +57,7 @@ SMALL: Mapping[str, int] = {
     "n_group": 2,
     "topk_group": 1,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
     "first_k_dense_replace": 1,
     "sliding_window": 8,
     "rotary_dim": 16,
@@ -175,7 +177,7 @@ def test_what_is_written_is_to_transformers_what_was_published(name):
     kept = {key: value for key, value in config.items() if key not in written and key != "auto_map"}
     both = [by_transformers(copy.deepcopy(keys)) for keys in (config, {**kept, **written, "model_type": type_})]
     for side in both:
-        side.get("rope_parameters", {}).pop("type", None)  # which repeats rope_type
+        (side.get("rope_parameters") or {}).pop("type", None)  # which repeats rope_type
         if type_ == "lfm2":  # an export has the width that follows from several keys, and the list of layers
             width = AdjustedWidth().read(side)
             for key in (*AdjustedWidth().keys, "full_attn_idxs"):
@@ -204,7 +206,13 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
     if "num_nextn_predict_layers" in config:  # transformers neither writes nor reads them
         made["num_nextn_predict_layers"] = 0
     if "head_dim" in config:
-        made["head_dim"] = 32
+        made["head_dim"] = 16 if config["model_type"] == "helium" else 32  # where heads have the width of the model
+    if "full_attn_idxs" in config:
+        made["full_attn_idxs"] = [layer for layer in config["full_attn_idxs"] if layer < LAYERS]
+    if "linear_attn_config" in config:  # its layers count from 1
+        table = config["linear_attn_config"]
+        lists = {key: [n for n in table[key] if n <= LAYERS] for key in ("full_attn_layers", "kda_layers")}
+        made["linear_attn_config"] = {**table, **lists, "num_heads": 2, "head_dim": 16}
     if "long_factor" in (made.get("rope_scaling") or {}):  # one for each pair of a head's rotated width
         made["hidden_size"] = config["hidden_size"] // config["num_attention_heads"] * 4
     ids = {key: 0 for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
@@ -252,6 +260,12 @@ def test_a_rate_of_dropout_is_read_and_the_user_told(tmp_path, capsys):
         ("MiniMaxAI/MiniMax-M2", "shared_intermediate_size", 1024),
         ("MiniMaxAI/MiniMax-M2.5", "attn_type_list", [1] * 61 + [0]),
         ("microsoft/Phi-4-mini-instruct", "full_attn_mod", 2),
+        ("LiquidAI/LFM2-1.2B", "conv_bias", True),
+        ("LiquidAI/LFM2-1.2B", "full_attn_idxs", [2, 16]),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "linear_attn_config", {"gate_lower_bound": -5.0}),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "linear_attn_config", {"full_attn_layers": [], "kda_layers": [1]}),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "mla_use_nope", False),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "mlp_layer_types", ["sparse", "dense"]),
     ],
 )
 def test_what_forge_does_not_compute_is_named(tmp_path, capsys, name, key, value):

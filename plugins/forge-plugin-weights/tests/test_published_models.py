@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from attrs import frozen
-from published_models import MODELS, ids_of, logits, ours, wide_logits
+from published_models import MODELS, Published, ids_of, logits, ours, wide_logits
 from safetensors.torch import load_file
 
 from forge_core.checkpoint.resume import locate
@@ -100,6 +100,18 @@ def test_a_configuration_is_written_as_it_was_read(trip, name):
         compared.pop(key, None)
     assert {key: after.get(key) for key in compared} == compared
     assert read_config(architecture, after) == read_config(architecture, before)
+
+
+def test_files_in_which_transformers_renamed_dense_layers_come_in_too(tmp_path, trip):
+    """Kimi Linear: version 5 writes them under the name of layers with experts."""
+    name = "kimi_linear"
+    theirs = Published("KimiLinear", MODELS[name].keys).write(tmp_path / "written")
+    assert "model.layers.0.block_sparse_moe.gate_proj.weight" in tensors_of(tmp_path / "written")
+    run = import_folder(tmp_path / "written", tmp_path / "run", tokenizer=False)
+    with torch.no_grad():
+        expected = theirs(ids_of()).logits
+    assert torch.equal(logits(ours(run), ids_of()), logits(ours(trip(name).run), ids_of()))
+    assert (logits(ours(run), ids_of()) - expected).abs().max() < 1e-4
 
 
 def test_files_are_linked_and_their_bytes_used(tmp_path):

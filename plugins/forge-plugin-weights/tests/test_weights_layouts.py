@@ -70,6 +70,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "gpt2": "tp2",
     "qwen3_next": "tp2",
     "lfm2": "tp2",
+    "kimi_linear": "tp2",
     "glm4_moe": "ep2",
     "glm4": "tp2",
     "exaone4": "pp2",

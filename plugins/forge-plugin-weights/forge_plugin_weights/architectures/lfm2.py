@@ -65,10 +65,9 @@ class AdjustedWidth(Field):
         """Computes the width as `Lfm2MLP` does; the older key has precedence."""
         width = int(value_of(config, OLD_WIDTH, None) or value_of(config, WIDTH, REQUIRED))
         if value_of(config, ADJUSTED, True):
-            width = int(2 * width / 3)
-            if (factor := config.get(FACTOR, 1.0)) is not None:  # null leaves out the rounding, too
-                multiple = value_of(config, MULTIPLE, 256)
-                width = -(-int(factor * width) // multiple) * multiple
+            factor, multiple = value_of(config, FACTOR, 1.0), value_of(config, MULTIPLE, 256)
+            width = int(factor * int(2 * width / 3))
+            width = -(-width // multiple) * multiple
         return {"ffn.hidden": width}
 
     def write(self, model: Flat) -> Config:
