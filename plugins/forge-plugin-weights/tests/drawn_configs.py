@@ -187,6 +187,7 @@ OPTIONAL: Mapping[str, Draw] = {
     "block_multiple_of": same(st.sampled_from([1, 8, 256])),
     "conv_bias": same(st.just(False)),
     **dict.fromkeys(("use_pos_enc", "block_use_swiglu"), same(st.just(True))),
+    "use_cla": same(st.just(False)),
     "attn_output_gate": same(st.just(True)),
     "output_gate_type": same(st.sampled_from(["swish", "silu"])),
 }
@@ -207,6 +208,9 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("kimi_linear", "num_nextn_predict_layers"): same(st.just(0)),
     ("kimi_linear", "moe_layer_freq"): same(st.just(1)),
     ("kimi_linear", "topk_group"): same(st.just(1)),
+    **{(type_, "hidden_act"): same(st.just("relu2")) for type_ in ("arcee", "nemotron")},
+    ("hunyuan_v1_dense", "use_qk_norm"): same(st.just(True)),
+    ("hunyuan_v1_dense", "mlp_bias"): same(st.just(False)),
     ("minimax_m2", "sliding_window"): same(st.none()),
     ("minimax_m2", "attention_bias"): same(st.just(False)),
     **{("phi3", key): same(st.just(False)) for key in ("attention_bias", "mlp_bias")},
@@ -242,6 +246,7 @@ def table(rope_type: str, **keys: st.SearchStrategy[Any]) -> st.SearchStrategy[A
 
 
 ORIGINAL = {"original_max_position_embeddings": LENGTHS}
+ORIGINALS = st.fixed_dictionaries(ORIGINAL)
 PLAIN = table("default")
 SCALED = (
     table("linear", factor=st.floats(1, 100)),
@@ -336,10 +341,39 @@ def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[An
     return {**keys, "rope_parameters": both}
 
 
+@st.composite
+def growing_ropes(draw: st.DrawFn) -> dict[str, Any]:
+    """Ministral 3's, with the growth of queries."""
+    keys, growth = draw(ropes(SCALED[3])), draw(ORIGINALS)
+    growth["llama_4_scaling_beta"] = draw(st.sampled_from([0.0, 0.1]))
+    if keys.get("rope_scaling") is None:
+        keys.pop("rope_scaling", None)
+    for name in ("rope_scaling", "rope_parameters"):
+        if name in keys:
+            keys[name] = {**growth, **keys[name]}
+    if not {"rope_scaling", "rope_parameters"} & keys.keys():
+        keys["rope_parameters"] = {"rope_type": "default", "rope_theta": keys["rope_theta"], **growth}
+    return keys
+
+
+@st.composite
+def alpha_ropes(draw: st.DrawFn) -> dict[str, Any]:
+    """Hunyuan's, some of whose bases are stretched."""
+    keys = draw(ropes(*SCALED[:2]))
+    if draw(st.booleans()):
+        alpha = {"rope_type": "dynamic", "alpha": draw(st.sampled_from([1.5, 1000.0])), "factor": 1.0}
+        keys["rope_theta"] = theta = draw(THETAS)
+        keys |= {"rope_scaling": alpha, "rope_parameters": {**alpha, "rope_theta": theta}}
+    return keys
+
+
 ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     **dict.fromkeys(("gpt2", "kimi_linear"), st.just({})),
     "phi": shared_ropes(*SCALED[:2]),
     "gpt_neox": neox_ropes(),
+    "ministral3": growing_ropes(),
+    "hunyuan_v1_dense": alpha_ropes(),
+    "nemotron": shared_ropes(*SCALED[:2]),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", *HYBRIDS), shared_ropes(*SCALED[:2])),
     **dict.fromkeys(
         ("mixtral", "ministral", "olmoe"), ropes(*SCALED[:4])
@@ -391,7 +425,9 @@ def configs(draw: st.DrawFn, type_: str) -> dict[str, Any]:
             config[key] = draw((OWN.get((type_, key)) or ALWAYS[key])(own))
         elif draw(st.booleans()):
             config[key] = draw((OWN.get((type_, key)) or OPTIONAL[key])(own))
-    if type_ == "phi3":  # whose heads divide the width
+    if type_ == "helium":  # whose heads divide the width
+        config["head_dim"] = own.width // own.heads
+    if type_ == "phi3":  # likewise
         config.pop("head_dim", None)
         config |= draw(phi_ropes(own.width // own.heads))
     else:

@@ -190,6 +190,28 @@ SPECIAL: Mapping[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_i
 """Within the vocabulary, where a class has larger ones by default."""
 
 
+GROWING: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 24.0,
+    "beta_slow": 2.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+"""With steps that sequences of the tests go beyond."""
+UNSTRETCHED = {key: GROWING[key] for key in ("rope_theta", "original_max_position_embeddings", "llama_4_scaling_beta")}
+DOTS1: Mapping[str, Any] = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+}
 FULL = ["full_attention"]
 HALF_ROTATED: Mapping[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
@@ -339,6 +361,19 @@ MODELS: Mapping[str, Published] = {
         {**SPECIAL, "sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
     ),
     "ministral": Published("Ministral", {**WINDOWS, "head_dim": 16, "layer_types": ["sliding_attention"] + FULL * 2}),
+    "ministral3": Published("Ministral3", {**SPECIAL, "head_dim": 16, "rope_parameters": GROWING}),
+    "ministral3, window": Published(
+        "Ministral3",
+        {**SPECIAL, **WINDOWS, "head_dim": 16, "rope_parameters": {**UNSTRETCHED, "rope_type": "default"}},
+    ),
+    "arcee": Published("Arcee", {**SPECIAL, "attention_bias": True, "mlp_bias": True}),
+    "nemotron": Published("Nemotron", {**SPECIAL, **HALF_ROTATED, "mlp_bias": True, "attention_bias": True}),
+    "nemotron, tied": Published("Nemotron", {**SPECIAL, "tie_word_embeddings": True, "head_dim": 16}),
+    "helium": Published("Helium", {**SPECIAL, "head_dim": 8, "attention_bias": True}),
+    "ernie4_5": Published("Ernie4_5", {**SPECIAL, "head_dim": 16, "use_bias": True}),
+    "dots1": Published("Dots1", {**SPECIAL, **DOTS1, "attention_bias": True, "norm_topk_prob": True}),
+    "dots1, window": Published("Dots1", {**SPECIAL, **DOTS1, **WINDOWS, "max_window_layers": 1, "n_shared_experts": 2}),
+    "hunyuan_v1_dense": Published("HunYuanDenseV1", {**SPECIAL, "head_dim": 16, "tie_word_embeddings": True}),
     "seed_oss": Published("SeedOss", {**SPECIAL, "head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "starcoder2": Published("Starcoder2", {**WINDOWS, **SPECIAL}),
     "starcoder2, untied": Published("Starcoder2", {**SPECIAL, "use_bias": False, "tie_word_embeddings": False}),
