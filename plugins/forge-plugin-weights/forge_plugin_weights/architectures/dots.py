@@ -47,11 +47,7 @@ class Dots1(ArchitectureComponent):
             LayerWindows(default=4096, rule=windows_after, further=("max_window_layers",)),
             all_biases(),
             Fixed({"attention.qk_norm": True, "ffn.every": 1}),
-            *(
-                each
-                for each in moe_fields(first_dense=0, scaling=1.0, groups=1, top_groups=1)
-                if NORMED not in each.keys
-            ),
+            *(field for field in experts if NORMED not in field.keys),
             Key(NORMED, "ffn.router.normalise", False),
             Only("scoring_func", "sigmoid", "the router is sigmoid_topk", write_it=False),
             Only("topk_method", "noaux_tc", "groups are chosen by their two largest scores", write_it=False),
