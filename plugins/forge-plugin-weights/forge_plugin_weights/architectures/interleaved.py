@@ -18,6 +18,7 @@ from forge_plugin_weights.architectures.dense import (
 )
 from forge_plugin_weights.fields import Choice, Derived, Dropout, Fixed, Key, setting, value_of
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.layered import PerLayer
 from forge_plugin_weights.rules import RotaryRows
 
 BIASES: dict[bool, Flat] = {
@@ -60,6 +61,8 @@ class HeadsOfTheWidth(Field):
     def write(self, model: Flat) -> Config:
         """Raises `Unsupported` for another width of heads."""
         given, heads = setting(model, "attention.head_dim"), setting(model, "attention.heads")
+        if isinstance(given, PerLayer) or isinstance(heads, PerLayer):  # of a model with attention of several kinds
+            raise Unsupported("attention.head_dim and attention.heads are one for all layers")
         if given * heads != setting(model, "dim"):
             raise Unsupported(f"attention.head_dim = {given}, where {heads} heads together have the width dim always")
         return {"head_dim": given}
