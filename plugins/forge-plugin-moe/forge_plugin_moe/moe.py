@@ -123,6 +123,8 @@ class SigmoidTopK(TopKRouter):
 
     normalise: bool = True
     """Whether the weights of a token are divided by their sum."""
+    normalise_eps: float = field(default=1e-20, validator=gt(0))
+    """Added to that sum. The default is DeepSeek-V3's; LFM2 has 1e-6."""
     bias_rate: float = field(default=0.001, validator=ge(0), metadata=TRAINING_ONLY)
     """Change of a bias after an update. 0: never."""
 

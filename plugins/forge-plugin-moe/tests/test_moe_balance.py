@@ -130,6 +130,15 @@ def test_a_bias_rises_for_experts_below_the_mean_and_falls_for_those_above(tmp_p
     assert not any("bias" in item.name for item in run.parameters), "no optimizer moves it"
 
 
+def test_weights_are_divided_by_their_sum_and_a_number(tmp_path):
+    run = tiny_run(tmp_path, model=model_of(SigmoidTopK(top_k=K, normalise_eps=0.5)), **SIZES)
+    router = run.model.layers["0"].ffn.router
+    x = torch.randn(1, S, run.job.model.dim, dtype=torch.float64)
+    weights, chosen = router(x, {})
+    scores = router.logits(x).sigmoid().gather(-1, chosen)
+    torch.testing.assert_close(weights, scores / (scores.sum(-1, keepdim=True) + 0.5), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(("rate", "low", "high"), [(0.0, 0.99, 1.0), (0.05, 0.0, 0.6)])
 def test_a_bias_balances(tmp_path, rate, low, high):
     """From one that sends every token to one expert."""

@@ -179,6 +179,8 @@ OPTIONAL: Mapping[str, Draw] = {
     "moe_router_activation_func": same(st.just("sigmoid")),
     "num_shared_experts": same(st.integers(0, 3)),
     "num_experts_per_token": same(st.integers(1, 2)),
+    "num_dense_layers": lambda sizes: st.integers(0, sizes.layers),
+    "use_expert_bias": same(st.just(True)),
     "conv_L_cache": same(st.integers(1, 5)),
     "full_attn_idxs": lambda sizes: st.none() | st.lists(st.integers(0, sizes.layers - 1), unique=True),
     "block_ff_dim": same(st.integers(1, 99_999)),
@@ -202,7 +204,7 @@ OWN: Mapping[tuple[str, str], Draw] = {
     **{(type_, "use_qk_norm"): same(st.just(False)) for type_ in ("cohere", "cohere2")},
     ("minimax_m2", "use_qk_norm"): same(st.just(True)),
     **{(type_, "layer_types"): by_layer(["linear_attention", "full_attention"]) for type_ in HYBRIDS},
-    ("lfm2", "layer_types"): by_layer(["conv", "full_attention"]),
+    **{(type_, "layer_types"): by_layer(["conv", "full_attention"]) for type_ in ("lfm2", "lfm2_moe")},
     ("kimi_linear", "layer_types"): by_layer(["linear_attention", "full_attention"]),
     **{("kimi_linear", key): same(st.just(False)) for key in ("tie_word_embeddings", "attention_bias")},
     ("kimi_linear", "num_nextn_predict_layers"): same(st.just(0)),
@@ -223,7 +225,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "gpt_oss": ("num_experts",),
     **dict.fromkeys(("olmoe", "qwen3_next", "qwen3_5_moe_text"), ("num_local_experts",)),
     "minimax_m2": ("num_experts", "rotary_dim"),
-    "lfm2": ("tie_embedding",),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("tie_embedding",)),
 }
 """Other names of keys, which a configuration does not have beside them."""
 

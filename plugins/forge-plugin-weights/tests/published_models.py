@@ -54,6 +54,12 @@ LFM2: Mapping[str, Any] = {
     "conv_L_cache": 4,
     "layer_types": ["conv", "full_attention", "conv"],
 }
+LFM2_MOE: Mapping[str, Any] = {
+    **EXPERTS,
+    "num_dense_layers": 1,
+    "conv_L_cache": 4,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
 KIMI_LINEAR: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": ...,
@@ -348,6 +354,10 @@ MODELS: Mapping[str, Published] = {
         "KimiLinear", {**KIMI_LINEAR, **SPECIAL, "q_lora_rank": 24, "num_expert_group": 2, "moe_renormalize": False}
     ),
     "lfm2": Published("Lfm2", {**LFM2, **SPECIAL}),
+    "lfm2_moe": Published("Lfm2Moe", {**LFM2_MOE, **SPECIAL, "routed_scaling_factor": 1.5}),
+    "lfm2_moe, not normalised": Published(
+        "Lfm2Moe", {**LFM2_MOE, **SPECIAL, "norm_topk_prob": False, "tie_word_embeddings": False}
+    ),
     "lfm2, untied": Published("Lfm2", {**SPECIAL, "full_attn_idxs": [0, 2], "tie_word_embeddings": False}),
     "glm4_moe": Published("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, without norms": Published("Glm4Moe", {**GLM4_MOE, "n_group": 2, "topk_group": 1, "head_dim": 16}),

@@ -57,6 +57,7 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
         *("intermediate_size", "block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
         *("block_multiple_of", "full_attn_idxs"),
     },
+    "lfm2_moe": {"full_attn_idxs"},
     # A table has precedence over keys, and a list over a number; both are written
     "kimi_linear": {
         *("linear_attn_config", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),

@@ -71,6 +71,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "qwen3_next": "tp2",
     "lfm2": "tp2",
     "kimi_linear": "tp2",
+    "lfm2_moe": "ep2",
     "glm4_moe": "ep2",
     "glm4": "tp2",
     "exaone4": "pp2",

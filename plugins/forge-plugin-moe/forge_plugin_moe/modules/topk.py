@@ -158,8 +158,8 @@ class SigmoidRouter(TopKModule):
         chosen = self.replay(self.select(preferences), batch)
         weights = scores.gather(-1, chosen)
         if self.component.normalise:
-            # Sigmoids may all round to 0; the number is from DeepSeek-V3's code
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            # Sigmoids may all round to 0
+            weights = weights / (weights.sum(-1, keepdim=True) + self.component.normalise_eps)
         weights = self.penalise(weights * self.component.scaling, logits)
         shares = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
         counted = chosen if closed is None else chosen.masked_fill(closed.gather(-1, chosen), -1)

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5: gated short convolutions in most layers, grouped-query attention in the rest."""
+"""LFM2 and LFM2.5, dense and with experts: gated short convolutions in most layers, attention in the rest."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from attrs import frozen
 
+from forge_plugin_transformer.layer_parts import default_hidden
+from forge_plugin_weights.architectures.deepseek import TRAINING_ONLY
 from forge_plugin_weights.architectures.dense import TRANSFORMER, attention_fields, shape_fields, tied_head
+from forge_plugin_weights.architectures.experts import MIXTRAL, MOE, expert_rules
 from forge_plugin_weights.architectures.qwen3_next import TYPE, MixedLayers, in_layer
-from forge_plugin_weights.fields import REQUIRED, Dropout, Fixed, Key, Only, setting, value_of
+from forge_plugin_weights.fields import REQUIRED, Dropout, Fixed, Irrelevant, Key, Only, setting, value_of
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import depth
 from forge_plugin_weights.layered import of_layers
@@ -88,7 +91,11 @@ class Lfm2(ArchitectureComponent):
     )
 
     def fields(self) -> Sequence[Field]:
-        """Returns the keys; queries and keys of layers with attention have norms."""
+        """Returns the keys of layers of both kinds, and of a dense feed-forward part in each."""
+        return *self.shared(), Fixed({"ffn.type": f"{TRANSFORMER}/swiglu"}), AdjustedWidth()
+
+    def shared(self) -> Sequence[Field]:
+        """Returns the keys that models with experts have, too; queries and keys of layers with attention have norms."""
         gqa = attention_fields(theta=1e6, kv_heads=8)
         full = (
             *(field for field in gqa if not isinstance(field, Dropout)),
@@ -110,8 +117,6 @@ class Lfm2(ArchitectureComponent):
             Only("conv_bias", False, "short_conv has no biases"),
             Only("use_pos_enc", True, "layers with attention encode positions", write_it=False),
             Only("block_use_swiglu", True, "feed-forward parts are gated", write_it=False),
-            Fixed({"ffn.type": f"{TRANSFORMER}/swiglu"}),
-            AdjustedWidth(),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
@@ -125,6 +130,42 @@ class Lfm2(ArchitectureComponent):
             for rule in (CONVOLUTION_RULES if own[TYPE] == CONV else ATTENTION_RULES)
         ]
         return (*ends, *parts, *mixers, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Lfm2Moe(Lfm2):
+    """LFM2-8B-A1B and LFM2.5 of that size: experts that a sigmoid chooses behind some dense layers."""
+
+    name = "Lfm2MoeForCausalLM"
+    harmless = (*Lfm2.harmless, "output_router_logits")
+    training_only = TRAINING_ONLY
+
+    def fields(self) -> Sequence[Field]:
+        """Returns the keys of layers of both kinds, and of experts."""
+        return (
+            *self.shared(),
+            Fixed({"ffn.type": f"{MOE}/moe", "ffn.dense.type": f"{TRANSFORMER}/swiglu", "ffn.every": 1}),
+            Fixed({"ffn.router.type": f"{MOE}/sigmoid_topk"}),
+            Irrelevant("ffn.router.normalise_eps", 1e-6, {"ffn.router.normalise": False}),
+            Fixed({"ffn.router.normalise_eps": 1e-6}),
+            Key(WIDTH, "ffn.dense.hidden", 7168, lambda model: default_hidden(model["dim"])),
+            Key("moe_intermediate_size", "ffn.hidden", 1792, lambda model: default_hidden(model["dim"])),
+            Key("num_experts", "ffn.experts", 32),
+            Key("num_experts_per_tok", "ffn.router.top_k", 4),
+            Key("num_dense_layers", "ffn.first_dense", 2),
+            Key("routed_scaling_factor", "ffn.router.scaling", 1.0),
+            Key("norm_topk_prob", "ffn.router.normalise", True),
+            Only("use_expert_bias", True, "the router is sigmoid_topk, which has biases"),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules, with experts under Mixtral's names."""
+        layer = "model.layers.{layer}.feed_forward"
+        router = (
+            Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight"),
+            Same("layers.{layer}.ffn.router.bias", f"{layer}.expert_bias"),
+        )
+        return (*super().rules(model), *router, *expert_rules(layer, MIXTRAL))
 
 
 OURS, THEIRS = "layers.{layer}.attention", "model.layers.{layer}"
