@@ -28,6 +28,7 @@ from forge_plugin_soap import SOAP
 from forge_plugin_transformer import (
     GEGLU,
     GELU,
+    XIELU,
     AttentionPattern,
     GroupedQueryAttention,
     LayerNorm,
@@ -97,6 +98,7 @@ MODELS = {
     "a decay for each feature": language(attention=KDA(heads=4)),
     "short convolution": language(attention=ShortConv()),
     "layer norms": language(norm=LayerNorm(), ffn=GELU()),
+    "learned slopes": language(ffn=XIELU()),
     "squared relu": language(norm=LayerNorm(offset=1), ffn=SquaredReLU(bias=True)),
     "pattern": language(attention=AttentionPattern(layers=("a", "b"), kinds={"a": BIASED, "b": LATENT}), ffn=GEGLU()),
     "multi-token prediction": language(mtp=MultiTokenPrediction(depth=2), ffn=SwiGLU()),

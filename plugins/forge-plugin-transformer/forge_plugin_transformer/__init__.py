@@ -4,6 +4,7 @@ from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, Ini
 from forge_plugin_transformer.layer_parts import (
     GEGLU,
     GELU,
+    XIELU,
     GroupedQueryAttention,
     LayerNorm,
     RMSNorm,
@@ -26,6 +27,7 @@ from forge_plugin_transformer.transformer import MultiTokenPrediction, Transform
 __all__ = [
     "GEGLU",
     "GELU",
+    "XIELU",
     "AttentionComponent",
     "AttentionPattern",
     "DynamicRope",

@@ -1,4 +1,4 @@
-"""The components `gqa`, `swiglu`, `geglu`, `gelu`, `relu2`, `rmsnorm` and `layernorm`, of which layers are made."""
+"""The components `gqa`, `swiglu`, `geglu`, `gelu`, `relu2`, `xielu`, `rmsnorm` and `layernorm`: parts of layers."""
 
 from __future__ import annotations
 
@@ -239,6 +239,24 @@ class SquaredReLU(FFNComponent):
         from forge_plugin_transformer.modules import feed_forward
 
         return feed_forward.SquaredReLUFeedForward(dim, self.hidden or 4 * dim, bias=self.bias, init=init)
+
+
+@frozen(kw_only=True)
+class XIELU(FFNComponent):
+    """down(xielu(up(x))), whose two slopes are learned (Huang and Schlag 2024, arXiv 2411.13010; Apertus).
+
+    xielu(x) is a x² + b x where x > 0, and c (exp(x) - 1 - x) + b x elsewhere, with a = softplus(`alpha_p`),
+    c = b + softplus(`alpha_n`) and b = 0.5. Both begin at 0.8.
+    """
+
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices; 0: 4 times `dim`."""
+
+    def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns two matrices of width `hidden`, or 4 `dim` if that is 0."""
+        from forge_plugin_transformer.modules import feed_forward
+
+        return feed_forward.XIELUFeedForward(dim, self.hidden or 4 * dim, init=init)
 
 
 @frozen(kw_only=True)

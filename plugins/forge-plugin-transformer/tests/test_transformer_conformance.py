@@ -7,6 +7,7 @@ from attrs import evolve
 from forge_plugin_transformer import (
     GEGLU,
     GELU,
+    XIELU,
     AttentionPattern,
     DynamicRope,
     GroupedQueryAttention,
@@ -102,6 +103,16 @@ class TestTransformerLikeNemotron(ModelSuite):
         attention=GroupedQueryAttention(
             heads=4, kv_heads=2, qk_norm=True, qk_norm_rotated=True, query_growth=0.5, query_growth_length=3,
         ),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "compiled")
+
+
+class TestTransformerLikeApertus(ModelSuite):
+    """An activation with learned slopes, which tensor-parallel ranks apply to some of the features each."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, ffn=XIELU(hidden=24),
+        attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True),
     )  # fmt: skip
     layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "compiled")
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import Gemma3TextConfig
+from transformers.activations import XIELUActivation
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
-from forge_plugin_transformer import GEGLU, GELU, InitStd, LayerNorm, RMSNorm, SquaredReLU, SwiGLU
+from forge_plugin_transformer import GEGLU, GELU, XIELU, InitStd, LayerNorm, RMSNorm, SquaredReLU, SwiGLU
 from forge_plugin_transformer.modules.ends import ScaledEmbedding
 
 INIT = InitStd(0.3, 0.1)
@@ -83,6 +84,21 @@ def test_squared_relu_equals_its_definition(make_part: Callable[..., Any]) -> No
     x = torch.randn(2, 3, 12, dtype=torch.float64)
     hidden = (x @ ffn.up.weight.mT + ffn.up.bias).clamp(min=0) ** 2
     torch.testing.assert_close(ffn(x, {}), hidden @ ffn.down.weight.mT + ffn.down.bias)
+
+
+def test_xielu_is_that_of_transformers(make_part: Callable[..., Any]) -> None:
+    ffn = make_part(XIELU(hidden=20), dim=12, init=INIT, dtype=torch.float64)
+    theirs = XIELUActivation(dtype=torch.float64)
+    x = torch.randn(3, 40, dtype=torch.float64) * 3
+    torch.testing.assert_close(ffn.act(x), theirs(x), rtol=0, atol=1e-14)  # at first
+    ffn.act.alpha_p.data.fill_(-0.4)
+    ffn.act.alpha_n.data.fill_(0.9)
+    assert not theirs.load_state_dict(ffn.act.state_dict()).missing_keys
+    x[0, :3] = torch.tensor([0.0, -1e-7, -1e-3])
+    torch.testing.assert_close(ffn.act(x), theirs(x), rtol=0, atol=1e-14)
+    up = x[:, :12] @ ffn.up.weight.mT
+    torch.testing.assert_close(ffn(x[None, :, :12], {}), (theirs(up) @ ffn.down.weight.mT)[None])
+    assert torch.autograd.gradcheck(lambda x, *_: ffn.act(x), (x[1:].clone().requires_grad_(), *ffn.act.parameters()))
 
 
 @pytest.mark.parametrize("component", [RMSNorm(), LayerNorm()], ids=["rmsnorm", "layernorm"])

@@ -189,7 +189,8 @@ OPTIONAL: Mapping[str, Draw] = {
     "block_multiple_of": same(st.sampled_from([1, 8, 256])),
     "conv_bias": same(st.just(False)),
     **dict.fromkeys(("use_pos_enc", "block_use_swiglu"), same(st.just(True))),
-    "use_cla": same(st.just(False)),
+    **dict.fromkeys(("use_cla", "post_norm"), same(st.just(False))),
+    "qk_norm": same(st.just(True)),
     "attn_output_gate": same(st.just(True)),
     "output_gate_type": same(st.sampled_from(["swish", "silu"])),
 }
@@ -211,6 +212,8 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("kimi_linear", "moe_layer_freq"): same(st.just(1)),
     ("kimi_linear", "topk_group"): same(st.just(1)),
     **{(type_, "hidden_act"): same(st.just("relu2")) for type_ in ("arcee", "nemotron")},
+    ("apertus", "hidden_act"): same(st.just("xielu")),
+    ("apertus", "mlp_bias"): same(st.just(False)),
     ("hunyuan_v1_dense", "use_qk_norm"): same(st.just(True)),
     ("hunyuan_v1_dense", "mlp_bias"): same(st.just(False)),
     ("minimax_m2", "sliding_window"): same(st.none()),
@@ -359,6 +362,15 @@ def growing_ropes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def ropes_in_tables(draw: st.DrawFn, *tables: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Those of a class whose encoding is stretched where a file has no table."""
+    keys = draw(ropes(*tables))
+    if not any(keys.get(name) for name in ("rope_scaling", "rope_parameters")):
+        keys["rope_scaling"] = {"rope_type": "default"}
+    return keys
+
+
+@st.composite
 def alpha_ropes(draw: st.DrawFn) -> dict[str, Any]:
     """Hunyuan's, some of whose bases are stretched."""
     keys = draw(ropes(*SCALED[:2]))
@@ -374,6 +386,7 @@ ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "phi": shared_ropes(*SCALED[:2]),
     "gpt_neox": neox_ropes(),
     "ministral3": growing_ropes(),
+    "apertus": ropes_in_tables(*SCALED),
     "hunyuan_v1_dense": alpha_ropes(),
     "nemotron": shared_ropes(*SCALED[:2]),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", *HYBRIDS), shared_ropes(*SCALED[:2])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -379,6 +380,8 @@ MODELS: Mapping[str, Published] = {
     "arcee": Published("Arcee", {**SPECIAL, "attention_bias": True, "mlp_bias": True}),
     "nemotron": Published("Nemotron", {**SPECIAL, **HALF_ROTATED, "mlp_bias": True, "attention_bias": True}),
     "nemotron, tied": Published("Nemotron", {**SPECIAL, "tie_word_embeddings": True, "head_dim": 16}),
+    "apertus": Published("Apertus", {**SPECIAL, "head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3}),
+    "apertus, tied": Published("Apertus", {**SPECIAL, "tie_word_embeddings": True}),
     "helium": Published("Helium", {**SPECIAL, "head_dim": 8, "attention_bias": True}),
     "ernie4_5": Published("Ernie4_5", {**SPECIAL, "head_dim": 16, "use_bias": True}),
     "dots1": Published("Dots1", {**SPECIAL, **DOTS1, "attention_bias": True, "norm_topk_prob": True}),
@@ -465,7 +468,9 @@ def lifted() -> Iterator[None]:
 def wide_logits(published: Any, ids: Tensor) -> Tensor:
     """Returns the logits of a published model, all of it computed in float64."""
     with torch.no_grad(), lifted():
-        model = type(published)(published.config).double()  # its tables of positions, too
+        config = copy.deepcopy(published.config)
+        config.dtype = None  # which a class may build parts in
+        model = type(published)(config).double()  # its tables of positions, too
         model.set_experts_implementation("eager")  # others have no kernel for float64
         model.load_state_dict(published.state_dict())
         return model.eval()(ids).logits

@@ -54,6 +54,8 @@ def test_a_base_that_alpha_stretches_is_a_larger_base(tmp_path, spelling):
         ("helium", {"head_dim": 16}, at("", "head_dim = 16", "hidden_size = 32", "4 heads")),
         ("hunyuan_v1_dense", {"use_qk_norm": False}, at("", "use_qk_norm = False")),
         ("hunyuan_v1_dense", {"use_cla": True}, at("", "use_cla = True")),
+        ("apertus", {"rope_parameters": None, "rope_theta": 5e5}, at("", "rope_theta = 500000.0", "rope_parameters")),
+        ("apertus", {"qk_norm": False}, at("", "qk_norm = False")),
         ("arcee", {"hidden_act": "silu"}, at("", "hidden_act = 'silu'", "relu2")),
     ],
 )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_kit.nn.direct_calls import directly_callable
-from forge_kit.nn.modules import Linear
+from forge_kit.nn.modules import Linear, cast
 from forge_kit.nn.taps import TapPoint
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Fill, Role
     from forge_plugin_transformer.kinds import InitStd
+
+BETA, EPS = 0.5, -1e-6
+"""Of xIELU."""
 
 
 @directly_callable
@@ -103,3 +109,59 @@ class SquaredReLUFeedForward(TwoMatrices):
     def activation(self, x: Tensor) -> Tensor:
         """Returns relu(x)²."""
         return F.relu(x).square()
+
+
+class XIELUActivation(nn.Module):
+    """a x² + b x where x > 0, and c (exp(x) - 1 - x) + b x elsewhere; a and c are learned.
+
+    A separate module, of which tensor-parallel ranks have all parameters and some of the features.
+    """
+
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = (nn.Parameter(torch.empty(1)) for _ in range(2))
+        # In checkpoints, as published files have them, rounded to their dtype
+        self.register_buffer("beta", torch.empty(()))
+        self.register_buffer("eps", torch.empty(()))
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        """Fills both so that a and c are 0.8."""
+        fill.constant(math.log(math.expm1(0.8 if name == "alpha_p" else 0.8 - BETA)))
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Fills b, and the number next to 0 from which on the exponential is taken."""
+        self.beta.fill_(BETA)
+        self.eps.fill_(EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…) to (…), computed in float32 or wider: exp(x) - 1 - x has few digits of a small x."""
+        wide = cast(x, torch.promote_types(x.dtype, torch.float32))
+        beta, eps = cast(self.beta, wide.dtype), cast(self.eps, wide.dtype)
+        rising = F.softplus(cast(self.alpha_p, wide.dtype)) * wide.square()
+        falling = (beta + F.softplus(cast(self.alpha_n, wide.dtype))) * (torch.expm1(torch.minimum(wide, eps)) - wide)
+        return cast(torch.where(wide > 0, rising, falling) + beta * wide, x.dtype)
+
+
+@directly_callable
+class XIELUFeedForward(TwoMatrices):
+    """down(xielu(up(x)))."""
+
+    def __init__(self, dim: int, hidden: int, *, init: InitStd) -> None:
+        super().__init__(dim, hidden, bias=False, init=init)
+        self.act = XIELUActivation()
+
+    def activation(self, x: Tensor) -> Tensor:
+        """Returns xielu(x)."""
+        activated: Tensor = self.act(x)
+        return activated
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        """Makes the slopes biases: by their shape they would have the role of norms."""
+        return {"act.alpha_p": "bias", "act.alpha_n": "bias"}
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        """Ranks divide the hidden features, of which all have the same slopes."""
+        return {**super().tensor_parallel_plan(), "act": "replicate"}
