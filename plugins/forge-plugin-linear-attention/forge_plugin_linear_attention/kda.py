@@ -46,8 +46,8 @@ class KDA(AttentionComponent):
     """Positions of the convolution, the present one included; 1: a factor for each feature."""
     norm_eps: float = field(default=1e-5, validator=gt(0), metadata=when_resumed("flag"))
     """Added to the mean square where each head's output is RMS-normalised."""
-    chunk: int = field(default=64, validator=gt(0), metadata=when_resumed("safe"))
-    """Positions that are computed at a time, a multiple of 16 for speed; it changes rounding alone."""
+    chunk: int = field(default=32, validator=gt(0), metadata=when_resumed("safe"))
+    """Positions that are computed at a time, a multiple of 8 for speed; it changes rounding alone."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks heads against the tensor-parallel degree."""

@@ -69,9 +69,9 @@ class KimiDeltaCore(nn.Module):
         if used is not None:  # padding neither decays nor writes
             log_decay, beta = log_decay * used[..., None], beta * used
         q, k = unit(q.to(wide)) * q.shape[-1] ** -0.5, unit(k.to(wide))
-        by_head = [x.transpose(1, 2) for x in (q, k, v.to(wide), log_decay, beta)]
+        q, k, values, log_decay, beta = (x.transpose(1, 2) for x in (q, k, v.to(wide), log_decay, beta))
         state = None if cache is None else cache.state
-        read, state = channel_delta_rule(*by_head, documents=documents, state=state, chunk=self.chunk)
+        read, state = channel_delta_rule(q, k, values, log_decay, beta, documents, state, self.chunk)
         if cache is not None:
             cache.state = state
         return read.transpose(1, 2).to(v.dtype)

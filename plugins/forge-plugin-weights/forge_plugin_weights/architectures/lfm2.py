@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
 
 from attrs import frozen
 
@@ -85,7 +86,7 @@ class Lfm2(ArchitectureComponent):
 
     name = "Lfm2ForCausalLM"
     # Notes on how the model was initialised, and sizes that transformers takes from other keys
-    harmless = (
+    harmless: ClassVar[Collection[str]] = (
         *("block_dim", "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init"),
         *("conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"),
     )
