@@ -29,9 +29,12 @@ from forge_plugin_transformer import (
     GEGLU,
     GELU,
     XIELU,
+    Add,
     AttentionPattern,
     GroupedQueryAttention,
+    HyperConnections,
     LayerNorm,
+    ManifoldHyperConnections,
     MultiTokenPrediction,
     RMSNorm,
     SquaredReLU,
@@ -58,7 +61,7 @@ from forge_plugin_vision.vision import TowerPart, VisionPart
 from forge_testing import tiny_job
 from forge_testing.catalogs import load_target
 
-KINDS = ("model", "attention", "ffn", "router", "norm", "fusion", "vision_encoder", "adapter")
+KINDS = ("model", "attention", "ffn", "router", "norm", "residual", "fusion", "vision_encoder", "adapter")
 """Kinds whose components have parameters."""
 FIRST_PARTY = ("forge-run", "forge-kit", "forge-plugin-")
 BIASED = GroupedQueryAttention(heads=4, kv_heads=2, bias=True, qk_norm=True, sinks=True)
@@ -97,6 +100,9 @@ MODELS = {
     "state space": language(attention=Mamba2(heads=4, state=4)),
     "a decay for each feature": language(attention=KDA(heads=4)),
     "short convolution": language(attention=ShortConv()),
+    "plain residual": language(residual_connection=Add()),
+    "hyper-connections": language(residual_connection=HyperConnections()),
+    "mHC": language(residual_connection=ManifoldHyperConnections()),
     "layer norms": language(norm=LayerNorm(), ffn=GELU()),
     "learned slopes": language(ffn=XIELU()),
     "squared relu": language(norm=LayerNorm(offset=1), ffn=SquaredReLU(bias=True)),

@@ -14,7 +14,14 @@ from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE
 from forge_plugin_parallel.pp import splits_backward
-from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, LongRope, NoRope, Transformer
+from forge_plugin_transformer import (
+    AttentionPattern,
+    GroupedQueryAttention,
+    HyperConnections,
+    LongRope,
+    NoRope,
+    Transformer,
+)
 from forge_plugin_transformer.modules.rotary import rotate
 from forge_testing.catalogs import installed
 from forge_testing.laws import Case, layout_law
@@ -146,6 +153,12 @@ test_layouts = layout_law(
         observe=observation(model=LEARNED),
         compare=same_tokens,
         layouts=named("fsdp", "tp", "pp, interleaved", "cp, ring"),
+    ),
+    Case(
+        "residual streams, all of which a pipeline sends",
+        observe=observation(model=model(residual_connection=HyperConnections(streams=3))),
+        compare=same_tokens,
+        layouts=named("tp", "pp"),
     ),
     Case("windows, patterns and sinks", observe=observation(model=PATTERN), compare=same_tokens, layouts=SEVERAL),
     Case(

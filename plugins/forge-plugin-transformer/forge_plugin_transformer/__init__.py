@@ -1,6 +1,13 @@
 """Decoder-only transformers with attention, feed-forward, norm and position encoding as components."""
 
-from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent, RopeComponent
+from forge_plugin_transformer.kinds import (
+    AttentionComponent,
+    FFNComponent,
+    InitStd,
+    NormComponent,
+    ResidualComponent,
+    RopeComponent,
+)
 from forge_plugin_transformer.layer_parts import (
     GEGLU,
     GELU,
@@ -13,6 +20,7 @@ from forge_plugin_transformer.layer_parts import (
     default_hidden,
 )
 from forge_plugin_transformer.pattern import AttentionPattern
+from forge_plugin_transformer.residual import Add, HyperConnections, ManifoldHyperConnections
 from forge_plugin_transformer.rope import (
     DynamicRope,
     LinearRope,
@@ -28,21 +36,25 @@ __all__ = [
     "GEGLU",
     "GELU",
     "XIELU",
+    "Add",
     "AttentionComponent",
     "AttentionPattern",
     "DynamicRope",
     "FFNComponent",
     "GroupedQueryAttention",
+    "HyperConnections",
     "InitStd",
     "LayerNorm",
     "LinearRope",
     "Llama3Rope",
     "LongRope",
+    "ManifoldHyperConnections",
     "MultiTokenPrediction",
     "NoRope",
     "NormComponent",
     "PlainRope",
     "RMSNorm",
+    "ResidualComponent",
     "RopeComponent",
     "SquaredReLU",
     "SwiGLU",

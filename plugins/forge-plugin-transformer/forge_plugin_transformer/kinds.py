@@ -88,6 +88,32 @@ class NormComponent(Component):
 
 
 @frozen(kw_only=True)
+class ResidualComponent(Component):
+    """Builds the module by which a part of a block (attention or feed-forward, with its norms) joins the stream.
+
+    The module maps `(x, branch) -> x`: `branch` is the part, (B, S, D) to (B, S, D), and is called once. With
+    `residual = "parallel"` it ignores its argument, as both parts read what comes before the first of them.
+
+    x is (B, S, D), or (B, S, n, D) if the component has n > 1 streams: a model then expands its embeddings to n equal
+    streams, passes all of them from layer to layer, and adds them up before its last norm. The module computes each
+    position by itself: with sequence parallel, S is a rank's part, and gradients of its parameters are summed.
+    """
+
+    kind = "residual"
+
+    def stream_count(self) -> int:
+        """Returns n, the residual streams between layers."""
+        return 1
+
+    def build(self, context: BuildContext, dim: int, init: InitStd, part: int) -> nn.Module:
+        """Build for width D; `part` counts the parts of all layers from 0, two of each: attention, then feed-forward.
+
+        Initial values should make the module start close to x + f(x), to which the matrices' deviations fit.
+        """
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
 class RopeComponent(Component):
     """Builds a rotary position encoding for heads of one width.
 

@@ -20,9 +20,17 @@ from forge_core.contracts.components import (
 )
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.optim.fields import DEPTH, TRAINING_ONLY
-from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent
+from forge_plugin_transformer.kinds import (
+    AttentionComponent,
+    FFNComponent,
+    InitStd,
+    NormComponent,
+    ResidualComponent,
+)
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from forge_core.contracts.contexts import BuildContext, StepContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
@@ -116,6 +124,9 @@ class Transformer(ModelComponent):
     residual: Literal["sequential", "parallel"] = "sequential"
     """Whether the feed-forward part of a block reads what attention has been added to, or, parallel, what attention
     reads, so that both are added at once (GPT-NeoX, Pythia)."""
+    residual_connection: ResidualComponent = default_type("forge-plugin-transformer/add")
+    """`[model.residual_connection]`: how the result of a part joins the residual stream. Each part of each layer builds
+    its own."""
     residual_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
     """Factor on what attention and feed-forward part add to the residual stream; in Granite, 0.22 and the like."""
     learned_positions: int = field(default=0, validator=ge(0))
@@ -153,6 +164,9 @@ class Transformer(ModelComponent):
         if self.norm_placement == "shared" and self.residual != "parallel":
             message = 'one norm for both parts needs parts that read the same input; set model.residual = "parallel"'
             yield Problem("norm_placement", f"{message}, or take another placement")
+        if self.residual == "parallel" and (streams := self.residual_connection.stream_count()) > 1:
+            message = f"parallel parts read one stream, and model.residual_connection has {streams}"
+            yield Problem("residual", f'{message}; take "sequential", or a residual connection of one stream')
         for problem in (*self.attention.width_problems(self.dim), *self.attention.depth_problems(self.layers)):
             yield problem.below("attention")
         if self.mtp is not None:
@@ -182,6 +196,7 @@ class Transformer(ModelComponent):
             head=self._build_head(vocab_size),
             tied=self.tie_embeddings,
             wide_head=self.head_precision == "fp32",
+            streams=self.residual_connection.stream_count(),
             mtp=None if self.mtp is None else self._build_predictions(self.mtp, context),
         )
         return cast(
@@ -219,14 +234,21 @@ class Transformer(ModelComponent):
 
         # Each layer adds to the stream twice: scaled so, the variance of the sum does not grow with the depth
         init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1))
+        first = 2 * (here.layer or 0)
         return Block(
             attention=here.at("attention").build(self.attention, dim=self.dim, init=init),
             ffn=here.at("ffn").build(self.ffn, dim=self.dim, init=init),
+            attention_residual=self._build_residual(here.at("attention_residual"), init, first),
+            ffn_residual=self._build_residual(here.at("ffn_residual"), init, first + 1),
             parallel=self.residual == "parallel",
             shared_norm=self.norm_placement == "shared",
             scale=self.residual_scale,
+            streams=self.residual_connection.stream_count(),
             **{name: here.at(name).build(self.norm, dim=self.dim) for name in NORMS[self.norm_placement]},
         )
+
+    def _build_residual(self, here: BuildContext, init: InitStd, part: int) -> nn.Module:
+        return here.build(self.residual_connection, dim=self.dim, init=init, part=part)
 
     def _build_predictions(self, component: MultiTokenPrediction, context: BuildContext) -> Predictions:
         import torch

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from forge_core.contracts.components import Component, DefaultType
 from forge_core.parallel.initialise import check_finite, materialise
-from forge_plugin_transformer import GroupedQueryAttention, PlainRope, RMSNorm, SwiGLU, Transformer
+from forge_plugin_transformer import Add, GroupedQueryAttention, PlainRope, RMSNorm, SwiGLU, Transformer
 
 DEFAULTS = {
     "forge-plugin-transformer/gqa": GroupedQueryAttention,
     "forge-plugin-transformer/swiglu": SwiGLU,
     "forge-plugin-transformer/rmsnorm": RMSNorm,
     "forge-plugin-transformer/plain": PlainRope,
+    "forge-plugin-transformer/add": Add,
 }
 
 

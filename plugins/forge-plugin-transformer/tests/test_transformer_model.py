@@ -354,6 +354,7 @@ def test_the_model_declares(make_model: MakeModel, method: str) -> None:
 def test_parts_are_built_where_they_are_named(make_model: MakeModel, make_context: Callable[..., Any]) -> None:
     context = make_context()
     make_model(context)
-    parts = ("attention_norm", "attention", "attention.rope", "ffn_norm", "ffn")
+    attention = ("attention_residual", "attention_norm", "attention", "attention.rope")
+    parts = (*attention, "ffn_residual", "ffn_norm", "ffn")
     expected = {f"layers.{number}.{part}": number for number in range(2) for part in parts}
     assert context.built == expected | {"norm": None, "": None}

@@ -10,7 +10,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import ModelComponent, default_type
 from forge_core.contracts.data import BatchField
-from forge_core.contracts.errors import Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_kit.optim.fields import TRAINING_ONLY
 from forge_plugin_vision.kinds import (
     BROKEN,
@@ -103,11 +103,18 @@ class VisionLanguage(ModelComponent):
         return self.vision.images_per_sequence * largest.patches
 
     def build(self, context: BuildContext) -> Model:
-        """Build the language model, whose width the adapter needs, then the vision part, and join them."""
+        """Build the language model, whose width the adapter needs, then the vision part, and join them.
+
+        Raises:
+            JobError: the language model has several residual streams.
+        """
         from forge_plugin_vision.modules.grafting import count_costs, embedding_width
         from forge_plugin_vision.modules.vision import Vision
 
         model = context.build(self.language)
+        if (streams := getattr(model, "streams", 1)) > 1:
+            message = f"{streams} residual streams go from layer to layer, where images are added to a single one"
+            raise JobError([Problem("model.language.residual_connection", f'{message}; take type = "add"')])
         here = context.at("vision")
         encoder = here.at("encoder").build(self.vision.encoder, taps=self.fusion.taps)
         adapter = here.at("adapter").build(self.vision.adapter, width=encoder.width, dim=embedding_width(model))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forge_core.parallel.initialise import materialise
-from forge_plugin_transformer import GEGLU, GroupedQueryAttention, RMSNorm
+from forge_plugin_transformer import GEGLU, GroupedQueryAttention, HyperConnections, RMSNorm
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint, VisionLanguage
 from forge_plugin_vision.modules.grafting import embedding_width
 from forge_testing.refusals import refuses
@@ -41,6 +41,16 @@ def test_factors_on_embeddings_are_of_tokens_alone(make_job, build):
     (x,), features = model.embed(prepared), model.vision(prepared)
     expected = torch.where((ids < 0)[..., None], features, 4 * model.embedding.weight[ids.clamp(min=0)])
     torch.testing.assert_close(x, expected)
+
+
+def test_images_are_refused_where_the_language_model_has_several_streams(make_job, build):
+    def component(streams):
+        language = attrs.evolve(tiny_language(), residual_connection=HyperConnections(streams=streams))
+        return VisionLanguage(language=language, vision=tiny_vision(), fusion=Joint())
+
+    with refuses("model.language.residual_connection", "2 residual streams", '"add"'):
+        build(make_job(model=component(2), seq_len=8))
+    assert build(make_job(model=component(1), seq_len=8)).model.streams == 1
 
 
 def test_the_suite_refuses_a_model_that_is_blind_in_one_row_of_the_batch(tmp_path):

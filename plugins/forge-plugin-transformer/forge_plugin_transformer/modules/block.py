@@ -1,4 +1,4 @@
-"""A layer of the transformer. Shapes: B sequences, S positions, D model width."""
+"""A layer of the transformer. Shapes: B sequences, S positions, D model width, n residual streams."""
 
 from __future__ import annotations
 
@@ -9,23 +9,32 @@ from torch import Tensor, nn
 
 from forge_kit.nn.direct_calls import directly_callable
 from forge_kit.nn.taps import TapPoint, tap_points
+from forge_plugin_transformer.modules.residual import Addition
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Carry
 
-PARTS = ("attention_norm", "attention", "attention_post_norm", "ffn_norm", "ffn", "ffn_post_norm")
+PARTS = (
+    *("attention_residual", "attention_norm", "attention", "attention_post_norm"),
+    *("ffn_residual", "ffn_norm", "ffn", "ffn_post_norm"),
+)
 """Parts of a block, in the order of its forward pass. A norm that the block does not have is an `nn.Identity`."""
 
 
 @directly_callable
 class Block(nn.Module):
-    """x + attention(x), then x + ffn(x), each with a norm before it, after it, or both. The carry is (x (B, S, D),).
+    """x + attention(x), then x + ffn(x), each with a norm before it, after it, or both.
+
+    The carry is (x (B, S, D),), or (x (B, S, n, D),) with modules in place of both sums that have n streams.
 
     Args:
+        attention_residual: joins attention to x, see `ResidualComponent`; None: their sum.
+        ffn_residual: likewise for the feed-forward part.
         parallel: whether both parts read the same x: x + attention(x) + ffn(x).
         shared_norm: whether `attention_norm` normalises the input of both parts, which are parallel then.
         scale: factor on what each part adds.
+        streams: n, of both residuals.
     """
 
     def __init__(
@@ -33,6 +42,8 @@ class Block(nn.Module):
         *,
         attention: nn.Module,
         ffn: nn.Module,
+        attention_residual: nn.Module | None = None,
+        ffn_residual: nn.Module | None = None,
         attention_norm: nn.Module | None = None,
         attention_post_norm: nn.Module | None = None,
         ffn_norm: nn.Module | None = None,
@@ -40,25 +51,37 @@ class Block(nn.Module):
         parallel: bool = False,
         shared_norm: bool = False,
         scale: float = 1.0,
+        streams: int = 1,
     ) -> None:
         super().__init__()
-        self.parallel, self.shared_norm, self.scale = parallel, shared_norm, scale
+        self.parallel, self.shared_norm, self.scale, self.streams = parallel, shared_norm, scale, streams
+        self.attention_residual = attention_residual or Addition()
         self.attention_norm = attention_norm or nn.Identity()
         self.attention = attention
         self.attention_post_norm = attention_post_norm or nn.Identity()
         self.middle = nn.Identity()
         """The stream between the parts passes through here, for taps: norms may be others by position."""
+        self.ffn_residual = ffn_residual or Addition()
         self.ffn_norm = ffn_norm or nn.Identity()
         self.ffn = ffn
         self.ffn_post_norm = ffn_post_norm or nn.Identity()
 
     def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
-        """Returns the stream (x (B, S, D),) after both parts. `cache` is for the attention; None: there is none."""
+        """Returns the stream after both parts. `cache` is for the attention; None: there is none."""
         (x,) = carry
-        # Once for both parts, and so before either: `update` leaves it out then
+        if not self.parallel:
+            x = self.middle(self.attention_residual(x, lambda own: self.added("attention", own, batch, cache)))
+            return (self.ffn_residual(x, lambda own: self.added("ffn", own, batch)),)
+        # Both parts read x, whatever is added to it first. A shared norm is computed once, and so before either
         read = self.normalise("attention_norm", x, batch) if self.shared_norm else x
-        after = self.middle(x + self._scaled(self.update("attention", read, batch, cache)))
-        return (after + self._scaled(self.update("ffn", read if self.parallel else after, batch)),)
+        x = self.middle(self.attention_residual(x, lambda _: self.added("attention", read, batch, cache)))
+        return (self.ffn_residual(x, lambda _: self.added("ffn", read, batch)),)
+
+    def added(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
+        """Returns what the part `name` adds to the stream, from what it reads of it, x (B, S, D)."""
+        own = self.update(name, x, batch, *cache)
+        # No product with 1, which would cost a pass over x in each part
+        return own if self.scale == 1 else own * self.scale
 
     def update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
         """Returns what the part `name` makes of x (B, S, D), its norms included; a shared norm is in x already."""
@@ -73,9 +96,11 @@ class Block(nn.Module):
         return normalised
 
     def tap_points(self) -> Mapping[str, TapPoint]:
-        """The residual stream, what each part adds to it, and the points of the parts."""
-        points = {"resid_pre": TapPoint("", "carry_in"), "resid_post": TapPoint("", "carry_out")}
-        if not self.parallel:  # else there is no stream between the parts
+        """The residual stream if it is a single one, what each part adds to it, and the points of the parts."""
+        points: dict[str, TapPoint] = {}
+        if self.streams == 1:  # a point is a vector of a position
+            points |= {"resid_pre": TapPoint("", "carry_in"), "resid_post": TapPoint("", "carry_out")}
+        if self.streams == 1 and not self.parallel:  # else there is no stream between the parts
             points["resid_mid"] = TapPoint("middle")
         for name, point in (("attention", "attn_out"), ("ffn", "mlp_out")):
             # The tensor that is added to the stream: the norm's output where one follows the part
@@ -83,7 +108,3 @@ class Block(nn.Module):
             points[point] = TapPoint(f"{name}_post_norm" if has_norm else name)
             points |= tap_points(getattr(self, name), name)
         return points
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        # No product with 1, which would cost a pass over x in each part
-        return x if self.scale == 1 else x * self.scale

@@ -17,6 +17,7 @@ from forge_plugin_transformer.modules.block import PARTS, Block
 from forge_plugin_transformer.modules.cache import LayerCaches
 from forge_plugin_transformer.modules.ends import PositionCount, PositionTable
 from forge_plugin_transformer.modules.multi_token import IDS, LABELS, PredictionBlock, Predictions
+from forge_plugin_transformer.modules.residual import collapsed, expanded
 from forge_plugin_transformer.torch_internals import KeepsTies
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class TransformerModel(KeepsTies):
         wide_head: bool = False,
         mtp: Predictions | None = None,
         positions: PositionTable | None = None,
+        streams: int = 1,
     ) -> None:
         super().__init__()
         self.embedding = embedding
@@ -58,6 +60,8 @@ class TransformerModel(KeepsTies):
         self.mtp = mtp
         self.tied = tied
         self.wide_head = wide_head
+        self.streams = streams
+        """Residual streams between layers."""
         self.tie()
 
     def prepare_sequences(self, batch: Batch) -> Batch:
@@ -78,18 +82,21 @@ class TransformerModel(KeepsTies):
         return batch
 
     def embed(self, batch: Batch) -> Carry:
-        """Adds learned positions, if there are any, to the tokens' embeddings: without `positions`, 0 to S - 1."""
+        """Adds learned positions, if there are any, to the tokens' embeddings: without `positions`, 0 to S - 1.
+
+        Returns (x (B, S, D),), or with several residual streams as many equal ones, (x (B, S, n, D),).
+        """
         ids = batch["input_ids"]
         x = self.embedding(ids)
         if self.positions is None:
-            return (x,)
+            return (expanded(x, self.streams),)
         # One row for all sequences, which the sum broadcasts: the table is looked up S times and not B S times
         numbers = batch["positions"] if "positions" in batch else torch.arange(ids.shape[1], device=ids.device)[None]
-        return (x + self.positions(numbers),)
+        return (expanded(x + self.positions(numbers), self.streams),)
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
-        """Applies the last norm, and in a training step multi-token prediction to its result."""
-        hidden = self.norm(carry[0])
+        """Adds up residual streams, applies the last norm, and in a training step multi-token prediction."""
+        hidden = self.norm(collapsed(carry[0], self.streams))
         # Again, for callers that have not prepared the batch; it is unchanged if it has the entries
         batch = self.prepare_sequences(batch)
         if self.mtp is not None and IDS in batch:
@@ -151,6 +158,8 @@ class TransformerModel(KeepsTies):
             # A norm that a block does not have is an `nn.Identity`, which the plan need not name
             if name.endswith(("norm", "projection")) and next(part.parameters(), None) is not None:
                 plan[name] = "sequence"
+            elif name.endswith("_residual"):
+                plan |= parts.of_positions(name, part)
         # Their head runs inside of `finish`, after which the positions are gathered for the model's own loss
         objective = {} if self.mtp is None else {"mtp.objective": "whole_input"}
         return plan | objective | {"norm": "sequence", "head": "vocab_head"}

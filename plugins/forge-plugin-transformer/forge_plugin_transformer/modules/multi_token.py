@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_plugin_transformer.modules.block import PARTS, Block
 from forge_plugin_transformer.modules.documents import document_starts
+from forge_plugin_transformer.modules.residual import collapsed, expanded
 
 if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary
@@ -62,6 +63,7 @@ class PredictionBlock(Block):
             parallel=block.parallel,
             shared_norm=block.shared_norm,
             scale=block.scale,
+            streams=block.streams,
         )
         self.embedding_norm = embedding_norm
         self.hidden_norm = hidden_norm
@@ -72,8 +74,8 @@ class PredictionBlock(Block):
         """Returns the normalised states (B, S, D), from the states of the previous module and the embeddings ahead."""
         # In the order of `eh_proj` in DeepSeek-V3's weights; equation 21 of the paper has the states first
         both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
-        (x,) = super().forward((self.projection(both),), batch)
-        return self.norm(x)
+        (x,) = super().forward((expanded(self.projection(both), self.streams),), batch)
+        return self.norm(collapsed(x, self.streams))
 
 
 class Objective(nn.Module):

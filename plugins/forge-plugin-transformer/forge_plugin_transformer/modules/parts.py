@@ -57,6 +57,13 @@ def tensor_parallel_plan(name: str, part: nn.Module) -> dict[str, Any]:
     return {f"{name}.{key}" if key else name: way for key, way in plan.items()}
 
 
+def of_positions(name: str, part: nn.Module) -> dict[str, str]:
+    """Returns the plan of a part that computes each position by itself: whole parameters, on a rank's positions."""
+    own = tensor_parallel_plan(name, part)
+    inner = (key for key, module in part.named_modules(prefix=name) if [*module.parameters(recurse=False)])
+    return own or dict.fromkeys(inner, "sequence")
+
+
 def sequence_mixers(name: str, part: nn.Module) -> dict[str, int]:
     """Returns the part's sequence mixers, with names below `name`, and their numbers of key/value heads."""
     mixers = _ask(part, "sequence_mixers", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from attrs import frozen
 
@@ -47,7 +48,7 @@ class Cohere(ArchitectureComponent):
     """Command R without norms of queries and keys, Aya 23 and Aya Expanse."""
 
     name = "CohereForCausalLM"
-    harmless = ("model_max_length",)
+    harmless: ClassVar[Sequence[str]] = ("model_max_length",)
 
     def fields(self) -> Sequence[Field]:
         return cohere_fields(Rope(theta=500000.0))
@@ -79,7 +80,12 @@ class Cohere2(Cohere):
 
     name = "Cohere2ForCausalLM"
     # How programs of the publisher hold a cache and the embeddings.
-    harmless = ("model_max_length", "cache_implementation", "layer_switch", "use_parallel_embedding")
+    harmless: ClassVar[Sequence[str]] = (
+        "model_max_length",
+        "cache_implementation",
+        "layer_switch",
+        "use_parallel_embedding",
+    )
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys; the encoding is read by the windows. Some repeat what the class has at all times."""
