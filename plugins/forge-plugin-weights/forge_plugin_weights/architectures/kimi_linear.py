@@ -26,7 +26,7 @@ OF_TABLE: Mapping[str, str] = {
     "head_dim": "linear_head_dim",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-"""Its keys, and those of `transformers`."""
+"""Its keys, and keys of `transformers` for the same."""
 FULL_LAYERS, KDA_LAYERS = "full_attn_layers", "kda_layers"
 FIRST_DENSE, MLP_TYPES = "first_k_dense_replace", "mlp_layer_types"
 DENSE, SPARSE = "dense", "sparse"

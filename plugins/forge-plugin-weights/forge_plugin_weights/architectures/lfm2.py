@@ -44,7 +44,7 @@ ATTENTION: Mapping[str, str] = {
 
 
 def listed_layers(config: Config) -> Sequence[bool]:
-    """Returns which layers have attention where there is no `layer_types`: those of a list, or all."""
+    """Returns which layers have attention where there is no `layer_types`: all, unless a list names some."""
     chosen = config.get(ATTENTION_LAYERS)
     layers = range(depth(config))
     if chosen is not None and (unknown := [index for index in chosen if index not in layers]):
