@@ -136,7 +136,7 @@ class GroupedAttention(nn.Module):
         self.o = Linear(heads * head_dim, dim, bias=output_bias, std=init.residual)
         self.norm_rotated, self.growth = norm_rotated, growth
         if norm_rotated:  # under other names, as whatever replaces `project` would leave them out
-            self.q_rotated_norm, self.k_rotated_norm = q_norm, k_norm
+            self.q_rotated_norm, self.k_rotated_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
             q_norm = k_norm = None
         self.q_norm, self.k_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
         self.rotary = rotary
