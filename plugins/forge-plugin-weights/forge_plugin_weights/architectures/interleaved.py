@@ -19,7 +19,6 @@ from forge_plugin_weights.architectures.dense import (
 from forge_plugin_weights.fields import Choice, Derived, Dropout, Fixed, Key, setting, value_of
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layered import PerLayer
-from forge_plugin_weights.layered import PerLayer
 from forge_plugin_weights.rules import RotaryRows
 
 BIASES: dict[bool, Flat] = {
