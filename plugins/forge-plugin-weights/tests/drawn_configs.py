@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -99,6 +100,8 @@ ALWAYS: Mapping[str, Draw] = {
     "sliding_window": lambda sizes: st.just(sizes.window),
     "use_sliding_window": lambda sizes: st.just(sizes.window is not None and sizes.windowed),
     "num_nextn_predict_layers": same(st.integers(0, 2)),
+    "shared_intermediate_size": same(st.just(0)),
+    "mamba_n_heads": same(st.sampled_from([2, 4, 8])),
 }
 """Keys that all configurations of an architecture have which reads them."""
 OPTIONAL: Mapping[str, Draw] = {
@@ -160,7 +163,6 @@ OPTIONAL: Mapping[str, Draw] = {
     "attention_out_bias": same(st.just(False)),
     "use_routing_bias": same(st.just(True)),
     "qk_norm_type": same(st.just("per_layer")),
-    "shared_intermediate_size": same(st.just(0)),
     "attn_type_list": by_layer([1]),
     "no_rope_layers": by_layer([0, 1]),
     "no_rope_layer_interval": same(st.integers(1, 7)),
@@ -191,6 +193,12 @@ OPTIONAL: Mapping[str, Draw] = {
     **dict.fromkeys(("use_pos_enc", "block_use_swiglu"), same(st.just(True))),
     **dict.fromkeys(("use_cla", "post_norm"), same(st.just(False))),
     "qk_norm": same(st.just(True)),
+    **dict.fromkeys(("mamba_d_state", "mamba_d_conv"), same(st.integers(1, 9))),
+    "mamba_d_head": same(st.just("auto")),
+    "mamba_expand": same(st.integers(1, 3)),
+    "mamba_n_groups": same(st.sampled_from([1, 2])),
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), same(st.booleans())),
+    "time_step_limit": same(st.sampled_from([[0.0, math.inf], [0.001, 0.1]])),
     "attn_output_gate": same(st.just(True)),
     "output_gate_type": same(st.sampled_from(["swish", "silu"])),
 }
@@ -205,6 +213,13 @@ OWN: Mapping[tuple[str, str], Draw] = {
     **{(type_, "use_qk_norm"): same(st.just(False)) for type_ in ("cohere", "cohere2")},
     ("minimax_m2", "use_qk_norm"): same(st.just(True)),
     **{(type_, "layer_types"): by_layer(["linear_attention", "full_attention"]) for type_ in HYBRIDS},
+    ("granitemoehybrid", "layer_types"): by_layer(["mamba", "attention", "linear_attention", "full_attention"]),
+    ("granitemoehybrid", "intermediate_size"): lambda sizes: st.just(sizes.expert_width),
+    ("granitemoehybrid", "shared_intermediate_size"): lambda sizes: st.integers(1, 4).map(
+        lambda n: n * sizes.expert_width
+    ),
+    ("granitemoehybrid", "num_local_experts"): lambda sizes: st.sampled_from([0, sizes.experts]),
+    ("granitemoehybrid", "position_embedding_type"): same(st.sampled_from(["rope", "nope", None])),
     **{(type_, "layer_types"): by_layer(["conv", "full_attention"]) for type_ in ("lfm2", "lfm2_moe")},
     ("kimi_linear", "layer_types"): by_layer(["linear_attention", "full_attention"]),
     **{("kimi_linear", key): same(st.just(False)) for key in ("tie_word_embeddings", "attention_bias")},
@@ -391,7 +406,7 @@ ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "nemotron": shared_ropes(*SCALED[:2]),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", *HYBRIDS), shared_ropes(*SCALED[:2])),
     **dict.fromkeys(
-        ("mixtral", "ministral", "olmoe"), ropes(*SCALED[:4])
+        ("mixtral", "ministral", "olmoe", "granitemoehybrid"), ropes(*SCALED[:4])
     ),  # version 5 fails at LongRoPE without head_dim
     "gemma3_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
     "olmo3": window_ropes("rope_theta", *SCALED[:1], *SCALED[2:4]),

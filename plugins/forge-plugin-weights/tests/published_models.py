@@ -154,6 +154,21 @@ GRANITE: Mapping[str, Any] = {
     "mlp_bias": True,
     "tie_word_embeddings": True,
 }
+GRANITE4: Mapping[str, Any] = {
+    **GRANITE,
+    "mlp_bias": ...,
+    "attention_bias": False,
+    "logits_scaling": 2.0,
+    "intermediate_size": 24,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 4,
+    "mamba_d_state": 6,
+    "mamba_d_head": 16,
+    "position_embedding_type": "nope",
+}
 YARN_OF_OLMO3: Mapping[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 500000.0,
@@ -390,6 +405,21 @@ MODELS: Mapping[str, Published] = {
     "seed_oss": Published("SeedOss", {**SPECIAL, "head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "starcoder2": Published("Starcoder2", {**WINDOWS, **SPECIAL}),
     "starcoder2, untied": Published("Starcoder2", {**SPECIAL, "use_bias": False, "tie_word_embeddings": False}),
+    "granitemoehybrid": Published("GraniteMoeHybrid", GRANITE4),
+    "granitemoehybrid, dense": Published(
+        "GraniteMoeHybrid",
+        {
+            **GRANITE4,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "attention_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mamba_n_groups": 2,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": False,
+        },
+    ),
     "granitemoe": Published(
         "GraniteMoe",
         {**GRANITE, "mlp_bias": ..., "logits_scaling": 2.0, "num_local_experts": 4, "num_experts_per_tok": 2},

@@ -58,6 +58,10 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
         *("block_multiple_of", "full_attn_idxs"),
     },
     "lfm2_moe": {"full_attn_idxs"},
+    # Null is no encoding of positions, and a width follows from others; without experts, both keys mean nothing
+    "granitemoehybrid": {
+        *("position_embedding_type", "mamba_d_head", "mamba_expand", "intermediate_size", "num_experts_per_tok"),
+    },
     # A table has precedence over keys, and a list over a number; both are written
     "kimi_linear": {
         *("linear_attn_config", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),

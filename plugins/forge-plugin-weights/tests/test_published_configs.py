@@ -213,6 +213,10 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
         table = config["linear_attn_config"]
         lists = {key: [n for n in table[key] if n <= LAYERS] for key in ("full_attn_layers", "kda_layers")}
         made["linear_attn_config"] = {**table, **lists, "num_heads": 2, "head_dim": 16}
+    if "mamba_n_heads" in config:  # whose widths follow from that of the model, and experts may be none
+        made |= {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "shared_intermediate_size": 96}
+        made |= {"num_local_experts": config["num_local_experts"], "num_experts_per_tok": config["num_experts_per_tok"]}
+        made["layer_types"] = config["layer_types"][-LAYERS:]  # the first ones are all alike
     if "long_factor" in (made.get("rope_scaling") or {}):  # one for each pair of a head's rotated width
         made["hidden_size"] = config["hidden_size"] // config["num_attention_heads"] * 4
     ids = {key: 0 for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}

@@ -79,6 +79,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "phi": "tp2",
     "cohere2": "pp2",
     "granitemoe": "ep2",
+    "granitemoehybrid": "tp2",
     "minimax_m2": "tp2",
     "nemotron": "tp2",
     "hunyuan_v1_dense": "tp2",
@@ -151,7 +152,8 @@ def has_experts(name: str) -> bool:
     if name not in LANGUAGE_MODELS:
         return "experts" in name
     keys = LANGUAGE_MODELS[name].keys
-    return not {"moe_intermediate_size", "num_local_experts", "num_experts"}.isdisjoint(keys)
+    # Granite 4 without experts has 0 of them
+    return any(keys.get(key) for key in ("moe_intermediate_size", "num_local_experts", "num_experts"))
 
 
 @torch.no_grad()
