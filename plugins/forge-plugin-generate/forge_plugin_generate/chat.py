@@ -47,14 +47,14 @@ def command(argv: list[str]) -> int:
         hint = f"ask several ranks by: forge-run generate {options.path} --chat --prompt TEXT --nproc N"
         raise JobError(f"chat reads standard input, which ranks do not have; use one process, or {hint}")
     check_path(Path(options.path), options.device)
-    from forge_plugin_generate.command import continued, load_trained
+    from forge_plugin_generate.command import Continuing, load_trained
     from forge_plugin_generate.stops import Stops
 
     # Called before the model is loaded, so that a missing template does not wait for it
     check = partial(check_chat, path=options.path)
     trained = load_trained(options.path, options.device, options.run, check, options.overrides)
     stops = Stops.of(trained.tokenizer, options.stop or ())
-    return talk(stops, partial(continued, trained, options, stops), options, trained.job.train.seq_len)
+    return talk(stops, Continuing(trained, options, stops), options, trained.job.train.seq_len)
 
 
 def check_chat(tokenizer: Tokenizer, path: str) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Model
     from forge_core.job import Job
     from forge_kit.tools.trained import TrainedModel
+    from forge_plugin_generate.speculation import Speculated
     from forge_plugin_generate.stops import Stops
 
 
@@ -50,7 +51,7 @@ def _generate(options: argparse.Namespace) -> int:
     trained = load_trained(options.path, options.device, options.run, check, options.overrides)
     check_generation(trained)
     stops = Stops.of(trained.tokenizer, options.stop or ())
-    answer = partial(continued, trained, options, stops)
+    answer = Continuing(trained, options, stops)
     if options.interactive:
         return _answer_lines(trained, options, stops, answer)
     if options.chat and not options.prompt:
@@ -61,14 +62,15 @@ def _generate(options: argparse.Namespace) -> int:
     rows = _answers(trained, options, answer) if options.chat else _rows(trained, options, prompts, answer)
     texts = [stops.decode(row) for row in rows]
     if options.json:
-        print_json(_facts(trained, options, prompts, texts, rows))
+        print_json(_facts(trained, options, prompts, texts, rows, answer.speculated))
     else:
         # An answer is shown alone, a continuation with its prompt
         _show(texts if options.chat else [prompt + text for prompt, text in zip(prompts, texts, strict=True)])
+        answer.report()
     return ExitCode.FINISHED
 
 
-def _answer_lines(trained: Trained, options: argparse.Namespace, stops: Stops, answer: Any) -> int:
+def _answer_lines(trained: Trained, options: argparse.Namespace, stops: Stops, answer: Continuing) -> int:
     """Continue each line of standard input by itself; returns the exit code."""
     from forge_plugin_generate.terminal import Conversation
 
@@ -77,7 +79,7 @@ def _answer_lines(trained: Trained, options: argparse.Namespace, stops: Stops, a
     return Conversation(options, partial(_continue_aloud, trained, options, stops, answer), {}).run()
 
 
-def _stream(trained: Trained, options: argparse.Namespace, stops: Stops, answer: Any) -> int:
+def _stream(trained: Trained, options: argparse.Namespace, stops: Stops, answer: Continuing) -> int:
     """Write the continuation of the only prompt, or the answer to it, as it is made; returns the exit code."""
     [prompt] = options.prompt or [""]
     try:
@@ -88,7 +90,9 @@ def _stream(trained: Trained, options: argparse.Namespace, stops: Stops, answer:
     return ExitCode.FINISHED
 
 
-def _continue_aloud(trained: Trained, options: argparse.Namespace, stops: Stops, answer: Any, prompt: str) -> None:
+def _continue_aloud(
+    trained: Trained, options: argparse.Namespace, stops: Stops, answer: Continuing, prompt: str
+) -> None:
     from forge_plugin_generate.streaming import TextStream
     from forge_plugin_generate.terminal import write
 
@@ -101,6 +105,7 @@ def _continue_aloud(trained: Trained, options: argparse.Namespace, stops: Stops,
         [row] = _rows(trained, options, [prompt], shown)
     stream.finish(row)
     print(flush=True)
+    answer.report()
 
 
 def of_model(
@@ -168,6 +173,7 @@ def _facts(
     prompts: Sequence[str],
     texts: Sequence[str],
     rows: Sequence[Sequence[int]],
+    speculated: Speculated | None,
 ) -> dict[str, Any]:
     """What `--json` prints: `step` and `texts` as in `samples.jsonl`, with the ids of the new tokens."""
     triples = zip(prompts, texts, rows, strict=True)
@@ -176,6 +182,7 @@ def _facts(
         "checkpoint": trained.loaded.checkpoint,
         "step": trained.loaded.step,
         "texts": [{"prompt": prompt, "text": text, "ids": row} for prompt, text, row in triples],
+        **({} if speculated is None else {"speculation": speculated.facts()}),
     }
 
 
@@ -196,31 +203,51 @@ def _rows(trained: Trained, options: argparse.Namespace, prompts: Sequence[str],
     return answer([prompt_ids(tokenizer, prompt, bos=bos) for prompt in prompts])
 
 
-def continued(
-    trained: Trained,
-    options: argparse.Namespace,
-    stops: Stops,
-    ids: Sequence[Sequence[int]],
-    entries: Mapping[str, Tensor] | None = None,
-    until: Callable[[Sequence[int]], bool] | None = None,
-) -> list[list[int]]:
-    """Returns the ids that the model continues each prompt with, by the options of the command."""
-    from forge_plugin_generate.generate import Sampling, generate
+class Continuing:
+    """Continues prompts by the options of the command."""
 
-    model, tokenizer = trained.model, trained.tokenizer
-    device = next(model.parameters()).device
-    return generate(
-        model,
-        ids,
-        options.max_tokens,
-        tokenizer.end_of_text,
-        Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p),
-        stop=stops.ids,
-        until=until or stops.reached,
-        seed=options.seed,
-        use_cache=not options.no_cache,
-        entries={name: tensor.to(device) for name, tensor in (entries or {}).items()},
-    )
+    speculated: Speculated | None = None
+    """What the last call has proposed, with `--speculate`."""
+
+    def __init__(self, trained: Trained, options: argparse.Namespace, stops: Stops) -> None:
+        self._trained, self._options, self._stops = trained, options, stops
+
+    def __call__(
+        self,
+        ids: Sequence[Sequence[int]],
+        entries: Mapping[str, Tensor] | None = None,
+        until: Callable[[Sequence[int]], bool] | None = None,
+    ) -> list[list[int]]:
+        """Returns the ids that the model continues each prompt with."""
+        from forge_plugin_generate.generate import Sampling, generate
+        from forge_plugin_generate.speculation import speculate
+
+        model, end, options = self._trained.model, self._trained.tokenizer.end_of_text, self._options
+        sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+        until = until or self._stops.reached
+        if options.speculate:
+            self.speculated = speculate(
+                model, ids, options.max_tokens, [end, *self._stops.ids], sampling, until=until, seed=options.seed
+            )
+            return self.speculated.rows
+        device = next(model.parameters()).device
+        return generate(
+            model,
+            ids,
+            options.max_tokens,
+            end,
+            sampling,
+            stop=self._stops.ids,
+            until=until,
+            seed=options.seed,
+            use_cache=not options.no_cache,
+            entries={name: tensor.to(device) for name, tensor in (entries or {}).items()},
+        )
+
+    def report(self) -> None:
+        """Write how many proposals of the last call counted, if there were any."""
+        if self.speculated is not None:
+            print(self.speculated, file=sys.stderr)
 
 
 def _show(texts: Sequence[str]) -> None:
@@ -256,6 +283,8 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     if options.json and (options.interactive or (options.chat and not options.prompt)):
         what = "--interactive" if options.interactive else "--chat without --prompt"
         parser.error(f"--json prints one object at the end, and {what} is a conversation; give --prompt instead")
+    if options.speculate and (shown or options.no_cache):
+        parser.error(f"--speculate reads text by the cache; leave out --{shown or 'no-cache'}, or --speculate")
     if options.json and options.stream:
         parser.error("--json prints one object at the end, and --stream writes a text as it is made; leave out one")
     if options.stream and several:

@@ -79,6 +79,11 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
+    parser.add_argument(
+        "--speculate",
+        action="store_true",
+        help="let the modules of multi-token prediction propose tokens, and show how many count: the same text",
+    )
     parser.add_argument("--no-cache", action="store_true", help="recompute everything for each token (for comparison)")
 
 

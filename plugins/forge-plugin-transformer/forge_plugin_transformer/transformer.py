@@ -61,7 +61,8 @@ class MultiTokenPrediction:
     Module k has a norm for the states of the previous module (for the first, the model's states), one for the embedding
     of the k-th next token, a matrix that joins the two, a block like the model's layers, and a last norm. Embedding and
     head are the model's. Its targets are the labels k positions later, in the same document. Modules run in training
-    only: the reported loss, evaluations and generation are the model's own.
+    only, but for proposals in generation (`generate --speculate`): the reported loss, evaluations and texts are the
+    model's own.
     """
 
     depth: int = field(default=1, validator=DEPTH)

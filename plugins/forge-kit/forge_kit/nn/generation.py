@@ -96,6 +96,45 @@ class JoinsRows(Protocol):
         ...
 
 
+@runtime_checkable
+class ForgetsPositions(Protocol):
+    """A cache that can be as it was before its newest positions, which were those of tokens that were only proposed."""
+
+    @property
+    def forgets(self) -> str:
+        """Names a part that cannot forget any, with the reason; empty: all parts can."""
+        ...
+
+    def forget(self, count: int) -> None:
+        """Drop the newest `count` positions of each row."""
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of one row from the states of the model; keeps its own caches."""
+
+    def __call__(self, hidden: Tensor, ids: Sequence[int]) -> list[int]:
+        """Propose the tokens after `ids`.
+
+        Args:
+            hidden: (1, S, D), what `Generates.decode` has returned for the positions since the last call, up to the one
+                before the last of `ids`.
+            ids: all tokens of the row so far.
+        """
+        ...
+
+
+@runtime_checkable
+class DraftsTokens(Protocol):
+    """A model with modules that predict tokens after the next, and can so propose what it checks afterwards."""
+
+    draft_length: int
+    """Tokens that a call of a drafter proposes; 0: the model has no such modules."""
+
+    def new_drafter(self, length: int) -> Drafter:
+        """Returns a drafter for one row of up to `length` positions."""
+        ...
+
+
 class JointGeneration:
     """How the ranks of one model generate together. Stages derive from it and override what they change.
 

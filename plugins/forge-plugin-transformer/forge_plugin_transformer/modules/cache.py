@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_kit.nn.direct_calls import DirectCalls
-from forge_kit.nn.generation import JoinsRows
+from forge_kit.nn.generation import ForgetsPositions, JoinsRows
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -33,6 +33,21 @@ class LayerCaches(dict[str, Any]):
     def direct(self, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """Returns what computes a single position as these layers do, with fewer calls."""
         return self._direct_calls(layers)
+
+    @property
+    def forgets(self) -> str:
+        """Names the first part whose cache cannot; see `forge_kit.nn.generation.ForgetsPositions`."""
+        for name, cache in self.items():
+            if not isinstance(cache, ForgetsPositions):
+                return f"the cache of layer {name}, {type(cache).__name__}, keeps no earlier state"
+            if cache.forgets:
+                return f"in layer {name} {cache.forgets}"
+        return ""
+
+    def forget(self, count: int) -> None:
+        """Drops the newest positions of every part."""
+        for cache in self.values():
+            cache.forget(count)
 
     @property
     def joinable(self) -> bool:
@@ -173,6 +188,17 @@ class Cache:
         if self._newest != []:
             self._newest = self._asked[1] if self._asked is not None and self._asked[0] is positions else None
         return tensors, mask
+
+    @property
+    def forgets(self) -> str:
+        """See `forge_kit.nn.generation.ForgetsPositions`. A window that has moved has lost what came before it."""
+        return f"a window of {self.window} positions is shorter than the text" if self.window else ""
+
+    def forget(self, count: int) -> None:
+        """Drops the newest `count` positions; later ones overwrite them."""
+        self.used -= count
+        self._held -= count
+        self._newest = self._asked = None
 
     def _past(self) -> int:
         """Returns how many of the stored positions the next one sees."""

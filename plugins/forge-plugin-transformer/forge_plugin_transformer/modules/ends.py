@@ -71,6 +71,12 @@ class PositionCount:
         # Last, so that the batch's own positions are used where it has them: rows with padding do
         return {"positions": torch.arange(start, self._next, device=ids.device).expand(len(ids), -1), **batch}
 
+    forgets = ""
+
+    def forget(self, count: int) -> None:
+        """Goes back by `count` positions."""
+        self._next -= count
+
     @property
     def joinable(self) -> bool:
         """Always: one number serves all rows, as their newest positions are in one column."""

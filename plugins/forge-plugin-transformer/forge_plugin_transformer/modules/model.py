@@ -15,6 +15,7 @@ from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_transformer.modules import parts
 from forge_plugin_transformer.modules.block import PARTS, Block
 from forge_plugin_transformer.modules.cache import LayerCaches
+from forge_plugin_transformer.modules.drafts import ModuleDrafts
 from forge_plugin_transformer.modules.ends import PositionCount, PositionTable
 from forge_plugin_transformer.modules.multi_token import IDS, LABELS, PredictionBlock, Predictions
 from forge_plugin_transformer.modules.residual import collapsed, expanded
@@ -127,6 +128,15 @@ class TransformerModel(KeepsTies):
             carry = layer(carry, batch, cache[name])
         return self.finish(carry, batch)
 
+    @property
+    def draft_length(self) -> int:
+        """One token for each module of multi-token prediction; see `forge_kit.nn.generation.DraftsTokens`."""
+        return len(list(self._predictions()))
+
+    def new_drafter(self, length: int) -> ModuleDrafts:
+        """Returns the modules of multi-token prediction with caches for one row."""
+        return ModuleDrafts([block for _, block in self._predictions()], self.embedding, self.head, length)
+
     # --- queries of the engine and the stages --------------------------------------------------------------------
 
     def flops(self, seq_len: int) -> float:
@@ -220,10 +230,10 @@ class TransformerModel(KeepsTies):
             for name in PredictionBlock.PARTS:
                 yield f"mtp.blocks.{depth}.{name}", getattr(block, name)
 
-    def _predictions(self) -> Iterator[tuple[int, nn.Module]]:
+    def _predictions(self) -> Iterator[tuple[int, PredictionBlock]]:
         """Yields the modules of multi-token prediction on this pipeline rank, by number."""
         if isinstance(self.mtp, Predictions):
-            yield from enumerate(self.mtp.blocks)
+            yield from enumerate(self.mtp.blocks)  # type: ignore[misc]
 
     def _prediction_blocks(self) -> list[str]:
         # Separate from `further_blocks`, which a class derived from this one may extend with its own blocks.

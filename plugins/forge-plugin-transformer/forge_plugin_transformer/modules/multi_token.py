@@ -70,11 +70,13 @@ class PredictionBlock(Block):
         self.projection = projection
         self.norm = norm
 
-    def forward(self, hidden: Tensor, embedded: Tensor, batch: Batch) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, embedded: Tensor, batch: Batch, cache: Any = None
+    ) -> Tensor:
         """Returns the normalised states (B, S, D), from the states of the previous module and the embeddings ahead."""
         # In the order of `eh_proj` in DeepSeek-V3's weights; equation 21 of the paper has the states first
         both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
-        (x,) = super().forward((expanded(self.projection(both), self.streams),), batch)
+        (x,) = super().forward((expanded(self.projection(both), self.streams),), batch, cache)
         return self.norm(collapsed(x, self.streams))
 
 
