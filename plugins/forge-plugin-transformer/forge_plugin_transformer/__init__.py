@@ -1,6 +1,7 @@
 """Decoder-only transformers with attention, feed-forward, norm and position encoding as components."""
 
 from forge_plugin_transformer.kinds import (
+    AttentionBackendComponent,
     AttentionComponent,
     FFNComponent,
     InitStd,
@@ -37,6 +38,7 @@ __all__ = [
     "GELU",
     "XIELU",
     "Add",
+    "AttentionBackendComponent",
     "AttentionComponent",
     "AttentionPattern",
     "DynamicRope",

@@ -29,6 +29,7 @@ from forge_plugin_transformer.scoring import PLAIN, Scoring
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.job import Job
+    from forge_plugin_transformer.kinds import AttentionBackendComponent
 
 WayOrAuto = Literal["auto", "mask", "segments", "varlen"]
 """Values of the key `documents`."""
@@ -160,6 +161,18 @@ def kernel_problems(backend: Backend, documents: WayOrAuto, job: Job, scoring: S
     among: Sequence[Kernel] = scoring_kernels(device, scoring) or ("torch",)
     if problem := documents_problem(documents, device, dtype, among[0] if backend == "auto" else backend, scoring):
         yield Problem("documents", problem)
+
+
+def plugged_problems(
+    backend: AttentionBackendComponent, documents: WayOrAuto, scoring: Scoring = PLAIN
+) -> Iterator[Problem]:
+    """Yields problems with the keys `backend` and `documents` of an attention whose kernel is a component."""
+    name, computes = type(backend).__name__, backend.computes
+    if lacks := [option for option in scoring.options() if option not in computes]:
+        does = f"; of the variations it computes {', '.join(computes)}" if computes else ""
+        yield Problem("backend", f"{name} does not compute {', '.join(lacks)}{does}; take another kernel")
+    if documents != "auto":
+        yield Problem("documents", f"{name} keeps documents apart itself; leave this out")
 
 
 def documents_problem(

@@ -10,8 +10,8 @@ matrices; the roles of one without roles follow from shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forge_core.contracts.contexts import BuildContext
+    from forge_plugin_transformer.scoring import Scoring
 
 
 @frozen
@@ -62,6 +63,33 @@ class AttentionComponent(Component):
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Build with the model's width D and the deviations of matrices; `context.layer` is the layer's number."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class AttentionBackendComponent(Component):
+    """Builds a kernel of attention, for `backend` of `gqa` in place of the name of an installed one.
+
+    The module maps `(q (B, S, H, E), k (B, S, K, E), v (B, S, K, V), batch, sinks) -> (B, S, H, V)`: causal attention,
+    within documents where the batch has `document_ids` (B, S), neighbours with equal ids being of one. It has no
+    parameters, and computes what `scoring` describes; `sinks` (H,) are None without them. With tensor parallel, H and K
+    are a rank's heads. `prepare(batch)` may add an entry that all layers share, such as a mask.
+
+    Generation with a cache, spans and context parallelism have their own kernels.
+    """
+
+    kind = "attention_backend"
+    resumes_as = "safe"
+    computes: ClassVar[Collection[str]] = ()
+    """Variations of plain causal attention that it computes: of `window`, `scale`, `soft_cap` and `sinks`. A job with
+    any other is refused."""
+
+    def build(self, context: BuildContext, scoring: Scoring, head_dim: int) -> nn.Module:
+        """Build for heads of width E on the context's device and dtype.
+
+        Raises:
+            JobError: the kernel cannot run there.
+        """
         raise NotImplementedError
 
 

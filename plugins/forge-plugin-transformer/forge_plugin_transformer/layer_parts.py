@@ -11,8 +11,20 @@ from attrs.validators import ge, gt
 from forge_core.contracts.components import default_type, when_resumed
 from forge_core.contracts.errors import Problem
 from forge_plugin_transformer.attention_backends import Backend, choose_backend
-from forge_plugin_transformer.document_backends import WayOrAuto, choose_documents, kernel_problems
-from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent, RopeComponent
+from forge_plugin_transformer.document_backends import (
+    WayOrAuto,
+    choose_documents,
+    kernel_problems,
+    plugged_problems,
+)
+from forge_plugin_transformer.kinds import (
+    AttentionBackendComponent,
+    AttentionComponent,
+    FFNComponent,
+    InitStd,
+    NormComponent,
+    RopeComponent,
+)
 from forge_plugin_transformer.scoring import Scoring
 
 if TYPE_CHECKING:
@@ -21,6 +33,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_plugin_transformer.modules.attention_core import AttentionCore
 
 
 @frozen(kw_only=True)
@@ -71,9 +84,10 @@ class GroupedQueryAttention(AttentionComponent):
     """Whether what heads have mixed is multiplied by the sigmoid of a linear function of x, before the last projection
     (Qiu et al. 2025, "Gated Attention for Large Language Models"). element or true: a factor for each feature of each
     head (Qwen3-Next). head: one for each head."""
-    backend: Backend = field(default="auto", metadata=when_resumed("safe"))
+    backend: Backend | AttentionBackendComponent = field(default="auto", metadata=when_resumed("safe"))
     """Kernel. auto: the fastest by the committed measurements, torch's own choice where there are none. flash,
-    efficient, math and cudnn are torch's; gemm is blocks of plain matrix products."""
+    efficient, math and cudnn are torch's; gemm is blocks of plain matrix products. A table names another one by its
+    `type`, of a plugin or a file, which keeps documents apart itself."""
     documents: WayOrAuto = field(default="auto", metadata=when_resumed("safe"))
     """How the documents of a packed sequence are kept apart. mask: all pairs of positions are computed, and hidden
     where they cross. segments (CPU): document by document, short ones in groups. varlen (CUDA, half precision): torch's
@@ -95,7 +109,10 @@ class GroupedQueryAttention(AttentionComponent):
         if self.qk_norm_rotated and self.qk_norm in (False, "all"):
             message = f"true with qk_norm = {str(self.qk_norm).lower()} has no norm of each head to move"
             yield Problem("qk_norm_rotated", f'{message}; set qk_norm = "head", or leave it out')
-        yield from kernel_problems(self.backend, self.documents, job, self._scoring)
+        if isinstance(self.backend, AttentionBackendComponent):
+            yield from plugged_problems(self.backend, self.documents, self._scoring)
+        else:
+            yield from kernel_problems(self.backend, self.documents, job, self._scoring)
 
     @property
     def _scoring(self) -> Scoring:
@@ -121,18 +138,15 @@ class GroupedQueryAttention(AttentionComponent):
             JobError: the job sets a kernel, or a way to keep documents apart, that the device or the dtype excludes.
         """
         from forge_plugin_transformer.modules import attention
-        from forge_plugin_transformer.modules.attention_core import AttentionCore
 
         head_dim, kv_heads = self.head_dim or dim // self.heads, self.kv_heads or self.heads
-        kernel = choose_backend(self.backend, context, head_dim, self._scoring)
-        documents = choose_documents(self.documents, kernel.kernel, context, head_dim, self._scoring)
         return attention.GroupedAttention(
             dim,
             heads=self.heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             rotary=context.at("rope").build(self.rope, head_dim=head_dim),
-            core=AttentionCore(kernel, documents, self._scoring),
+            core=self._core(context, head_dim),
             q_norm=self._norm(self.heads, head_dim),
             k_norm=self._norm(kv_heads, head_dim),
             norm_all_heads=self.qk_norm == "all",
@@ -143,6 +157,16 @@ class GroupedQueryAttention(AttentionComponent):
             gate_width=self._gate_width(head_dim),
             init=init,
         )
+
+    def _core(self, context: BuildContext, head_dim: int) -> AttentionCore:
+        from forge_plugin_transformer.modules.attention_core import AttentionCore, PluggedCore
+
+        if isinstance(self.backend, AttentionBackendComponent):
+            kernel = context.at("backend").build(self.backend, scoring=self._scoring, head_dim=head_dim)
+            return PluggedCore(kernel, type(self.backend).__name__, self._scoring)
+        choice = choose_backend(self.backend, context, head_dim, self._scoring)
+        documents = choose_documents(self.documents, choice.kernel, context, head_dim, self._scoring)
+        return AttentionCore(choice, documents, self._scoring)
 
     def _gate_width(self, head_dim: int) -> int:
         if not self.gate:

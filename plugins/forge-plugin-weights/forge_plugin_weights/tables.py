@@ -190,7 +190,10 @@ def _lost(
     again = parse_component(table, "config.json", ModelComponent, catalog)
     other = resolved(architecture, flattened(to_toml(again, catalog)))
     free = {*outside_kinds(_safe_keys(model)), *outside_kinds(_safe_keys(again))}
-    for path in sorted({*flat, *other} - free):
+    for path in sorted({*flat, *other}):
+        # A free key may be a table, such as a kernel that is a component.
+        if any(path == key or path.startswith(f"{key}.") for key in free):
+            continue
         if flat.get(path) != other.get(path) and not fits_any(path, architecture.training_only):
             there = f"it is {other[path]!r} there" if path in other else "there is no such key"
             yield Problem(f"model.{path}", f"{flat.get(path)!r} has no counterpart in {architecture.name}: {there}")

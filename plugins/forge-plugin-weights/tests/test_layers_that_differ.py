@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from published_models import EXPERTS
@@ -16,6 +17,7 @@ from forge_core.config.load import to_toml
 from forge_core.contracts.components import ModelComponent
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import parse_component
+from forge_plugin_transformer import AttentionBackendComponent
 from forge_plugin_weights.exporting import find_form
 from forge_plugin_weights.kinds import Unsupported
 from forge_plugin_weights.layered import of_layers
@@ -27,6 +29,7 @@ from forge_plugin_weights.tables import (
     resolved,
     write_config,
 )
+from forge_testing.catalogs import with_components
 from forge_testing.refusals import at, refuses, refuses_all
 
 CATALOG = Catalog.installed()
@@ -435,3 +438,16 @@ def test_a_configuration_that_cannot_be_is_refused(type_, keys, expected):
     with refuses_all(expected):
         config = {key: value for key, value in {**SIZES, **keys}.items() if value is not ...}
         read_config(ARCHITECTURES[type_], config)
+
+
+def test_a_kernel_that_is_a_component_is_no_key_of_the_export():
+    @frozen(kw_only=True)
+    class Kernel(AttentionBackendComponent):
+        """A kernel of a stranger."""
+
+    catalog = with_components(CATALOG, {"attention_backend": {"kernel": Kernel}})
+    architecture = ARCHITECTURES["qwen3"]
+    table = read_config(architecture, published("qwen3", {}))
+    model = parse_component(table, "config.json", ModelComponent, catalog)
+    other = evolve(model, attention=evolve(model.attention, backend=Kernel()))
+    assert write_config(architecture, other, catalog) == write_config(architecture, model, catalog)

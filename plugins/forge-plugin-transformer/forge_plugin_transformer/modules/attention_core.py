@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from forge_plugin_transformer.document_backends import DocumentChoice, Way
 from forge_plugin_transformer.modules.documents import document_bounds, document_mask, window_mask
 from forge_plugin_transformer.modules.gemm_attention import gemm_attention
 from forge_plugin_transformer.modules.narrow_values import narrowed, padded
+from forge_plugin_transformer.modules.parts import prepare
 from forge_plugin_transformer.modules.segment_attention import segment_attention
 from forge_plugin_transformer.modules.softmax_attention import WHOLE, one_query_attention, softmax_attention
 from forge_plugin_transformer.scoring import PLAIN, Scoring
@@ -145,6 +146,33 @@ class AttentionCore(nn.Module):
     def extra_repr(self) -> str:
         options = (f"{name}={value}" for name, value in self.mixing().items())
         return ", ".join((f"{self.choice.kernel}, documents={self.documents.way}", *options))
+
+
+class PluggedCore(AttentionCore):
+    """Attention by the module of an `AttentionBackendComponent`, which keeps documents apart itself.
+
+    With a mask, of a cache or of spans, it is torch's, as with every other kernel.
+    """
+
+    def __init__(self, attend: nn.Module, name: str, scoring: Scoring = PLAIN) -> None:
+        # Nothing reads the way to keep documents apart, nor shows it
+        own = DocumentChoice("mask", "by the kernel", matters=False)
+        # The name is shown, and no kernel is looked up by it
+        super().__init__(Choice(cast("Kernel", name), "set by the job"), own, scoring)
+        self.attend = attend
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Returns the batch with what the kernel needs."""
+        return prepare(self.attend, batch)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None, *, mask: Tensor | None = None
+    ) -> Tensor:
+        """As `AttentionCore`; the kernel gets everything but a mask."""
+        if mask is not None:
+            return super().forward(q, k, v, batch, sinks, mask=mask)
+        mixed: Tensor = self.attend(q, k, v, self.prepare(batch), sinks)
+        return mixed
 
 
 def torch_attention(
