@@ -83,9 +83,6 @@ class Mamba2(AttentionComponent):
         apart = 1 if self.norm == "none" else self.norm_groups or self.groups
         if self.norm_groups and apart > 1 and apart % layout.tp:
             yield Problem("norm_groups", f"{apart} is neither 1 nor divisible by {ranks}")
-        if self.groups == 1 and layout.cp > 1:
-            why = f"the {layout.cp} context-parallel ranks would need the only group of all heads"
-            yield Problem("groups", f"1 does not divide: {why}; take more groups, or leave cp out")
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
         """Checks that a width follows from that of the model, unless there is `head_dim`."""

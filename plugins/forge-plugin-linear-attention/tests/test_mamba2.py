@@ -55,7 +55,15 @@ def observe(folder: Path, changes: Mapping[str, Any]) -> Curve:
     return curves.train(job(folder, **changes), installed())
 
 
-test_packed_documents_on_ranks = layout_law(Case("mamba2", observe=observe, compare=same_curve, layouts=LAYOUTS))
+def observe_one_group(folder: Path, changes: Mapping[str, Any]) -> Curve:
+    one = attrs.evolve(HYBRID, attention=attrs.evolve(MAMBA, groups=1))
+    return curves.train(job(folder, model=one, **changes), installed())
+
+
+test_packed_documents_on_ranks = layout_law(
+    Case("mamba2", observe=observe, compare=same_curve, layouts=LAYOUTS),
+    Case("one group", observe=observe_one_group, compare=same_curve, layouts=LAYOUTS),
+)
 
 
 def refused(folder: Path, ranks: int = 1, parallel: Mapping[str, Any] | None = None, **keys: Any) -> list[Any]:
@@ -74,7 +82,7 @@ def test_heads_are_refused_where_they_do_not_divide(tmp_path: Path) -> None:
 
 def test_what_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     where, tp3, cp2 = "model.attention.", {"tp": TensorParallel(degree=3)}, {"cp": ContextParallel(degree=2)}
-    check_problems(refused(tmp_path, 2, cp2, groups=1), at(where + "groups", "context-parallel", "cp"))
+    check_problems(refused(tmp_path, 2, cp2, heads=3), at("parallel.cp.degree", "3 key/value heads"))
     found = refused(tmp_path, 3, tp3, heads=4)
     assert any(problem.path == where + "heads" and "3" in problem.message for problem in found), found
     found = refused(tmp_path, 3, tp3, heads=6, groups=2)

@@ -14,7 +14,7 @@ class TestMamba2(ModelSuite):
 
 
 class TestHybridOfOneGroup(ModelSuite):
-    """Tensor-parallel ranks compute the only group each, and add up squares for the norm of all heads."""
+    """Each rank needs the only group; those of tensor parallel add up squares for the norm of all heads."""
 
     component = Transformer(
         vocab_size=32,
@@ -28,4 +28,4 @@ class TestHybridOfOneGroup(ModelSuite):
             layers=("mamba", "full"),
         ),
     )
-    layouts = ("tp2",)
+    layouts = ("cp2", "tp2")

@@ -17,7 +17,8 @@ class MixesHeads(Protocol):
 
     Under `cp`, by any of its methods, ranks exchange positions for heads: the module is called with whole sequences of
     some of its heads, and its results are exchanged back. All that depends on other positions is inside of it,
-    convolutions included. It keeps packed documents apart itself.
+    convolutions included. It keeps packed documents apart itself. What all heads share is passed once for each rank:
+    see `sharing_ranks`.
     """
 
     mixes_heads: bool
@@ -33,3 +34,12 @@ class MixesHeads(Protocol):
             further: a cache, in generation: by the module itself, on every rank of `cp`.
         """
         ...
+
+
+def sharing_ranks(mixer: Any) -> int:
+    """Returns how many ranks divide the heads of a layer's mixer, as it is now: 1 without `cp`, and in generation.
+
+    A tensor or parameter that all heads need, such as keys of a single head, is expanded to as many equal heads: each
+    rank then gets one, of all positions.
+    """
+    return int(getattr(mixer, "ranks", 1))

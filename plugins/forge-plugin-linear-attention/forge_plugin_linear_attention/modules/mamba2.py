@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_kit.nn.head_mixers import sharing_ranks
 from forge_kit.nn.modules import Linear, cast
 from forge_plugin_linear_attention.modules.attention import LOG_RATES, OFFSETS, PerHead
 from forge_plugin_linear_attention.modules.cache import StateCache
@@ -180,15 +181,11 @@ class Mamba2Mixer(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, cache: StateCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `document_ids`, (B, S)."""
-        widths = self.head_dim, self.state, self.state
-        parts = [*zip(INPUTS, widths, strict=True)]
-        tensors = [self.get_submodule(name)(x).unflatten(-1, (-1, width)) for name, width in parts]
-        filters = [self.get_submodule(f"{name}_conv")(x.dtype).unflatten(0, (-1, width)) for name, width in parts]
-        biases = [
-            self.get_submodule(name)(x.dtype).unflatten(0, (-1, width))
-            for name, width in zip(self.conv_biases, widths, strict=False)
-        ]
-        per_head = [*(part(x.dtype) for part in (self.log_rate, self.offset, self.skip)), *filters, *biases]
+        per_head = [part(x.dtype) for part in (self.log_rate, self.offset, self.skip)]
+        tensors = [self._heads(name, self.get_submodule(name)(x), -1) for name in INPUTS]
+        per_head += [self._heads(name, self.get_submodule(f"{name}_conv")(x.dtype), 0) for name in INPUTS]
+        named = zip(INPUTS, self.conv_biases, strict=False)
+        per_head += [self._heads(name, self.get_submodule(bias)(x.dtype), 0) for name, bias in named]
         further = () if cache is None else (cache,)
         mixed = self.core([*tensors, self.step(x)], per_head, batch, *further).flatten(2)
         gate = F.silu(self.gate(x))
@@ -196,6 +193,16 @@ class Mamba2Mixer(nn.Module):
             return self.o(self.norm(mixed) * gate)
         mixed = mixed * gate
         return self.o(mixed if self.norm_way == "none" else self.norm(mixed))
+
+    def _heads(self, name: str, values: Tensor, dimension: int) -> Tensor:
+        """Returns the values of a projection with their heads, or groups, apart: at `dimension`, before their width."""
+        apart = values.unflatten(dimension, (-1, self.head_dim if name == "x" else self.state))
+        if name == "x" or self.groups > 1:
+            return apart
+        # All heads need the only group, on each rank that has some of them
+        sizes = [-1] * apart.ndim
+        sizes[dimension - 1 if dimension else 0] = sharing_ranks(self.core)
+        return apart.expand(sizes)
 
     def new_cache(self, batch_size: int, length: int) -> StateCache:
         """Returns an empty cache, of a size that does not depend on `length`."""
@@ -226,5 +233,5 @@ class Mamba2Mixer(nn.Module):
         return {**filters, **{f"{name}.weight": "bias" for name in numbers}}  # type: ignore[dict-item]
 
     def sequence_mixers(self) -> Mapping[str, int]:
-        """Names the core, whose groups ranks share under `cp`."""
-        return {"core": self.groups}
+        """Names the core, whose groups ranks share under `cp`; where there is one, they share the heads."""
+        return {"core": self.step.out_features if self.groups == 1 else self.groups}
