@@ -145,7 +145,7 @@ FAULTS = {
     other_head: ["lm_head.weight", "model.embed_tokens.weight", "config.json"],
     untied_without_head: ["lacks lm_head.weight"],
     unknown_key: ["attention_chunk_size", 8],
-    unknown_model: ["model_type", "'llamma'", "clip_vision_model, deepseek_v3"],
+    unknown_model: ["model_type", "'llamma'", "clip_vision_model, cohere"],
     two_ropes: ["disagree"],
     no_header: ["no safetensors file"],
     pickles: ["pytorch_model.bin", "pickle"],
