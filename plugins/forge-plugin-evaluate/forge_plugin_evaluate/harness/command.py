@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from forge_kit.tools.commands import count
 from forge_kit.tools.json_output import add_json, only_json, plain, print_json
 from forge_kit.tools.outputs import MARK, output_file, write_output
 from forge_kit.tools.ranks import add_ranks, run_on_ranks
+from forge_plugin_evaluate.harness.around import RequestTimes, describe, quiet_commit
 from forge_plugin_generate.options import check_path, separated
 
 if TYPE_CHECKING:
@@ -50,9 +52,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table
 
-    with only_json(options.json):
+    times = RequestTimes()
+    with only_json(options.json), quiet_commit():
         manager, tasks = _tasks(options.tasks, options.include)
         lm = _load(options)
+        times.follow(lm)
         results = simple_evaluate(
             model=lm,
             tasks=tasks,
@@ -69,7 +73,8 @@ def _evaluate(options: argparse.Namespace) -> int:
         )
     if join_world().rank == 0:
         info = results["config"]
-        give_results(options, {"checkpoint": info["checkpoint"], "step": info["step"], **results}, make_table)
+        facts = {"checkpoint": info["checkpoint"], "step": info["step"], "times": times.facts()}
+        give_results(options, {**facts, **results}, make_table)
     return ExitCode.FINISHED
 
 
@@ -78,7 +83,7 @@ def give_results(options: argparse.Namespace, results: Mapping[str, Any], make_t
 
     Args:
         options: of the command.
-        results: all of them, with `checkpoint` and `step`.
+        results: all of them, with `checkpoint`, `step` and `times`.
         make_table: the harness' function of that name.
     """
     if options.json:
@@ -87,6 +92,7 @@ def give_results(options: argparse.Namespace, results: Mapping[str, Any], make_t
         print(make_table(results))
         if results.get("groups"):
             print(make_table(results, "groups"))
+        print(describe(results["times"]), file=sys.stderr)
     if options.out:
         text = json.dumps({"generator": MARK, **plain(results)}, indent=1, ensure_ascii=False)
         write_output(options.out, "--out", text + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_kit.tools.json_output import only_json
 from forge_kit.tools.ranks import ranks_asked_for
+from forge_plugin_evaluate.harness.around import RequestTimes
 from forge_plugin_evaluate.harness.command import give_results
 from forge_plugin_evaluate.harness.task_names import matching_tasks
 from forge_plugin_generate.command import load_trained
@@ -35,6 +36,7 @@ def evaluate_images(options: argparse.Namespace) -> int:
     # cannot wait for one another's lock. Here one process loads one after the other.
     if find_spec("filelock._api") is None:
         evaluator._enable_reentrant_filelocks._patched = True
+    times = RequestTimes()
     with only_json(options.json):
         manager, tasks = _tasks(options.tasks, options.include)
         trained = load_trained(options.path, options.device, options.run, overrides=options.overrides)
@@ -48,6 +50,7 @@ def evaluate_images(options: argparse.Namespace) -> int:
             system=options.system,
             seed=options.seed,
         )
+        times.follow(model)
         results = evaluator.simple_evaluate(
             model=model,
             tasks=tasks,
@@ -60,6 +63,7 @@ def evaluate_images(options: argparse.Namespace) -> int:
             bootstrap_iters=options.bootstrap,
         )
     results["checkpoint"], results["step"] = str(trained.loaded.checkpoint), trained.loaded.step
+    results["times"] = times.facts()
     give_results(options, results, make_table)
     return ExitCode.FINISHED
 

@@ -363,7 +363,8 @@ def evaluate(*options):
 def test_the_command_prints_a_table_and_writes_a_file(lm, runs, capsys):
     options = ["--limit", "3", "--batch-size", "2", "--out", "out/results.json", "--items"]
     assert evaluate("--tasks", "choice,roll*", *options) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
+    assert not lacks(said, "to the first request", "after the last")
     assert "|choice " in shown
     assert "|rolling" in shown
     written = json.loads((runs / "out/results.json").read_text())
@@ -376,6 +377,17 @@ def test_the_command_prints_a_table_and_writes_a_file(lm, runs, capsys):
     assert {"generator": again["generator"], **facts} == again
     for name in ("results", "samples", "step", "checkpoint"):
         assert facts[name] == written[name]
+    times = facts["times"]
+    assert set(times) == {"before_s", "requests_s", "between_s", "after_s"}
+    assert all(seconds > 0 for seconds in times.values())
+
+
+def test_outside_a_repository_git_is_not_heard(lm, runs, capfd):
+    assert not any((folder / ".git").exists() for folder in (runs, *runs.parents))
+    assert evaluate("--tasks", "choice", "--limit", "1", "--json") == 0
+    out, said = capfd.readouterr()
+    assert "not a git repository" not in said
+    assert json.loads(out)["git_hash"] is None
 
 
 def test_items_that_nothing_would_show_are_refused(capsys):
