@@ -46,6 +46,8 @@ def components(base: type[Component], catalog: Catalog, depth: int = 0) -> st.Se
         simple = not any(key.required and any(map(is_component, members(key.type))) for key in keys_of(cls))
         if issubclass(cls, base) and (simple or depth < DEEP):
             classes[offer.qualified] = cls
+    if not classes:  # nothing that is installed offers the kind, whose key has other values
+        return st.nothing()
     return st.sampled_from(sorted(classes)).flatmap(
         lambda type_: tables(classes[type_], catalog, depth).map(lambda table: {"type": type_, **table})
     )
