@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import FalconH1Config, GraniteMoeHybridConfig, Mamba2Config
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
@@ -218,3 +219,15 @@ def test_the_cache_does_not_grow_with_the_text(tmp_path: Path) -> None:
             sizes.append(sum(part.nbytes for part in cache.values()))
     tail, state = 3 * (4 * 5 + 2 * 2 * 6), 4 * 6 * 5
     assert sizes == [2 * 2 * 8 * (tail + state)] * 2
+
+
+def test_products_are_counted_as_torch_counts_them() -> None:
+    """Of whole chunks, forward and backward; filters of convolutions are sums to torch, and 6 a weight here."""
+    length, component = 32, Mamba2(heads=4, groups=2, head_dim=5, state=6, chunk=8, norm="none")
+    layer = component.build(None, DIM, InitStd(0.1, 0.1))  # type: ignore[arg-type]
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    with FlopCounterMode(display=False) as counter:
+        layer(torch.randn(1, length, DIM, requires_grad=True), {}).sum().backward()
+    filters = 6 * component.conv * (4 * 5 + 2 * 2 * 6)
+    assert counter.get_total_flops() == length * (layer.flops(length) - filters)

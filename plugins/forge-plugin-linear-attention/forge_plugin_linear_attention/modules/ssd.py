@@ -40,6 +40,8 @@ def state_space(
         chunk: C.
     """
     length, groups, width = x.shape[1], b.shape[2], x.shape[3]
+    if length == 1 and state is not None:
+        return _next_position(x, b, c, step, rate, state)
     chunk = min(chunk, length)
     more = -length % chunk
     if more:  # positions with a step of 0
@@ -72,6 +74,15 @@ def state_space(
     read = (c @ states[:, :-1]).unflatten(-1, (-1, width)) * since.transpose(-1, -2)[..., None]  # (B, N, G, C, R, P)
     mixed = read + within.transpose(3, 4)
     return mixed.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :length], states[:, -1]
+
+
+def _next_position(x: Tensor, b: Tensor, c: Tensor, step: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what `state_space` does for one position of the document before it: each operation costs a call."""
+    groups = b.shape[2]
+    inner = (x * step[..., None]).reshape(len(x), groups, 1, -1)
+    stays = (step * -rate).exp()[..., None].expand_as(x).reshape(inner.shape)
+    state = torch.addcmul(stays * state, b.reshape(len(b), groups, -1, 1), inner)
+    return (c.reshape(len(c), groups, 1, -1) @ state).view_as(x), state
 
 
 def _joined(x: Tensor) -> Tensor:
