@@ -26,8 +26,8 @@ init --tokenizer, init --from, inside lens path, inside lens --run, data picture
 --run, plan files, data prepare inputs, data prepare --job, profile profiles, replay run, replay --from, report runs,
 resume run, resume --from, run --resume, run files, runs folders, inside sae run, inside sae files, show run, submit
 files, submit --preset, submit --status, inside taps store, watch runs, weights inspect folder, weights import folder,
-weights export run, weights verify first, weights verify second, weights verify --prompts, launch local --resume, launch
-local files
+weights import --tokenizer, weights export run, weights verify first, weights verify second, weights verify --prompts,
+launch local --resume, launch local files
 """
 OTHERS = {
     "doctor --output": "it makes a folder of its own there, and removes it",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PROGRAM = "forge-run weights"
 SHOWN = 20
 """Tensors that `verify` lists."""
-PUBLISHED = "a folder with a published model, or ORG/NAME on the Hugging Face hub"
+PUBLISHED = "a folder with a published model, a GGUF file, or ORG/NAME on the Hugging Face hub"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -51,12 +51,19 @@ def _parser() -> argparse.ArgumentParser:
     importing.add_argument("folder", type=Path, metavar="MODEL", help=PUBLISHED)
     importing.add_argument("--out", type=Path, required=True, metavar="RUN", help="the run folder to make")
     importing.add_argument("--copy", action="store_true", help="copy the files, where they are linked otherwise")
-    importing.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    tokenizers = importing.add_mutually_exclusive_group()
+    tokenizers.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    tokenizers.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="with the tokenizer's files, in place of the model's own"
+    )
     exporting = add("export", export)
     exporting.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a checkpoint")
-    exporting.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to make")
+    exporting.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="the folder to make, or a file X.gguf"
+    )
     exporting.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
-    exporting.add_argument("--shard-size", type=gigabytes, default="5", metavar="GB", help="of each file (5)")
+    exporting.add_argument("--shard-size", type=gigabytes, metavar="GB", help="of each file (5)")
+    exporting.add_argument("--no-tokenizer", action="store_true", help="of X.gguf: leave the tokenizer out")
     exporting.add_argument("--verify", action="store_true", help="also compare what checkpoint and export compute")
     exporting.add_argument(
         "--push", default="", metavar="ORG/NAME", help="also upload it to this repository of the hub"
@@ -145,6 +152,7 @@ def import_model(options: argparse.Namespace) -> int:
     """Make a run folder of a published model; its files are linked, not copied."""
     from forge_core.plugins.catalog import Catalog
     from forge_plugin_weights.downloads import checksum_line
+    from forge_plugin_weights.gguf_files import is_gguf
     from forge_plugin_weights.importing import IGNORED, LEFT_OUT, ORIGIN, START, import_folder, read_folder, read_json
     from forge_plugin_weights.inspecting import remarks
     from forge_plugin_weights.matching import listed
@@ -155,12 +163,13 @@ def import_model(options: argparse.Namespace) -> int:
         folder,
         out,
         copy=options.copy,
-        tokenizer=not options.no_tokenizer,
+        tokenizer=_tokenizer(options),
         architecture=options.architecture,
         ignore=options.ignore,
         catalog=catalog,
     )
-    config, origin = read_folder(folder), read_json(run / ORIGIN)
+    origin = read_json(run / ORIGIN)
+    config = origin["config"] if is_gguf(folder) else read_folder(folder)
     notes = [f"{key} = {value!r} of config.json is ignored" for key, value in origin[IGNORED].items()]
     notes += list(remarks(_architecture(config, options.architecture, catalog), config))
     if options.json:
@@ -175,6 +184,16 @@ def import_model(options: argparse.Namespace) -> int:
         print(f"left out, as Forge computes nothing with them: {listed(origin[LEFT_OUT])}")
     print(f"train it: forge-run {run / START} JOB.toml")
     return ExitCode.FINISHED
+
+
+def _tokenizer(options: argparse.Namespace) -> bool | Path:
+    """Returns whether to take the tokenizer, or the folder that was named with its files."""
+    if options.tokenizer is None:
+        return not options.no_tokenizer
+    folder: Path = options.tokenizer.expanduser()
+    if not folder.is_dir():
+        raise JobError(f"--tokenizer {folder}: there is no such folder")
+    return folder
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -251,26 +270,40 @@ def export(options: argparse.Namespace) -> int:
     import torch
 
     from forge_plugin_weights.adapters import MERGING
-    from forge_plugin_weights.exporting import PROVENANCE, export_run
+    from forge_plugin_weights.exporting import PROVENANCE, SHARD_BYTES, export_run
+    from forge_plugin_weights.gguf_files import is_gguf
     from forge_plugin_weights.hub import check_pushable
     from forge_plugin_weights.importing import read_json
     from forge_plugin_weights.parity import PARITY
 
+    gguf = is_gguf(options.out)
+    if gguf:
+        _check_gguf(options)
+    elif options.no_tokenizer:
+        raise JobError("--no-tokenizer is of an export to X.gguf; leave it out")
     if options.public and not options.push:
         raise JobError("--public is of a repository that --push makes; add it, or leave --public out")
     if options.push:
         check_pushable(options.push)  # before an export that may take long
     if options.adapters:
         return _export_adapters(options)
-    folder = export_run(
+    out = export_run(
         options.run,
         options.out,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
-        shard_bytes=options.shard_size,
+        shard_bytes=options.shard_size or SHARD_BYTES,
         architecture=options.architecture,
         computed=options.verify,
         merge=options.merge,
+        tokenizer=not options.no_tokenizer,
     )
+    if gguf:
+        if options.json:
+            print_json({"out": out, "files": [out.name]})
+        else:
+            print(out)
+        return ExitCode.FINISHED
+    folder = out
     paths = sorted(folder.iterdir())
     merging = read_json(folder / PROVENANCE / MERGING) if options.merge else None
     if options.json:
@@ -286,6 +319,19 @@ def export(options: argparse.Namespace) -> int:
         print(f"adapters added to {merging['matrices']} matrices; {what}")
     _print_pushed(options, folder)
     return ExitCode.FINISHED
+
+
+def _check_gguf(options: argparse.Namespace) -> None:
+    """Refuse options that a single file has no use for."""
+    reasons = {
+        "--push": (options.push, "uploads a folder"),
+        "--adapters": (options.adapters, "writes a folder for peft"),
+        "--shard-size": (options.shard_size, "is of several files"),
+        "--verify": (options.verify, f"compares a folder; afterwards: forge-run weights verify RUN {options.out}"),
+    }
+    for name, (given, reason) in reasons.items():
+        if given:
+            raise JobError(f"{name} {reason}; leave it out with --out {options.out}")
 
 
 def _pushed(options: argparse.Namespace, folder: Path) -> dict[str, str]:

@@ -34,6 +34,8 @@ from forge_plugin_weights.adapters import MERGING, Merging, has_adapters, write_
 from forge_plugin_weights.adapters import merge as merge_into
 from forge_plugin_weights.card import write_card
 from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, making, plan_files, writer_of
+from forge_plugin_weights.gguf_export import write_gguf
+from forge_plugin_weights.gguf_files import is_gguf
 from forge_plugin_weights.importing import (
     CONFIG,
     GENERATION,
@@ -226,6 +228,7 @@ def export_run(
     architecture: str = "",
     computed: bool = False,
     merge: bool = False,
+    tokenizer: bool = True,
     catalog: Catalog | None = None,
 ) -> Path:
     """Write the weights of a run or checkpoint as a published model.
@@ -236,17 +239,18 @@ def export_run(
 
     Args:
         path: a run folder, whose newest checkpoint is taken, or a checkpoint.
-        output: the folder to make; it must not exist.
+        output: the folder to make, or a GGUF file by its suffix `.gguf`; it must not exist.
         dtype: of the weights; by default as they are stored.
         shard_bytes: of each file at most.
         architecture: `model_type` to export as; by default the plainest that the model is of.
         computed: whether to compare what both models compute, too, with a layer of each in memory.
         merge: whether to add adapters to the weights, for which the model must fit into memory. What that rounds is
             recorded in `forge/merging.json`.
+        tokenizer: whether a GGUF file has the tokenizer.
         catalog: which architectures there are; by default those that are installed.
 
     Returns:
-        The folder.
+        The folder, or the file.
 
     Raises:
         JobError: the model has no published form, or something cannot be read. Nothing is left then.
@@ -262,6 +266,12 @@ def export_run(
         rounding = None
         if merge:
             weights, rounding = merge_into(weights, catalog, stack, output)
+        if is_gguf(output):
+            target = find_target(weights.job, weights.shapes, catalog, architecture, weights.origin)
+            if rounding is not None and rounding.lost:
+                logger.warning("rounding took %.2f%% of the update of %s", 100 * rounding.lost, rounding.name)
+            write_gguf(output, weights, target, catalog, tokenizer=tokenizer)
+            return output
         return _export(weights, output, shard_bytes, architecture, computed, rounding, catalog)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.contracts.errors import JobError
+from forge_plugin_weights.gguf_files import is_gguf
 from forge_plugin_weights.pixels import PROCESSOR_FILES
 
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -27,7 +28,7 @@ LEFT = ("*/*.safetensors", "*/*.json", "*/*.model", "*/*.txt", "consolidated*")
 
 def is_name(path: Path) -> bool:
     """Whether a path can only be a name on the hub: it is not there, and of that form, as is a relative path."""
-    return bool(NAME.fullmatch(str(path))) and not path.exists() and not path.parent.exists()
+    return bool(NAME.fullmatch(str(path))) and not is_gguf(path) and not path.exists() and not path.parent.exists()
 
 
 def fetched(name: str, revision: str = "", *, weights: bool = True) -> Path:

@@ -14,15 +14,17 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.run_folder import JOB, TOKENIZER, save_tokenizer, write_record
@@ -37,6 +39,9 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.outputs import free_path
 from forge_plugin_weights.downloads import check_small_files, check_weights
 from forge_plugin_weights.files import BLOCK, SUFFIX, Place, Room, making, places_in
+from forge_plugin_weights.gguf_files import GgufFile, is_gguf
+from forge_plugin_weights.gguf_metadata import config_of, published_places
+from forge_plugin_weights.gguf_tokenizers import write_tokenizer
 from forge_plugin_weights.hub import is_name, origin_of_hub
 from forge_plugin_weights.inspecting import value_at, without
 from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
@@ -81,7 +86,6 @@ LEFT_OUT = "left_out"
 """Key of that file: names of the weights that the import has no use for."""
 IGNORED = "ignored"
 """Key of that file: keys of `config.json` that were left out by `--ignore`, with their values."""
-NO_GGUF = "GGUF, the format of llama.cpp, is not read; give the model's folder with config.json and safetensors files"
 SPELLED = "spelled_tokens"
 """Key of the tokenizer."""
 SOURCE = "source"
@@ -92,9 +96,14 @@ COMPUTED = "computed.bin"
 
 @frozen(kw_only=True)
 class Source:
-    """A published model in a folder."""
+    """A published model in a folder, or in a GGUF file."""
 
     folder: Path
+    """Or the file."""
+    tokenizer: Path
+    """Folder with the tokenizer's files."""
+    tokenizer_made: bool
+    """Whether that folder was made of a file's metadata, for the import only."""
     config: Mapping[str, Any]
     model_type: str
     architecture: ArchitectureComponent
@@ -107,21 +116,34 @@ class Source:
     """Keys of the configuration that its reader has left out, as they mean nothing, with their values."""
 
     @classmethod
-    def open(cls, folder: Path, catalog: Catalog, architecture: str = "", ignore: Collection[str] = ()) -> Source:
+    def open(
+        cls,
+        folder: Path,
+        catalog: Catalog,
+        architecture: str = "",
+        ignore: Collection[str] = (),
+        tokenizer: Path | None = None,
+        tokenizer_made: bool = False,
+    ) -> Source:
         """Read the configuration and the headers of all files.
 
         Args:
-            folder: with the model.
+            folder: with the model, or a GGUF file.
             catalog: which architectures there are.
             architecture: in place of the one that `config.json` names.
             ignore: keys of `config.json`, unknown to Forge, that are left out.
+            tokenizer: the folder of the tokenizer, where it is another.
+            tokenizer_made: whether that was made for the import only.
 
         Raises:
             JobError: there is no such folder, or its files are damaged.
             JobError: a key to ignore is not there, or known.
             JobError: no installed architecture is its own.
         """
-        config = read_folder(folder)
+        file = GgufFile.open(folder) if is_gguf(folder) and folder.is_file() else None
+        config = read_folder(folder) if file is None else config_of(file)
+        if file is not None and architecture not in ("", config["model_type"]):
+            raise JobError(f"--architecture {architecture}: {folder} is read as {config['model_type']}; leave it out")
         if architecture:
             chosen = load_architecture(architecture, catalog)
             place = place_of(architecture, chosen, catalog)
@@ -135,10 +157,12 @@ class Source:
         is_part = chosen.has_text and isinstance(config.get(chosen.table), Mapping)
         # In this order: the architecture's patterns are for the names that the part has alone.
         renames = {**(OF_LANGUAGE_MODELS if is_part else {}), **chosen.renames}
-        stored = places_in(folder)
+        stored = places_in(folder) if file is None else published_places(file, config)
         files = {place.file for place in stored.values()}
         return cls(
             folder=folder,
+            tokenizer=tokenizer or folder,
+            tokenizer_made=tokenizer_made,
             config=chosen.part_of(without(chosen, config, ignore)),
             ignored={key: value_at(chosen.part_of(config), key) for key in ignore},
             model_type=name,
@@ -147,6 +171,11 @@ class Source:
             places=renamed(wide_places(stored, config), renames, folder),
             files=sorted(files, key=lambda path: -path.stat().st_size),
         )
+
+    @property
+    def beside(self) -> Path:
+        """The folder that its files lie in."""
+        return self.folder.parent if is_gguf(self.folder) and self.folder.is_file() else self.folder
 
     @property
     def shapes(self) -> Shapes:
@@ -168,25 +197,32 @@ def renamed(places: Mapping[str, Place], renames: Mapping[str, str], folder: Pat
 
 
 def read_folder(folder: Path) -> Mapping[str, Any]:
-    """Returns the content of a folder's `config.json`, with its `preprocessor_config.json` under `PIXELS`."""
+    """Returns the content of a folder's `config.json`, with its `preprocessor_config.json` under `PIXELS`.
+
+    Of a GGUF file, returns its metadata as such a configuration.
+    """
     demand_folder(folder)
+    if folder.is_file():
+        return config_of(GgufFile.open(folder))
     config = read_json(folder / CONFIG)
     pixels = processor_of(folder)
     return {**config, PIXELS: pixels} if pixels else config
 
 
 def demand_folder(path: Path) -> None:
-    """Check that a path is a folder with a published model, as far as names show it.
+    """Check that a path is a folder with a published model, or a GGUF file, as far as names show it.
 
     Raises:
-        JobError: it is a name on the hub, a single file, or a model of another format; names what to pass.
+        JobError: it is a name on the hub, another file, or a folder of GGUF files; names what to pass.
     """
     if path.is_dir():
         if not (path / CONFIG).exists() and (models := sorted(path.glob("*.gguf"))):
-            raise JobError(f"{models[0]}: {NO_GGUF}")
+            raise JobError(f"{path} has no {CONFIG}; to read a GGUF file, name the file: {models[0]}")
         return
-    if path.suffix == ".gguf":
-        raise JobError(f"{path}: {NO_GGUF}")
+    if is_gguf(path):
+        if path.is_file():
+            return
+        raise JobError(f"there is no file {path}")
     if path.is_file():
         hint = f"name its folder, {path.parent}" if path.suffix == SUFFIX else "name the folder of a model"
         raise JobError(f"{path} is a file; {hint}, with {CONFIG} and all {SUFFIX} files")
@@ -221,7 +257,7 @@ def import_folder(
     output: Path,
     *,
     copy: bool = False,
-    tokenizer: bool = True,
+    tokenizer: bool | Path = True,
     architecture: str = "",
     ignore: Collection[str] = (),
     catalog: Catalog | None = None,
@@ -231,10 +267,10 @@ def import_folder(
     `[checkpoint.load]`, `forge-run generate` and all other commands use its checkpoint of step 0 like any run's.
 
     Args:
-        folder: with `config.json`, safetensors files and a tokenizer.
+        folder: with `config.json`, safetensors files and a tokenizer; or a GGUF file.
         output: the run folder to make; it must not exist.
         copy: whether to copy the files, and not to link them, as is possible on one file system only.
-        tokenizer: whether to take the tokenizer too.
+        tokenizer: whether to take the tokenizer too; or the folder with its files, where it is another.
         architecture: in place of the one that `config.json` names: a name, or the place of a class.
         ignore: keys of `config.json`, unknown to Forge, that mean nothing; `origin.json` lists them.
         catalog: which components there are; by default those that are installed.
@@ -249,8 +285,32 @@ def import_folder(
     demand_folder(folder)
     _check_name(output)  # before files of many gigabytes are read
     catalog = catalog or Catalog.installed()
-    check_small_files(folder)  # before they are read: what a flipped bit makes of them may be anything
-    source = Source.open(folder, catalog, architecture, ignore)
+    if folder.is_dir():
+        check_small_files(folder)  # before they are read: what a flipped bit makes of them may be anything
+    with ExitStack() as stack:
+        chosen = stack.enter_context(_tokenizer_folder(folder, tokenizer))
+        made = folder.is_file() and tokenizer is True
+        source = Source.open(folder, catalog, architecture, ignore, chosen, made)
+        _import(source, output, copy, tokenizer is not False, catalog)
+    return output
+
+
+@contextmanager
+def _tokenizer_folder(model: Path, chosen: bool | Path) -> Iterator[Path]:
+    """The folder with a model's tokenizer, which is made for a while of a GGUF file."""
+    if isinstance(chosen, Path):
+        yield chosen
+    elif model.is_dir() or not chosen:
+        yield model
+    else:
+        file = GgufFile.open(model)
+        config_of(file)  # a model that is not read is named before its tokenizer
+        with tempfile.TemporaryDirectory() as scratch:
+            write_tokenizer(file, Path(scratch))
+            yield Path(scratch)
+
+
+def _import(source: Source, output: Path, copy: bool, tokenizer: bool, catalog: Catalog) -> None:
     finite = FiniteCheck(source.places)
     with Reader() as reader:
         # First, since it takes longest: everything else runs in the meantime.
@@ -258,8 +318,8 @@ def import_folder(
         digests = {path: reader.submit(path, finite.pieces(path), finite.look) for path in paths}
         job = imported_job(source, output, tokenizer, catalog)
         match = match_model(source, job, catalog)
-        check_tensors(source.architecture, match, source.shapes, folder)
-        check_dtypes(source.places, match.used, folder)
+        check_tensors(source.architecture, match, source.shapes, source.folder)
+        check_dtypes(source.places, match.used, source.folder)
         check_copies(source, match)
         # A second reader, which writes no copy any more when the folder of an import that failed is removed
         with making(output) as aside, Reader() as copier:
@@ -268,7 +328,6 @@ def import_folder(
                 folder=aside, final=output, source=source, job=job, match=match, catalog=catalog, finite=finite
             )
             run.write(copier, digests)
-    return output
 
 
 def _check_name(output: Path) -> None:
@@ -302,7 +361,8 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
     if tokenizer and source.architecture.has_text:
         table["data"]["tokenizer"] = _tokenizer_table(source)
     # As text, so that its keys are checked like any job's
-    return parse_job(tomli_w.dumps(table), str(source.folder / CONFIG), catalog, MODEL_TABLES)
+    place = source.folder / CONFIG if source.folder.is_dir() else source.folder
+    return parse_job(tomli_w.dumps(table), str(place), catalog, MODEL_TABLES)
 
 
 def _sources(
@@ -340,9 +400,9 @@ def _length(config: Mapping[str, Any], model: Mapping[str, Any]) -> Any:
 
 
 def _tokenizer_table(source: Source) -> dict[str, Any]:
-    folder, architecture = source.folder, source.architecture
+    folder, architecture = source.tokenizer, source.architecture
     if not (folder / TOKENIZER_CONFIG).is_file():
-        hint = "add the tokenizer's files, or leave it out with --no-tokenizer"
+        hint = "add the tokenizer's files, name their folder by --tokenizer, or leave it out with --no-tokenizer"
         raise JobError(f"{folder} has no tokenizer ({TOKENIZER_CONFIG} is missing); {hint}")
     # Without training, no document can end itself: what the key allows is refused again by start.toml.
     table = {"type": "forge-plugin-huggingface/auto", "path": str(folder), SPELLED: "warn"}
@@ -428,7 +488,10 @@ class ImportedRun:
         for path in self.source.files:
             digests[path].result()
         self.finite.finish(self.match.used, self.source.folder)
-        text, provenance = dump_job(self.job, self.catalog), collect_provenance(self.job, self.catalog, tokenizer)
+        text, provenance = (
+            dump_job(self._recorded_job(), self.catalog),
+            collect_provenance(self.job, self.catalog, tokenizer),
+        )
         write_manifest(checkpoint, _manifest(files, text, provenance))
         # After its files and the manifest, so that a committed checkpoint is complete
         storage.commit(0)
@@ -436,18 +499,26 @@ class ImportedRun:
         sha256 = {path: digests[path].result().sha256 for path in sorted(self.source.files)}
         origin = {
             "folder": str(self.source.folder.resolve()),
-            "hub": origin_of_hub(self.source.folder),
+            "hub": origin_of_hub(self.source.beside),
             "model_type": self.source.model_type,
             "architecture": self.source.place,
             "config": dict(self.source.config),
             IGNORED: dict(self.source.ignored),
             "files": {path.name: digest for path, digest in sha256.items()},
             "tokenizer": tokenizer_digests(self.folder),
-            "digests": check_weights(self.source.folder, sha256),
+            "digests": check_weights(self.source.beside, sha256),
             LEFT_OUT: unused_tensors(self.source.architecture, self.match, self.source.shapes),
         }
         (self.folder / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
         (self.folder / START).write_text(start_toml(self.source, self.job, self.final, self.catalog))
+
+    def _recorded_job(self) -> Job:
+        """The job, with the run's own tokenizer in place of a folder that was made for the import only."""
+        tokenizer: Any = self.job.data.tokenizer
+        if tokenizer is None or not self.source.tokenizer_made:
+            return self.job
+        path = str((self.final / TOKENIZER).resolve())
+        return evolve(self.job, data=evolve(self.job.data, tokenizer=evolve(tokenizer, path=path)))
 
 
 def _manifest(files: Mapping[str, Any], job: str, provenance: Mapping[str, Any]) -> dict[str, Any]:

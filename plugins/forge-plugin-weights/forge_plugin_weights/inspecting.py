@@ -57,6 +57,8 @@ def _without(config: Config, keys: Collection[str], path: str = "") -> Config:
 
 def value_at(config: Config, key: str) -> Any:
     """Returns the value of a key, which may be in a table of a configuration, with dots; None if it is not there."""
+    if key in config:  # keys of GGUF have dots
+        return config[key]
     for name in key.split("."):
         if not isinstance(config, Mapping) or name not in config:
             return None

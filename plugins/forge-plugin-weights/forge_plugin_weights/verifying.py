@@ -29,6 +29,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.data.tokenizers import begin_of_text
 from forge_kit.tools.checkpoints import evaluated_names, stored_tensors
 from forge_kit.tools.whole_tensors import read_whole
+from forge_plugin_weights.gguf_files import is_gguf
 from forge_plugin_weights.importing import CONFIG, Source, imported_job, match_model, run_of
 from forge_plugin_weights.kinds import Part, Shapes
 from forge_plugin_weights.matching import check_tensors
@@ -58,7 +59,7 @@ class Side:
 
 
 class PublishedSide(Side):
-    """A published model in a folder."""
+    """A published model in a folder, or in a GGUF file."""
 
     def __init__(self, folder: Path, catalog: Catalog, architecture: str, ignore: Collection[str] = ()) -> None:
         self._source, self._catalog = Source.open(folder, catalog, architecture, ignore), catalog
@@ -116,13 +117,15 @@ class TrainedSide(Side):
 def open_side(path: Path, catalog: Catalog, architecture: str = "", ignore: Collection[str] = ()) -> Side:
     """Returns the model in a folder: a published one if it has a `config.json`, else a run's or checkpoint's.
 
+    A GGUF file is a published model, too.
+
     Args:
         path: the folder.
         catalog: which architectures there are.
         architecture: of a published model, in place of the one that its files name.
         ignore: keys of its `config.json` that mean nothing.
     """
-    if (path / CONFIG).is_file():
+    if (path / CONFIG).is_file() or is_gguf(path):
         return PublishedSide(path, catalog, architecture, ignore)
     return TrainedSide(path, catalog)
 

@@ -1,0 +1,564 @@
+"""GGUF files in and out: written by the package `gguf` and read here, written here and read by `transformers`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from published_models import LLAMA3, MODELS, Published, ids_of, logits, ours
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from forge_core.cli import main
+from forge_plugin_weights.exporting import export_run
+from forge_plugin_weights.files import places_in
+from forge_plugin_weights.gguf_files import GgufFile
+from forge_plugin_weights.gguf_tokenizers import SPLITTINGS, write_tokenizer
+from forge_plugin_weights.importing import import_folder
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+FAMILIES = {
+    "llama": Published("Llama", {"rope_parameters": LLAMA3}),
+    "llama, biases": Published("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama, tied": MODELS["llama, tied"],
+    "mistral": MODELS["mistral"],
+    "qwen2": MODELS["qwen2"],
+    "qwen2, yarn": Published("Qwen2", {"rope_parameters": YARN}),
+    "llama, linear": Published("Llama", {"rope_parameters": LINEAR}),
+    "qwen3": Published("Qwen3", {"head_dim": 128}),  # the only size that transformers reads from GGUF
+}
+ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+TYPES = {
+    "F32": gguf.GGMLQuantizationType.F32,
+    "F16": gguf.GGMLQuantizationType.F16,
+    "BF16": gguf.GGMLQuantizationType.BF16,
+    "Q8_0": gguf.GGMLQuantizationType.Q8_0,
+}
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py."""
+    pairs = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def written(path: Path, model: Any, arch: str, kind: str = "F32", keys: dict[str, Any] | None = None) -> Path:
+    """Write a model by the package `gguf`, as llama.cpp's convert_hf_to_gguf.py does."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    for key, value in (keys or {}).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](key, value)
+    if (keys or {}).get("tokenizer.ggml.model") is not None:
+        writer.add_token_list([piece for piece, _, _ in PIECES])
+        writer.add_token_scores([score for _, score, _ in PIECES])
+        writer.add_token_types([kind for _, _, kind in PIECES])
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.float().numpy()
+        if arch == "llama" and ".q_proj." in name:
+            values = permuted(values, heads)
+        if arch == "llama" and ".k_proj." in name:
+            values = permuted(values, kv_heads)
+        of = TYPES["F32" if values.ndim < 2 else kind]
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(own, gguf.quants.quantize(values, of), raw_dtype=of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def difference(run: Path, model: Any, ids: torch.Tensor) -> float:
+    with torch.no_grad():
+        return (logits(ours(run), ids) - model(ids).logits).abs().max().item()
+
+
+SCALINGS = {
+    "qwen2, yarn": {"type": "yarn", "factor": 4.0, "original_context_length": 32},
+    "llama, linear": {"type": "linear", "factor": 2.0},
+}
+"""Keys below `rope.scaling` of the files that `written` makes."""
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama"])
+def test_a_file_of_other_code_computes_what_the_published_model_does(name: str, tmp_path: Path) -> None:
+    published = FAMILIES[name]
+    model, arch = published.model(), ARCHITECTURES[published.name]
+    keys = {f"{arch}.rope.scaling.{key}": value for key, value in SCALINGS.get(name, {}).items()}
+    path = written(tmp_path / "m.gguf", model, arch, keys=keys)
+    run = import_folder(path, tmp_path / "run", tokenizer=False)
+    # to the bit the run that the published folder becomes, which the tests of architectures hold against transformers
+    model.save_pretrained(tmp_path / "folder")
+    other = import_folder(tmp_path / "folder", tmp_path / "other", tokenizer=False)
+    assert torch.equal(logits(ours(run), ids_of()), logits(ours(other), ids_of()))
+    with torch.no_grad():
+        theirs = model(ids_of()).logits
+    assert (logits(ours(run), ids_of()) - theirs).abs().max() < 1e-6 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
+    published = FAMILIES[name]
+    model = published.write(tmp_path / "folder")
+    run = import_folder(tmp_path / "folder", tmp_path / "run", tokenizer=False)
+    export_run(run, tmp_path / "out.gguf")
+    # It reads neither biases nor the scaling of positions from the metadata: these are in the configuration given here
+    partly = ("rope_parameters" in published.keys or "attention_bias" in published.keys) and {"config": model.config}
+    auto = transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(tmp_path, gguf_file="out.gguf", dtype=torch.float32, **(partly or {})).eval()
+    with torch.no_grad():
+        found = theirs(ids_of()).logits
+    assert (logits(ours(run), ids_of()) - found).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_comes_back_to_the_bit(name: str, tmp_path: Path) -> None:
+    published = FAMILIES[name]
+    published.write(tmp_path / "folder")
+    run = import_folder(tmp_path / "folder", tmp_path / "run", tokenizer=False)
+    back = import_folder(export_run(run, tmp_path / "out.gguf"), tmp_path / "back", tokenizer=False)
+    assert torch.equal(logits(ours(back), ids_of()), logits(ours(run), ids_of()))
+    first = places_in(export_run(run, tmp_path / "first"))
+    again = places_in(export_run(back, tmp_path / "again", architecture=published.name.lower()))
+    assert again.keys() == first.keys()
+    assert all(place.equals(first[key]) for key, place in again.items())
+    second = export_run(back, tmp_path / "second.gguf", architecture=published.name.lower())
+    tensors = [GgufFile.open(path).places for path in (tmp_path / "out.gguf", second)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(place.equals(tensors[1][key]) for key, place in tensors[0].items())
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_types_of_16_bits_are_used_where_they_lie_and_rounded_as_torch_does(kind: str, tmp_path: Path) -> None:
+    model = MODELS["llama, tied"].model()
+    path = written(tmp_path / "m.gguf", model, "llama", kind)
+    run = import_folder(path, tmp_path / "run", tokenizer=False)
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    rounded = {name: value.to(dtype) if value.ndim > 1 else value for name, value in model.state_dict().items()}
+    places = places_in(export_run(run, tmp_path / "folder"))
+    assert all(torch.equal(place.read(), rounded[name]) for name, place in places.items())
+    # Written by Forge in that type, it is the file of the package, tensor for tensor
+    whole = import_folder(written(tmp_path / "w.gguf", model, "llama"), tmp_path / "whole", tokenizer=False)
+    out = export_run(whole, tmp_path / "out.gguf", dtype=dtype)
+    one, other = ({t.name: t for t in gguf.GGUFReader(file).tensors} for file in (path, out))
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name].data, other[name].data) for name in one)
+    assert all(one[name].tensor_type == other[name].tensor_type for name in one)
+
+
+def test_8_bits_are_what_the_package_makes_of_them(tmp_path: Path) -> None:
+    model = Published("Qwen3", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}).model()
+    path = written(tmp_path / "m.gguf", model, "qwen3", "Q8_0")
+    assert main(["weights", "import", str(path), "--out", str(tmp_path / "run"), "--no-tokenizer"]) == 0
+    places = places_in(export_run(tmp_path / "run", tmp_path / "folder", architecture="qwen3"))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 3)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    kinds = set()
+    for name, place in places.items():
+        tensor = stored[names.get_name(name, try_suffixes=(".weight",))]
+        kinds.add(tensor.tensor_type.name)
+        expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        assert torch.equal(place.read(), expected.view(place.shape))
+    assert kinds == {"F32", "Q8_0"}
+
+
+def test_8_bits_of_llama_are_unpermuted(tmp_path: Path) -> None:
+    model = Published("Llama", {"hidden_size": 64, "intermediate_size": 96}).model()
+    run = import_folder(written(tmp_path / "m.gguf", model, "llama", "Q8_0"), tmp_path / "run", tokenizer=False)
+    places = places_in(export_run(run, tmp_path / "folder"))
+    for name, value in model.state_dict().items():
+        largest = value.abs().max()
+        assert (places[name].read() - value).abs().max() <= largest / 127, name
+
+
+# --- tokenizers ----------------------------------------------------------------------------------------------------
+
+TEXT = "Hello World, it's 12345 o'CLOCK!\n\n  naïve café 日本語 \t<|end|>x  y🦙 'RE we'll\r\n ∑ a/b //"
+
+
+def byte_level(folder: Path, name: str, begins: bool = False) -> Tokenizer:
+    """Save a tokenizer with one of the known patterns, trained on some text, and settings for it."""
+    splitting = SPLITTINGS[name]
+    backend = Tokenizer(models.BPE(ignore_merges=splitting.ignore_merges))
+    table = json.loads(backend.to_str())
+    table |= {"pre_tokenizer": splitting.pre_tokenizer(), "normalizer": splitting.normalizer}
+    backend = Tokenizer.from_str(json.dumps(table))
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|begin|>", "<|end|>"]
+    )
+    backend.train_from_iterator([TEXT * 3, "the clock of the world says hello " * 9], trainer)
+    backend.add_tokens(["<tool>"])
+    if begins:
+        backend.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|begin|>", eos_token="<|end|>", chat_template="{{ messages }}"
+    ).save_pretrained(folder)
+    return backend
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published model of Llama 3 with its kind of tokenizer, and more rows than that has tokens."""
+    folder = tmp_path_factory.mktemp("gguf") / "published"
+    # Heads of 64, as those of the smallest published ones: 32 frequencies, by which the keys of llama3 are found
+    Published("Llama", {"vocab_size": 330, "rope_parameters": LLAMA3, "head_dim": 64}).write(folder)
+    byte_level(folder, "llama-bpe", begins=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2", "smollm", "tekken"])
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_tokenizer_comes_back_with_equal_ids(name: str, begins: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "published"
+    Published("Llama", {"vocab_size": 330}).write(folder)
+    before = byte_level(folder, name, begins)
+    assert main(["weights", "import", str(folder), "--out", str(tmp_path / "run")]) == 0
+    out = tmp_path / "out.gguf"
+    assert main(["weights", "export", str(tmp_path / "run"), "--out", str(out)]) == 0
+    file = GgufFile.open(out)
+    assert file.metadata["tokenizer.ggml.pre"] == name
+    back = tmp_path / "back"
+    back.mkdir()
+    write_tokenizer(file, back)
+    after = Tokenizer.from_file(str(back / "tokenizer.json"))
+    for text in (TEXT, "<tool> <|end|>", "e\u0301 Ⅷ", ""):
+        assert after.encode(text).ids == before.encode(text).ids
+        assert after.decode(after.encode(text).ids) == before.decode(before.encode(text).ids)
+    assert after.get_vocab(with_added_tokens=True) == before.get_vocab(with_added_tokens=True)
+
+
+def test_the_command_goes_in_and_out_with_the_tokenizer(with_tokenizer: Path, tmp_path: Path, capsys: Any) -> None:
+    run, out = tmp_path / "run", tmp_path / "out.gguf"
+    assert main(["weights", "import", str(with_tokenizer), "--out", str(run)]) == 0
+    assert main(["weights", "export", str(run), "--out", str(out)]) == 0
+    assert main(["weights", "inspect", str(out)]) == 0
+    assert "model.attention.rope.type = 'forge-plugin-transformer/llama3'" in capsys.readouterr().out
+    assert main(["weights", "import", str(out), "--out", str(tmp_path / "back")]) == 0
+    assert main(["weights", "verify", str(run), str(out)]) == 0
+    assert "equal, 0 with other values" in capsys.readouterr().out
+    words = ["--prompt", "Hello", "--temperature=0", "--max-tokens=6"]
+    answers = []
+    for folder in (run, tmp_path / "back"):
+        assert main(["generate", str(folder), *words]) == 0
+        answers.append(capsys.readouterr().out)
+    assert "Hello" in answers[0]
+    assert answers[1].replace(str(tmp_path / "back"), str(run)) == answers[0]
+    origin = json.loads((tmp_path / "back" / "origin.json").read_text())
+    assert origin["folder"] == str(out)
+    assert (tmp_path / "back/checkpoints/step-0/out.gguf").samefile(out)  # linked
+    assert str(tmp_path / "back") in (tmp_path / "back/job.toml").read_text()
+
+
+def test_the_metadata_is_what_the_converter_writes(with_tokenizer: Path, tmp_path: Path) -> None:
+    """`LlamaModel.set_gguf_parameters`, `_set_vocab_gpt2` and `SpecialVocab` of llama.cpp."""
+    run = import_folder(with_tokenizer, tmp_path / "mine")
+    export_run(run, tmp_path / "out.gguf", dtype=torch.float16)
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    found = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    tokens, types, merges = (found.pop(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "merges"))
+    assert found.pop("llama.attention.layer_norm_rms_epsilon") == pytest.approx(1e-6)
+    assert found == {
+        "general.architecture": "llama",
+        "general.type": "model",
+        "general.name": "mine",
+        "general.size_label": "109K",
+        "general.file_type": 1,
+        "general.quantization_version": 2,
+        "llama.block_count": 3,
+        "llama.context_length": 128,
+        "llama.embedding_length": 32,
+        "llama.feed_forward_length": 48,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.key_length": 64,
+        "llama.attention.value_length": 64,
+        "llama.rope.freq_base": 50000.0,
+        "llama.rope.dimension_count": 64,
+        "llama.vocab_size": 330,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    backend = Tokenizer.from_file(str(with_tokenizer / "tokenizer.json"))
+    size = backend.get_vocab_size()
+    assert tokens == [backend.id_to_token(number) or f"[PAD{number}]" for number in range(330)]
+    assert types == [3, 3, *[1] * (size - 3), 4, *[5] * (330 - size)]
+    assert merges == [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    divisors = next(tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    inverse = 1 / 50000.0 ** (np.arange(0, 64, 2) / 64)
+    scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](
+        transformers.AutoConfig.from_pretrained(with_tokenizer), "cpu"
+    )
+    assert np.allclose(inverse / divisors.data, scaled.numpy(), rtol=1e-6)
+
+
+SPACE = "▁"
+PIECES = (
+    *(("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)),
+    *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)),
+    *((letter, -100.0 - number, 1) for number, letter in enumerate(f"{SPACE}abcdehlorw")),
+    *(("he", -3.0, 1), ("ll", -1.0, 1), ("llo", -5.0, 1), ("hell", -4.0, 1), ("hello", -6.0, 1)),
+    *((f"{SPACE}w", -2.0, 1), ("or", -2.5, 1), ("wor", -1.5, 1), (f"{SPACE}wor", -7.0, 1), ("ld", -8.0, 1)),
+    *((f"{SPACE}{SPACE}", -1.2, 1), ("<tool>", -1000.0, 4)),
+)
+"""Pieces with their scores and types."""
+
+
+def merged(text: str) -> list[int]:
+    """Ids by SentencePiece's own procedure: of all neighbours the pair whose union has the highest score, the first."""
+    ids = {piece: number for number, (piece, _, kind) in enumerate(PIECES) if kind == 1}
+    symbols = list(SPACE + text.replace(" ", SPACE))
+    while True:
+        pairs = [first + second for first, second in pairwise(symbols)]
+        there = [(-PIECES[ids[pair]][1], at) for at, pair in enumerate(pairs) if pair in ids]
+        if not there:
+            break
+        at = min(there)[1]
+        symbols[at : at + 2] = [pairs[at]]
+    known = [[ids[symbol]] if symbol in ids else [3 + byte for byte in symbol.encode()] for symbol in symbols]
+    return [number for numbers in known for number in numbers]
+
+
+def sentencepiece(path: Path, **keys: Any) -> Path:
+    """A Llama with such a tokenizer, as llama.cpp has that of Llama 2."""
+    model = Published("Llama", {"vocab_size": len(PIECES)}).model()
+    added = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "model": "llama", "pre": "default"}
+    return written(path, model, "llama", keys={**{f"tokenizer.ggml.{k}": v for k, v in special.items()}, **added})
+
+
+def test_a_tokenizer_of_sentencepiece_merges_by_scores(tmp_path: Path) -> None:
+    path = sentencepiece(tmp_path / "m.gguf")
+    assert main(["weights", "import", str(path), "--out", str(tmp_path / "run")]) == 0
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "tokenizer" / "source")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    for text in ("hello world", "  hell  word 🦙 é", "hellohello", "wwor ldwor", "abcde\n", "orwor  or"):
+        assert loaded.encode(text, add_special_tokens=False) == merged(text), text
+        assert loaded.encode(text) == [1, *merged(text)]
+        if text[0] != " ":  # before a first space its class puts no second, which llama.cpp and Llama 2 do
+            assert loaded.encode(text) == theirs.encode(text)
+        assert loaded.decode(loaded.encode(text), skip_special_tokens=True) == text
+    assert loaded.encode("<tool>", add_special_tokens=False)[-1] == len(PIECES) - 1
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def refused(capsys: Any, *words: object) -> str:
+    capsys.readouterr()
+    assert main(["weights", *map(str, words)]) == 2
+    message = capsys.readouterr().err.strip()
+    assert "\n" not in message
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("keys", "facts"),
+    [
+        ({"qwen2.attention.sliding_window": 16}, ["qwen2.attention.sliding_window", "16", "--ignore"]),
+        ({"qwen2.attention.scale": 0.5}, ["qwen2.attention.scale"]),
+        ({"qwen2.rope.scaling.attn_factor": 0.5}, ["qwen2.rope.scaling.attn_factor"]),
+        ({"qwen2.rope.scaling.type": "longrope"}, ["rope.scaling.type", "longrope", "yarn"]),
+        ({"qwen2.rope.scaling.factor": 2.0}, ["rope.scaling.factor"]),
+        ({"qwen2.rope.dimension_count": 4}, ["qwen2.rope.dimension_count = 4", "8"]),
+        ({"qwen2.expert_count": 4}, ["qwen2.expert_count"]),
+        ({"general.type": "adapter"}, ["general.type", "adapter"]),
+        ({"split.count": 3}, ["one of 3 parts", "llama-gguf-split --merge"]),
+        ({"other.key": 3}, ["other.key"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_keys_that_are_not_read_are_named(
+    keys: dict[str, Any], facts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "m.gguf", MODELS["qwen2"].model(), "qwen2", keys=keys)
+    message = refused(capsys, "import", path, "--out", tmp_path / "run", "--no-tokenizer")
+    assert [fact for fact in facts if fact not in message] == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_key_may_be_ignored_and_is_recorded(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", MODELS["qwen2"].model(), "qwen2", keys={"qwen2.note": 3})
+    words = ["weights", "import", str(path), "--out", str(tmp_path / "run"), "--no-tokenizer"]
+    assert main(words) == 2
+    assert main([*words, "--ignore", "qwen2.note"]) == 0
+    assert json.loads((tmp_path / "run" / "origin.json").read_text())["ignored"] == {"qwen2.note": 3}
+
+
+def raw(path: Path, arch: str = "qwen2", kind: Any = None, name: str = "token_embd.weight") -> Path:
+    """A file with one tensor of any type."""
+    writer = gguf.GGUFWriter(path, arch)
+    kind = kind or gguf.GGMLQuantizationType.F32
+    values = np.zeros((64, 256), np.float32)
+    writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_types_and_architectures_that_are_not_read_are_named(tmp_path: Path, capsys: Any) -> None:
+    for action in (["inspect"], ["import", "--out", tmp_path / "run"]):
+        path = raw(tmp_path / "q.gguf", kind=gguf.GGMLQuantizationType.Q4_0)
+        message = refused(capsys, action[0], path, *action[1:])
+        assert all(fact in message for fact in ("Q4_0", "token_embd.weight", "Q8_0", "llama-quantize"))
+        message = refused(capsys, action[0], raw(tmp_path / "f.gguf", "falcon"), *action[1:])
+        assert all(fact in message for fact in ("general.architecture", "falcon", "qwen3"))
+        message = refused(capsys, action[0], raw(tmp_path / "n.gguf"), *action[1:])
+        assert "qwen2.block_count" in message
+    path = written(tmp_path / "m.gguf", MODELS["qwen2"].model(), "qwen2")
+    assert "--architecture" in refused(
+        capsys, "import", path, "--out", tmp_path / "run", "--architecture=mistral", "--no-tokenizer"
+    )
+    assert "no file" in refused(capsys, "import", tmp_path / "none.gguf", "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_header_is_what_the_package_reads(with_tokenizer: Path, tmp_path: Path) -> None:
+    run = import_folder(with_tokenizer, tmp_path / "run")
+    for path in (sentencepiece(tmp_path / "m.gguf"), export_run(run, tmp_path / "out.gguf")):
+        file, reader = GgufFile.open(path), gguf.GGUFReader(path)
+        expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+        assert file.metadata.keys() == expected.keys()
+        for name, value in file.metadata.items():
+            assert value == expected[name] or np.float32(value) == np.float32(expected[name]), name
+        assert {name: place.start for name, place in file.places.items()} == {
+            tensor.name: int(tensor.data_offset) for tensor in reader.tensors
+        }
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.05, 0.3, 0.999])
+def test_a_truncated_file_is_one_line(share: float, with_tokenizer: Path, tmp_path: Path, capsys: Any) -> None:
+    whole = sentencepiece(tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[: int(len(whole) * share)])
+    message = refused(capsys, "import", tmp_path / "cut.gguf", "--out", tmp_path / "run")
+    assert "cut.gguf" in message
+    assert "truncated" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_tokenizers_that_are_not_read_are_named_with_what_to_do(
+    with_tokenizer: Path, tmp_path: Path, capsys: Any
+) -> None:
+    for keys, fact in (
+        ({"model": "t5"}, "t5"),
+        ({"model": "gpt2", "pre": "jais"}, "jais"),
+        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces"),
+        ({"precompiled_charsmap": "x"}, "precompiled_charsmap"),
+    ):
+        (tmp_path / "m.gguf").unlink(missing_ok=True)
+        path = sentencepiece(tmp_path / "m.gguf", **keys)
+        message = refused(capsys, "import", path, "--out", tmp_path / "run")
+        assert fact in message
+        assert "--tokenizer FOLDER" in message
+    assert main(["weights", "import", str(path), "--out", str(tmp_path / "none"), "--no-tokenizer"]) == 0
+    words = ["weights", "import", str(path), "--out", str(tmp_path / "run")]
+    assert main([*words, "--tokenizer", str(with_tokenizer)]) == 0
+    kept = (tmp_path / "run" / "tokenizer" / "source" / "tokenizer.json").read_bytes()
+    assert kept == (with_tokenizer / "tokenizer.json").read_bytes()
+    assert "no such folder" in refused(capsys, *words[1:-1], tmp_path / "other", "--tokenizer", tmp_path / "nothing")
+
+
+def test_models_that_gguf_does_not_express_are_refused_by_their_keys(tmp_path: Path, capsys: Any) -> None:
+    published = {
+        "window": (MODELS["mistral, window"], "window"),
+        "dynamic": (MODELS["llama, dynamic"], "rope"),
+        "olmo2": (MODELS["olmo2"], "olmo2"),
+        "mscale": (Published("Qwen2", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}), "mscale"),
+    }
+    for name, (model, fact) in published.items():
+        model.write(tmp_path / name)
+        run = import_folder(tmp_path / name, tmp_path / f"run-{name}", tokenizer=False)
+        out = tmp_path / f"{name}.gguf"
+        assert fact in refused(capsys, "export", run, "--out", out)
+        assert not out.exists()
+    assert not [path for path in tmp_path.iterdir() if "unfinished" in path.name]
+
+
+def test_tokenizers_that_llama_cpp_lacks_are_refused_or_left_out(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "published"
+    Published("Qwen2", {"vocab_size": 330}).write(folder)
+    byte_level(folder, "gpt-2")
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": {"type": "Lowercase"}}))
+    run = import_folder(folder, tmp_path / "run")
+    out = tmp_path / "out.gguf"
+    message = refused(capsys, "export", run, "--out", out)
+    assert "tokenizer" in message
+    assert "--no-tokenizer" in message
+    assert not out.exists()
+    assert main(["weights", "export", str(run), "--out", str(out), "--no-tokenizer"]) == 0
+    metadata = GgufFile.open(out).metadata
+    assert (metadata["tokenizer.ggml.model"], metadata["qwen2.vocab_size"]) == ("none", 330)
+    assert "--no-tokenizer" in refused(capsys, "export", run, "--out", tmp_path / "folder", "--no-tokenizer")
+
+
+@pytest.mark.parametrize("option", ["--push=a/b", "--adapters", "--shard-size=1", "--verify"])
+def test_options_of_a_folder_are_refused_for_a_file(option: str, tmp_path: Path, capsys: Any) -> None:
+    assert option.partition("=")[0] in refused(capsys, "export", "run", "--out", tmp_path / "m.gguf", option)
+
+
+def test_what_is_there_is_not_overwritten(with_tokenizer: Path, tmp_path: Path, capsys: Any) -> None:
+    run = import_folder(with_tokenizer, tmp_path / "run")
+    (tmp_path / "mine.gguf").write_bytes(b"mine")
+    assert "mine.gguf exists already" in refused(capsys, "export", run, "--out", tmp_path / "mine.gguf")
+    assert (tmp_path / "mine.gguf").read_bytes() == b"mine"
+
+
+def test_a_full_disk_is_one_line(with_tokenizer: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    run = import_folder(with_tokenizer, tmp_path / "run")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    assert "No space left" in refused(capsys, "export", run, "--out", tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_file_without_the_package_names_the_extra(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    path = raw(tmp_path / "m.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "forge-plugin-weights[gguf]" in refused(capsys, "inspect", path)
+
+
+def test_numbers_that_are_not_finite_are_found_in_what_is_computed_too(tmp_path: Path, capsys: Any) -> None:
+    model = MODELS["llama, tied"].model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[3, 4] = float("nan")
+    path = written(tmp_path / "m.gguf", model, "llama")
+    message = refused(capsys, "import", path, "--out", tmp_path / "run", "--no-tokenizer")
+    assert "blk.1.attn_q.weight" in message
+    assert not (tmp_path / "run").exists()
