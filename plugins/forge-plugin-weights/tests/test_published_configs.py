@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from published_models import ids_of, logits, ours, randomised
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
 
 from forge_core.cli import main
 from forge_core.contracts.components import ModelComponent
@@ -183,6 +184,9 @@ def test_what_is_written_is_to_transformers_what_was_published(name):
             for key in (*AdjustedWidth().keys, "full_attn_idxs"):
                 side.pop(key, None)
             side |= width
+        if type_ == "hunyuan_v1_dense":  # an export has alpha in the base
+            frequencies = HunYuanDenseV1RotaryEmbedding(transformers.HunYuanDenseV1Config(**side)).inv_freq
+            side["rope_parameters"] = frequencies.tolist()
     before, after = both
     filled = {"head_dim", "n_inner", "use_bidirectional_attention"}  # null is what follows from other keys
     different = {

@@ -59,6 +59,7 @@ class Nemotron(ArchitectureComponent):
     """Nemotron 3 8B, Nemotron 4 15B and 340B, Minitron: layer norms whose gain is 1 + weight."""
 
     name = "NemotronForCausalLM"
+    harmless = ("kv_channels",)  # the width of a head once more, which the class does not read
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys; half of each head is rotated, where no key gives a share."""
