@@ -193,6 +193,7 @@ OPTIONAL: Mapping[str, Draw] = {
     **dict.fromkeys(("use_pos_enc", "block_use_swiglu"), same(st.just(True))),
     **dict.fromkeys(("use_cla", "post_norm"), same(st.just(False))),
     "qk_norm": same(st.just(True)),
+    "attn_layer_indices": lambda sizes: st.lists(st.integers(0, sizes.layers - 1), min_size=1, unique=True).map(sorted),
     **dict.fromkeys(("mamba_d_state", "mamba_d_conv"), same(st.integers(1, 9))),
     "mamba_d_head": same(st.just("auto")),
     "mamba_expand": same(st.integers(1, 3)),
@@ -406,7 +407,7 @@ ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "nemotron": shared_ropes(*SCALED[:2]),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", *HYBRIDS), shared_ropes(*SCALED[:2])),
     **dict.fromkeys(
-        ("mixtral", "ministral", "olmoe", "granitemoehybrid"), ropes(*SCALED[:4])
+        ("mixtral", "ministral", "olmoe", "granitemoehybrid", "bamba"), ropes(*SCALED[:4])
     ),  # version 5 fails at LongRoPE without head_dim
     "gemma3_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
     "olmo3": window_ropes("rope_theta", *SCALED[:1], *SCALED[2:4]),

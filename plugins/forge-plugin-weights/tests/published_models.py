@@ -405,6 +405,20 @@ MODELS: Mapping[str, Published] = {
     "seed_oss": Published("SeedOss", {**SPECIAL, "head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "starcoder2": Published("Starcoder2", {**WINDOWS, **SPECIAL}),
     "starcoder2, untied": Published("Starcoder2", {**SPECIAL, "use_bias": False, "tie_word_embeddings": False}),
+    "bamba": Published(
+        "Bamba",
+        {
+            **SPECIAL,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 4,
+            "mamba_d_state": 6,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "time_step_limit": [0.05, 0.6],
+        },
+    ),
     "granitemoehybrid": Published("GraniteMoeHybrid", GRANITE4),
     "granitemoehybrid, dense": Published(
         "GraniteMoeHybrid",

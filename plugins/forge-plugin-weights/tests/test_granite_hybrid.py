@@ -1,4 +1,4 @@
-"""Widths of Granite 4 that Forge, or a configuration, cannot express are refused by name."""
+"""What Forge, or a configuration, cannot express of Granite 4 and Bamba is refused by name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import parse_component
 from forge_plugin_linear_attention import Mamba2
+from forge_plugin_weights.architectures.bamba import Bamba
 from forge_plugin_weights.architectures.granite_hybrid import GraniteHybrid
 from forge_plugin_weights.tables import read_config, write_config
 from forge_testing.refusals import naming
@@ -63,3 +64,12 @@ def test_bounds_of_steps_are_kept() -> None:
     written = write_config(GraniteHybrid(), below, CATALOG)
     assert written["time_step_limit"] == [0.5, {"__float__": "Infinity"}]
     assert model(**{"layer_types": ["mamba"] * 32, **written}).attention.dt_limit == (0.5, 0.0)
+
+
+def test_a_layer_that_is_not_there_is_refused() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 8}
+    config = {"model_type": "bamba", **sizes, "intermediate_size": 8, "mamba_n_heads": 4}
+    with pytest.raises(JobError, match=naming("attn_layer_indices", "4 layers")):
+        read_config(Bamba(), {**config, "attn_layer_indices": [1, 4]})
+    table = read_config(Bamba(), {**config, "attn_layer_indices": [1, 3]})
+    assert len(table["attention"]["kinds"]) == 2

@@ -80,6 +80,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "cohere2": "pp2",
     "granitemoe": "ep2",
     "granitemoehybrid": "tp2",
+    "bamba": "tp2",
     "minimax_m2": "tp2",
     "nemotron": "tp2",
     "hunyuan_v1_dense": "tp2",

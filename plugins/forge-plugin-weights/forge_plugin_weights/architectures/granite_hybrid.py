@@ -204,6 +204,29 @@ class SharedPart(Field):
         return known
 
 
+def mamba_fields(*, eps: float) -> Sequence[Field]:
+    """Returns the keys of layers with Mamba-2; `eps` is the default of what is added in its norm."""
+    groups = "attention.groups"
+    return (
+        Fixed({TYPE: MAMBA, "attention.norm": "after"}),
+        Key("mamba_n_heads", "attention.heads", 128),
+        MambaWidth(),
+        Key("mamba_n_groups", groups, 1),
+        Derived("attention.norm_groups", lambda model: model[groups]),
+        Follows(
+            "attention.norm_groups",
+            lambda config: value_of(config, "mamba_n_groups", 1),
+            lambda model: model[groups],
+        ),
+        Key("mamba_d_state", "attention.state", 256),
+        Key("mamba_d_conv", "attention.conv", 4),
+        Key("mamba_conv_bias", "attention.conv_bias", True),
+        Key("mamba_proj_bias", "attention.bias", False),
+        Key("rms_norm_eps", "attention.norm_eps", eps),
+        StepLimit(),
+    )
+
+
 @frozen(kw_only=True)
 class GraniteHybrid(ArchitectureComponent):
     """Granite 4.0 (IBM 2025): h-350m to h-small with Mamba-2, and those with attention alone."""
@@ -225,25 +248,6 @@ class GraniteHybrid(ArchitectureComponent):
             all_biases(),
             scale,
         )
-        groups = "attention.groups"
-        linear = (
-            Fixed({TYPE: MAMBA, "attention.norm": "after"}),
-            Key("mamba_n_heads", "attention.heads", 128),
-            MambaWidth(),
-            Key("mamba_n_groups", groups, 1),
-            Derived("attention.norm_groups", lambda model: model[groups]),
-            Follows(
-                "attention.norm_groups",
-                lambda config: value_of(config, "mamba_n_groups", 1),
-                lambda model: model[groups],
-            ),
-            Key("mamba_d_state", "attention.state", 256),
-            Key("mamba_d_conv", "attention.conv", 4),
-            Key("mamba_conv_bias", "attention.conv_bias", True),
-            Key("mamba_proj_bias", "attention.bias", False),
-            Key("rms_norm_eps", "attention.norm_eps", 1e-6),
-            StepLimit(),
-        )
         experts = (
             Fixed({"ffn.type": f"{MOE}/moe"}),
             Fixed({"ffn.router.type": f"{MOE}/softmax_topk", "ffn.router.normalise": "after"}),
@@ -254,7 +258,7 @@ class GraniteHybrid(ArchitectureComponent):
         )
         return (
             *shape_fields(),
-            MambaLayers(full=full, linear=linear, component=MAMBA, further=()),
+            MambaLayers(full=full, linear=mamba_fields(eps=1e-6), component=MAMBA, further=()),
             Dropout("attention_dropout"),
             *factors,
             Choice("hidden_act", {"silu": {}}, "silu", "parts are gated by silu"),
@@ -264,13 +268,8 @@ class GraniteHybrid(ArchitectureComponent):
 
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules of layers of both kinds, each for its layers."""
-        mixers = [
-            in_layer(rule, number)
-            for number, own in enumerate(of_layers(model))
-            for rule in (MAMBA_RULES if own[TYPE] == MAMBA else ATTENTION)
-        ]
         shared = "ffn.shared" if model["ffn.type"] == f"{MOE}/moe" else "ffn"
-        return (*ENDS, *NORMS, *mixers, *shared_rules(shared), *EXPERT_RULES, *tied_head(model))
+        return (*ENDS, *NORMS, *mixer_rules(model), *shared_rules(shared), *EXPERT_RULES, *tied_head(model))
 
 
 MAMBA_RULES: Sequence[Rule] = (
@@ -290,6 +289,15 @@ EXPERT_RULES: Sequence[Rule] = (
     ),
     Same("layers.{layer}.ffn.experts.down.weight", "model.layers.{layer}.block_sparse_moe.output_linear.weight"),
 )
+
+
+def mixer_rules(model: Flat) -> Sequence[Rule]:
+    """Returns the rules of Mamba-2 and of attention, each for its layers."""
+    return [
+        in_layer(rule, number)
+        for number, own in enumerate(of_layers(model))
+        for rule in (MAMBA_RULES if own[TYPE] == MAMBA else ATTENTION)
+    ]
 
 
 def shared_rules(path: str) -> Sequence[Rule]:
