@@ -140,9 +140,10 @@ class Transformer(ModelComponent):
     logit_soft_cap: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
     """Bound c of the logits l, which become c tanh(l / c); 30 in Gemma 2. 0: they are unbounded."""
     head_precision: Literal["train", "fp32"] = field(default="train", metadata=TRAINING_ONLY | when_resumed("flag"))
-    """Precision of the logits. train: `train.precision`. fp32: their products are computed in float32, in training as
-    in generation, whose log-probabilities then differ less: of use in reinforcement learning (MiniMax-M1, arXiv
-    2506.13585, section 3.2; ScaleRL, arXiv 2510.13786). No effect with `train.precision = "fp64"`."""
+    """Precision of the logits. train: `train.precision`. fp32: states and weights, rounded to that precision, are
+    multiplied in float32, in training as in generation, whose log-probabilities then differ less: of use in
+    reinforcement learning (MiniMax-M1, arXiv 2506.13585, section 3.2; ScaleRL, arXiv 2510.13786). No effect with
+    `train.precision = "fp64"`."""
     tie_embeddings: bool = False
     """Whether the head is the embedding table, as one parameter."""
     head_bias: bool = False
@@ -194,7 +195,7 @@ class Transformer(ModelComponent):
             positions=PositionTable(rows, self.dim, dtype=context.dtype, std=self.init_std) if rows else None,
             layers={str(number): self._build_layer(context, number) for number in range(self.layers)},
             norm=context.at("norm").build(self.norm, dim=self.dim),
-            head=self._build_head(vocab_size),
+            head=self._build_head(context, vocab_size),
             tied=self.tie_embeddings,
             wide_head=self.head_precision == "fp32",
             streams=self.residual_connection.stream_count(),
@@ -212,7 +213,13 @@ class Transformer(ModelComponent):
             return Embedding(vocab_size, self.dim, dtype=context.dtype, std=self.init_std)
         return ScaledEmbedding(vocab_size, self.dim, scale=self.embedding_scale, dtype=context.dtype, std=self.init_std)
 
-    def _build_head(self, vocab_size: int) -> LinearHead:
+    def _build_head(self, context: BuildContext, vocab_size: int) -> LinearHead:
+        head = self._head_of_its_class(vocab_size)
+        if self.head_precision == "fp32":
+            head.rounded = context.dtype
+        return head
+
+    def _head_of_its_class(self, vocab_size: int) -> LinearHead:
         from forge_kit.nn.modules import LinearHead
         from forge_plugin_transformer.modules.ends import BoundedHead
 

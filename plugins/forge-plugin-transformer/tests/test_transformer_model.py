@@ -191,13 +191,21 @@ def test_logits_are_scaled_and_then_bounded(make_model: MakeModel, ids: Tensor, 
 def test_logits_in_float32_are_products_of_the_rounded_states(make_model: MakeModel, ids: Tensor) -> None:
     narrow, wide = (make_model(dtype=torch.bfloat16, head_precision=key) for key in ("train", "fp32"))
     hidden = narrow({"input_ids": ids})
-    exact = hidden.double() @ narrow.head.weight.double().mT
+    # Of the rounded weights, as those are that FSDP gathers
+    exact = hidden.double() @ narrow.head.weight.bfloat16().double().mT
     torch.testing.assert_close(logits(wide, input_ids=ids).double(), exact, rtol=1e-5, atol=1e-5)
     cache = wide.new_cache(2, 16)
     decoded = wide.head.logits(wide.decode({"input_ids": ids, "positions": torch.arange(16).expand(2, -1)}, cache))
     assert decoded.dtype == torch.float32
+    with wide.head.whole(torch.float32):
+        assert torch.equal(wide.head.logits(wide({"input_ids": ids})), logits(wide, input_ids=ids))
     assert logits(make_model(dtype=torch.float64, head_precision="fp32"), input_ids=ids).dtype == torch.float64
     logits(wide, input_ids=ids).sum().backward()
+    before = logits(wide, input_ids=ids)
+    with torch.no_grad():
+        for parameter in wide.parameters():
+            parameter.copy_(parameter.bfloat16())
+    assert torch.equal(logits(wide, input_ids=ids), before), "FSDP gathers weights rounded to bf16"
     assert all(parameter.grad is not None for parameter in wide.parameters())
 
 

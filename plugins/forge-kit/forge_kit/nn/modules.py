@@ -154,6 +154,9 @@ class LinearHead(Linear):
     """The output projection: a `Linear` that implements `forge_core.contracts.model.Head`."""
 
     vocab_shard: VocabShard | None = None
+    rounded: torch.dtype | None = None
+    """The dtype to which weights are rounded before products in a wider one: that in which FSDP gathers them, so that
+    logits in float32 are the same under every layout. None: products are in the dtype of the hidden states anyway."""
 
     def __init__(self, dim: int, vocab_size: int, *, bias: bool = False, std: float = 0.02) -> None:
         super().__init__(dim, vocab_size, bias=bias, std=std)
@@ -164,7 +167,7 @@ class LinearHead(Linear):
         """See `Head.whole`. `dtype`: cast once to this; by default the parameters' own."""
         parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
         # Cast once, however often `logits` is called for parts of a sequence
-        self._whole = tuple(parameter.to(dtype or parameter.dtype) for parameter in parameters)
+        self._whole = tuple(self._as_used(parameter, dtype or parameter.dtype) for parameter in parameters)
         try:
             yield self._whole
         finally:
@@ -176,3 +179,13 @@ class LinearHead(Linear):
             return self(hidden)
         weight, *bias = (tensor.to(hidden.dtype) for tensor in self._whole)
         return F.linear(hidden, weight, *bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D) -> (…, V), by the weights that this rank has."""
+        if self.rounded is None:
+            return super().forward(x)
+        bias = None if self.bias is None else self._as_used(self.bias, x.dtype)
+        return F.linear(x, self._as_used(self.weight, x.dtype), bias)
+
+    def _as_used(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        return parameter.to(dtype) if self.rounded is None else parameter.to(self.rounded).to(dtype)

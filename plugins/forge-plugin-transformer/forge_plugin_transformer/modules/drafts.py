@@ -28,8 +28,8 @@ class ModuleDrafts:
 
     def __init__(self, blocks: Sequence[PredictionBlock], embedding: Embedding, head: LinearHead, length: int) -> None:
         self._blocks, self._embedding, self._head = blocks, embedding, head
-        # Any cache that attention may have, with its number of positions
-        self._caches: list[Any] = [block.attention.new_cache(1, length) for block in blocks]
+        attentions: list[Any] = [block.attention for block in blocks]
+        self._caches = [attention.new_cache(1, length) for attention in attentions]
         self._read = [0] * len(blocks)
         """Positions of each module that are computed with tokens of the row."""
         self._before: list[Tensor | None] = [None] * len(blocks)
