@@ -51,8 +51,8 @@ class StateSpaceCore(nn.Module):
 
         Args:
             tensors: x (B, S, H, P), b and c (B, S, G, K), and inputs of the step (B, S, H).
-            per_head: of each head (H,): the logarithm of its rate, what is added to the input of its step, and the
-                factor on its x that is added to what it reads; weights of the convolutions of x (H, P, W), of b and of
+            per_head: of each head (H,): the logarithm of its rate, an offset of the input of its step, and the
+                factor on its x that is added to its result; weights of the convolutions of x (H, P, W), of b and of
                 c (G, K, W); their biases without W, if they have any.
             batch: `document_ids` (B, S), if documents are apart.
             cache: positions before these ones, which is extended; then each row is one document.

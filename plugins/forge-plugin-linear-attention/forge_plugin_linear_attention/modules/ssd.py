@@ -60,7 +60,7 @@ def state_space(
         )
     # Hidden before the exponential: of later positions, it could overflow
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, -torch.inf).exp()
-    # Products of all pairs are those of a group, and differ by decay from head to head
+    # Heads of a group share the products of all pairs, and differ in the decay
     within = ((c @ b.mT)[:, :, :, None] * decay) @ x
     until = (total[..., -1:] - total).exp()
     until = until if to_end is None else until * to_end

@@ -70,7 +70,7 @@ class MambaLayers(MixedLayers):
 
 @frozen
 class MambaWidth(Field):
-    """The width of a head of Mamba-2, and that of all heads as a multiple of the model's: both sides have one."""
+    """The width of a head of Mamba-2, which follows from a multiple of the model's width."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -173,7 +173,7 @@ class SharedPart(Field):
         return ("shared_intermediate_size", "num_local_experts", "num_experts_per_tok")
 
     def read(self, config: Config) -> Flat:
-        """Reads experts, of whose width that of the shared part is a multiple; or the shared part alone."""
+        """Reads experts, whose width divides the width of the shared part; or the shared part alone."""
         width = int(value_of(config, "shared_intermediate_size", 1024))
         # 0 and not null, which means the default
         if config.get("num_local_experts") == 0:
@@ -205,7 +205,7 @@ class SharedPart(Field):
 
 
 def mamba_fields(*, eps: float) -> Sequence[Field]:
-    """Returns the keys of layers with Mamba-2; `eps` is the default of what is added in its norm."""
+    """Returns the keys of layers with Mamba-2; `eps` is the default of `rms_norm_eps`."""
     groups = "attention.groups"
     return (
         Fixed({TYPE: MAMBA, "attention.norm": "after"}),
