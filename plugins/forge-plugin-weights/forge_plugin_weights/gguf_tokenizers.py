@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF's metadata: byte-level BPE (`gpt2`) in both directions, SentencePiece BPE (`llama`) in.
+"""Tokenizers in GGUF's metadata, in both directions: byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`).
 
 The metadata names the pattern that splits texts (`tokenizer.ggml.pre`), and llama.cpp has the patterns. Those that are
 known here are the patterns of the published `tokenizer.json` files.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of `tokenizer.ggml.token_type`."""
 FILLER = re.compile(r"\[PAD\d+\]")
 """Names of the rows of an embedding that no token has."""
+BYTE_NAME = re.compile(r"<0x[0-9A-F]{2}>")
+SPACE = "▁"
+"""A space in a piece of SentencePiece."""
+UNSCORED = -1e6
+"""Score of pieces that no merge makes."""
 PREFIX = "tokenizer.ggml."
 IDS: Mapping[str, str] = {
     "bos_token_id": "bos_token",
@@ -228,10 +234,9 @@ def _byte_level(path: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sentencepiece(keys: Mapping[str, Any]) -> dict[str, Any]:
     """As `transformers` makes the files of Llama 2 of its `tokenizer.model`, whose pieces and scores GGUF has."""
-    space = "▁"
-    prefix = [{"type": "Prepend", "prepend": space}] if keys.get("add_space_prefix", True) else []
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": space}
-    back = {"type": "Replace", "pattern": {"String": space}, "content": " "}
+    prefix = [{"type": "Prepend", "prepend": SPACE}] if keys.get("add_space_prefix", True) else []
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     unknown = keys["tokens"][keys.get("unknown_token_id", 0)]
     return _table(
@@ -256,7 +261,9 @@ def _sentencepiece(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merges(keys: Mapping[str, Any]) -> list[list[str]]:
     """Pairs of pieces that are a piece together, the highest score first: which pair SentencePiece merges first."""
-    ids = _vocabulary(keys)
+    # Texts are searched for other tokens before
+    types = keys.get("token_type") or [NORMAL] * len(keys["tokens"])
+    ids = {token: number for token, number in _vocabulary(keys).items() if types[number] == NORMAL}
     pairs = []
     for piece, number in ids.items():
         halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
@@ -285,9 +292,10 @@ def add_tokenizer(writer: Any, folder: Path, output: Path, size: int) -> None:
     """
     table = _read(folder / TOKENIZER_JSON, output)
     model = table["model"]
-    name = _pre(table)
+    scores = _scores(table, output) if model.get("byte_fallback") else None
+    name = "default" if scores is not None else _pre(table)
     if not name:
-        refuse(output, f"a {model.get('type')} whose splitting is none of {', '.join(SPLITTINGS)}")
+        refuse(output, "one whose splitting is none of these")
     added = {token["id"]: token for token in table.get("added_tokens", ())}
     names = {number: token for token, number in model["vocab"].items()}
     names |= {number: token["content"] for number, token in added.items()}
@@ -295,12 +303,20 @@ def add_tokenizer(writer: Any, folder: Path, output: Path, size: int) -> None:
         refuse(output, f"one with tokens that the model has no row for ({listed(outside)})")
     if altered := [token["content"] for token in added.values() if token.get("lstrip") or token.get("rstrip")]:
         refuse(output, f"one whose added tokens take the spaces around them ({listed(altered)})")
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model("gpt2" if scores is None else "llama")
     writer.add_tokenizer_pre(name)
     writer.add_token_list([names.get(number, f"[PAD{number}]") for number in range(size)])
-    writer.add_token_types([_type(number, names, added) for number in range(size)])
-    special = library(output).SpecialVocab(folder, load_merges=True, n_vocab=size)
-    if SPLITTINGS[name].begins:  # llama.cpp would add it where the metadata does not say
+    types = [_type(number, names, added) for number in range(size)]
+    if scores is not None:
+        writer.add_token_scores([scores.get(names.get(number, ""), UNSCORED) for number in range(size)])
+        types = [_sentencepiece_type(names.get(number, ""), kind, model) for number, kind in enumerate(types)]
+        if _space_prefix(table) is False:
+            writer.add_add_space_prefix(False)
+    writer.add_token_types(types)
+    special = library(output).SpecialVocab(folder, load_merges=scores is None, n_vocab=size)
+    if scores is not None:  # always there, and read by no post-processor
+        special.special_token_ids.setdefault("unk", model["vocab"][model["unk_token"]])
+    if scores is not None or SPLITTINGS[name].begins:  # llama.cpp would add it where the metadata does not say
         special.add_special_token.setdefault("bos", False)
     special.add_to_gguf(writer, quiet=True)
 
@@ -312,15 +328,15 @@ def _read(path: Path, output: Path) -> Mapping[str, Any]:
             return table
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         pass
-    refuse(output, f"none with a {TOKENIZER_JSON} of byte-level BPE")
+    refuse(output, f"none with a {TOKENIZER_JSON} of BPE")
     raise AssertionError
 
 
 def refuse(output: Path, what: str) -> None:
     """Raise the `JobError` for a tokenizer that GGUF does not get."""
     raise JobError(
-        f"--out {output}: the run's tokenizer is {what}; byte-level BPE of {', '.join(SPLITTINGS)} is written. "
-        "Leave it out with --no-tokenizer, or export a folder"
+        f"--out {output}: the run's tokenizer is {what}; byte-level BPE with the splitting {', '.join(SPLITTINGS)} is "
+        "written, and BPE of SentencePiece as Llama 2 has it. Leave it out with --no-tokenizer, or export a folder"
     )
 
 
@@ -333,6 +349,56 @@ def _type(number: int, names: Mapping[int, str], added: Mapping[int, Mapping[str
     # As the converter does: some publishers do not mark such tokens as special
     special = added[number].get("special") or (content.startswith("<|") and content.endswith("|>"))
     return CONTROL if special else USER_DEFINED
+
+
+def _space_prefix(table: Mapping[str, Any]) -> bool | None:
+    """Whether a text of SentencePiece gets a space before it, also behind a special token; None: in another way."""
+    if table.get("pre_tokenizer") is not None:
+        return None
+    normalizer = table.get("normalizer") or {}
+    steps = normalizer.get("normalizers", [normalizer])
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    known = {True: [{"type": "Prepend", "prepend": SPACE}, spaces], False: [spaces]}
+    return next((prefix for prefix, those in known.items() if steps == those), None)
+
+
+def _scores(table: Mapping[str, Any], output: Path) -> dict[str, float]:
+    """Scores of pieces: the higher, the earlier a merge makes the piece.
+
+    The file has pairs in place of scores. They are refused where the pairs of these scores, by which llama.cpp merges,
+    are others.
+    """
+    model = table["model"]
+    if _space_prefix(table) is None:
+        refuse(output, "one of SentencePiece that handles spaces in another way than that of Llama 2")
+    if model.get("ignore_merges") or model.get("dropout") or model.get("unk_token") not in model["vocab"]:
+        refuse(output, "one of SentencePiece with ignore_merges or dropout, or without an unknown token")
+    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+    scores: dict[str, float] = {}
+    for left, right in pairs:
+        scores.setdefault(left + right, -float(len(scores)))
+    ids = model["vocab"]
+    tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
+    added = {token["content"] for token in table.get("added_tokens", ())}
+    types = [CONTROL if token in added else NORMAL for token in tokens]
+    again = _merges(
+        {"tokens": tokens, "scores": [scores.get(token, UNSCORED) for token in tokens], "token_type": types}
+    )
+    # Published files have the pairs of one piece in either order
+    by_piece = [(left + right, left) for left, right in pairs]
+    found = [(left + right, left) for left, right in again if left + right in scores]
+    order = {piece: rank for rank, piece in enumerate(scores)}
+    key = lambda pair: (order[pair[0]], pair[1])  # noqa: E731
+    grouped = all(order[one[0]] <= order[other[0]] for one, other in pairwise(by_piece))
+    if not grouped or sorted(by_piece, key=key) != sorted(found, key=key) or len(found) != len(again):
+        refuse(output, "one whose merges are not those of pieces with scores")
+    return scores
+
+
+def _sentencepiece_type(token: str, kind: int, model: Mapping[str, Any]) -> int:
+    if token and token == model["unk_token"]:
+        return UNKNOWN
+    return BYTE if kind == NORMAL and BYTE_NAME.fullmatch(token) else kind
 
 
 def _pre(table: Mapping[str, Any]) -> str:
