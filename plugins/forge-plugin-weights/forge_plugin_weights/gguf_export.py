@@ -1,7 +1,7 @@
 """A run's weights as one GGUF file, which llama.cpp loads.
 
 The file is planned, then its header is read back as an import would read it and compared with the model; only then
-the weights are written, by the same threads as those of safetensors files, and read back.
+the weights are written, in the way safetensors files are, and read back.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _configuration(scratch: Path, weights: Weights, target: Target) -> Config:
 
 
 def _match(output: Path, family: Family, match: Match, config: Config) -> Match:
-    """The parts of all tensors in those of GGUF, of which queries and keys may have another order of rows."""
+    """The parts of all tensors in GGUF, where the rows of queries and keys may have another order."""
     name_of = gguf_names(output, family, config["num_hidden_layers"])
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     parts: dict[str, Sequence[Part]] = {}
@@ -214,7 +214,7 @@ def _check_header(path: Path, output: Path, target: Target, config: Config, cata
 
 
 def _model(architecture: ArchitectureComponent, config: Config, catalog: Catalog) -> Mapping[str, Any]:
-    """The keys of `[model]` that a configuration describes, with those of which it has the default."""
+    """The keys of `[model]` that a configuration describes, defaults included."""
     table = read_config(architecture, config)
     return flattened(to_toml(parse_component(table, "config.json", ModelComponent, catalog), catalog))
 

@@ -1,6 +1,6 @@
 """GGUF, the format of llama.cpp: the metadata of a file, and where its tensors lie.
 
-Tensors are read where they lie, like those of safetensors files. Computed are numbers of 8 bits with their scales
+Tensors are read where they lie, as in safetensors files. Computed are numbers of 8 bits with their scales
 (Q8_0), and queries and keys of the architecture `llama`, whose rows have another order.
 """
 

@@ -26,7 +26,7 @@ ROPE_FREQS = "rope_freqs.weight"
 """The tensor by which llama.cpp has the position encoding of Llama 3.1: a divisor of each frequency."""
 PAIRED = ("attn_q", "attn_k")
 SILENT = ("general.", "tokenizer.", "quantize.", "split.")
-"""Beginnings of keys that say nothing about what the model computes; those of the tokenizer are read elsewhere."""
+"""Beginnings of keys that say nothing about what the model computes; the tokenizer has another reader."""
 SPECIAL: Mapping[str, str] = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0
 """Factors of all published models with the position encoding `llama3`."""
@@ -216,7 +216,7 @@ def _llama3(file: GgufFile, config: Config) -> dict[str, Any] | None:
         expected = divisors(config["rope_theta"], config["head_dim"], *table)
         if given.shape == expected.shape and torch.allclose(given, expected, rtol=1e-6, atol=0):
             return {"rope_type": "llama3", **dict(zip(LLAMA3, table, strict=True))}
-    hint = f"those of llama3 with {LLAMA3_LOW:g} and {LLAMA3_HIGH:g} and a length that is a power of two are"
+    hint = f"llama3 with the factors {LLAMA3_LOW:g} and {LLAMA3_HIGH:g} and a length that is a power of two is read"
     raise JobError(f"{file.path}: {ROPE_FREQS} has divisors of frequencies that are not read; {hint}")
 
 

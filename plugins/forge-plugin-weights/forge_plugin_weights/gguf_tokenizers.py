@@ -46,7 +46,7 @@ READ = (
     *("add_space_prefix", *IDS, *STOPS),
 )
 SILENT = ("seperator_token_id", "separator_token_id", "mask_token_id", "cls_token_id", "token_type_count")
-"""Keys that change no ids of a text; those of fill-in-the-middle (`fim_…`, `prefix_token_id` …) neither."""
+"""Keys that change no ids of a text; nor do the keys of fill-in-the-middle below."""
 FILL_IN = ("fim_", "prefix_token_id", "suffix_token_id", "middle_token_id")
 FALSE_ONLY = ("add_sep_token", "remove_extra_whitespaces")
 """Keys that are read where they are false."""
@@ -370,7 +370,7 @@ def _scores(table: Mapping[str, Any], output: Path) -> dict[str, float]:
     """
     model = table["model"]
     if _space_prefix(table) is None:
-        refuse(output, "one of SentencePiece that handles spaces in another way than that of Llama 2")
+        refuse(output, "one of SentencePiece that handles spaces in another way than Llama 2 does")
     if model.get("ignore_merges") or model.get("dropout") or model.get("unk_token") not in model["vocab"]:
         refuse(output, "one of SentencePiece with ignore_merges or dropout, or without an unknown token")
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
@@ -391,7 +391,7 @@ def _scores(table: Mapping[str, Any], output: Path) -> dict[str, float]:
     key = lambda pair: (order[pair[0]], pair[1])  # noqa: E731
     grouped = all(order[one[0]] <= order[other[0]] for one, other in pairwise(by_piece))
     if not grouped or sorted(by_piece, key=key) != sorted(found, key=key) or len(found) != len(again):
-        refuse(output, "one whose merges are not those of pieces with scores")
+        refuse(output, "one whose merges do not follow from scores of its pieces")
     return scores
 
 
