@@ -139,7 +139,7 @@ class Transformer(ModelComponent):
     """Factor on the logits."""
     logit_soft_cap: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
     """Bound c of the logits l, which become c tanh(l / c); 30 in Gemma 2. 0: they are unbounded."""
-    head_precision: Literal["train", "fp32"] = field(default="train", metadata=TRAINING_ONLY | when_resumed("flag"))
+    head_precision: Literal["train", "fp32"] = field(default="train", metadata=TRAINING_ONLY | when_resumed("safe"))
     """Precision of the logits. train: `train.precision`. fp32: states and weights, rounded to that precision, are
     multiplied in float32, in training as in generation, whose log-probabilities then differ less: of use in
     reinforcement learning (MiniMax-M1, arXiv 2506.13585, section 3.2; ScaleRL, arXiv 2510.13786). No effect with

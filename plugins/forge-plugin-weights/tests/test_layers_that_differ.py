@@ -451,3 +451,5 @@ def test_a_kernel_that_is_a_component_is_no_key_of_the_export():
     model = parse_component(table, "config.json", ModelComponent, catalog)
     other = evolve(model, attention=evolve(model.attention, backend=Kernel()))
     assert write_config(architecture, other, catalog) == write_config(architecture, model, catalog)
+    wide = evolve(model, head_precision="fp32")  # of the logits, in reinforcement learning
+    assert write_config(architecture, wide, catalog) == write_config(architecture, model, catalog)
