@@ -98,6 +98,18 @@ def test_transformers_computes_the_same_with_merged_weights(tmp_path, model, cap
     assert not list(tmp_path.glob(".merging-*"))
 
 
+def test_merged_weights_go_into_a_gguf_file(tmp_path, caplog):
+    base = trained(tmp_path, "base", DENSE)
+    run = adapted(base, DENSE, LoRA(rank=4))
+    words = ["weights", "export", str(run), "--merge", "--out"]
+    assert main([*words, str(tmp_path / "merged")]) == 0
+    assert main([*words, str(tmp_path / "merged.gguf")]) == 0
+    assert main(["weights", "verify", str(tmp_path / "merged"), str(tmp_path / "merged.gguf")]) == 0
+    assert "rounding took" not in caplog.text
+    assert main([*words, str(tmp_path / "rounded.gguf"), "--dtype", "bfloat16"]) == 0
+    assert "rounding took" in caplog.text
+
+
 def test_a_model_that_has_a_row_for_each_token_of_its_tokenizer_is_compared_too(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("To be, or not to be: that is the question. " * 20)
     data = {"sources": (Text(path=str(tmp_path / "text.txt")),), "tokenizer": Bytes()}
