@@ -114,8 +114,7 @@ class _Row:
     def __init__(self, model: Any, prompt: Sequence[int], end: RowEnd, draws: Draws, counts: Speculated) -> None:
         self._model, self._end, self._draws, self._counts = model, end, draws, counts
         self._ids, self._start = list(prompt), len(prompt)
-        # Proposals of the last call may lie behind the last token
-        length = len(prompt) + end.max_tokens + model.draft_length
+        length = len(prompt) + end.max_tokens
         self._cache, self._drafter = model.new_cache(1, length), model.new_drafter(length)
         if not isinstance(self._cache, ForgetsPositions):
             raise ForgeError(f"{type(self._cache).__name__} of {type(model).__name__} cannot forget a token")
@@ -137,7 +136,10 @@ class _Row:
                 break
             self._cache.forget(len(drafts) - accepted)
             read = len(self._ids) - 1
-            drafts = self._drafter(hidden[:, : len(new) - (len(drafts) - accepted)], self._ids)
+            # Behind the last token that may be written, none counts
+            room = self._end.max_tokens - (len(self._ids) - self._start) - 1
+            states = hidden[:, : len(new) - (len(drafts) - accepted)]
+            drafts = self._drafter(states, self._ids)[:room] if room else []
             self._counts.proposed += len(drafts)
         return self._ids[self._start :]
 

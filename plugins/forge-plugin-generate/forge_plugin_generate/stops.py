@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -32,17 +32,16 @@ class Stops:
         """Returns the tokenizer's own ends and `further` ones: names of tokens, and texts.
 
         Raises:
-            JobError: one of `further` is empty.
+            JobError: one of `further` is empty, or no text of this tokenizer can hold it.
         """
-        if "" in further:
-            raise JobError("a stop is an empty text, before which every answer ends; name a token or a text")
         ids, texts = set(stop_ids(tokenizer)), []
         for stop in further:
-            single = _single(tokenizer, stop)
-            if single is not None:
-                ids.add(single)
-            # The same text may also be a part of a longer token, unless the token is special, which decodes to nothing
-            if single is None or tokenizer.decode([single]) == stop:
+            id_ = tokenizer.token_id(stop) if isinstance(tokenizer, KnowsTokens) and stop else None
+            if id_ is not None:
+                ids.add(id_)
+            # The text of an ordinary token may also be a part of another one. A special token has no text
+            if id_ is None or tokenizer.decode([id_]):
+                _check_text(tokenizer, stop)
                 texts.append(stop)
         return cls(tokenizer, sorted(ids), tuple(texts))
 
@@ -78,11 +77,33 @@ class Stops:
         return max(len(stop.encode()) for stop in self.texts) + SLACK
 
 
-def _single(tokenizer: Tokenizer, stop: str) -> int | None:
-    """Returns the id of a token by its name, or of a text of one token; None if it has several."""
-    # By name first: `encode` may divide the name of a special token as ordinary text
-    id_ = tokenizer.token_id(stop) if isinstance(tokenizer, KnowsTokens) else None
-    if id_ is not None:
-        return id_
-    ids = tokenizer.encode(stop)
-    return ids[0] if len(ids) == 1 else None
+def _check_text(tokenizer: Tokenizer, stop: str) -> None:
+    """Refuse a stop that would never be found; raises a `JobError`."""
+    if not stop:
+        raise JobError("a stop is an empty text, before which every answer ends; name a token or a text")
+    try:
+        stop.encode()
+    except UnicodeEncodeError as error:
+        raise JobError(f"the stop {stop!r} is no text: it has bytes that are not UTF-8") from error
+    if special := next(_special_tokens(tokenizer, stop), None):
+        hint = f"name {special!r} by itself, and what is left of the stop too, if it may end a text"
+        raise JobError(f"the stop {stop!r} holds the special token {special!r}, which has no text; {hint}")
+    written = tokenizer.decode(tokenizer.encode(stop))
+    # Behind a letter, too, as decoders may leave out a space at the beginning of a text
+    if written != stop and not tokenizer.decode(tokenizer.encode(f"a{stop}")).endswith(stop):
+        message = f"the stop {stop!r} never stands in a text of this tokenizer, which writes {written!r}"
+        raise JobError(f"{message}; give the text as the tokenizer writes it")
+
+
+def _special_tokens(tokenizer: Tokenizer, stop: str) -> Iterator[str]:
+    """Yields the names within a text of tokens that decode to nothing, as far as they begin like `<|end|>` or `[SEP]`.
+
+    Encoding would not show them: text that users write is never encoded as special tokens.
+    """
+    if not isinstance(tokenizer, KnowsTokens):
+        return
+    for start in (place for place, letter in enumerate(stop) if letter in "<["):
+        for end in range(start + 1, len(stop) + 1):
+            id_ = tokenizer.token_id(stop[start:end])
+            if id_ is not None and not tokenizer.decode([id_]):
+                yield stop[start:end]

@@ -277,7 +277,7 @@ def test_ids_of_prompts_and_stops_of_a_tokenizer_that_knows_neither() -> None:
     assert prompt_ids(tokenizer, "ab") == [*b"ab"]
     assert prompt_ids(tokenizer, "") == [256]
     assert stop_ids(tokenizer) == [256]
-    assert Stops.of(tokenizer, [".", "ab"]) == Stops(tokenizer, [46, 256], (".", "ab"))
+    assert Stops.of(tokenizer, [".", "ab"]) == Stops(tokenizer, [256], (".", "ab"))
     tokenizer.begin_of_text = [9]
     assert prompt_ids(tokenizer, "") == [9]
     assert prompt_ids(tokenizer, "", bos=False) == [256]

@@ -93,6 +93,13 @@ def test_a_row_ends_within_the_tokens_that_a_call_gives(make_network):
     assert speculate(network, [PROMPTS[0]], 0, [31]).rows == [[]]
 
 
+def test_a_text_that_just_fits_learned_positions_needs_no_room_for_proposals(make_network):
+    network = make_network(mtp=MultiTokenPrediction(depth=3), learned_positions=16)
+    greedy = Sampling(temperature=0)
+    for prompt, count in ((PROMPTS[0], 11), ([1] * 15, 1)):
+        assert speculate(network, [prompt], count, [31], greedy).rows == generate(network, [prompt], count, 31, greedy)
+
+
 WINDOW = GroupedQueryAttention(heads=4, kv_heads=2, window=4)
 
 
