@@ -24,6 +24,13 @@ EPS = 1e-6
 """Added to the squared length of queries and keys, as in Qwen3-Next."""
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x))."""
+    # Not torch's: where the gradient is not contiguous, its own is neither, and it declares to the compiler that it is
+    # (torch 2.13). The compiled backward pass of what has made x fails then
+    return torch.logaddexp(x, x.new_zeros(()))
+
+
 class DeltaCore(nn.Module):
     """Maps projections of all positions to what each head reads; see `forge_kit.nn.head_mixers.MixesHeads`."""
 
@@ -62,7 +69,7 @@ class DeltaCore(nn.Module):
             q, k, v = cache.convolved(projected, filters)
         q, k = (unit(x.to(wide)).transpose(1, 2) for x in (q, k))
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[1], 1) for x in (q, k))
-        log_decay = -log_rate.to(wide).exp() * F.softplus(step.to(wide) + offset.to(wide))
+        log_decay = -log_rate.to(wide).exp() * softplus(step.to(wide) + offset.to(wide))
         beta = share.to(wide).sigmoid()
         if used is not None:  # padding neither decays nor writes
             log_decay, beta = log_decay * used, beta * used

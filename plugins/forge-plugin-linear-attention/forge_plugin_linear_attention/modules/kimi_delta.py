@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from forge_kit.nn.modules import Linear
 from forge_plugin_linear_attention.modules.attention import LOG_RATES, OFFSETS, PerHead
 from forge_plugin_linear_attention.modules.cache import StateCache
 from forge_plugin_linear_attention.modules.channel_delta_rule import BLOCK, channel_delta_rule
-from forge_plugin_linear_attention.modules.core import convolve, unit
+from forge_plugin_linear_attention.modules.core import convolve, softplus, unit
 from forge_plugin_linear_attention.modules.delta_rule import numbered
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
 
@@ -64,7 +63,7 @@ class KimiDeltaCore(nn.Module):
         else:
             projected, used = cache.hide_padding(projected, batch)
             q, k, v = cache.convolved(projected, filters)
-        log_decay = -log_rate.to(wide).exp()[:, None] * F.softplus(step.to(wide) + offset.to(wide))
+        log_decay = -log_rate.to(wide).exp()[:, None] * softplus(step.to(wide) + offset.to(wide))
         beta = share.to(wide).sigmoid()
         if used is not None:  # padding neither decays nor writes
             log_decay, beta = log_decay * used[..., None], beta * used

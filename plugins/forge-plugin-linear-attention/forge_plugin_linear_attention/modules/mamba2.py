@@ -17,7 +17,7 @@ from forge_kit.nn.head_mixers import sharing_ranks
 from forge_kit.nn.modules import Linear, cast
 from forge_plugin_linear_attention.modules.attention import LOG_RATES, OFFSETS, PerHead
 from forge_plugin_linear_attention.modules.cache import StateCache
-from forge_plugin_linear_attention.modules.core import convolve
+from forge_plugin_linear_attention.modules.core import convolve, softplus
 from forge_plugin_linear_attention.modules.delta_rule import numbered
 from forge_plugin_linear_attention.modules.ssd import state_space
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm, SplitRootMeanSquareNorm
@@ -63,7 +63,7 @@ class StateSpaceCore(nn.Module):
         biases: Sequence[Tensor | None] = convolutions[3:] or [None] * 3
         # As wide as norms are computed: the state adds up contributions of all positions
         wide = torch.promote_types(step.dtype, torch.float32)
-        step = F.softplus(step.to(wide) + offset.to(wide))
+        step = softplus(step.to(wide) + offset.to(wide))
         low, high = self.dt_limit
         if low or high:
             step = step.clamp(low, high or None)
