@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, gt, le
 
-from forge_core.contracts.errors import Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_transformer.kinds import RopeComponent
 
 if TYPE_CHECKING:
@@ -215,6 +215,12 @@ class LongRope(PlainRope):
         if self.attention_factor:
             return self.attention_factor
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+    def build(self, context: BuildContext, head_dim: int) -> nn.Module:
+        """Returns tables of both ranges; raises `JobError` where a list has another number of factors."""
+        if problems := list(self.width_problems(head_dim)):  # an import builds a model that no check has seen
+            raise JobError(problem.below("model.attention.rope") for problem in problems)
+        return super().build(context, head_dim)
 
     def _tables(self, context: BuildContext, rotated: int) -> nn.Module:
         from forge_plugin_transformer.modules.rotary import TwoRangeRotary

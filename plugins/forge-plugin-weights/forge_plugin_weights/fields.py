@@ -52,6 +52,8 @@ class Key(Field):
     """Returns the value that 0 or None stands for on our side."""
     other_names: Sequence[str] = ()
     """Names of the key in other versions of `transformers`."""
+    null: Any = None
+    """The value of null, where that is another than `default`."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -66,7 +68,8 @@ class Key(Field):
     def read(self, config: Config) -> Flat:
         """Reads the first of `other_names` that is there, or else `theirs`; every path gets the same value."""
         name = next((name for name in self.other_names if name in config), self.theirs)
-        return dict.fromkeys(self.paths, value_of(config, name, self.default))
+        off = self.null is not None and name in config and config[name] is None
+        return dict.fromkeys(self.paths, self.null if off else value_of(config, name, self.default))
 
     def write(self, model: Flat) -> Config:
         """Writes under `theirs` only; raises `Unsupported` if the paths have different values."""

@@ -95,7 +95,8 @@ ALWAYS: Mapping[str, Draw] = {
     "num_experts_per_tok": same(st.integers(1, 2)),
     "n_group": lambda sizes: st.just(sizes.groups),
     "topk_group": lambda sizes: st.integers(1, sizes.groups),
-    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), same(WIDTHS)),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim"), same(WIDTHS)),
+    "v_head_dim": same(st.integers(1, 8)),  # keys are as wide at least
     "qk_rope_head_dim": same(HEADS),
     "sliding_window": lambda sizes: st.just(sizes.window),
     "use_sliding_window": lambda sizes: st.just(sizes.window is not None and sizes.windowed),
@@ -177,7 +178,7 @@ OPTIONAL: Mapping[str, Draw] = {
         lambda first: ["dense"] * first + ["sparse"] * (sizes.layers - first)
     ),
     "mla_use_nope": same(st.just(True)),
-    "moe_renormalize": same(st.booleans()),
+    "moe_renormalize": same(st.sampled_from([True, False, None])),
     "moe_router_activation_func": same(st.just("sigmoid")),
     "num_shared_experts": same(st.integers(0, 3)),
     "num_experts_per_token": same(st.integers(1, 2)),
@@ -198,7 +199,7 @@ OPTIONAL: Mapping[str, Draw] = {
     "mamba_d_head": same(st.just("auto")),
     "mamba_expand": same(st.integers(1, 3)),
     "mamba_n_groups": same(st.sampled_from([1, 2])),
-    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), same(st.booleans())),
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), same(st.sampled_from([True, False, None]))),
     "time_step_limit": same(st.sampled_from([[0.0, math.inf], [0.001, 0.1]])),
     "attn_output_gate": same(st.just(True)),
     "output_gate_type": same(st.sampled_from(["swish", "silu"])),
@@ -348,6 +349,15 @@ def shared_ropes(draw: st.DrawFn, *tables: st.SearchStrategy[Any]) -> dict[str, 
 
 
 @st.composite
+def half_ropes(draw: st.DrawFn, *tables: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Bamba's, whose share is a half unless the table of version 5 has another."""
+    keys, share = draw(ropes(*tables)), draw(st.none() | st.sampled_from([0.25, 0.5, 1.0]))
+    if share is not None and keys.keys() == {"max_position_embeddings", "rope_parameters"}:
+        keys["rope_parameters"]["partial_rotary_factor"] = share
+    return keys
+
+
+@st.composite
 def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[Any]) -> dict[str, Any]:
     """Two: of layers with a window, and of those without."""
     full, near = draw(st.one_of(PLAIN, *tables)), {"rope_type": "default"}
@@ -365,7 +375,7 @@ def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[An
 @st.composite
 def growing_ropes(draw: st.DrawFn) -> dict[str, Any]:
     """Ministral 3's, with the growth of queries."""
-    keys, growth = draw(ropes(SCALED[3])), draw(ORIGINALS)
+    keys, growth = draw(ropes(*SCALED)), draw(ORIGINALS)
     growth["llama_4_scaling_beta"] = draw(st.sampled_from([0.0, 0.1]))
     if keys.get("rope_scaling") is None:
         keys.pop("rope_scaling", None)
@@ -407,8 +417,9 @@ ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "nemotron": shared_ropes(*SCALED[:2]),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", *HYBRIDS), shared_ropes(*SCALED[:2])),
     **dict.fromkeys(
-        ("mixtral", "ministral", "olmoe", "granitemoehybrid", "bamba"), ropes(*SCALED[:4])
+        ("mixtral", "ministral", "olmoe", "granitemoehybrid"), ropes(*SCALED[:4])
     ),  # version 5 fails at LongRoPE without head_dim
+    "bamba": half_ropes(*SCALED[:4]),
     "gemma3_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
     "olmo3": window_ropes("rope_theta", *SCALED[:1], *SCALED[2:4]),
 }

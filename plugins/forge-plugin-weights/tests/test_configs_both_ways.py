@@ -58,10 +58,11 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
         *("block_multiple_of", "full_attn_idxs"),
     },
     "lfm2_moe": {"full_attn_idxs"},
-    "bamba": {"mamba_d_head", "mamba_expand"},
+    "bamba": {"mamba_n_heads", "mamba_d_head", "mamba_expand"},
     # Null is no encoding of positions, and a width follows from others; without experts, both keys mean nothing
     "granitemoehybrid": {
-        *("position_embedding_type", "mamba_d_head", "mamba_expand", "intermediate_size", "num_experts_per_tok"),
+        *("position_embedding_type", "mamba_n_heads", "mamba_d_head", "mamba_expand"),
+        *("intermediate_size", "num_experts_per_tok"),
     },
     # A table has precedence over keys, and a list over a number; both are written
     "kimi_linear": {

@@ -43,7 +43,8 @@ class StretchedRope(Rope):
         Raises:
             Unsupported: there is a base and no table, to which versions 4 and 5 of `transformers` give another meaning.
         """
-        if any(config.get(key) for key in ("rope_scaling", "rope_parameters")):
+        # An empty table is one of version 5, without a form
+        if config.get("rope_scaling") or config.get("rope_parameters") is not None:
             return super().read(config)
         if (base := config.get(self.theta_key)) is not None:
             message = (

@@ -14,11 +14,13 @@ from forge_plugin_weights.architectures.dense import (
     tied_head,
 )
 from forge_plugin_weights.architectures.granite_hybrid import MAMBA, MambaLayers, mamba_fields, mixer_rules
-from forge_plugin_weights.fields import Dropout, Fixed, Key, Rope
+from forge_plugin_weights.fields import LONGEST, Dropout, Fixed, Key, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import depth
 from forge_plugin_weights.rules import Same
 
+HALF = 0.5
+"""The share of a head that is rotated, in the code of the class."""
 INDICES = "attn_layer_indices"
 NAMES: Mapping[str, str] = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -62,6 +64,21 @@ class IndexedLayers(MambaLayers):
 
 
 @frozen(kw_only=True)
+class HalfRope(Rope):
+    """The position encoding of a half of each head, unless a table gives another share: a key beside it means none."""
+
+    def read(self, config: Config) -> Flat:
+        return super().read({key: value for key, value in config.items() if key != self.share_key})
+
+    def write(self, model: Flat) -> Config:
+        """Writes another share into the table of version 5 alone: in version 4, the class has one."""
+        config = super().write(model)
+        if config[self.share_key] == HALF:
+            return config
+        return {key: value for key, value in config.items() if key in ("rope_parameters", LONGEST)}
+
+
+@frozen(kw_only=True)
 class Bamba(ArchitectureComponent):
     """Bamba-9B (IBM, Princeton and UIUC, 2024)."""
 
@@ -71,11 +88,11 @@ class Bamba(ArchitectureComponent):
     training_only = ("attention.chunk",)
 
     def fields(self) -> Sequence[Field]:
-        """Returns the keys; the share of a head that is rotated is in the code of the class."""
-        gqa = attention_fields(kv_heads=8, rope=Rope(share=0.5))
+        """Returns the keys."""
+        gqa = attention_fields(kv_heads=8, rope=HalfRope(share=HALF))
         full = (
             *(each for each in gqa if not isinstance(each, Dropout)),
-            Fixed({"attention.qk_norm": False, "attention.rope.partial_rotary_factor": 0.5}),
+            Fixed({"attention.qk_norm": False}),
             all_biases(),
         )
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attrs import frozen
 
@@ -25,7 +25,17 @@ from forge_plugin_weights.layer_fields import LayerWindows, every_nth_is_full
 from forge_plugin_weights.rules import RotaryRows
 
 PATTERN = "sliding_window_pattern"
-WINDOWS = LayerWindows(default=4096, rule=every_nth_is_full(PATTERN, 4), further=(PATTERN,))
+
+
+@frozen(kw_only=True)
+class WindowsOfSome(LayerWindows):
+    """Windows of a class that requires their width, also where no layer has one."""
+
+    def _written(self, width: Any) -> dict[str, Any]:
+        return super()._written(width or self.default)
+
+
+WINDOWS = WindowsOfSome(default=4096, rule=every_nth_is_full(PATTERN, 4), further=(PATTERN,))
 
 
 def cohere_fields(rope: Rope) -> Sequence[Field]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from attrs import frozen
 
@@ -10,8 +11,8 @@ from forge_plugin_transformer.huggingface_names import COPIES, PREDICTION
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.dense import ENDS, FFN, NORMS, TRANSFORMER, shape_fields, tied_head
 from forge_plugin_weights.architectures.experts import MATRICES, MOE, expert_rules
-from forge_plugin_weights.fields import Choice, Dropout, ExportedAs, Fixed, Key, Only, OrNone, Rope
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
+from forge_plugin_weights.fields import REQUIRED, Choice, Dropout, ExportedAs, Fixed, Key, Only, OrNone, Rope, value_of
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.rules import Repeated, Same, Stack
 
 ATTENTION: Mapping[str, str] = {
@@ -27,6 +28,7 @@ ATTENTION: Mapping[str, str] = {
 """Modules of latent attention, by our names."""
 LAYER = "model.layers.{layer}"
 TRAINING_ONLY = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.router.bias_rate", "ffn.capacity_factor", "mtp.*")
+NOPE, ROTATED = "qk_nope_head_dim", "qk_rope_head_dim"
 PREDICTED = "num_nextn_predict_layers"
 
 
@@ -99,6 +101,22 @@ class Predictions(Field):
         return {PREDICTED: model.get("mtp.depth", 0)}
 
 
+@frozen
+class ValueWidth(Key):
+    """The width of values, which is that of keys at most."""
+
+    key_widths: Sequence[Any] = (REQUIRED, REQUIRED)
+    """The defaults of both parts of a key."""
+
+    def read(self, config: Config) -> Flat:
+        """Reads the width; raises `Unsupported` for one that kernels do not take."""
+        width = value_of(config, self.theirs, self.default)
+        keys = sum(value_of(config, *part) for part in zip((NOPE, ROTATED), self.key_widths, strict=True))
+        if width > keys:
+            raise Unsupported(f"{self.theirs} = {width}; values as wide as keys work ({NOPE} + {ROTATED} = {keys})")
+        return super().read(config)
+
+
 @frozen(kw_only=True)
 class DeepSeekV3(ArchitectureComponent):
     """DeepSeek-V3 (arXiv 2412.19437) and models of its architecture."""
@@ -118,8 +136,8 @@ class DeepSeekV3(ArchitectureComponent):
             Fixed({"attention.type": "forge-plugin-mla/mla"}),
             Key("num_attention_heads", "attention.heads"),
             OrNone("q_lora_rank", "attention.q_lora_rank", 1536),  # null in Moonlight: one matrix of queries
-            *(Key(name, f"attention.{name}") for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")),
-            Key("v_head_dim", "attention.v_head_dim"),
+            *(Key(name, f"attention.{name}") for name in ("kv_lora_rank", NOPE, ROTATED)),
+            ValueWidth("v_head_dim", "attention.v_head_dim"),
             Key("rope_interleave", "attention.rope_interleave", True),
             Only("attention_bias", False, "mla has no biases"),
             Dropout("attention_dropout"),

@@ -20,7 +20,7 @@ from forge_plugin_weights.architectures.dense import (
 )
 from forge_plugin_weights.architectures.experts import BALANCE, MOE
 from forge_plugin_weights.architectures.llama_like import granite_factors
-from forge_plugin_weights.architectures.qwen3_next import TYPE, MixedLayers, in_layer
+from forge_plugin_weights.architectures.qwen3_next import LINEAR, TYPE, MixedLayers, in_layer
 from forge_plugin_weights.fields import (
     REQUIRED,
     Choice,
@@ -65,7 +65,15 @@ class MambaLayers(MixedLayers):
         """Writes the entries of published files, which all versions of transformers read."""
         spelling = {later: first for first, later in ENTRIES.items()}
         config = dict(super().write(model))
+        if LINEAR not in config["layer_types"]:
+            config |= unused_heads(setting(model, "dim"))
         return {**config, "layer_types": [spelling[entry] for entry in config["layer_types"]]}
+
+
+def unused_heads(width: int) -> Config:
+    """Returns keys of Mamba-2 for a model without: the classes refuse their defaults where 128 heads do not fit."""
+    heads = math.gcd(128, 2 * width)
+    return {"mamba_n_heads": heads, "mamba_d_head": 2 * width // heads, "mamba_expand": 2} if heads < 128 else {}
 
 
 @frozen
@@ -220,7 +228,7 @@ def mamba_fields(*, eps: float) -> Sequence[Field]:
         ),
         Key("mamba_d_state", "attention.state", 256),
         Key("mamba_d_conv", "attention.conv", 4),
-        Key("mamba_conv_bias", "attention.conv_bias", True),
+        Key("mamba_conv_bias", "attention.conv_bias", True, null=False),
         Key("mamba_proj_bias", "attention.bias", False),
         Key("rms_norm_eps", "attention.norm_eps", eps),
         StepLimit(),
@@ -240,7 +248,7 @@ class GraniteHybrid(ArchitectureComponent):
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys; the factor on scores is of layers with attention alone."""
-        scale, *factors = granite_factors()
+        scale, *factors = granite_factors(null_scale=0.0)
         gqa = attention_fields(rope=RopeOrNone())
         full = (
             *(each for each in gqa if not isinstance(each, Dropout)),

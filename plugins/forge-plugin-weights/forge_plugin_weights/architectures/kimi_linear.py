@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from forge_plugin_transformer.layer_parts import default_hidden
-from forge_plugin_weights.architectures.deepseek import LATENT_ATTENTION, TRAINING_ONLY
+from forge_plugin_weights.architectures.deepseek import LATENT_ATTENTION, TRAINING_ONLY, ValueWidth
 from forge_plugin_weights.architectures.dense import ENDS, FFN, NORMS, TRANSFORMER, shape_fields
 from forge_plugin_weights.architectures.experts import MATRICES, MIXTRAL, MOE, expert_rules
 from forge_plugin_weights.architectures.qwen3_next import LINEAR, TYPE, MixedLayers, in_layer
@@ -153,7 +153,7 @@ class KimiLinear(ArchitectureComponent):
             Key("kv_lora_rank", "attention.kv_lora_rank", 512),
             Key("qk_nope_head_dim", "attention.qk_nope_head_dim", 128),
             Key("qk_rope_head_dim", "attention.qk_rope_head_dim", 64),
-            Key("v_head_dim", "attention.v_head_dim", 128),
+            ValueWidth("v_head_dim", "attention.v_head_dim", 128, key_widths=(128, 64)),
         )
         linear = (
             Key("linear_num_heads", "attention.heads", 32),
@@ -214,7 +214,7 @@ def experts_fields() -> Sequence[Field]:
         Key("routed_scaling_factor", "ffn.router.scaling", 2.446),
         Key("num_expert_group", "ffn.router.groups", 1),
         Key("topk_group", "ffn.router.top_groups", 1),
-        Key("moe_renormalize", "ffn.router.normalise", True),
+        Key("moe_renormalize", "ffn.router.normalise", True, null=False),
         Only("moe_router_activation_func", "sigmoid", "the router is sigmoid_topk", write_it=False),
     )
 

@@ -54,17 +54,20 @@ class GrowingRope(Rope):
             message = f"{' and '.join(tables)} must have {BETA} and {ORIGINAL}, which the class multiplies queries by"
             raise Unsupported(message)
         length = first[ORIGINAL]
-        if first.get("rope_type", first.get("type", "default")) != "yarn":
-            for table in tables.values():  # where the encoding does not take it
-                table.pop(ORIGINAL)
+        known = self.types.get(first.get("rope_type", first.get("type", "default")))
+        if known is None or ORIGINAL not in known.keys:
+            for table in tables.values():
+                table.pop(ORIGINAL, None)
         return {**super().read({**config, **tables}), GROWTH: betas[0], LENGTH: length}
 
     def write(self, model: Flat) -> Config:
-        """Writes both numbers into the table of either form; raises `Unsupported` for another length than YaRN's."""
+        """Writes both numbers into the table of either form; raises `Unsupported` where the encoding has others."""
         config = dict(super().write(model))
         own = {BETA: setting(model, GROWTH), ORIGINAL: setting(model, LENGTH)}
         path = f"{self.path}.{ORIGINAL}"
-        if model.get(path, own[ORIGINAL]) != own[ORIGINAL]:
+        # `dynamic` takes the length beside the table, so that there are two
+        dynamic = model.get(f"{self.path}.type") == self.types["dynamic"].component
+        if not dynamic and model.get(path, own[ORIGINAL]) != own[ORIGINAL]:
             raise Unsupported(f"{LENGTH} = {own[ORIGINAL]}, where {path} = {model[path]}; they are one number there")
         parameters = {**config["rope_parameters"], **own}
         scaling = {key: value for key, value in parameters.items() if key != self.theta_key}
