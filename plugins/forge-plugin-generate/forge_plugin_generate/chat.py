@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.tools.ranks import ranks_asked_for
-from forge_plugin_generate.options import add_run, add_settings, check_path, separated
+from forge_plugin_generate.options import add_run, add_settings, check_path, check_speculation, separated
 from forge_plugin_generate.prompts import chat_ids
 from forge_plugin_generate.streaming import TextStream
 from forge_plugin_generate.terminal import Conversation, write
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
+    from forge_plugin_generate.command import Continuing
     from forge_plugin_generate.stops import Stops
 
 Message = dict[str, str]
@@ -43,6 +44,7 @@ def command(argv: list[str]) -> int:
     # Known to say why not, instead of "unrecognized"
     parser.add_argument("--nproc", type=positive, metavar="N", help=argparse.SUPPRESS)
     options = separated(parser, argv)
+    check_speculation(parser, options)
     if ranks_asked_for(options.nproc) > 1:
         hint = f"ask several ranks by: forge-run generate {options.path} --chat --prompt TEXT --nproc N"
         raise JobError(f"chat reads standard input, which ranks do not have; use one process, or {hint}")
@@ -71,9 +73,9 @@ def first_turn(tokenizer: Tokenizer, system: str, question: str) -> list[int]:
     return chat_ids(tokenizer, [*_begun(system), _message("user", question)])
 
 
-def talk(stops: Stops, answer: Answer, options: argparse.Namespace, seq_len: int) -> int:
+def talk(stops: Stops, answer: Continuing, options: argparse.Namespace, seq_len: int) -> int:
     """Answer each line of standard input in one conversation, until it ends; returns the exit code."""
-    chat = Chat(stops, answer, options, seq_len)
+    chat = Chat(stops, answer, options, seq_len, answer.report)
     if sys.stdin.isatty():
         print("/help lists commands, Ctrl-C ends an answer, Ctrl-D leaves")
     return Conversation(options, chat.answer, chat.commands()).run()
@@ -87,10 +89,19 @@ class Chat:
         answer: continues ids.
         options: `system`, its first message, and `seed`, which `/retry` changes.
         seq_len: positions that the model was trained with.
+        report: is called behind each answer.
     """
 
-    def __init__(self, stops: Stops, answer: Answer, options: argparse.Namespace, seq_len: int) -> None:
+    def __init__(
+        self,
+        stops: Stops,
+        answer: Answer,
+        options: argparse.Namespace,
+        seq_len: int,
+        report: Callable[[], object] = lambda: None,
+    ) -> None:
         self._stops, self._continue, self._options, self._seq_len = stops, answer, options, seq_len
+        self._report = report
         self.messages = _begun(options.system)
         self._has_warned = False
 
@@ -140,6 +151,7 @@ class Chat:
             raise
         stream.finish(row)
         print(flush=True)
+        self._report()
         self.messages.append(_message("assistant", stream.text))
 
     def _warn_of_length(self, length: int) -> None:

@@ -13,7 +13,7 @@ from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_kit.tools.json_output import add_json, print_json
 from forge_kit.tools.ranks import add_ranks, ranks_asked_for, run_on_ranks
-from forge_plugin_generate.options import add_run, add_settings, check_path, separated
+from forge_plugin_generate.options import add_run, add_settings, check_path, check_speculation, separated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,7 +138,7 @@ def of_model(
 
     Raises:
         ForgeError: the model has no tokenizer, or no cache to generate with.
-        JobError: one of `stop` is empty.
+        JobError: one of `stop` is empty, or no text of the tokenizer can hold it.
         ValueError: a setting is out of its range.
     """
     from forge_plugin_generate.generate import Sampling, generate
@@ -283,8 +283,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     if options.json and (options.interactive or (options.chat and not options.prompt)):
         what = "--interactive" if options.interactive else "--chat without --prompt"
         parser.error(f"--json prints one object at the end, and {what} is a conversation; give --prompt instead")
-    if options.speculate and (shown or options.no_cache):
-        parser.error(f"--speculate reads text by the cache; leave out --{shown or 'no-cache'}, or --speculate")
+    check_speculation(parser, options)
+    if options.speculate and shown:
+        parser.error(f"--speculate supports text only; leave out --{shown} or --speculate")
     if options.json and options.stream:
         parser.error("--json prints one object at the end, and --stream writes a text as it is made; leave out one")
     if options.stream and several:

@@ -87,6 +87,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-cache", action="store_true", help="recompute everything for each token (for comparison)")
 
 
+def check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program with an error if `--speculate` is beside `--no-cache`, which it could not respect."""
+    if options.speculate and options.no_cache:
+        parser.error("--speculate reads text by the cache; leave out --no-cache, or --speculate")
+
+
 def check_path(path: Path, device: str) -> None:
     """Check that there is a checkpoint to load, and the device.
 

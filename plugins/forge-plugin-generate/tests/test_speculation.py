@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from forge_core import Trainer, load_model
 from forge_core.cli import main
 from forge_core.contracts.errors import ForgeError
+from forge_plugin_generate.chat import Chat
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.speculation import speculate
+from forge_plugin_generate.stops import Stops
 from forge_plugin_mla import MultiHeadLatentAttention
+from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
 from forge_plugin_transformer.modules.attention import KVCache
 from forge_plugin_transformer.modules.cache import LayerCaches
@@ -157,7 +161,19 @@ def test_a_user_sees_the_same_text_and_how_many_tokens_a_call_gives(tmp_path, ca
     assert facts["accepted_length"] > 1.5
     assert facts["calls"] + facts["accepted"] >= 40
     assert f"{facts['accepted_length']:.2f} tokens a call" in shown[1].err
-    with pytest.raises(SystemExit):
-        main([*words, "--speculate", "--no-cache"])
-    assert "--no-cache" in capfd.readouterr().err
+    for command in (words, ["chat", run]):
+        with pytest.raises(SystemExit):
+            main([*command, "--speculate", "--no-cache"])
+        assert "--no-cache" in capfd.readouterr().err
     assert load_model(run, device="cpu").model.draft_length == 2
+
+
+def test_a_conversation_shows_it_behind_each_answer(monkeypatch, capfd):
+    tokenizer, reports = ByteTokenizer(), []
+    monkeypatch.setattr("forge_plugin_generate.chat.chat_ids", lambda tokenizer, messages: [1])
+    options = Namespace(system="", seed=0, max_tokens=9)
+    chat = Chat(Stops.of(tokenizer), lambda ids, until: [[*b"hi"]], options, 24, lambda: reports.append(1))
+    for question in ("one", "two"):
+        chat.answer(question)
+    assert capfd.readouterr().out == "hi\nhi\n"
+    assert len(reports) == 2
