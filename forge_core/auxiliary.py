@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-Unit = Literal["token", "sequence", "example", "layer"]
-"""What a mean is over. `example`: what the data declare by an entry `examples` of batches, a sequence without it."""
+Unit = Literal["token", "sequence", "document", "example", "layer"]
+"""What a mean is over. `document`: of one row, so that one that continues in another row counts there once more.
+`example`: what the data declare by an entry `examples` of batches, a sequence without it."""
 
 
 class Count(NamedTuple):
@@ -42,11 +43,12 @@ class _Attach(torch.autograd.Function):
 
 
 class Counter:
-    """Sums values over the forward passes of a step; see `Auxiliary.counter`."""
+    """Sums values over the forward passes of a step, or keeps the largest; see `Auxiliary.counter`."""
 
-    def __init__(self, auxiliary: Auxiliary, unit: Unit | None) -> None:
+    def __init__(self, auxiliary: Auxiliary, unit: Unit | None, *, largest: bool = False) -> None:
         self._auxiliary = auxiliary
-        self.unit = unit
+        self.unit, self.largest = unit, largest
+        self.empty = -torch.inf if largest else 0.0
         self.total: Tensor | None = None
 
     def add(self, values: Tensor) -> None:
@@ -55,8 +57,9 @@ class Counter:
             return
         # Made only now that its size is known. Float64 holds every count exactly; float32 ends at 2**24.
         if self.total is None:
-            self.total = torch.zeros(values.shape, device=self._auxiliary.device, dtype=torch.float64)
-        self.total.add_(values.detach())
+            self.total = torch.full(values.shape, self.empty, device=self._auxiliary.device, dtype=torch.float64)
+        update = self.total.clamp_ if self.largest else self.total.add_  # the former's first argument is the minimum
+        update(values.detach())
 
 
 class Auxiliary:
@@ -75,7 +78,12 @@ class Auxiliary:
         self._summaries: dict[str, Summary] = {}
 
     def begin_step(
-        self, tokens: Tensor, sequences: int, micro_batches: int, examples: Tensor | int | None = None
+        self,
+        tokens: Tensor,
+        sequences: int,
+        micro_batches: int,
+        examples: Tensor | int | None = None,
+        documents: Tensor | int | None = None,
     ) -> None:
         """Start a training step.
 
@@ -84,15 +92,16 @@ class Auxiliary:
             sequences: rows of the global batch.
             micro_batches: over all ranks.
             examples: of the global batch; None: one per row.
+            documents: of the global batch; None: one per row.
         """
-        self._scale["token"].copy_(1.0 / tokens.clamp(min=1).double())
-        self._scale["sequence"].fill_(1.0 / max(sequences, 1))
-        examples = torch.as_tensor(sequences if examples is None else examples)
-        self._scale["example"].copy_(1.0 / examples.clamp(min=1).double())
-        self._scale["layer"].fill_(1.0 / max(micro_batches, 1))
+        examples, documents = (sequences if count is None else count for count in (examples, documents))
+        counts = (tokens, sequences, documents, examples, micro_batches)
+        for unit, count in zip(get_args(Unit), counts, strict=True):
+            at_least_one = count.clamp(min=1).double() if isinstance(count, Tensor) else max(count, 1)
+            self._scale[unit].fill_(1.0 / at_least_one)
         for counter in self._counters.values():
             if counter.total is not None:
-                counter.total.zero_()
+                counter.total.fill_(counter.empty)
         self.active = True
 
     def end_step(self, counted: Mapping[Count, Tensor]) -> None:
@@ -105,7 +114,7 @@ class Auxiliary:
 
         Args:
             x: any tensor on the path to the loss.
-            value: (), float32 or wider, a *sum* over `unit`: over tokens, sequences or examples of this micro-batch.
+            value: (), float32 or wider, a *sum* over `unit`: over tokens, sequences, … of this micro-batch.
             unit: the unit that the sum runs over. It is counted over the global batch, so that the objective does not
                 depend on micro-batches or ranks. `layer`: a value that is the same in every micro-batch, counted once.
             name: metric under which the mean is logged, unweighted; values of one name add up over layers.
@@ -132,12 +141,19 @@ class Auxiliary:
         """
         self.counter(name, row, unit).add(values)
 
-    def counter(self, name: str, row: int, unit: Unit | None = None) -> Counter:
+    def counter(self, name: str, row: int, unit: Unit | None = None, *, largest: bool = False) -> Counter:
         """The counter that `count` adds to, for a layer to keep.
 
         A forward pass that contained the layer's number would need a separate compiled graph for each layer.
+
+        Args:
+            name: of the counts.
+            row: number of the layer.
+            unit: as for `count`.
+            largest: whether the counter keeps the largest of values over the forward passes of the step and over all
+                ranks, the tensor-parallel ones among them, and not their sum. -inf: no value.
         """
-        return self._counters.setdefault(Count(name, row), Counter(self, unit))
+        return self._counters.setdefault(Count(name, row), Counter(self, unit, largest=largest))
 
     def summarise(self, name: str, summary: Summary) -> None:
         """Log metrics made of all counts of a name; replaces an earlier summary.
@@ -161,13 +177,21 @@ class Auxiliary:
     def counted(self, name: str, row: int) -> Tensor:
         """Returns the counts of the last complete step over all ranks: (n,), float64."""
         values = self._counted[Count(name, row)]
-        return values if self._kept is None else values * self._kept
+        return values if self._kept is None else values.where(self._kept, 0.0)
+
+    def largest(self) -> dict[str | Count, Tensor]:
+        """This rank's values of the counters that keep the largest ones: (n,) each, still to be compared over ranks."""
+        return {
+            key: counter.total.clone()
+            for key, counter in self._counters.items()
+            if counter.largest and counter.total is not None
+        }
 
     def totals(self) -> dict[str | Count, Tensor]:
         """This rank's share of each metric (), and of each count (n,), still to be summed over the token ranks."""
         shares: dict[str | Count, Tensor] = {}
         for key, counter in self._counters.items():
-            if counter.total is not None:
+            if counter.total is not None and not counter.largest:
                 total = counter.total if isinstance(key, Count) else counter.total[0]
                 shares[key] = total * self._scale[counter.unit] if counter.unit else total.clone()
         return shares

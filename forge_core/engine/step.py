@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Stepper:
         elsewhere = {id(parameter) for stage in run.built_stages for parameter in stage.counted_elsewhere(run.model)}
         self._counted = [parameter for parameter in self._parameters if id(parameter) not in elsewhere]
         self._pipeline = mesh.pipeline_group(self._mesh)
-        self._attached: dict[str | Count, torch.Size] | None = None
+        self._attached: dict[float, dict[str | Count, torch.Size]] = {}
         self._changing = [module for module in run.model.modules() if isinstance(module, ChangesWithUpdates)]
         self._source_names = source_names(run.job)
         key = hashlib.blake2b(f"{run.job.job.seed}:draw".encode(), digest_size=7).digest()
@@ -89,13 +90,14 @@ class Stepper:
         batches = self._with_draws(batches, step)
         # Before the first forward pass: each loss is divided by the global count before its backward pass, so that
         # every reduction of gradients is a plain sum, and micro-batches weigh by their tokens under every layout.
-        tokens, examples, longest_wait, runs = self._facts_of_step(batches, waited)
+        tokens, examples, documents, longest_wait, runs = self._facts_of_step(batches, waited)
         auxiliary, sequences = self._run.context.auxiliary, self._job.train.global_batch_size // self._runs * runs
-        auxiliary.begin_step(tokens, sequences, self._micro_batches * runs, examples)
+        auxiliary.begin_step(tokens, sequences, self._micro_batches * runs, examples, documents)
         dtype = torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
         # Clamped: a step whose labels are all ignored has gradients of 0 and not of NaN.
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(dtype))
-        sums = {**self._reduce(output, batches, auxiliary.totals()), WAITED: longest_wait}
+        largest = self._largest(auxiliary.largest())
+        sums = {**self._reduce(output, batches, auxiliary.totals()), **largest, WAITED: longest_wait}
         auxiliary.end_step({name: value for name, value in sums.items() if isinstance(name, Count)})
         # Last stage first, as the backward pass goes. In a pipeline, `fsdp`, applied last, makes the sharded gradients
         # only here; `tp` and `pp`, applied before it, sum these over their own ranks and must find them.
@@ -155,18 +157,19 @@ class Stepper:
         for module in self._changing:
             module.after_update()
 
-    def _facts_of_step(self, batches: Sequence[Batch], waited: float) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Valid tokens and examples of the global batch, the longest wait for it, and the runs that share it."""
+    def _facts_of_step(self, batches: Sequence[Batch], waited: float) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """Valid tokens, examples and documents of the global batch, the longest wait for it, the runs that share it."""
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
         examples = [batch["examples"].sum() if "examples" in batch else len(batch["labels"]) for batch in batches]
         # A place for each rank, so that the sum over ranks has all their waits; counts are exact up to 2^53
-        ranks = self._run.context.layout.data_parallel
-        facts = torch.zeros(2 + ranks, dtype=torch.float64, device=self._run.context.device)
-        facts[0], facts[1], facts[2 + self._sample_rank] = torch.stack(counts).sum(), sum(examples), waited
+        context = self._run.context
+        facts = torch.zeros(3 + context.layout.data_parallel, dtype=torch.float64, device=context.device)
+        facts[0], facts[1], facts[2] = torch.stack(counts).sum(), sum(examples), sum(map(_documents, batches))
+        facts[3 + self._sample_rank] = waited
         # Over samples and not tokens: sequences are still whole here, and `cp` ranks have the same ones.
         mesh.all_reduce_samples(facts, self._mesh)
-        runs = self._over_runs(facts[:2])
-        return facts[0].long(), facts[1], facts[2:].max(), runs
+        runs = self._over_runs(facts[:3])
+        return facts[0].long(), facts[1], facts[2], facts[3:].max(), runs
 
     def _over_runs(self, sums: Tensor) -> int:
         return max((stage.sum_over_runs(sums) for stage in self._run.built_stages), default=1)
@@ -180,31 +183,53 @@ class Stepper:
             zeros = torch.zeros(len(self._source_names), dtype=sums.dtype, device=sums.device)
             parts["source_sums"] = zeros.index_add(0, sources, sums)
             parts["source_counts"] = zeros.index_add(0, sources, counts.to(sums.dtype))
-        for name, value in self._over_layers(attached).items():
-            parts[name if isinstance(name, Count) else f"{AUXILIARY}{name}"] = value
+        of_layers = self._over_layers(attached).items()
+        parts |= {name if isinstance(name, Count) else f"{AUXILIARY}{name}": value for name, value in of_layers}
         self._over_runs(sums := mesh.all_reduce_tokens(_flatten(parts), self._mesh))
         return _unflatten(sums, parts)
 
     def _over_layers(self, attached: Sums) -> Sums:
         """The metrics attached by modules, summed over the pipeline's ranks, whose modules attach different names."""
+        of_all = self._of_all_layers(attached, 0.0)
+        if self._pipeline is None or not of_all:
+            return of_all
+        totals = _flatten(of_all)
+        torch.distributed.all_reduce(totals, group=self._pipeline)
+        return _unflatten(totals, of_all)
+
+    def _largest(self, attached: Sums) -> Sums:
+        """The largest values over all ranks of what modules attached, in one collective."""
+        of_all = self._of_all_layers(attached, -torch.inf)
+        if of_all and self._runs > 1:
+            raise ForgeError(f"{next(iter(of_all))} is the largest value of this run, not of all {self._runs} runs")
+        if not of_all or self._run.context.layout.world_size == 1:
+            return of_all
+        values = _flatten(of_all)
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+        return _unflatten(values, of_all)
+
+    def _of_all_layers(self, attached: Sums, empty: float) -> Sums:
+        """What modules attached, and `empty` for what those of other pipeline ranks attach; one order on all ranks."""
         if self._pipeline is None:
             return attached
-        if self._attached is None:  # once: gathering objects in every step would cost more than the sums
+        if empty not in self._attached:  # once: gathering objects in every step would cost more than the sums
             known = mesh.gather_objects({name: value.shape for name, value in attached.items()}, self._pipeline)
             every = {name: shape for part in known for name, shape in part.items()}
-            names = sorted(every, key=lambda name: (isinstance(name, Count), name))  # one order on all ranks
-            self._attached = {name: every[name] for name in names}
-        if new := sorted(map(str, attached.keys() - self._attached.keys())):
+            names = sorted(every, key=lambda name: (isinstance(name, Count), name))
+            self._attached[empty] = {name: every[name] for name in names}
+        shapes = self._attached[empty]
+        if new := sorted(map(str, attached.keys() - shapes.keys())):
             raise ForgeError(
                 f"{new[0]} was first attached after the first step; in a pipeline, all must be in the first"
             )
-        if not self._attached:
-            return {}
-        device = self._run.context.device
-        absent = {n: torch.zeros(shape, dtype=torch.float64, device=device) for n, shape in self._attached.items()}
-        totals = _flatten({**absent, **attached})
-        torch.distributed.all_reduce(totals, group=self._pipeline)
-        return _unflatten(totals, absent)
+        like = partial(torch.full, fill_value=empty, dtype=torch.float64, device=self._run.context.device)
+        return {name: attached[name] if name in attached else like(shape) for name, shape in shapes.items()}
+
+
+def _documents(batch: Batch) -> Tensor | int:
+    """Documents of a micro-batch, those of each row."""
+    rows, ids = len(batch["labels"]), batch.get("document_ids")
+    return rows if ids is None else rows + (ids[:, 1:] != ids[:, :-1]).sum()
 
 
 def agreed_reason(own: str) -> str:
@@ -290,12 +315,9 @@ def metrics(sums: Sums, source_names: Sequence[str] = ()) -> dict[str | Count, T
         counts = sums["source_counts"]
         means = torch.where(counts > 0, sums["source_sums"] / counts.clamp(min=1), ABSENT)
         scalars |= {SOURCE_LOSS + name: mean for name, mean in zip(source_names, means, strict=True)}
-    for name, value in sums.items():
-        if isinstance(name, Count):
-            scalars[name] = value
-        elif name.startswith(AUXILIARY):
-            scalars[name.removeprefix(AUXILIARY)] = value
-    return scalars
+    counts = {name: value for name, value in sums.items() if isinstance(name, Count)}
+    attached = {n.removeprefix(AUXILIARY): v for n, v in sums.items() if isinstance(n, str) and n.startswith(AUXILIARY)}
+    return scalars | attached | counts
 
 
 def seed_step(seed: int, step: int, part: int, device: torch.device) -> None:

@@ -79,6 +79,50 @@ def test_a_mean_over_examples_is_over_those_that_the_data_declare(make_job, buil
     assert metrics(sums)["threes"].item() == pytest.approx(84 / (28 if declared else 8), rel=1e-6)
 
 
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
+def test_a_mean_over_documents_is_over_those_of_each_row(make_job, build, micro_batch_size):
+    """Row i has i + 1 documents; without ids, a row is one."""
+    run = build(job := make_job(global_batch_size=8, micro_batch_size=micro_batch_size))
+    loader = TrainLoader(job, run.datasets, run.context)
+    batches = loader.next_step()
+    loader.close()
+    run.model.norm.register_forward_hook(
+        lambda *_: run.context.auxiliary.metric("threes", torch.tensor(84.0 / len(batches)), "document")
+    )
+    stepper = Stepper(run)
+    assert metrics(stepper.gradients(batches, 0)[1])["threes"].item() == pytest.approx(84 / 8, rel=1e-6)
+    rows = torch.arange(8).split(micro_batch_size)
+    positions = torch.arange(job.train.seq_len)
+    for batch, numbers in zip(batches, rows, strict=True):
+        batch["document_ids"] = 100 - torch.minimum(positions, numbers[:, None])
+    assert metrics(stepper.gradients(batches, 0)[1])["threes"].item() == pytest.approx(84 / 36, rel=1e-6)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
+def test_the_largest_values_of_a_step_are_those_of_all_its_forward_passes(make_job, build, micro_batch_size):
+    run = build(job := make_job(global_batch_size=8, micro_batch_size=micro_batch_size))
+    loader = TrainLoader(job, run.datasets, run.context)
+    auxiliary, stepper = run.context.auxiliary, Stepper(run)
+    counter = auxiliary.counter("peak", 3, largest=True)
+    seen: list[torch.Tensor] = []
+
+    def see(_module, _inputs, output):
+        seen.append(output.detach().double().amax((0, 1)) - 100)  # below zero, so that an empty one would be found
+        counter.add(seen[-1])
+        with Recomputing(auxiliary):
+            counter.add(seen[-1] + 1000)
+
+    run.model.norm.register_forward_hook(see)
+    for step in range(2):  # the second one does not see the first one's
+        seen.clear()
+        stepper.gradients(loader.next_step(), step)
+        assert torch.equal(auxiliary.counted("peak", 3), torch.stack(seen).amax(0))
+        assert len(seen) == 8 // micro_batch_size
+    loader.close()
+    auxiliary.forget_counted_unless(torch.tensor(False))
+    assert auxiliary.counted("peak", 3).abs().max() == 0
+
+
 def test_evaluation_neither_counts_nor_penalises(make_job, build):
     job = make_job(model=PenalisedModel())
     run = build(job)
