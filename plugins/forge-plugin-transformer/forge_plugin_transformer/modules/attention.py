@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forge_kit.nn.attention_scores import ScoreWatch, scale_rows
 from forge_kit.nn.direct_calls import directly_callable
 from forge_kit.nn.modules import Linear, cast
 from forge_kit.nn.taps import TapPoint
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
+from forge_plugin_transformer.modules.largest_scores import largest_scores
 from forge_plugin_transformer.modules.rotary import (
     generation_tables,
     rotate,
@@ -88,6 +90,7 @@ class GroupedAttention(nn.Module):
     """o(attention(q(x), k(x), v(x))): see `AttentionComponent` for the contract."""
 
     attends_spans = True
+    score_watch: ScoreWatch | None = None
 
     def __init__(
         self,
@@ -163,6 +166,8 @@ class GroupedAttention(nn.Module):
         else:
             turns = tables(self.rotary, q.shape[1], batch)
             q, k, v = self.qkv(self._query(q, turns, batch.get("positions")), self._key(k, turns), v)
+            if self.score_watch is not None and self.training:
+                self.score_watch.add(largest_scores(q, k, batch, self.scoring))
             sinks = self._sinks(q)
             # A core that a stage has put in need not take sinks, unless there are any
             mixed = self.core(q, k, v, batch) if sinks is None else self.core(q, k, v, batch, sinks)
@@ -263,6 +268,18 @@ class GroupedAttention(nn.Module):
         points["z"] = TapPoint("mixed", axes="heads")
         mixing = self.scoring.options()
         return points | {"pattern": TapPoint("core", "pattern", axes="heads", differentiable=False, mixing=mixing)}
+
+    def unscalable(self) -> str:
+        """See `forge_kit.nn.attention_scores.ClipsScores`."""
+        norms = (self.q_norm, self.k_norm, *([self.q_rotated_norm] if self.norm_rotated else []))
+        return "" if all(isinstance(norm, nn.Identity) for norm in norms) else "it normalises queries and keys"
+
+    def scale_scores(self, factors: Tensor, query_share: float) -> None:
+        """See `forge_kit.nn.attention_scores.ClipsScores`."""
+        group = self.q.out_features // self.k.out_features
+        of_keys = factors.unflatten(0, (-1, group)).amin(1)
+        scale_rows(self.q, (of_keys**query_share).repeat_interleave(group * self.head_dim))
+        scale_rows(self.k, (of_keys ** (1 - query_share)).repeat_interleave(self.head_dim))
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         """Returns the kernel, and the way to keep documents apart if the job does; nothing for a replaced core."""

@@ -65,7 +65,7 @@ def with_span_mask(batch: Batch, scoring: Scoring = PLAIN) -> Batch:
     window = scoring.window_in(batch[SPANS].shape[1])
     if _mask_entry(window) in batch:
         return batch
-    rows, numbers = batch[SPAN_POSITIONS], _numbers(batch)
+    rows, numbers = batch[SPAN_POSITIONS], span_numbers(batch)
     index = torch.arange(numbers.shape[1], device=numbers.device)
     causal = index <= rows.unsqueeze(2)
     if window:
@@ -115,12 +115,12 @@ def see_spans(mask: Tensor, batch: Batch) -> Tensor:
     if SPANS not in batch or mask is WHOLE:
         return mask
     spans = batch[SPANS]
-    numbers = _numbers({SPANS: spans})  # a row with a cache is one document
+    numbers = span_numbers({SPANS: spans})  # a row with a cache is one document
     within = (numbers.unsqueeze(2) == numbers.unsqueeze(1)) & (spans >= 0).unsqueeze(1)
     return mask | F.pad(within, (mask.shape[-1] - spans.shape[1], 0)).unsqueeze(1)
 
 
-def _numbers(batch: Batch) -> Tensor:
+def span_numbers(batch: Batch) -> Tensor:
     """Returns a number for each position (B, S) that neighbours share if they have one span and one document."""
     starts = document_starts(batch[SPANS])
     if "document_ids" in batch:
