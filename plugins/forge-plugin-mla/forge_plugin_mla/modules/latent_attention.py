@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forge_kit.nn.attention_scores import ScoreWatch, scale_rows
 from forge_kit.nn.modules import Linear
 from forge_kit.nn.taps import TapPoint
 from forge_plugin_mla.modules.latent_cache import LatentCache, absorbs
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
+from forge_plugin_transformer.modules.largest_scores import largest_scores
 from forge_plugin_transformer.modules.narrow_values import NARROW
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
 from forge_plugin_transformer.modules.rotary import (
@@ -28,6 +30,7 @@ from forge_plugin_transformer.modules.rotary import (
     with_generation_tables,
     with_tables,
 )
+from forge_plugin_transformer.scoring import PLAIN
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -56,6 +59,8 @@ class Widths(NamedTuple):
 
 class LatentAttention(nn.Module):
     """See `forge_plugin_transformer.AttentionComponent` for the contract."""
+
+    score_watch: ScoreWatch | None = None
 
     def __init__(
         self,
@@ -109,7 +114,10 @@ class LatentAttention(nn.Module):
             return self.o(self._attend_cached(x, batch, cache).flatten(2))
         turns = tables(self.rotary, x.shape[1], batch)
         k, v = self._expanded(*self._compressed(x, turns))
-        return self.o(self.core(self._queries(x, turns), k, v, batch).flatten(2))
+        q = self._queries(x, turns)
+        if self.score_watch is not None and self.training:
+            self.score_watch.add(largest_scores(q, k, batch, PLAIN))
+        return self.o(self.core(q, k, v, batch).flatten(2))
 
     def _queries(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """(B, S, D) -> (B, S, H, E)."""
@@ -199,6 +207,19 @@ class LatentAttention(nn.Module):
         queries = {"q_down": "replicate", "q_norm": "replicate", "q_up": "column"}
         plan = {"": "whole_input", "kv_down": "replicate", "kv_norm": "replicate", "kv_up": "column", "o": "row"}
         return plan | (queries if self.widths.q_latent else {"q": "column"})
+
+    def unscalable(self) -> str:
+        """See `forge_kit.nn.attention_scores.ClipsScores`; norms of latents come before the weights that scale."""
+        return ""
+
+    def scale_scores(self, factors: Tensor, query_share: float) -> None:
+        """See `forge_kit.nn.attention_scores.ClipsScores`. All heads share r: their queries take its whole factor."""
+        widths, factors = self.widths, factors[:, None]
+        queries = [(factors**query_share).expand(-1, widths.nope), factors.expand(-1, widths.rope)]
+        values = torch.ones_like(factors).expand(-1, widths.value)
+        keys = [(factors ** (1 - query_share)).expand(-1, widths.nope), values]
+        scale_rows(self.q_up if widths.q_latent else self.q, torch.cat(queries, 1).flatten())
+        scale_rows(self.kv_up, torch.cat(keys, 1).flatten())
 
     def float8_exempt(self) -> Sequence[str]:
         """Compressing projections: under tp each rank has a part of their gradient, and would round it separately."""
