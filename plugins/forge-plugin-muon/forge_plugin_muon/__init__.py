@@ -1,7 +1,8 @@
-"""Orthogonalised momentum for matrices: types `muon`, `normuon` and `dion` of kind `optimizer`."""
+"""Orthogonalised momentum for matrices: types `muon`, `normuon` and `dion` of kind `optimizer`, and hook `qk_clip`."""
 
 from forge_plugin_muon.dion import Dion
 from forge_plugin_muon.muon import Muon
 from forge_plugin_muon.normuon import NorMuon
+from forge_plugin_muon.qk_clip import QKClip
 
-__all__ = ["Dion", "Muon", "NorMuon"]
+__all__ = ["Dion", "Muon", "NorMuon", "QKClip"]

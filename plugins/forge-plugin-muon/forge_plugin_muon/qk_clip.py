@@ -1,0 +1,130 @@
+"""The hook `qk_clip`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from attrs import define, field
+from attrs.validators import and_, ge, gt, le
+
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import ForgeError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
+    from forge_core.job import Job
+    from forge_kit.nn.attention_scores import ClipsScores
+
+SCORES = "attention/max_logit"
+"""Name of the counts, and of the metric: the largest score of a step."""
+CLIPPED = "attention/clipped_heads"
+
+
+class Clipped(NamedTuple):
+    """An attention of this rank."""
+
+    row: int
+    """Its number, the same on all ranks of a pipeline."""
+    attention: ClipsScores
+
+
+@define(kw_only=True, slots=False)
+class QKClip(TrainingHook):
+    """Keeps scores of attention below a threshold by its weights (QK-Clip), with any optimizer; with Muon, MuonClip.
+
+    Kimi Team 2025, "Kimi K2" (arXiv 2507.20534), section 2.1 and algorithm 1. After each update, a head whose largest
+    score S of the step (over the global batch, before any cap) is above the threshold t has the weights of its queries
+    multiplied by (t / S)ᵃ and those of its keys by (t / S)¹⁻ᵃ; heads that share a key have the largest S of theirs. In
+    latent attention, the part of queries with a position is multiplied by t / S, as all heads share its keys.
+
+    For attention without a norm of queries or keys. Kernels do not return scores, so their products are computed once
+    more: a step takes the FLOPs of a sixth of its attention more, whether a head is clipped or not.
+
+    Logs `attention/max_logit` and the number of heads clipped, `attention/clipped_heads`.
+    """
+
+    threshold: float = field(default=100.0, validator=gt(0))
+    """t: the largest score that a head may keep."""
+    alpha: float = field(default=0.5, validator=and_(ge(0), le(1)))
+    """a: the share of queries; 0.5: queries and keys alike."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Refuses optimizers with other weights for evaluation, and layouts in which no rank sees all scores."""
+        if job.optimizer.has_evaluation_weights:
+            name = type(job.optimizer).__name__
+            yield Problem(
+                "", f"{name} has its own copy of the weights, which it does not clip; leave out one of the two"
+            )
+        if layout.cp > 1:
+            message = f"with cp of degree {layout.cp}, a rank has the scores of its own positions only"
+            yield Problem("", f"{message}; leave out one of the two")
+        if layout.run[1] > 1:
+            message = f"the largest score of this run is not that of all {layout.run[1]} that train one model"
+            yield Problem("", f"{message}; leave out one of the two")
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        """Watch the scores of all attention of this rank.
+
+        Raises:
+            ForgeError: no attention has scores, or the weights of one do not scale them or are frozen.
+        """
+        from forge_core.parallel.mesh import gather_objects
+        from forge_kit.nn.attention_scores import ScoreWatch
+
+        assert context.build is not None
+        layout, mesh, auxiliary = context.build.layout, context.build.mesh, context.build.auxiliary
+        found = _attentions(context.model)
+        # A layer may have several, and another rank of a pipeline more than any layer here
+        stride = max(gather_objects(max(map(len, found.values()), default=0)))
+        if not stride:
+            raise ForgeError(
+                "qk_clip: no attention of the model has scores that its weights make smaller; leave it out"
+            )
+        rank = mesh.get_local_rank("tp") if mesh is not None and layout.tp > 1 else 0
+        self._auxiliary, self._clipped = auxiliary, []
+        for layer, attentions in found.items():
+            for place, attention in enumerate(attentions):
+                row = layer * stride + place
+                attention.score_watch = ScoreWatch(auxiliary.counter(SCORES, row, largest=True), rank, layout.tp)
+                self._clipped.append(Clipped(row, attention))
+        auxiliary.summarise(SCORES, self._summary)
+
+    def on_step_end(self, context: StepContext) -> None:
+        """Clip the heads whose largest score is above the threshold."""
+        if not context.skipped:
+            for row, attention in self._clipped:
+                scores = self._auxiliary.counted(SCORES, row)
+                attention.scale_scores(self._factors(scores), self.alpha)
+
+    def _factors(self, scores: Tensor) -> Tensor:
+        """T / S of heads above the threshold, 1 of others: (H,), from the largest scores (H,)."""
+        return (self.threshold / scores).where((scores > self.threshold) & scores.isfinite(), 1.0)
+
+    def _summary(self, rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
+        scores = list(rows.values())
+        clipped = [(values > self.threshold).sum() for values in scores]
+        return {SCORES: max(values.amax() for values in scores), CLIPPED: sum(clipped)}
+
+
+def _attentions(model: Model) -> dict[int, list[ClipsScores]]:
+    """The attention of each layer whose scores can be clipped.
+
+    Raises:
+        ForgeError: weights of one do not make its scores smaller, or do not train.
+    """
+    from forge_kit.nn.attention_scores import ClipsScores
+
+    found: dict[int, list[ClipsScores]] = {}
+    for key, layer in model.layers.items():
+        found[int(key)] = [module for module in layer.modules() if isinstance(module, ClipsScores)]
+        for attention in found[int(key)]:
+            frozen = not any(parameter.requires_grad for parameter in attention.parameters())  # type: ignore[attr-defined]
+            if why := attention.unscalable() or ("its weights are frozen" if frozen else ""):
+                name = type(attention).__name__
+                raise ForgeError(f"qk_clip: {name} of layer {key} cannot be clipped: {why}; leave the hook out")
+    return found
