@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from forge_plugin_transformer import GroupedQueryAttention, InitStd
+from forge_plugin_transformer.modules import largest_scores
 from forge_plugin_transformer.modules.rotary import rotate
 from forge_plugin_transformer.modules.softmax_attention import softmax_attention
 from forge_plugin_transformer.modules.spans import SPAN_POSITIONS, with_spans
+from forge_plugin_transformer.scoring import Scoring
 
 S = 12
 SPANS = [
@@ -175,3 +177,23 @@ def test_positions_in_spans_come_first_and_none_twice() -> None:
     for row, own in zip(rows.tolist(), SPANS, strict=True):
         assert len({*row}) == 9
         assert {position for position in range(S) if own[position] >= 0} <= {*row}
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [0, WINDOW])
+def test_the_largest_scores_are_those_of_pairs_that_see_each_other(monkeypatch, window, documents):
+    """In blocks of queries, of which one ends within a span."""
+    monkeypatch.setattr(largest_scores, "FEWEST_ROWS", 5)
+    q = torch.randn(len(SPANS), S, 4, 8, dtype=torch.float64)
+    k = torch.randn(len(SPANS), S, 2, 8, dtype=torch.float64)
+    mask = torch.tensor([may_attend(row, documents) for row in range(len(SPANS))])
+    if window:
+        spans = torch.tensor(SPANS)
+        in_span = torch.tensor([may_attend(row, documents) for row in range(len(SPANS))]).triu(1)
+        near = torch.ones(S, S, dtype=torch.bool).triu(1 - window)
+        mask &= near | in_span | in_span.mT | ((spans[:, :, None] >= 0) & torch.eye(S, dtype=torch.bool))
+    scores = torch.einsum("bshe,bthe->bhst", q, k.repeat_interleave(2, 2)) / 8**0.5
+    expected = scores.masked_fill(~mask[:, None], -torch.inf).amax((0, 2, 3))
+    batch = batch_of(torch.tensor(SPANS), documents)
+    found = largest_scores.largest_scores(q, k, batch, Scoring(window=window))
+    torch.testing.assert_close(found, expected)
