@@ -18,7 +18,7 @@ from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_linear_attention import KDA, GatedDeltaNet, Mamba2, ShortConv
 from forge_plugin_lion import Lion
 from forge_plugin_lowbit import AdamW8bit, AdamWBF16
-from forge_plugin_mla import MultiHeadLatentAttention
+from forge_plugin_mla import DeepSeekSparseAttention, MultiHeadLatentAttention
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_moma import MoMa
 from forge_plugin_mot import MixtureOfTransformers
@@ -96,6 +96,7 @@ TILED = TiledViT(
 )
 MODELS = {
     "tied": language(tie_embeddings=True, learned_positions=8, norm=RMSNorm()),
+    "sparse attention": language(attention=DeepSeekSparseAttention(heads=2, index_n_heads=2)),
     "linear attention": language(attention=GatedDeltaNet(heads=4)),
     "state space": language(attention=Mamba2(heads=4, state=4)),
     "a decay for each feature": language(attention=KDA(heads=4)),

@@ -23,6 +23,7 @@ from forge_plugin_transformer.modules.attention_core import AttentionCore, torch
 from forge_plugin_transformer.modules.largest_scores import largest_scores
 from forge_plugin_transformer.modules.narrow_values import NARROW
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
+from forge_plugin_transformer.modules.parts import prepare
 from forge_plugin_transformer.modules.rotary import (
     generation_tables,
     rotate,
@@ -57,6 +58,16 @@ class Widths(NamedTuple):
         return self.nope + self.rope
 
 
+def turned(x: Tensor, turns: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
+    """Returns (B, S, heads, …) rotated to the positions of the tables, neighbouring dimensions together or halves."""
+    cos, sin = turns
+    width = cos.shape[-1]  # an encoding may rotate the first dimensions only, or none
+    if interleaved and width:  # queries and keys are reordered alike, so their products are the same
+        reordered = x[..., :width].unflatten(-1, (-1, 2)).mT.flatten(-2)
+        x = reordered if width == x.shape[-1] else torch.cat([reordered, x[..., width:]], -1)
+    return rotate(x, cos, sin)
+
+
 class LatentAttention(nn.Module):
     """See `forge_plugin_transformer.AttentionComponent` for the contract."""
 
@@ -71,7 +82,7 @@ class LatentAttention(nn.Module):
         rotary: nn.Module,
         interleaved: bool,
         score_factor: float,
-        core: AttentionCore,
+        core: nn.Module,
         norm_eps: float,
         init: InitStd,
     ) -> None:
@@ -106,7 +117,7 @@ class LatentAttention(nn.Module):
 
     def prepare(self, batch: Batch) -> Batch:
         """Returns the batch with the core's entries, and with tables of its positions if the encoding needs them."""
-        return self.core.prepare(with_tables(self.rotary, batch))
+        return prepare(self.core, with_tables(self.rotary, batch))
 
     def forward(self, x: Tensor, batch: Batch, cache: LatentCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
@@ -114,14 +125,21 @@ class LatentAttention(nn.Module):
             return self.o(self._attend_cached(x, batch, cache).flatten(2))
         turns = tables(self.rotary, x.shape[1], batch)
         k, v = self._expanded(*self._compressed(x, turns))
-        q = self._queries(x, turns)
-        if self.score_watch is not None and self.training:
-            self.score_watch.add(largest_scores(q, k, batch, PLAIN))
+        q = self._queries(self._query_latent(x), turns)
+        self._watch(q, k, batch)
         return self.o(self.core(q, k, v, batch).flatten(2))
 
-    def _queries(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """(B, S, D) -> (B, S, H, E)."""
-        q = self.q_up(self.q_norm(self.q_down(x))) if self.widths.q_latent else self.q(x)
+    def _watch(self, q: Tensor, k: Tensor, batch: Batch) -> None:
+        if self.score_watch is not None and self.training:
+            self.score_watch.add(largest_scores(q, k, batch, PLAIN))
+
+    def _query_latent(self, x: Tensor) -> Tensor:
+        """Returns what queries are made of: the latent (B, S, …), or x itself without one."""
+        return self.q_norm(self.q_down(x)) if self.widths.q_latent else x
+
+    def _queries(self, latent: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """`_query_latent` -> (B, S, H, E)."""
+        q = self.q_up(latent) if self.widths.q_latent else self.q(latent)
         nope, rope = q.unflatten(-1, (-1, self.widths.key)).split([self.widths.nope, self.widths.rope], -1)
         q = torch.cat([nope, self._turned(rope, turns)], -1)
         # On queries: the core multiplies scores by E^-0.5 and nothing else
@@ -143,12 +161,7 @@ class LatentAttention(nn.Module):
 
     def _turned(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """(B, S, heads, P), rotated to the positions of the tables."""
-        cos, sin = turns
-        width = cos.shape[-1]  # an encoding may rotate the first dimensions only, or none
-        if self.interleaved and width:  # queries and keys are reordered alike, so their products are the same
-            turned = x[..., :width].unflatten(-1, (-1, 2)).mT.flatten(-2)
-            x = turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
-        return rotate(x, cos, sin)
+        return turned(x, turns, self.interleaved)
 
     # --- generation ----------------------------------------------------------------------------------------------
 
@@ -166,7 +179,11 @@ class LatentAttention(nn.Module):
         positions = cache.positions(x, batch)
         turns = generation_tables(self.rotary, positions, batch)
         cached, mask = cache.extend(*self._compressed(x, turns), positions, cache.shared_mask(batch))
-        q = self._queries(x, turns)
+        q = self._queries(self._query_latent(x), turns)
+        return self._attend_latents(q, cached, mask, cache)
+
+    def _attend_latents(self, q: Tensor, cached: Tensor, mask: Tensor, cache: LatentCache) -> Tensor:
+        """Queries (B, S, H, E), latents (B, T, C + P), mask (B, 1, S, T) -> (B, S, H, V)."""
         # By number of queries: a prompt has many for each key, for which expanding keys once is less work
         if absorbs(q.shape[1], cached.shape[1], self.widths):
             return self._attend_absorbed(q, cached, mask, cache)

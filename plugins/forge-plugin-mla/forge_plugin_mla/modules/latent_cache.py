@@ -53,6 +53,17 @@ class LatentCache(Cache):
         return self._up
 
 
+class IndexedCache(LatentCache):
+    """Caches the indexer's keys, too: C + P numbers and its width per position."""
+
+    def extend_indexed(
+        self, latent: Tensor, rope: Tensor, index: Tensor, positions: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `extend`, with the indexer's keys (B, S, …), of which all so far are returned between the others."""
+        (cached, keys), mask = self.append([torch.cat([latent, rope], -1), index], positions, mask)
+        return cached, keys, mask
+
+
 def absorbs(new: int, cached: int, widths: Widths) -> bool:
     """Whether S = `new` queries attend to T = `cached` latents with fewer FLOPs than to their keys and values.
 
