@@ -172,7 +172,10 @@ def test_a_job_in_which_it_cannot_work_is_refused_when_it_is_checked(tmp_path, c
 
 @pytest.mark.parametrize(
     ("attention", "words"),
-    [(evolve(GQA, qk_norm=True), ("GroupedAttention", "layer 0", "normalises"))],
+    [
+        (evolve(GQA, qk_norm=True), ("GroupedAttention", "layer 0", "normalises")),
+        (evolve(GQA, k_eq_v=True), ("GroupedAttention", "layer 0", "its values are its keys")),
+    ],
 )
 def test_attention_that_weights_do_not_scale_is_refused_by_name(tmp_path, attention, words):
     with pytest.raises(ForgeError, match=naming(*words)):

@@ -29,6 +29,7 @@ from forge_plugin_transformer.rope import (
     LongRope,
     NoRope,
     PlainRope,
+    ProportionalRope,
     YarnRope,
 )
 from forge_plugin_transformer.transformer import MultiTokenPrediction, Transformer
@@ -55,6 +56,7 @@ __all__ = [
     "NoRope",
     "NormComponent",
     "PlainRope",
+    "ProportionalRope",
     "RMSNorm",
     "ResidualComponent",
     "RopeComponent",

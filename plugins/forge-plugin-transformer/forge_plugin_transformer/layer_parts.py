@@ -57,6 +57,11 @@ class GroupedQueryAttention(AttentionComponent):
     """Added to the learned gain of that normalisation, as `offset` of `rmsnorm`; 1 in Gemma 3."""
     qk_norm_rotated: bool = False
     """Whether that normalisation, of each head by itself, comes after the position encoding (Hunyuan), not before."""
+    v_norm: bool = False
+    """Whether the values of each head are RMS-normalised, without a gain and with `qk_norm_eps` (Gemma 4)."""
+    k_eq_v: bool = False
+    """Whether values are the keys as projected, before their norm and position encoding, so that there is no
+    projection of values (Gemma 4's layers without a window)."""
     bias: bool = False
     """Whether the four projections have biases."""
     output_bias: bool = True
@@ -151,6 +156,8 @@ class GroupedQueryAttention(AttentionComponent):
             k_norm=self._norm(kv_heads, head_dim),
             norm_all_heads=self.qk_norm == "all",
             norm_rotated=self.qk_norm_rotated,
+            v_norm_eps=self.qk_norm_eps if self.v_norm else None,
+            k_eq_v=self.k_eq_v,
             growth=attention.QueryGrowth(self.query_growth, self.query_growth_length) if self.query_growth else None,
             bias=self.bias,
             output_bias=self.bias and self.output_bias,

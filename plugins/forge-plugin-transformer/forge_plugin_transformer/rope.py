@@ -78,6 +78,42 @@ class LinearRope(PlainRope):
 
 
 @frozen(kw_only=True)
+class ProportionalRope(PlainRope):
+    """Whole heads in which only the fastest pairs turn (p-RoPE, Barbero et al. 2024; Gemma 4).
+
+    Dimension i is paired with i + E/2 of a head of width E, and pair i turns by theta^(-2i / E), as if all did. With
+    `plain`, the pairs of a share are within that share, and have all wavelengths.
+    """
+
+    partial_rotary_factor: float = field(default=1.0, validator=[gt(0), le(1)])
+    """Share of the pairs that turn, the fastest ones; the others do not depend on the position (0.25 in Gemma 4).
+    Rounded down to whole pairs."""
+    factor: float = field(default=1.0, validator=ge(1))
+    """Divisor of all frequencies: the ratio of an extended length to the length that the model was trained on."""
+
+    def rotated(self, head_dim: int) -> int:
+        """Returns the width of the head: pairs that do not turn have a place in the tables."""
+        return head_dim
+
+    def width_problems(self, head_dim: int) -> Iterable[Problem]:
+        """Checks that a pair turns."""
+        if not self._turning(head_dim):
+            message = f"{self.partial_rotary_factor} of {head_dim} dimensions are no pair"
+            yield Problem("partial_rotary_factor", f'{message}; raise it, or take type = "none"')
+
+    def frequencies(self, head_dim: int) -> list[float]:
+        """Computes what `_compute_proportional_rope_parameters` of transformers does."""
+        turning = self._turning(head_dim)
+        return [
+            frequency / self.factor if pair < turning else 0.0
+            for pair, frequency in enumerate(super().frequencies(head_dim))
+        ]
+
+    def _turning(self, head_dim: int) -> int:
+        return int(self.partial_rotary_factor * head_dim // 2)
+
+
+@frozen(kw_only=True)
 class Llama3Rope(PlainRope):
     """Slow frequencies divided by a factor, fast ones kept, those between interpolated (Llama 3.1)."""
 

@@ -130,6 +130,9 @@ class Transformer(ModelComponent):
     its own."""
     residual_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
     """Factor on what attention and feed-forward part add to the residual stream; in Granite, 0.22 and the like."""
+    layer_scalar: bool = False
+    """Whether the residual stream behind each layer is multiplied by a number of that layer (Gemma 4). It is in
+    checkpoints, 1 in a new model, and is not trained."""
     learned_positions: int = field(default=0, validator=ge(0))
     """Rows of a table of position embeddings, added to the token embeddings (GPT-2): the longest sequence. 0: there
     is none. The position encoding of attention is separate."""
@@ -238,7 +241,7 @@ class Transformer(ModelComponent):
         return self._build_block(context.at(f"layers.{number}", layer=number))
 
     def _build_block(self, here: BuildContext) -> Block:
-        from forge_plugin_transformer.modules.block import Block
+        from forge_plugin_transformer.modules.block import Block, LayerScalar
 
         # Each layer adds to the stream twice: scaled so, the variance of the sum does not grow with the depth
         init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1))
@@ -251,6 +254,7 @@ class Transformer(ModelComponent):
             parallel=self.residual == "parallel",
             shared_norm=self.norm_placement == "shared",
             scale=self.residual_scale,
+            scalar=LayerScalar() if self.layer_scalar else None,
             streams=self.residual_connection.stream_count(),
             **{name: here.at(name).build(self.norm, dim=self.dim) for name in NORMS[self.norm_placement]},
         )

@@ -50,6 +50,7 @@ interval = 2
 LONG = 'type = "longrope"\noriginal_max_position_embeddings = 8\nfactor = 4.0\n'
 ROPES = {
     "partial": 'type = "plain"\npartial_rotary_factor = 0.25',
+    "proportional": 'type = "proportional"\npartial_rotary_factor = 0.25\nfactor = 2.0',
     "longrope": LONG + "short_factor = [1.0, 1.0, 1.1, 1.2]\nlong_factor = [1.0, 2.0, 4.0, 8.0]",
     "partial longrope": LONG + "partial_rotary_factor = 0.5\nshort_factor = [1.0, 1.2]\nlong_factor = [1.0, 8.0]",
     "dynamic": 'type = "dynamic"\noriginal_max_position_embeddings = 8\nfactor = 2.0',

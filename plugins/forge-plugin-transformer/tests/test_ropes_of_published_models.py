@@ -41,6 +41,7 @@ from forge_plugin_transformer import (
     LongRope,
     NoRope,
     PlainRope,
+    ProportionalRope,
     RMSNorm,
     SwiGLU,
     YarnRope,
@@ -132,6 +133,19 @@ def test_partial_frequencies_are_those_of_transformers(name: str, share: float) 
     assert rope.amplitude() == pytest.approx(amplitude, rel=1e-12)
 
 
+@pytest.mark.parametrize("share", [0.25, 0.7, 1.0])
+def test_proportional_frequencies_are_those_of_transformers(share: float) -> None:
+    keys = {"partial_rotary_factor": share, "factor": 3.0}
+    parameters = {"rope_type": "proportional", "rope_theta": 5e3, **keys}
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters=parameters)
+    with lifted(torch.float64):
+        expected, amplitude = ROPE_INIT_FUNCTIONS["proportional"](config)
+    rope = ProportionalRope(theta=5e3, **keys)
+    actual = torch.tensor(rope.frequencies(rope.rotated(64)), dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    assert rope.amplitude() == amplitude
+
+
 @pytest.mark.parametrize("length", [1, ORIGINAL, ORIGINAL + 1, 1000])
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
 def test_frequencies_of_a_length_are_those_of_transformers(name: str, length: int) -> None:
@@ -171,6 +185,7 @@ def test_dimensions_beyond_the_rotated_ones_pass(make_part: Callable[..., Any]) 
     ("rope", "expected"),
     [
         (PlainRope(partial_rotary_factor=0.2), at("rope.partial_rotary_factor", 0.2, 16, 3, "pairs")),
+        (ProportionalRope(partial_rotary_factor=0.1), at("rope.partial_rotary_factor", 0.1, 16, "no pair")),
         (PlainRope(partial_rotary_factor=0.1), at("rope.partial_rotary_factor", 0.1, 16, 1, "pairs")),
         (DynamicRope(factor=2.0, original_max_position_embeddings=8, partial_rotary_factor=0.125), at("rope", 2)),
         (

@@ -16,6 +16,7 @@ from forge_plugin_transformer import (
     MultiTokenPrediction,
     NoRope,
     PlainRope,
+    ProportionalRope,
     RMSNorm,
     RopeComponent,
     SquaredReLU,
@@ -73,6 +74,23 @@ class TestTransformerLikeGemma(ModelSuite):
         attention=AttentionPattern(layers=("near", "full"), kinds={"near": evolve(GEMMA, window=5), "full": GEMMA}),
     )  # fmt: skip
     layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "traced")
+
+
+WIDE = GroupedQueryAttention(
+    heads=4, kv_heads=2, head_dim=8, qk_norm=True, v_norm=True, k_eq_v=True, scale=1.0,
+    rope=ProportionalRope(partial_rotary_factor=0.5),
+)  # fmt: skip
+NARROW = GroupedQueryAttention(heads=4, kv_heads=4, head_dim=4, qk_norm=True, v_norm=True, scale=1.0, window=5)
+
+
+class TestTransformerLikeGemma4(ModelSuite):
+    """Layers with heads of two widths, of which one takes keys for values, and a factor behind each layer."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, norm_placement="both", ffn=GEGLU(hidden=32), tie_embeddings=True,
+        layer_scalar=True, attention=AttentionPattern(layers=("near", "full"), kinds={"near": NARROW, "full": WIDE}),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "pp2", "cp2")
 
 
 class TestTransformerLikeGPT(ModelSuite):

@@ -25,6 +25,7 @@ WINDOWS = {
     "window of one": {"window": 1},
     "window and sinks": {"window": 5, "sinks": True, "scale": 0.4},
     "window and soft_cap": {"window": 4, "soft_cap": 0.5, "backend": "gemm"},
+    "keys as values": {"k_eq_v": True, "v_norm": True, "qk_norm": True, "bias": True, "window": 6},
     "norms behind the rotation, and growth": {
         "qk_norm": True,
         "qk_norm_rotated": True,

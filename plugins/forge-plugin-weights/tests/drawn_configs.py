@@ -103,6 +103,7 @@ ALWAYS: Mapping[str, Draw] = {
     "num_nextn_predict_layers": same(st.integers(0, 2)),
     "shared_intermediate_size": same(st.just(0)),
     "mamba_n_heads": same(st.sampled_from([2, 4, 8])),
+    "hidden_size_per_layer_input": same(st.just(0)),
 }
 """Keys that all configurations of an architecture have which reads them."""
 OPTIONAL: Mapping[str, Draw] = {
@@ -203,6 +204,11 @@ OPTIONAL: Mapping[str, Draw] = {
     "time_step_limit": same(st.sampled_from([[0.0, math.inf], [0.001, 0.1]])),
     "attn_output_gate": same(st.just(True)),
     "output_gate_type": same(st.sampled_from(["swish", "silu"])),
+    "global_head_dim": same(HEADS),
+    "num_global_key_value_heads": lambda sizes: st.sampled_from([n for n in (1, 2, 4, 8) if sizes.heads % n == 0]),
+    "attention_k_eq_v": same(st.booleans()),
+    "num_kv_shared_layers": same(st.just(0)),
+    "enable_moe_block": same(st.just(False)),
 }
 """Keys that a configuration may lack."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -229,6 +235,7 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("kimi_linear", "moe_layer_freq"): same(st.just(1)),
     ("kimi_linear", "topk_group"): same(st.just(1)),
     **{(type_, "hidden_act"): same(st.just("relu2")) for type_ in ("arcee", "nemotron")},
+    ("gemma4_text", "use_bidirectional_attention"): same(st.sampled_from(["vision", None])),
     ("apertus", "hidden_act"): same(st.just("xielu")),
     ("apertus", "mlp_bias"): same(st.just(False)),
     ("hunyuan_v1_dense", "use_qk_norm"): same(st.just(True)),
@@ -245,6 +252,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "gpt_oss": ("num_experts",),
     **dict.fromkeys(("olmoe", "qwen3_next", "qwen3_5_moe_text"), ("num_local_experts",)),
     "minimax_m2": ("num_experts", "rotary_dim"),
+    "gemma4_text": ("per_layer_config",),
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("tie_embedding",)),
 }
 """Other names of keys, which a configuration does not have beside them."""
@@ -373,6 +381,16 @@ def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[An
 
 
 @st.composite
+def ropes_by_type(draw: st.DrawFn) -> dict[str, Any]:
+    """Gemma 4's: a table for each type of layer, or none at all."""
+    turning = {"partial_rotary_factor": st.sampled_from([0.25, 1.0]), "factor": st.floats(1, 100)}
+    full, theta, near = draw(PLAIN | maybe(table("proportional"), **turning)), draw(THETAS), draw(THETAS)
+    both = {"full_attention": {**full, "rope_theta": theta}}
+    both["sliding_attention"] = {"rope_type": "default", "rope_theta": near}
+    return {"max_position_embeddings": draw(LENGTHS), **({"rope_parameters": both} if draw(st.booleans()) else {})}
+
+
+@st.composite
 def growing_ropes(draw: st.DrawFn) -> dict[str, Any]:
     """Ministral 3's, with the growth of queries."""
     keys, growth = draw(ropes(*SCALED)), draw(ORIGINALS)
@@ -421,6 +439,7 @@ ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     ),  # version 5 fails at LongRoPE without head_dim
     "bamba": half_ropes(*SCALED[:4]),
     "gemma3_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
+    "gemma4_text": ropes_by_type(),
     "olmo3": window_ropes("rope_theta", *SCALED[:1], *SCALED[2:4]),
 }
 """Where they are not those of most."""

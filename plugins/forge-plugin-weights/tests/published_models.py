@@ -145,6 +145,23 @@ QWEN_WINDOWS: Mapping[str, Any] = {**WINDOWS, "use_sliding_window": True, "max_w
 GEMMA: Mapping[str, Any] = {**WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 20, "num_hidden_layers": 4}
 
 
+GEMMA4: Mapping[str, Any] = {
+    **WINDOWS,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
 GRANITE: Mapping[str, Any] = {
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.2,
@@ -248,6 +265,8 @@ def randomised(model: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):
             buffer.normal_(std=0.1)
+        elif name.endswith("layer_scalar"):
+            buffer.normal_(mean=1.0, std=0.1)
     return model.eval()
 
 
@@ -352,6 +371,18 @@ MODELS: Mapping[str, Published] = {
     "gemma3_text": Published(
         "Gemma3", {**GEMMA, "sliding_window_pattern": 3, "rope_parameters": LONG_GEMMA3}, "Gemma3Text"
     ),
+    "gemma4_text": Published(
+        "Gemma4",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "final_logit_softcapping": 2.0,
+        },
+        "Gemma4Text",
+    ),
+    "gemma4_text, own values": Published("Gemma4", {**GEMMA4, "attention_bias": True}, "Gemma4Text"),
     "mixtral": Published("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS}),
     "qwen2_moe": Published("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen2_moe, window": Published("Qwen2Moe", {**EXPERTS, **QWEN_WINDOWS, "shared_expert_intermediate_size": 32}),

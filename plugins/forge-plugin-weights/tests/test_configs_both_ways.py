@@ -58,6 +58,7 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
         *("block_multiple_of", "full_attn_idxs"),
     },
     "lfm2_moe": {"full_attn_idxs"},
+    "gemma4_text": {"head_dim", "num_key_value_heads"},  # of layers with a window, where there is none
     "bamba": {"mamba_n_heads", "mamba_d_head", "mamba_expand"},
     # Null is no encoding of positions, and a width follows from others; without experts, both keys mean nothing
     "granitemoehybrid": {

@@ -65,6 +65,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "granite": "tp2",
     "smollm3": "pp2",
     "gemma3_text": "tp2",
+    "gemma4_text": "pp2",
     "qwen2_moe": "fsdp2",
     "gpt_neox": "fsdp2",
     "gpt2": "tp2",

@@ -18,6 +18,7 @@ from forge_kit.nn.taps import TapPoint
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
 from forge_plugin_transformer.modules.largest_scores import largest_scores
+from forge_plugin_transformer.modules.norms import normed_without_gain
 from forge_plugin_transformer.modules.rotary import (
     generation_tables,
     rotate,
@@ -105,6 +106,8 @@ class GroupedAttention(nn.Module):
         k_norm: nn.Module | None,
         norm_all_heads: bool,
         norm_rotated: bool,
+        v_norm_eps: float | None,
+        k_eq_v: bool,
         growth: QueryGrowth | None,
         bias: bool,
         output_bias: bool,
@@ -124,6 +127,8 @@ class GroupedAttention(nn.Module):
             k_norm: norm of keys, over E features or all K x E; None: there is none.
             norm_all_heads: whether both norms are over the features of all heads.
             norm_rotated: whether both come after the position encoding.
+            v_norm_eps: added to the mean square of values, which are normalised without a gain; None: they are not.
+            k_eq_v: whether values are the keys as projected, instead of a projection of their own.
             growth: factor on queries by their position; None: there is none.
             bias: whether q, k and v have biases.
             output_bias: whether o has one.
@@ -134,7 +139,9 @@ class GroupedAttention(nn.Module):
         self.head_dim, self.norm_all_heads = head_dim, norm_all_heads
         self.q = Linear(dim, heads * head_dim, bias=bias, std=init.inner)
         self.k = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
-        self.v = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
+        self.k_eq_v, self.v_norm_eps = k_eq_v, v_norm_eps
+        if not k_eq_v:
+            self.v = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
         # The only one of the four that writes into the residual stream
         self.o = Linear(heads * head_dim, dim, bias=output_bias, std=init.residual)
         self.norm_rotated, self.growth = norm_rotated, growth
@@ -182,8 +189,11 @@ class GroupedAttention(nn.Module):
 
         With `output`, all that this layer learns: a derived class may compute both from other weights by position.
         """
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        return self._normed_heads(self.q_norm, q), self._normed_heads(self.k_norm, k), self._heads(v)
+        q, k = self.q(x), self.k(x)
+        v = self._heads(k if self.k_eq_v else self.v(x))
+        if self.v_norm_eps is not None:
+            v = normed_without_gain(v, self.v_norm_eps)
+        return self._normed_heads(self.q_norm, q), self._normed_heads(self.k_norm, k), v
 
     def output(self, mixed: Tensor, batch: Batch) -> Tensor:
         """The mixed values of all heads (B, S, H x E) -> (B, S, D)."""
@@ -238,7 +248,8 @@ class GroupedAttention(nn.Module):
 
         Half of a sequence's positions are visible on average, or of a window W the W - W² / 2S.
         """
-        projections = [self.q, self.k, self.v, self.o, *([self.gate] if self.gate_width else [])]
+        projections = [self.q, self.k, self.o, *([] if self.k_eq_v else [self.v])]
+        projections += [self.gate] if self.gate_width else []
         weights = sum(projection.weight.numel() for projection in projections)
         pairs = visible_pairs(seq_len, self.scoring.window)
         # Not `kv_heads`: each query head multiplies with all visible keys, also with keys that it shares
@@ -246,7 +257,8 @@ class GroupedAttention(nn.Module):
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the heads, with sinks and norms over all heads; a norm of each head is whole on all ranks."""
-        plan = {"": "whole_input", "q": "column", "k": "column", "v": "column", "o": "row"}
+        plan = {"": "whole_input", "q": "column", "k": "column", "o": "row"}
+        plan |= {} if self.k_eq_v else {"v": "column"}
         way = "split_features" if self.norm_all_heads else "replicate"
         # An absent norm is an `nn.Identity`, which the plan need not name
         plan |= {name: way for name in ("q_norm", "k_norm") if [*getattr(self, name).parameters()]}
@@ -271,6 +283,8 @@ class GroupedAttention(nn.Module):
 
     def unscalable(self) -> str:
         """See `forge_kit.nn.attention_scores.ClipsScores`."""
+        if self.k_eq_v:
+            return "its values are its keys"
         norms = (self.q_norm, self.k_norm, *([self.q_rotated_norm] if self.norm_rotated else []))
         return "" if all(isinstance(norm, nn.Identity) for norm in norms) else "it normalises queries and keys"
 

@@ -5,21 +5,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from forge_kit.nn.direct_calls import directly_callable
+from forge_kit.nn.modules import cast
 from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_transformer.modules.residual import Addition
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
-    from forge_core.contracts.model import Carry
+    from forge_core.contracts.model import Carry, Fill
 
 PARTS = (
     *("attention_residual", "attention_norm", "attention", "attention_post_norm"),
     *("ffn_residual", "ffn_norm", "ffn", "ffn_post_norm"),
 )
 """Parts of a block, in the order of its forward pass. A norm that the block does not have is an `nn.Identity`."""
+
+
+@directly_callable
+class LayerScalar(nn.Module):
+    """x times a number, which is in checkpoints and is not trained."""
+
+    value: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.empty(1))
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        """Raises AssertionError, as there are no parameters to fill."""
+        raise AssertionError(f"a layer's scalar has no parameter {name}")
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Fills the number with 1, by which it does nothing."""
+        self.value.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…) to (…); the number is rounded to the dtype of x."""
+        return x * cast(self.value, x.dtype)
 
 
 @directly_callable
@@ -34,6 +59,7 @@ class Block(nn.Module):
         parallel: whether both parts read the same x: x + attention(x) + ffn(x).
         shared_norm: whether `attention_norm` normalises the input of both parts, which are parallel then.
         scale: factor on what each part adds.
+        scalar: factor on the stream behind both parts.
         streams: n, of both residuals.
     """
 
@@ -52,6 +78,7 @@ class Block(nn.Module):
         shared_norm: bool = False,
         scale: float = 1.0,
         streams: int = 1,
+        scalar: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.parallel, self.shared_norm, self.scale, self.streams = parallel, shared_norm, scale, streams
@@ -65,17 +92,18 @@ class Block(nn.Module):
         self.ffn_norm = ffn_norm or nn.Identity()
         self.ffn = ffn
         self.ffn_post_norm = ffn_post_norm or nn.Identity()
+        self.scalar = scalar or nn.Identity()
 
     def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
         """Returns the stream after both parts. `cache` is for the attention; None: there is none."""
         (x,) = carry
         if not self.parallel:
             x = self.middle(self.attention_residual(x, lambda own: self.added("attention", own, batch, cache)))
-            return (self.ffn_residual(x, lambda own: self.added("ffn", own, batch)),)
+            return (self.scalar(self.ffn_residual(x, lambda own: self.added("ffn", own, batch))),)
         # Both parts read x, whatever is added to it first. A shared norm is computed once, and so before either
         read = self.normalise("attention_norm", x, batch) if self.shared_norm else x
         x = self.middle(self.attention_residual(x, lambda _: self.added("attention", read, batch, cache)))
-        return (self.ffn_residual(x, lambda _: self.added("ffn", read, batch)),)
+        return (self.scalar(self.ffn_residual(x, lambda _: self.added("ffn", read, batch))),)
 
     def added(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
         """Returns what the part `name` adds to the stream, from what it reads of it, x (B, S, D)."""

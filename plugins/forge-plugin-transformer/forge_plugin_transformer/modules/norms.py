@@ -107,6 +107,12 @@ class CentredNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
 
 
+def normed_without_gain(x: Tensor, eps: float) -> Tensor:
+    """Returns x / sqrt(mean(x²) + eps) (…, D), in the dtype of x."""
+    wide = cast(x, torch.promote_types(x.dtype, torch.float32))
+    return cast(F.rms_norm(wide, x.shape[-1:], eps=eps), x.dtype)
+
+
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the norm of x (…, D), and the factor on each row (…, 1), float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

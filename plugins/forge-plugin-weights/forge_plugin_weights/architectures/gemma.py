@@ -44,7 +44,8 @@ HARMLESS = ("hidden_act", "cache_implementation", "sliding_window_size", "_slidi
 """The first is another name of `hidden_activation` that nothing reads; the last two are of old files, likewise."""
 
 
-def _width_root(config: Config) -> float:
+def width_root(config: Config) -> float:
+    """Returns the square root of the width."""
     return float(value_of(config, "hidden_size", REQUIRED) ** 0.5)
 
 
@@ -60,7 +61,7 @@ def gemma_fields(windows: LayerWindows, rope: Field, *, caps: tuple[float | None
         *shape_fields(tied=True),
         Fixed({"norm_placement": "both", "norm.offset": 1}),  # files hold the gains of norms less 1
         # No key has this factor: it is the root of the width always.
-        Follows("embedding_scale", _width_root, lambda model: model["dim"] ** 0.5),
+        Follows("embedding_scale", width_root, lambda model: model["dim"] ** 0.5),
         *attention_fields(head_dim=256, kv_heads=4, rope=rope),
         all_biases(),
         Converted(
@@ -100,7 +101,7 @@ class Gemma(ArchitectureComponent):
         return (
             *shape_fields(tied=True),
             Fixed({"norm.offset": 1}),  # files hold the gains of norms less 1
-            Follows("embedding_scale", _width_root, lambda model: model["dim"] ** 0.5),
+            Follows("embedding_scale", width_root, lambda model: model["dim"] ** 0.5),
             *attention_fields(head_dim=256, kv_heads=16),
             all_biases(),
             Only("use_bidirectional_attention", False, "attention is causal", also=(None,)),

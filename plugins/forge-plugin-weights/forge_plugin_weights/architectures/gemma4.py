@@ -1,0 +1,229 @@
+"""Gemma 4 without images and sounds: layers without a window have wider heads, whose values may be their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+from attrs import frozen
+
+from forge_plugin_transformer.layer_parts import default_hidden
+from forge_plugin_weights.architectures.dense import (
+    ATTENTION,
+    ENDS,
+    FFN,
+    QK_NORM,
+    all_biases,
+    attention_fields,
+    shape_fields,
+    tied_head,
+)
+from forge_plugin_weights.architectures.gemma import ACTIVATIONS, NORMS, width_root
+from forge_plugin_weights.fields import ROPES, Choice, Fixed, Follows, Key, Only, OrNone, Rope, RopeType, value_of
+from forge_plugin_weights.kinds import OTHER, ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.layer_fields import FULL, SLIDING, WINDOW, LayerWindows, every_nth_is_full, windows_of
+from forge_plugin_weights.layered import merged, of_layers
+from forge_plugin_weights.rules import Same
+
+PROPORTIONAL = RopeType(
+    component="forge-plugin-transformer/proportional",
+    keys=("partial_rotary_factor", "factor"),
+    unsaid={"partial_rotary_factor": 1.0, "factor": 1.0},  # of `_compute_proportional_rope_parameters`
+)
+ENCODING = Rope(types={"default": ROPES["default"], "proportional": PROPORTIONAL})
+ENCODINGS: Mapping[str, Mapping[str, Any]] = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+"""`rope_parameters` where the configuration has none."""
+WIDTH, KV_HEADS, K_EQ_V = "attention.head_dim", "attention.kv_heads", "attention.k_eq_v"
+OF_LAYERS: Mapping[str, str] = {"head_dim": WIDTH, "num_key_value_heads": KV_HEADS}
+"""Keys that `per_layer_config` may have for a layer."""
+
+
+@frozen(kw_only=True)
+class WindowsButLast(LayerWindows):
+    """`sliding_window`, which the last layer never has, whatever `layer_types` has for it."""
+
+    def layers(self, config: Config) -> Sequence[bool]:
+        """Returns which layers have a window; the last has none, as in transformers."""
+        return [*super().layers(config)[:-1], False]
+
+    def write(self, model: Flat) -> Config:
+        """Writes no width where there is no window: the class takes a number always."""
+        if windows_of(model)[-1]:
+            raise Unsupported("the last layer has attention.window, and has none there always")
+        return {key: value for key, value in super().write(model).items() if value is not None}
+
+
+@frozen(kw_only=True)
+class HeadsByWindow(Field):
+    """Widths and numbers of heads, which layers without a window have others of, and whether their values are keys.
+
+    Files as published have keys `global_…` for those layers. `transformers` writes `per_layer_config` instead.
+    """
+
+    windows: LayerWindows
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (*OF_LAYERS, "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config")
+
+    @property
+    def written(self) -> Collection[str]:
+        """Without what only `transformers` writes, and a number that some models have alone."""
+        return (*OF_LAYERS, "global_head_dim", "attention_k_eq_v")
+
+    def read(self, config: Config) -> Flat:
+        """Reads the keys of each layer.
+
+        Raises:
+            Unsupported: layers with a window differ, or layers without one do, or both spellings disagree.
+        """
+        shared = bool(value_of(config, "attention_k_eq_v", False))
+        near = {WIDTH: value_of(config, "head_dim", 256), KV_HEADS: value_of(config, "num_key_value_heads", 4)}
+        full = {**near, WIDTH: value_of(config, "global_head_dim", 512)}
+        if shared and config.get("num_global_key_value_heads") is not None:
+            full[KV_HEADS] = config["num_global_key_value_heads"]
+        windowed = self.windows.layers(config)
+        if config.get("per_layer_config") is not None:
+            listed = self._listed(config["per_layer_config"], near, windowed)
+            if "global_head_dim" in config and listed != full:
+                raise Unsupported(f"per_layer_config has {listed}, and keys beside it have {full}")
+            full = listed
+        if full[KV_HEADS] != near[KV_HEADS] and not shared:
+            raise Unsupported("per_layer_config has num_key_value_heads, which differ with attention_k_eq_v only")
+        return merged([{**near, K_EQ_V: False} if window else {**full, K_EQ_V: shared} for window in windowed])
+
+    def _listed(self, config: Mapping[Any, Config], near: Flat, windowed: Sequence[bool]) -> Flat:
+        """Returns what `per_layer_config` has for layers without a window."""
+        own = {int(layer): keys for layer, keys in config.items()}
+        if unknown := [key for keys in own.values() for key in keys if key not in OF_LAYERS]:
+            raise Unsupported(f"per_layer_config has {unknown[0]}; Forge has {', '.join(OF_LAYERS)}")
+        layers = [
+            {**near, **{OF_LAYERS[key]: value for key, value in own.get(layer, {}).items()}}
+            for layer in range(len(windowed))
+        ]
+        full = [layer for layer, window in zip(layers, windowed, strict=True) if not window]
+        if any(layer != (near if window else full[-1]) for layer, window in zip(layers, windowed, strict=True)):
+            raise Unsupported("per_layer_config has layers that differ by more than their window")
+        return full[-1]
+
+    def write(self, model: Flat) -> Config:
+        """Writes the keys of published files; raises `Unsupported` where layers differ by more than their window."""
+        windows, layers = windows_of(model), of_layers(model)
+        paths = (WIDTH, KV_HEADS, K_EQ_V)
+        if missing := [path for path in paths if any(path not in layer for layer in layers)]:
+            raise Unsupported(f"there is no model.{missing[0]} in all layers")
+        kinds = {
+            bool(window): {
+                tuple(own[path] for path in paths) for own, w in zip(layers, windows, strict=True) if w == window
+            }
+            for window in windows
+        }
+        if False not in kinds:
+            raise Unsupported(f"all layers have {WINDOW}, and the last has none there always")
+        if uneven := [kind for kind in kinds.values() if len(kind) > 1]:
+            raise Unsupported(f"{', '.join(paths)} differ between layers of equal windows: {sorted(uneven[0])}")
+        width, heads, shared = next(iter(kinds[False]))
+        near = next(iter(kinds.get(True, {(width, heads, False)})))
+        if near[2]:
+            raise Unsupported(f"{K_EQ_V} = true in layers with a window")
+        if heads != near[1] and not shared:
+            raise Unsupported(f"{KV_HEADS} = {heads} in layers without a window needs {K_EQ_V} there")
+        own = {"num_global_key_value_heads": heads} if shared else {}
+        keys = {"head_dim": near[0], "num_key_value_heads": near[1], "global_head_dim": width, **own}
+        return {**keys, "attention_k_eq_v": shared}
+
+    def resolve(self, model: Flat) -> Flat:
+        """Returns the values that 0 stands for."""
+        derived = {WIDTH: lambda: model["dim"] // model["attention.heads"], KV_HEADS: lambda: model["attention.heads"]}
+        return {path: value() for path, value in derived.items() if path in model and not model[path]}
+
+
+@frozen(kw_only=True)
+class RopeByType(Field):
+    """`rope_parameters`, a table for each type of layer."""
+
+    windows: LayerWindows
+
+    @property
+    def keys(self) -> Collection[str]:
+        return ("rope_parameters",)
+
+    def read(self, config: Config) -> Flat:
+        """Reads the table of each layer's type."""
+        tables = config.get("rope_parameters") or ENCODINGS
+        if unknown := [name for name in tables if name not in ENCODINGS]:
+            raise Unsupported(f"rope_parameters has {', '.join(unknown)}; Forge has {', '.join(ENCODINGS)}")
+        types = [SLIDING if windowed else FULL for windowed in self.windows.layers(config)]
+        if missing := [name for name in dict.fromkeys(types) if not tables.get(name)]:
+            raise Unsupported(f"rope_parameters has no {', '.join(missing)}")
+        ropes = {name: ENCODING.read({"rope_parameters": tables[name]}) for name in dict.fromkeys(types)}
+        return merged([ropes[name] for name in types])
+
+    def write(self, model: Flat) -> Config:
+        """Writes a table for both types, for the one that no layer is of, too."""
+        tables: dict[str, Any] = {}
+        for window, layer in zip(windows_of(model), of_layers(model), strict=True):
+            table = ENCODING.write(layer)["rope_parameters"]
+            name = SLIDING if window else FULL
+            if tables.setdefault(name, table) != table:
+                raise Unsupported(f"{ENCODING.path} differs between layers of type {name}")
+        return {"rope_parameters": {**ENCODINGS, **tables}}
+
+
+WINDOWS = WindowsButLast(default=512, rule=every_nth_is_full(6))
+
+
+@frozen(kw_only=True)
+class Gemma4Text(ArchitectureComponent):
+    """The language model of Gemma 4 without inputs by layer: 31B."""
+
+    name = "Gemma4ForCausalLM"
+    # Of layers that share keys and values, of experts and of inputs by layer, where the keys that add them are off.
+    harmless = (
+        *("use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"),
+        "vocab_size_per_layer_input",
+    )
+    renames: ClassVar[Mapping[str, str]] = {r"^model\.(embed_vision|embed_audio|audio_tower)\.": rf"{OTHER}\1."}
+    defaults: ClassVar[Config] = {
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+    }
+
+    def fields(self) -> Sequence[Field]:
+        """Returns the keys; without `layer_types`, every sixth layer and the last have no window."""
+        by_window = ("head_dim", "num_key_value_heads")
+        return (
+            *shape_fields(tied=True),
+            Fixed({"norm_placement": "both", "layer_scalar": True}),
+            # No key has this factor: it is the root of the width always.
+            Follows("embedding_scale", width_root, lambda model: model["dim"] ** 0.5),
+            WINDOWS,
+            *(
+                field
+                for field in attention_fields(rope=RopeByType(windows=WINDOWS))
+                if not (isinstance(field, Key) and field.theirs in by_window)
+            ),
+            HeadsByWindow(windows=WINDOWS),
+            all_biases(),
+            Fixed({"attention.qk_norm": True, "attention.v_norm": True, "attention.scale": 1.0}),
+            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
+            OrNone("final_logit_softcapping", "logit_soft_cap"),
+            Only("use_bidirectional_attention", None, "attention is causal", also=("vision",), write_it=False),
+            Choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh", "geglu"),
+            Fixed({"ffn.bias": False}),
+            Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
+            Only("hidden_size_per_layer_input", 0, "layers have no inputs of their own", default=256),
+            Only("num_kv_shared_layers", 0, "each layer has keys and values of its own"),
+            Only("enable_moe_block", False, "layers have one feed-forward part"),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        """Returns the rules; a layer whose values are its keys has no matrix of values on either side."""
+        scalar = Same("layers.{layer}.scalar.value", "model.layers.{layer}.layer_scalar")
+        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, scalar, *tied_head(model))

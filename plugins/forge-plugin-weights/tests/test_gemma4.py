@@ -1,0 +1,69 @@
+"""Gemma 4: the language model of one with images, and what its configurations may have that Forge does not compute."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from published_models import GEMMA4, MODELS, SIZES, ids_of, logits, ours, randomised
+
+from forge_core.contracts.errors import JobError
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_weights.exporting import export_run
+from forge_plugin_weights.importing import import_folder
+from forge_plugin_weights.tables import load_architecture, read_config
+
+NAME = "gemma4_text"
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+MARKS = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id", "boa_token_id")
+
+
+def test_the_language_model_comes_in_and_goes_out_without_its_vision_tower(tmp_path):
+    text = {**SIZES, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    vision = {**VISION, "num_key_value_heads": 2, "position_embedding_size": 16}
+    marks = {name: 58 + number for number, name in enumerate(MARKS)}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, **marks)
+    torch.manual_seed(0)
+    theirs = randomised(transformers.Gemma4ForConditionalGeneration(config))
+    theirs.save_pretrained(tmp_path / "published")
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=NAME)
+    ids = ids_of() % 56
+    with torch.no_grad():
+        expected = theirs(ids).logits
+    assert expected.std() > 0.1
+    assert (logits(ours(run), ids) - expected).abs().max() < 1e-4
+    again, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        export_run(run, tmp_path / "out"), output_loading_info=True
+    )
+    assert not any(loading.values())
+    assert type(again) is transformers.Gemma4ForCausalLM
+    with torch.no_grad():
+        assert (again(ids).logits - expected).abs().max() < 1e-5
+
+
+OTHER_WIDTH = {str(layer): {"head_dim": 16} for layer in (2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+        ({"per_layer_config": {**OTHER_WIDTH, "0": {"head_dim": 32}}}, "per_layer_config has layers that differ"),
+        ({"per_layer_config": {**OTHER_WIDTH, "3": {"head_dim": 32}}}, "per_layer_config has layers that differ"),
+        ({"per_layer_config": {"3": {"intermediate_size": 16}}}, "per_layer_config has intermediate_size"),
+        ({"per_layer_config": OTHER_WIDTH, "global_head_dim": 32}, "per_layer_config has .* and keys beside it"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters has no sliding_attention"),
+        ({"rope_parameters": {**GEMMA4["rope_parameters"], "other": {}}}, "rope_parameters has other"),
+        ({"sliding_window_pattern": 6}, "sliding_window_pattern"),
+    ],
+)
+def test_what_forge_does_not_compute_is_refused_by_key(keys: dict[str, Any], words: str):
+    published = MODELS[NAME].model().config.to_dict() | {"attention_k_eq_v": False}
+    config = {key: value for key, value in published.items() if key != "per_layer_config"}
+    architecture = load_architecture(NAME, Catalog.installed())
+    read_config(architecture, json.loads(json.dumps(config)))
+    with pytest.raises(JobError, match=words):
+        read_config(architecture, {**config, **keys})
