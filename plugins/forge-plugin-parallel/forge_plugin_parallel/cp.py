@@ -21,27 +21,30 @@ if TYPE_CHECKING:
 
 
 def _unmixed(model: Model) -> Iterator[str]:
-    """Names of blocks of positions for which `sequence_mixers()` names no module."""
+    """Names of blocks of positions for which `sequence_mixers()` names no module, unless they declare to mix none."""
     mixers = list(model.sequence_mixers())
     first, _ = model.ends() or ((), ())
     # Blocks that `embed` runs make positions of something else (patches of images), of which every rank has all.
     further = [name for name in model.further_blocks() if not any(_within(name, module) for module in first)]
     for name in [*(f"layers.{key}" for key in model.layers), *further]:
-        if not any(_within(mixer, name) for mixer in mixers):
+        mixed = any(_within(mixer, name) for mixer in mixers)
+        # Declared, not missing: the probe finds a block that mixes positions all the same
+        if not mixed and getattr(model.get_submodule(name), "mixes_positions", None) is not False:
             yield name
 
 
-MIXING = frozenset({"window", "scale", "soft_cap", "sinks"})
+MIXING = frozenset({"window", "scale", "soft_cap", "sinks", "mask"})
 """What `ring` and `all_gather` compute in addition to plain causal attention, by the names of `mixing_of`."""
 
 
-def mixing_of(mixer: Any) -> Mapping[str, float]:
+def mixing_of(mixer: Any) -> Mapping[str, Any]:
     """Returns what differs from plain causal attention in a module of `sequence_mixers()`, by name.
 
     The module declares it in a method `mixing()`: `window` (positions that one sees at most, itself included), `scale`
     (factor on products of queries and keys), `soft_cap` (of scores), `sinks` (a further argument of each call, (H,),
-    scores without a value), or anything else, which only `ulysses` leaves to the module. Without the method, nothing
-    differs.
+    scores without a value), `mask` (an object whose `sees(query, key)` returns where positions, counted from the start
+    of their document, see each other, in addition to causality), or anything else, which only `ulysses` leaves to the
+    module. Without the method, nothing differs.
     """
     declared = getattr(mixer, "mixing", None)
     return {} if declared is None else dict(declared())

@@ -32,9 +32,9 @@ TOKENS = ("input_ids", "labels", "positions", "document_ids")
 """Entries of a batch with a value for each position, in every model."""
 WHOLE = "whole:"
 """Prefix of the name of a batch entry that has all positions."""
-PLACES, DOCUMENTS = "places by rank", "documents by rank"
+PLACES, DOCUMENTS, STARTS = "places by rank", "documents by rank", "starts by rank"
 """Entries of a batch for `ring` and `all_gather`: (ranks, s) indices of each rank's positions in the sequence, and
-(B, ranks, s) the number of each one's document."""
+(B, ranks, s) the number of each one's document, and the index of its first position."""
 
 
 class ContextParallelStage(ParallelStage):
@@ -114,7 +114,7 @@ class ContextParallelStage(ParallelStage):
             return HeadExchange(mixer, self._group, balanced=self._method != "ulysses")
         if self._method == "ulysses":
             return Exchange(mixer, self._group)
-        mixing = Mixing(**mixing_of(mixer))  # type: ignore[arg-type]
+        mixing = Mixing(**mixing_of(mixer))
         return Ring(self._group, mixing) if self._method == "ring" else Gathered(self._group, mixing)
 
 
@@ -149,13 +149,19 @@ class _Mixer(nn.Module):
             return batch
         positions, documents = batch["positions"], batch.get(WHOLE + "document_ids")
         every = rank_positions(self.ranks, positions.shape[1] * self.ranks, True, positions.device)
-        return {**batch, PLACES: every, **({} if documents is None else {DOCUMENTS: _numbered(documents)[:, every]})}
+        if documents is None:
+            return {**batch, PLACES: every}
+        numbers = _numbered(documents)
+        # Numbers ascend, so that the first position with one is its document's
+        starts = torch.searchsorted(numbers, numbers)
+        return {**batch, PLACES: every, DOCUMENTS: numbers[:, every], STARTS: starts[:, every]}
 
     def _positions(self, batch: Batch) -> list[RankPositions]:
         """Positions and documents of each rank."""
         batch = self.prepare(batch)
-        documents = batch[DOCUMENTS].unbind(1) if DOCUMENTS in batch else [None] * len(batch[PLACES])
-        return [RankPositions(*entries) for entries in zip(batch[PLACES], documents, strict=True)]
+        none = [None] * len(batch[PLACES])
+        documents, starts = (batch[name].unbind(1) if name in batch else none for name in (DOCUMENTS, STARTS))
+        return [RankPositions(*entries) for entries in zip(batch[PLACES], documents, starts, strict=True)]
 
 
 def _numbered(document_ids: Tensor) -> Tensor:

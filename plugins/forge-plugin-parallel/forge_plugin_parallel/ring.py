@@ -30,6 +30,8 @@ class Mixing(NamedTuple):
     """c > 0: scores are c tanh(score / c)."""
     sinks: bool = False
     """Whether each query head has a score that takes part in the softmax and has no value."""
+    mask: Any = None
+    """Its `sees(query, key)` returns where positions of a document, counted from its start, see each other."""
 
     def scores(self, products: Tensor, width: int) -> Tensor:
         """Scores of products of queries and keys of this width, before any is masked; changes `products`."""
@@ -47,26 +49,37 @@ class RankPositions(NamedTuple):
     """(s,) indices into the sequence."""
     documents: Tensor | None
     """(B, s) number of each position's document; None: a sequence is one document."""
+    starts: Tensor | None = None
+    """(B, s) index of the first position of each one's document; None: as `documents`."""
 
     def part(self, rows: slice) -> RankPositions:
         """Returns a slice of these positions."""
-        return RankPositions(self.positions[rows], None if self.documents is None else self.documents[:, rows])
+        documents, starts = (None if entry is None else entry[:, rows] for entry in (self.documents, self.starts))
+        return RankPositions(self.positions[rows], documents, starts)
+
+    def in_documents(self) -> Tensor:
+        """Returns how many positions of its document come before each: (B or 1, s)."""
+        return self.positions[None] if self.starts is None else self.positions - self.starts
 
     @classmethod
     def concatenate(cls, parts: Sequence[RankPositions]) -> RankPositions:
         """Returns the positions of several ranks, in the order of the ranks."""
-        documents = [part.documents for part in parts if part.documents is not None]
-        return cls(torch.cat([part.positions for part in parts]), torch.cat(documents, 1) if documents else None)
+        entries = ([part.documents for part in parts], [part.starts for part in parts])
+        documents, starts = (None if None in entry else torch.cat(entry, 1) for entry in entries)  # type: ignore[arg-type]
+        return cls(torch.cat([part.positions for part in parts]), documents, starts)
 
 
-def visible(queries: RankPositions, keys: RankPositions, window: int = 0) -> Tensor:
+def visible(queries: RankPositions, keys: RankPositions, mixing: Mixing = PLAIN) -> Tensor:
     """Returns a mask (B or 1, 1, s, t), true where a query sees a key.
 
-    It sees none after it, none before its window if that is not 0, and none of another document.
+    It sees none after it, none before its window or hidden by its mask, if there are any, and none of another document.
     """
     mask = (queries.positions[:, None] >= keys.positions)[None, None]
-    if window:
-        mask = mask & (queries.positions[:, None] - window < keys.positions)
+    if mixing.window:
+        mask = mask & (queries.positions[:, None] - mixing.window < keys.positions)
+    if mixing.mask is not None:
+        seen = mixing.mask.sees(queries.in_documents()[:, :, None], keys.in_documents()[:, None, :])
+        mask = mask & (seen | (queries.positions[:, None] == keys.positions))[:, None]
     if queries.documents is None or keys.documents is None:
         return mask
     return mask & (queries.documents[:, None, :, None] == keys.documents[:, None, None, :])
@@ -95,7 +108,7 @@ def attend(
     Returns:
         (B, s, H, V), in the dtype of `q`.
     """
-    mask = visible(queries, keys, mixing.window)
+    mask = visible(queries, keys, mixing)
     if mixing.soft_cap or sinks is not None:
         return _by_definition(q, k, v, mask, mixing, sinks)
     width = v.shape[-1]
@@ -292,7 +305,7 @@ def _block(
     columns = slice(length // 2 if other < rank else length)
     width = q.shape[-1]
     k, v = kv[:, columns].transpose(1, 2).unsqueeze(2).split([width, kv.shape[-1] - width], -1)
-    mask = visible(positions[rank].part(rows), positions[other].part(columns), mixing.window).unsqueeze(2)
+    mask = visible(positions[rank].part(rows), positions[other].part(columns), mixing).unsqueeze(2)
     return rows, _Block(q[..., rows, :], k, v, mask, mixing)
 
 

@@ -3,6 +3,8 @@
 from forge_plugin_transformer.kinds import (
     AttentionBackendComponent,
     AttentionComponent,
+    AttentionMaskComponent,
+    BlockMaskComponent,
     FFNComponent,
     InitStd,
     NormComponent,
@@ -20,6 +22,7 @@ from forge_plugin_transformer.layer_parts import (
     SwiGLU,
     default_hidden,
 )
+from forge_plugin_transformer.masks import BidirectionalMask, CausalMask, ChunkedMask, GlobalLocalMask
 from forge_plugin_transformer.pattern import AttentionPattern
 from forge_plugin_transformer.residual import Add, HyperConnections, ManifoldHyperConnections
 from forge_plugin_transformer.rope import (
@@ -41,9 +44,15 @@ __all__ = [
     "Add",
     "AttentionBackendComponent",
     "AttentionComponent",
+    "AttentionMaskComponent",
     "AttentionPattern",
+    "BidirectionalMask",
+    "BlockMaskComponent",
+    "CausalMask",
+    "ChunkedMask",
     "DynamicRope",
     "FFNComponent",
+    "GlobalLocalMask",
     "GroupedQueryAttention",
     "HyperConnections",
     "InitStd",

@@ -41,8 +41,22 @@ WITH_SOFT_CAP: Sequence[Kernel] = ("gemm", "math")
 """Kernels that cap scores, likewise."""
 
 
+WITH_MASK: Mapping[str, Sequence[Kernel]] = {
+    "cpu": ("flash", "gemm", "math"),
+    "cuda": ("torch", "efficient", "cudnn", "math", "gemm"),
+}
+"""Kernels that take a matrix of all pairs, by device, likewise."""
+
+
 def scoring_kernels(device: str, scoring: Scoring) -> Sequence[Kernel] | None:
     """Returns the kernels that compute such scores on a device, the one to prefer first; None: all of them."""
+    if scoring.dense_mask:
+        able = WITH_MASK.get(device, ("math",))
+        if not scoring.plain_softmax:
+            # On a CPU, `flash` has sinks without a matrix only
+            able = [kernel for kernel in WITH_SOFT_CAP if kernel in able]
+        # Blocks of `gemm` end at the diagonal
+        return [kernel for kernel in able if kernel != "gemm" or scoring.causal]
     if scoring.soft_cap:
         return WITH_SOFT_CAP
     return WITH_SINKS.get(device, ("math",)) if scoring.sinks else None
@@ -157,6 +171,9 @@ def backend_problem(backend: Backend, device: str, dtype: str, scoring: Scoring 
         return None
     if backend not in runs:
         return f"{backend} does not run on {device} in {dtype}; there are {', '.join(('auto', *able))}"
-    # In the order of `scoring_kernels`: where both are set, the cap decides which kernels remain
+    # In the order of `scoring_kernels`: where several are set, the first decides which kernels remain
     lacks = "soft_cap" if scoring.soft_cap else "sinks"
+    if scoring.dense_mask:
+        beside = [name for name in ("soft_cap", "sinks") if getattr(scoring, name)]
+        lacks = " and ".join([f"the mask {type(scoring.mask).__name__}", *beside])
     return f"{backend} does not compute {lacks} on {device}; there are {', '.join(('auto', *able))}"

@@ -132,8 +132,11 @@ def choose_documents(
         JobError: the job sets a way that the kernel does not support there.
     """
     device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
-    matters = context.job.data.packing.needs_boundaries
+    # The blocks of a mask are as documents
+    matters = context.job.data.packing.needs_boundaries or scoring.mask is not None
     if documents == "auto":
+        if scoring.dense_mask:
+            return DocumentChoice("mask", f"the only way with {type(scoring.mask).__name__}", matters)
         length = context.job.train.seq_len
         # The measurements are of plain attention: a window changes the cost of each way, and sinks exclude ways
         if scoring.window_in(length) or scoring.sinks:
@@ -183,7 +186,8 @@ def documents_problem(
     if documents == "auto" or documents in ways:
         return None
     sinks = " with sinks" if scoring.sinks else ""
-    message = f"{documents} does not go with the kernel {kernel}{sinks} on {device} in {dtype}"
+    mask = f" and the mask {type(scoring.mask).__name__}" if scoring.dense_mask else ""
+    message = f"{documents} does not go with the kernel {kernel}{sinks}{mask} on {device} in {dtype}"
     return f"{message}; there are {', '.join(('auto', *ways))}"
 
 
@@ -193,6 +197,8 @@ def able(device: str, dtype: str, kernel: Kernel, scoring: Scoring = PLAIN) -> l
     if dtype not in HALF:
         # `varlen_attn` calls the flash kernel of CUDA, which has no float32
         ways = [way for way in ways if way != "varlen"]
+    if scoring.dense_mask:
+        return [way for way in ways if way == "mask"]
     # With a mask, torch returns no normalisers, which sinks are computed from.
     by_torch = scoring.sinks and kernel in ("torch", "flash")
     return [way for way in ways if not (by_torch and way == "mask")]

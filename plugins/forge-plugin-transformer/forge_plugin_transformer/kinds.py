@@ -17,9 +17,10 @@ from attrs import frozen
 
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import Problem
+from forge_plugin_transformer.scoring import visible_pairs
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from forge_core.contracts.contexts import BuildContext
     from forge_plugin_transformer.scoring import Scoring
@@ -81,8 +82,8 @@ class AttentionBackendComponent(Component):
     kind = "attention_backend"
     resumes_as = "safe"
     computes: ClassVar[Collection[str]] = ()
-    """Variations of plain causal attention that it computes: of `window`, `scale`, `soft_cap` and `sinks`. A job with
-    any other is refused."""
+    """Variations of plain causal attention that it computes: of `window`, `scale`, `soft_cap`, `sinks`, `mask`
+    (`scoring.mask`, a causal one) and `bidirectional_mask` (any other). A job with another one is refused."""
 
     def build(self, context: BuildContext, scoring: Scoring, head_dim: int) -> nn.Module:
         """Build for heads of width E on the context's device and dtype.
@@ -91,6 +92,63 @@ class AttentionBackendComponent(Component):
             JobError: the kernel cannot run there.
         """
         raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class AttentionMaskComponent(Component):
+    """A mask: which positions of its document a position attends to, for `mask` of `gqa`.
+
+    Documents of a packed sequence stay apart, and a position always sees itself, whatever the mask.
+    """
+
+    kind = "attention_mask"
+    resumes_as = "flag"
+    causal: ClassVar[bool] = True
+    """Whether no position sees a later one; `sees` need not exclude these. A job with another mask needs a loss with
+    `predicts_next_token = False`, as the next token is among what a position sees."""
+
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Returns where a query sees a key, as `mask_mod` of FlexAttention: bool, of the shape both broadcast to.
+
+        Called with the positions (int64) of all queries and keys at once. They count from 0 at the start of the
+        document; an element of the result depends on that query and that key only.
+        """
+        raise NotImplementedError
+
+    def reach(self) -> int:
+        """Returns how many positions a query looks back at most, itself included; 0: no limit.
+
+        A cache has no more keys and values than that.
+        """
+        return 0
+
+    def hides(self, length: int) -> bool:
+        """Returns whether it hides anything (that is not later, if causal) in documents of this length or less.
+
+        Where it does not, kernels get no mask.
+        """
+        return True
+
+    def pairs(self, length: int) -> float:
+        """Returns how many pairs of a document see each other, with half of each position's own, to count FLOPs."""
+        return visible_pairs(length, self.reach())
+
+
+@frozen(kw_only=True)
+class BlockMaskComponent(AttentionMaskComponent):
+    """A causal mask that cuts documents into blocks, of which each is as a document for itself.
+
+    Kernels get the blocks as documents. So each of them computes such a mask, in each of its ways to keep documents
+    apart, and no pair of two blocks need be computed.
+    """
+
+    def block(self, position: Tensor) -> Tensor:
+        """Returns the number of the block of each position, of the same shape; equal numbers are neighbours."""
+        raise NotImplementedError
+
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Returns where both are of one block."""
+        return self.block(query) == self.block(key)
 
 
 @frozen(kw_only=True)

@@ -20,11 +20,13 @@ from forge_plugin_transformer.document_backends import (
 from forge_plugin_transformer.kinds import (
     AttentionBackendComponent,
     AttentionComponent,
+    AttentionMaskComponent,
     FFNComponent,
     InitStd,
     NormComponent,
     RopeComponent,
 )
+from forge_plugin_transformer.masks import CausalMask
 from forge_plugin_transformer.scoring import Scoring
 
 if TYPE_CHECKING:
@@ -66,6 +68,9 @@ class GroupedQueryAttention(AttentionComponent):
     """Whether the four projections have biases."""
     output_bias: bool = True
     """Whether the last of the four has one too where `bias` is set; false in Qwen2 and Qwen2.5."""
+    mask: AttentionMaskComponent = field(factory=CausalMask)
+    """`[model.attention.mask]`: which positions of its document one sees: all before it (causal), or fewer, by a
+    function of both positions. Later ones too with a loss that does not predict the next token."""
     window: int = field(default=0, validator=ge(0), metadata=when_resumed("flag"))
     """Positions that one sees at most: itself and the `window` - 1 before it, of its document (Mistral, Gemma); 0: all
     before it. It counts as `sliding_window` of Hugging Face configurations."""
@@ -114,14 +119,29 @@ class GroupedQueryAttention(AttentionComponent):
         if self.qk_norm_rotated and self.qk_norm in (False, "all"):
             message = f"true with qk_norm = {str(self.qk_norm).lower()} has no norm of each head to move"
             yield Problem("qk_norm_rotated", f'{message}; set qk_norm = "head", or leave it out')
+        if not self.mask.causal:
+            yield from self._bidirectional_problems(job)
         if isinstance(self.backend, AttentionBackendComponent):
             yield from plugged_problems(self.backend, self.documents, self._scoring)
         else:
             yield from kernel_problems(self.backend, self.documents, job, self._scoring)
 
+    def _bidirectional_problems(self, job: Job) -> Iterable[Problem]:
+        """Checks that what a position sees later is not what it is to predict."""
+        mask, loss = type(self.mask).__name__, type(job.loss).__name__
+        # Read where a loss has it, so that a loss of any distribution may
+        if getattr(job.loss, "predicts_next_token", True):
+            message = f"{mask} shows later positions, among them the next token, which {loss} predicts"
+            hint = "take a causal mask, or a loss that declares `predicts_next_token = False`"
+            yield Problem("mask", f"{message}; {hint}")
+        if self.window:
+            yield Problem("window", f"{self.window} counts positions back, and {mask} shows later ones; leave it out")
+
     @property
     def _scoring(self) -> Scoring:
-        return Scoring(self.window, self.scale, self.soft_cap, self.sinks)
+        # Without the default, so that nothing takes the way of a mask
+        mask = None if isinstance(self.mask, CausalMask) else self.mask
+        return Scoring(self.window, self.scale, self.soft_cap, self.sinks, mask)
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
         """Checks the encoding for the width of a head, and that a derived width, `dim / heads`, is whole and even."""
@@ -167,13 +187,17 @@ class GroupedQueryAttention(AttentionComponent):
 
     def _core(self, context: BuildContext, head_dim: int) -> AttentionCore:
         from forge_plugin_transformer.modules.attention_core import AttentionCore, PluggedCore
+        from forge_plugin_transformer.modules.masks import MaskedCore, check_mask
 
+        if self._scoring.mask is not None:
+            check_mask(self.mask, "model.attention.mask")
         if isinstance(self.backend, AttentionBackendComponent):
             kernel = context.at("backend").build(self.backend, scoring=self._scoring, head_dim=head_dim)
             return PluggedCore(kernel, type(self.backend).__name__, self._scoring)
         choice = choose_backend(self.backend, context, head_dim, self._scoring)
         documents = choose_documents(self.documents, choice.kernel, context, head_dim, self._scoring)
-        return AttentionCore(choice, documents, self._scoring)
+        core = AttentionCore if self._scoring.mask is None else MaskedCore
+        return core(choice, documents, self._scoring)
 
     def _gate_width(self, head_dim: int) -> int:
         if not self.gate:

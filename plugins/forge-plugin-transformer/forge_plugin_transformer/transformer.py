@@ -176,6 +176,10 @@ class Transformer(ModelComponent):
             yield problem.below("attention")
         if self.mtp is not None:
             yield from (problem.below("mtp") for problem in self.mtp.problems(job))
+            masks = (getattr(attention, "mask", None) for attention in self.attention.of_layers())
+            for mask in dict.fromkeys(type(mask) for mask in masks if mask is not None and not mask.causal):
+                message = f"its modules predict later tokens, which {mask.__name__} shows"
+                yield Problem("mtp", f"{message}; take a causal mask, or leave the table out")
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """Returns a hook if the weight of multi-token prediction is a schedule; a constant needs none."""

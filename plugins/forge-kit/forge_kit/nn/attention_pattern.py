@@ -7,6 +7,7 @@ head.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ def attention_pattern(
     k: Tensor,
     places: Tensor,
     batch: Mapping[str, Tensor],
-    mixing: Mapping[str, float],
+    mixing: Mapping[str, Any],
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns the weights of queries for all keys: (B, n, H, S), in at least float32.
@@ -43,7 +44,7 @@ def attention_pattern(
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
-def _scores(q: Tensor, k: Tensor, mixing: Mapping[str, float]) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mixing: Mapping[str, Any]) -> Tensor:
     """Scores before the mask: (B, n, H, S)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     # The G query heads of a key/value head are neighbours
@@ -54,11 +55,17 @@ def _scores(q: Tensor, k: Tensor, mixing: Mapping[str, float]) -> Tensor:
     return (scores / cap).tanh() * cap if cap else scores
 
 
-def _visible(places: Tensor, length: int, batch: Mapping[str, Tensor], mixing: Mapping[str, float]) -> Tensor:
+def _visible(places: Tensor, length: int, batch: Mapping[str, Tensor], mixing: Mapping[str, Any]) -> Tensor:
     """Which of S keys each query sees: (B, n, S)."""
     keys = torch.arange(length, device=places.device)
     queries = places.unsqueeze(2)
-    seen = keys <= queries
+    both_ways = mixing.get("bidirectional_mask")
+    seen = (keys >= 0) & (queries >= 0) if both_ways else keys <= queries
+    if mask := both_ways or mixing.get("mask"):
+        # Positions of a mask count from the start of their document, and itself is seen always
+        starts = _starts(_numbered(batch[DOCUMENTS])) if DOCUMENTS in batch else torch.zeros_like(keys)[None]
+        within = (keys - starts).expand(len(places), -1)
+        seen = seen & (mask.sees(within.gather(1, places).unsqueeze(2), within.unsqueeze(1)) | (keys == queries))
     if window := mixing.get("window"):
         seen = seen & (keys > queries - window)
     documents = [batch[DOCUMENTS]] if DOCUMENTS in batch else []
@@ -69,6 +76,11 @@ def _visible(places: Tensor, length: int, batch: Mapping[str, Tensor], mixing: M
         inside = (batch[SPANS] >= 0).unsqueeze(1)
         seen = seen | (_equal(_numbered(batch[SPANS], *documents), places) & inside)
     return seen
+
+
+def _starts(numbers: Tensor) -> Tensor:
+    """The first position with the number of each (B, S), numbers ascending by 1: (B, S)."""
+    return torch.searchsorted(numbers.contiguous(), numbers.contiguous())
 
 
 def _equal(numbers: Tensor, places: Tensor) -> Tensor:

@@ -27,11 +27,11 @@ gradient. `partial`: (B, S, D), of whose sum each of them has a part, with equal
 belong to images, as in a vision tower, and not to the batch's tokens."""
 
 
-MIXING = frozenset({"window", "scale", "soft_cap", "sinks"})
+MIXING = frozenset({"window", "scale", "soft_cap", "sinks", "mask", "bidirectional_mask"})
 """Variations of causal attention that `forge_kit.nn.attention_pattern` supports, by the names of `TapPoint.mixing`."""
 
 
-def _known_mixing(_: object, attribute: Any, value: Mapping[str, float]) -> None:
+def _known_mixing(_: object, attribute: Any, value: Mapping[str, Any]) -> None:
     if unknown := sorted(value.keys() - MIXING):
         known = ", ".join(sorted(MIXING))
         raise ValueError(f"{attribute.name!r} has {unknown[0]!r}, of which no pattern is known; there are {known}")
@@ -52,7 +52,7 @@ class TapPoint:
     size: int | None = field(default=None, kw_only=True)
     """How many heads, features or experts it has over all ranks, so that a number beyond them is refused when a job is
     checked; None: unknown."""
-    mixing: Mapping[str, float] = field(factory=dict, kw_only=True, validator=_known_mixing)
+    mixing: Mapping[str, Any] = field(factory=dict, kw_only=True, validator=_known_mixing)
     """For a `pattern`: the differences from plain causal attention, as returned by `mixing()` of a module of
     `sequence_mixers()`; see `MIXING`. A module that does more has no such point."""
 

@@ -6,11 +6,12 @@ Shapes: B sequences, S positions, D model width, H query heads, K key/value head
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from forge_core.contracts.errors import ForgeError
 from forge_kit.nn.attention_scores import ScoreWatch, scale_rows
 from forge_kit.nn.direct_calls import directly_callable
 from forge_kit.nn.modules import Linear, cast
@@ -29,12 +30,11 @@ from forge_plugin_transformer.modules.rotary import (
 from forge_plugin_transformer.modules.sinks import HeadSinks
 from forge_plugin_transformer.modules.softmax_attention import WHOLE
 from forge_plugin_transformer.modules.spans import attend_in_spans, see_spans, with_span_mask
-from forge_plugin_transformer.scoring import visible_pairs
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Role
-    from forge_plugin_transformer.kinds import InitStd
+    from forge_plugin_transformer.kinds import AttentionMaskComponent, InitStd
 
 
 class KVCache(Cache):
@@ -52,6 +52,55 @@ class KVCache(Cache):
         """
         (keys, values), mask = self.append((k, v), positions, mask)
         return keys, values, mask
+
+
+class MaskedKVCache(KVCache):
+    """Keys and values of positions that a mask may hide, and how many of their row come before each."""
+
+    whole_mask = None
+
+    def __init__(self, batch_size: int, length: int, window: int, seen: AttentionMaskComponent) -> None:
+        """Set up an empty cache.
+
+        Args:
+            batch_size: rows.
+            length: positions of a row at most.
+            window: positions that one sees at most, itself included; 0: all.
+            seen: which of them it sees.
+        """
+        super().__init__(batch_size, length, window)
+        self.seen = seen
+        self._mask_key = f"mask of {seen!r} within {self.window}"
+
+    def emptied(self, batch_size: int, length: int) -> Self:
+        """Returns an empty cache of this kind."""
+        return type(self)(batch_size, length, self._asked_window, self.seen)
+
+    def extend(
+        self, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `KVCache`."""
+        (keys, values, _), mask = self.append((k, v, self._places(positions)), positions, mask)
+        return keys, values, mask
+
+    def mask(self, positions: Tensor) -> Tensor:
+        """As `Cache`, without what the mask of the component hides."""
+        before, new = self._past(), self._places(positions)
+        earlier = self._stored[2][:, self._held - before : self._held] if before else new[:, :0]
+        places = torch.cat([earlier, new], 1)
+        itself = torch.arange(places.shape[1], device=places.device)
+        seen = self.seen.sees(new[:, :, None], places[:, None, :]) | (itself == itself[before:, None])
+        return super().mask(positions) & seen[:, None]
+
+    def _places(self, positions: Tensor) -> Tensor:
+        """Returns how many positions of their rows come before new ones (B, S); padding does not count."""
+        numbers = (positions >= 0).cumsum(1) - 1
+        if not self._held:
+            return numbers
+        newest = slice(self._held - 1, self._held)
+        # A row of which there is only padding yet begins, whatever its entries are
+        before = (self._stored[2][:, newest] + 1).where(self._positions[:, newest] >= 0, 0)
+        return numbers + before
 
 
 class QueryGrowth(NamedTuple):
@@ -155,6 +204,8 @@ class GroupedAttention(nn.Module):
         self.qkv = PassThrough()
         self.mixed = nn.Identity()
         self.scoring = core.scoring
+        if self.scoring.mask is not None:  # spans go beyond causality alone
+            self.attends_spans = False
         if self.scoring.sinks:
             self.sinks = HeadSinks(heads, init.inner)
         self.gate_width = gate_width
@@ -240,18 +291,28 @@ class GroupedAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def new_cache(self, batch_size: int, length: int) -> KVCache:
-        """With a window, the cache has room for the window and some spare positions, not for all `length`."""
+        """With a window, the cache has room for the window and some spare positions, not for all `length`.
+
+        Raises:
+            ForgeError: positions see later ones, which a cache cannot have yet.
+        """
+        if not self.scoring.causal:
+            what = f"{type(self.scoring.mask).__name__}, the mask of attention, shows later positions"
+            why = "so that each token would change what a cache has of earlier ones"
+            raise ForgeError(f"{what}, {why}; such a model does not generate token by token")
+        if self.scoring.mask is not None:
+            return MaskedKVCache(batch_size, length, self.scoring.reach, self.scoring.mask)
         return KVCache(batch_size, length, self.scoring.window)
 
     def flops(self, seq_len: int) -> float:
         """Counts 6 a weight, and 2 x 2 x 3 a visible key and head element for scores and mixing.
 
-        Half of a sequence's positions are visible on average, or of a window W the W - W² / 2S.
+        Half of a sequence's positions are visible on average, or of a window W the W - W² / 2S; see `Scoring.pairs`.
         """
         projections = [self.q, self.k, self.o, *([] if self.k_eq_v else [self.v])]
         projections += [self.gate] if self.gate_width else []
         weights = sum(projection.weight.numel() for projection in projections)
-        pairs = visible_pairs(seq_len, self.scoring.window)
+        pairs = self.scoring.pairs(seq_len)
         # Not `kv_heads`: each query head multiplies with all visible keys, also with keys that it shares
         return 6.0 * weights + 6.0 * self.q.out_features * (2 * pairs / seq_len)
 

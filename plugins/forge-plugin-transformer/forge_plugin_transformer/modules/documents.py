@@ -21,6 +21,13 @@ def document_starts(document_ids: Tensor) -> Tensor:
     return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
 
 
+def places_in_documents(document_ids: Tensor) -> Tensor:
+    """Returns how many positions of its document come before each: (B, S) -> (B, S)."""
+    places = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    # The latest start so far is subtracted
+    return places - places.where(document_starts(document_ids), 0).cummax(1).values
+
+
 def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
     """Mask within documents: a position attends to its own document up to itself. (B, S) -> (B, 1, S, S) bool.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forge_plugin_transformer.modules.documents import document_starts
+from forge_plugin_transformer.modules.documents import document_starts, places_in_documents
 from forge_plugin_transformer.modules.spans import SPANS, span_numbers
 
 if TYPE_CHECKING:
@@ -31,20 +31,25 @@ def largest_scores(q: Tensor, k: Tensor, batch: Batch, scoring: Scoring) -> Tens
     Args:
         q: (B, S, H, E), as attention's kernel gets them.
         k: (B, S, K, E).
-        batch: `document_ids` and spans decide what a position sees, beside the window.
-        scoring: factor and window; a cap does not apply.
+        batch: `document_ids` and spans decide what a position sees, beside window and mask.
+        scoring: factor, window and mask; a cap does not apply.
     """
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
     rows = max(FEWEST_ROWS, -(-length // MOST_BLOCKS))
     positions = torch.arange(length, device=q.device)
     documents = document_starts(batch["document_ids"]).cumsum(1) if "document_ids" in batch else None
     spans = span_numbers(batch) if SPANS in batch else None
-    window = scoring.window_in(length)
+    window, mask = scoring.window_in(length), scoring.mask
+    places = places_in_documents(batch["document_ids"]) if "document_ids" in batch else positions[None]
     largest: Tensor | None = None
     for start in range(0, length, rows):
         own = slice(start, start + rows)
-        stop = length if spans is not None else min(start + rows, length)  # a span's positions see later ones
-        seen = positions[:stop] <= positions[own, None]
+        ahead = spans is not None or not scoring.causal  # a span's positions see later ones
+        stop = length if ahead else min(start + rows, length)
+        seen = (positions[:stop] <= positions[own, None]) | (not scoring.causal)
+        if mask is not None:
+            itself = positions[:stop] == positions[own, None]
+            seen = seen & (mask.sees(places[:, own, None], places[:, None, :stop]) | itself)
         if window:
             seen = seen & (positions[:stop] > positions[own, None] - window)
         if documents is not None:
