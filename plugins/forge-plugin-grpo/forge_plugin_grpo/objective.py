@@ -159,7 +159,8 @@ class PolicyLoss:
         checked = loss.reference and loss.check_first_kl and detect_fake_mode() is None
         # Found out here, where every rank is: it is collective
         starts = bool(checked) and starts_as_reference(loss.reference, context)
-        return cls(loss, context.auxiliary, SharedRows.of(context), reference, starts)
+        workspace = Workspace() if reference is None else reference.workspace
+        return cls(loss, context.auxiliary, SharedRows.of(context), reference, starts, workspace)
 
     def training(self, head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
         """A `LossFunction`."""

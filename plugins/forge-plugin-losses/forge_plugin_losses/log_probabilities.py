@@ -96,11 +96,12 @@ class _LogProbabilities(torch.autograd.Function):
             wide_CV = task.workspace.widened("wide", projection.logits(rows))
             labels_C = task.labels_T[rows]
             valid_C = labels_C != IGNORED_LABEL
-            # Collectives where the vocabulary is split: all of its ranks reach them in one order
-            logsumexp_C = combine_logsumexp(wide_CV.logsumexp(-1), shard)
             # Any label will do where there is none, as its value is masked
             index_C, inside_C = local_labels(labels_C.where(valid_C, 0), shard)
-            target_C = combine_gathered(wide_CV.gather(-1, index_C[:, None])[:, 0], inside_C, shard)
+            own_C = wide_CV.gather(-1, index_C[:, None])[:, 0]
+            # Collectives where the vocabulary is split: all of its ranks reach them in one order
+            logsumexp_C = combine_logsumexp(_logsumexp_(wide_CV), shard)
+            target_C = combine_gathered(own_C, inside_C, shard)
             values_T[rows] = (target_C - logsumexp_C).where(valid_C, 0)
             logsumexp_T[rows] = logsumexp_C
         ctx.task = task
@@ -121,6 +122,13 @@ class _LogProbabilities(torch.autograd.Function):
             gradients = projection.gradients()
         pairs = zip(gradients, (hidden_TD, *weights), strict=True)
         return None, *(None if gradient is None else gradient.to(tensor.dtype) for gradient, tensor in pairs)
+
+
+def _logsumexp_(values_CV: Tensor) -> Tensor:
+    """`values_CV.logsumexp(-1)`, (C,), in place, where torch's takes as much memory again."""
+    largest_C = values_CV.amax(-1)
+    shift_C = largest_C.where(largest_C.isfinite(), 0)  # where all values are -inf, so is the result
+    return values_CV.sub_(shift_C[:, None]).exp_().sum(-1).log_() + shift_C
 
 
 @contextmanager

@@ -91,7 +91,9 @@ class Objective:
         # Found out here, where every rank is: of a hook or a summary, some ranks alone might ask
         starts = bool(checked) and starts_as_reference(path, context)
         groups = shared_groups(context)
-        return cls(loss, context.auxiliary, reference, groups, Workspace(), starts, loss.chunk_tokens)
+        # One memory for logits: those of the reference are gone before the model's are computed
+        workspace = Workspace() if reference is None else reference.workspace
+        return cls(loss, context.auxiliary, reference, groups, workspace, starts, loss.chunk_tokens)
 
     @property
     def adapters_off(self) -> bool:
