@@ -37,6 +37,8 @@ class BradleyTerry(AnswerLoss):
     name: ClassVar[str] = "bradley_terry"
     scores_answers: ClassVar[bool] = True
     is_cross_entropy: ClassVar[bool] = False
+    predicts_next_token: ClassVar[bool] = False
+    """So that attention may be bidirectional."""
 
     center_weight: float = field(default=0.0, validator=ge(0))
     """Weight of (r(y+) + r(y-))² beside the loss, which keeps scores around 0 (Eisenstein et al. 2023; TRL's

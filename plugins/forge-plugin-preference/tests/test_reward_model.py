@@ -243,6 +243,13 @@ def test_check_refuses(keys: list[str], message: str, folder: Path, capsys: pyte
     assert message in capsys.readouterr().err
 
 
+def test_attention_may_be_bidirectional(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = '--model.attention.mask.type="bidirectional"'
+    assert main(["check", "rm.toml", key]) == 0
+    assert main(["check", "rm.toml", key, '--loss.type="cross_entropy"']) != 0
+    assert "the next token, which CrossEntropy predicts" in capsys.readouterr().err
+
+
 def test_no_text_is_generated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rm.toml", '--hooks.samples.prompts=["1? "]']) != 0
     assert "by the head of [plugins.reward_head], and generates no text" in capsys.readouterr().err
