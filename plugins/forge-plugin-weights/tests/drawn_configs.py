@@ -175,6 +175,11 @@ OPTIONAL: Mapping[str, Draw] = {
     "num_expert_group": lambda sizes: st.just(sizes.groups),
     "linear_head_dim": same(HEADS),
     "linear_attn_config": linear_table,
+    **dict.fromkeys(("index_n_heads", "index_topk"), same(WIDTHS)),
+    "index_head_dim": same(st.sampled_from([128, 256])),  # of which the rotated part is one
+    "index_topk_freq": same(st.just(1)),
+    "index_topk_pattern": same(st.none()),
+    "indexer_types": by_layer(["full"]),
     "mlp_layer_types": lambda sizes: st.integers(0, sizes.layers).map(
         lambda first: ["dense"] * first + ["sparse"] * (sizes.layers - first)
     ),
@@ -213,6 +218,8 @@ OPTIONAL: Mapping[str, Draw] = {
 """Keys that a configuration may lack."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Architectures with Gated DeltaNet in some layers."""
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Architectures whose attention has an indexer."""
 OWN: Mapping[tuple[str, str], Draw] = {
     ("gpt_neox", "hidden_act"): same(GELU),
     ("gemma", "hidden_act"): same(st.just("gelu_pytorch_tanh")),
@@ -243,7 +250,14 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("minimax_m2", "sliding_window"): same(st.none()),
     ("minimax_m2", "attention_bias"): same(st.just(False)),
     **{("phi3", key): same(st.just(False)) for key in ("attention_bias", "mlp_bias")},
-    **{(type_, "attention_bias"): same(st.just(False)) for type_ in ("deepseek_v3", "kimi_k2")},
+    **{(type_, "attention_bias"): same(st.just(False)) for type_ in ("deepseek_v3", "kimi_k2", *INDEXED)},
+    **{(type_, "mlp_bias"): same(st.just(False)) for type_ in INDEXED},
+    **{(type_, "layer_types"): by_layer(["indexed_attention"]) for type_ in INDEXED},
+    **{(type_, "q_lora_rank"): same(WIDTHS) for type_ in INDEXED},
+    **{(type_, "rope_interleave"): same(st.just(True)) for type_ in INDEXED},
+    **{(type_, "moe_layer_freq"): same(st.just(1)) for type_ in INDEXED},
+    ("deepseek_v32", "indexer_rope_interleave"): same(st.just(False)),
+    ("glm_moe_dsa", "indexer_rope_interleave"): same(st.just(True)),
 }
 """Keys that one architecture supports other values of."""
 UNREAD: Mapping[str, tuple[str, ...]] = {

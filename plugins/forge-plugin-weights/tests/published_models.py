@@ -108,6 +108,8 @@ LATENT: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+INDEXED: Mapping[str, Any] = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 6}
+"""Fewer keys than the sequences of the tests have."""
 GLM4_MOE: Mapping[str, Any] = {
     "moe_intermediate_size": 16,
     "n_routed_experts": 8,
@@ -389,6 +391,8 @@ MODELS: Mapping[str, Published] = {
     "qwen3_moe": Published("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 8}),
     "gpt_oss": Published("GptOss", GPT_OSS),
     "deepseek_v3": Published("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
+    "deepseek_v32": Published("DeepseekV32", {**LATENT, **INDEXED, "rope_parameters": YARN}),
+    "glm_moe_dsa": Published("GlmMoeDsa", {**LATENT, **INDEXED, **SPECIAL, "n_group": 1}),
     "qwen3_next": Published("Qwen3Next", QWEN3_NEXT),
     "qwen3_5_text": Published("Qwen3_5", {**QWEN3_5, "tie_word_embeddings": True}, "Qwen3_5Text"),
     "qwen3_5_moe_text": Stacked(

@@ -51,6 +51,9 @@ SMALL: Mapping[str, int] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 12,
+    "index_topk": 6,
     "n_embd": 64,
     "n_layer": 2,
     "n_head": 4,
@@ -274,6 +277,11 @@ def test_a_rate_of_dropout_is_read_and_the_user_told(tmp_path, capsys):
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "linear_attn_config", {"full_attn_layers": [], "kda_layers": [1]}),
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "mla_use_nope", False),
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "mlp_layer_types", ["sparse", "dense"]),
+        ("deepseek-ai/DeepSeek-V3.2-Exp, some keys", "indexer_rope_interleave", True),
+        ("deepseek-ai/DeepSeek-V3.2-Exp, some keys", "q_lora_rank", None),
+        ("deepseek-ai/DeepSeek-V3.2-Exp, some keys", "layer_types", ["full_attention"] * 61),
+        ("zai-org/GLM-5, some keys", "index_topk_freq", 4),
+        ("zai-org/GLM-5, some keys", "indexer_types", ["full", "shared"] * 39),
     ],
 )
 def test_what_forge_does_not_compute_is_named(tmp_path, capsys, name, key, value):

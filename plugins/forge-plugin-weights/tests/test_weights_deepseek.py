@@ -57,7 +57,7 @@ def published(tmp_path: Path) -> Path:
     return tmp_path / "published"
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm4_moe"])
 def test_multi_token_prediction_comes_in_and_goes_out(tmp_path, name):
     published = tmp_path / "published"
     MODELS[name].write(published)

@@ -11,8 +11,21 @@ from forge_plugin_transformer.huggingface_names import COPIES, PREDICTION
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.dense import ENDS, FFN, NORMS, TRANSFORMER, shape_fields, tied_head
 from forge_plugin_weights.architectures.experts import MATRICES, MOE, expert_rules
-from forge_plugin_weights.fields import REQUIRED, Choice, Dropout, ExportedAs, Fixed, Key, Only, OrNone, Rope, value_of
+from forge_plugin_weights.fields import (
+    REQUIRED,
+    Choice,
+    Dropout,
+    ExportedAs,
+    Fixed,
+    Key,
+    Only,
+    OrNone,
+    Rope,
+    setting,
+    value_of,
+)
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.layer_fields import depth
 from forge_plugin_weights.rules import Repeated, Same, Stack
 
 ATTENTION: Mapping[str, str] = {
@@ -30,6 +43,8 @@ LAYER = "model.layers.{layer}"
 TRAINING_ONLY = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.router.bias_rate", "ffn.capacity_factor", "mtp.*")
 NOPE, ROTATED = "qk_nope_head_dim", "qk_rope_head_dim"
 PREDICTED = "num_nextn_predict_layers"
+FIRST_DENSE, MLP_TYPES = "first_k_dense_replace", "mlp_layer_types"
+DENSE, SPARSE = "dense", "sparse"
 
 
 LATENT_ATTENTION: Sequence[Rule] = [
@@ -99,6 +114,40 @@ class Predictions(Field):
     def write(self, model: Flat) -> Config:
         """Writes 0 for a model without the table: the class of `transformers` has one block by default."""
         return {PREDICTED: model.get("mtp.depth", 0)}
+
+
+@frozen
+class DenseLayers(Field):
+    """How many layers at the beginning are dense: a number in published files, a list in `transformers`."""
+
+    default: int = 1
+    """The number where the configuration has neither."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (FIRST_DENSE, MLP_TYPES)
+
+    def read(self, config: Config) -> Flat:
+        """Reads the list, or else the number."""
+        types = config.get(MLP_TYPES)
+        if types is None:
+            return {"ffn.first_dense": min(config.get(FIRST_DENSE, self.default), depth(config))}
+        first = types.count(DENSE)
+        if types != self._types(first, depth(config)):
+            raise Unsupported(f"{MLP_TYPES} = {types}; dense layers come first, and there is an entry for each layer")
+        return {"ffn.first_dense": first}
+
+    def write(self, model: Flat) -> Config:
+        first = min(setting(model, "ffn.first_dense"), setting(model, "layers"))
+        return {FIRST_DENSE: first, MLP_TYPES: self._types(first, setting(model, "layers"))}
+
+    def _types(self, first: int, layers: int) -> list[str]:
+        return [DENSE] * first + [SPARSE] * (layers - first)
+
+    def resolve(self, model: Flat) -> Flat:
+        """Returns the number of layers where more are to be dense."""
+        first = model.get("ffn.first_dense", 0)
+        return {"ffn.first_dense": model["layers"]} if first > model.get("layers", first) else {}
 
 
 @frozen

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from forge_plugin_transformer.layer_parts import default_hidden
-from forge_plugin_weights.architectures.deepseek import LATENT_ATTENTION, TRAINING_ONLY, ValueWidth
+from forge_plugin_weights.architectures.deepseek import LATENT_ATTENTION, TRAINING_ONLY, DenseLayers, ValueWidth
 from forge_plugin_weights.architectures.dense import ENDS, FFN, NORMS, TRANSFORMER, shape_fields
 from forge_plugin_weights.architectures.experts import MATRICES, MIXTRAL, MOE, expert_rules
 from forge_plugin_weights.architectures.qwen3_next import LINEAR, TYPE, MixedLayers, in_layer
-from forge_plugin_weights.fields import Choice, Dropout, Fixed, Irrelevant, Key, Only, OrNone, setting
+from forge_plugin_weights.fields import Choice, Dropout, Fixed, Irrelevant, Key, Only, OrNone
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL, depth
 from forge_plugin_weights.layered import NO_ROPE, of_layers
@@ -28,8 +28,6 @@ OF_TABLE: Mapping[str, str] = {
 }
 """Its keys, and keys of `transformers` for the same."""
 FULL_LAYERS, KDA_LAYERS = "full_attn_layers", "kda_layers"
-FIRST_DENSE, MLP_TYPES = "first_k_dense_replace", "mlp_layer_types"
-DENSE, SPARSE = "dense", "sparse"
 NORM_EPS = "rms_norm_eps"
 OURS, THEIRS = "layers.{layer}.attention", "model.layers.{layer}.self_attn"
 PROJECTIONS: Mapping[str, str] = {
@@ -80,37 +78,6 @@ class KimiLayers(MixedLayers):
             return config
         sizes = {key: config[theirs] for key, theirs in OF_TABLE.items()}
         return {**config, TABLE: {FULL_LAYERS: numbers[FULL], KDA_LAYERS: numbers[LINEAR], **sizes}}
-
-
-@frozen
-class DenseLayers(Field):
-    """How many layers at the beginning are dense: a number in published files, a list in `transformers`."""
-
-    @property
-    def keys(self) -> Collection[str]:
-        return (FIRST_DENSE, MLP_TYPES)
-
-    def read(self, config: Config) -> Flat:
-        """Reads the list, or else the number, whose default is 1."""
-        types = config.get(MLP_TYPES)
-        if types is None:
-            return {"ffn.first_dense": config.get(FIRST_DENSE, 1)}
-        first = types.count(DENSE)
-        if types != self._types(first, depth(config)):
-            raise Unsupported(f"{MLP_TYPES} = {types}; dense layers come first, and there is an entry for each layer")
-        return {"ffn.first_dense": first}
-
-    def write(self, model: Flat) -> Config:
-        first = min(setting(model, "ffn.first_dense"), setting(model, "layers"))
-        return {FIRST_DENSE: first, MLP_TYPES: self._types(first, setting(model, "layers"))}
-
-    def _types(self, first: int, layers: int) -> list[str]:
-        return [DENSE] * first + [SPARSE] * (layers - first)
-
-    def resolve(self, model: Flat) -> Flat:
-        """Returns the number of layers where more are to be dense."""
-        first = model.get("ffn.first_dense", 0)
-        return {"ffn.first_dense": model["layers"]} if first > model.get("layers", first) else {}
 
 
 @frozen(kw_only=True)
