@@ -35,7 +35,7 @@ PIXELS = "preprocessor_config"
 OTHER = "other."
 """What names of a larger model's tensors begin with that are not of the part."""
 OF_LANGUAGE_MODELS: Mapping[str, str] = {
-    r"^(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\.": rf"{OTHER}\1.",
+    r"^(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|connector)\.": rf"{OTHER}\1.",
     r"^language_model\.lm_head\.": "lm_head.",
     r"^(?:language_model\.model|model\.language_model|model\.text_model)\.": "model.",
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from published_models import VOCABULARY, ids_of, logits, ours
+from published_models import LATENT, SIZES, VOCABULARY, YARN, ids_of, logits, ours, randomised, rewrite
 
 from forge_core.cli import main
 from forge_plugin_weights.exporting import export_run
@@ -135,3 +135,42 @@ def test_sizes_that_published_files_leave_out_are_those_of_version_5():
     architecture = load_architecture(NAME, Catalog.installed())
     by_5 = transformers.Gemma3Config(text_config=text).to_dict()
     assert read_config(architecture, {"text_config": text}) == read_config(architecture, by_5)
+
+
+def test_kimi_k2_5_comes_in_without_its_tower(tmp_path, capsys):
+    """By the names of published files: version 5 writes layers of text as `blocks`, the tower's old name."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    config = transformers.Kimi_K25Config(
+        text_config={**SIZES, **LATENT, "model_type": "deepseek_v3", "rope_parameters": YARN, "pad_token_id": 0},
+        vision_config={**sizes, "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+        **{f"{name}_token_id": 60 for name in ("image", "video", "vision_start", "vision_end")},
+    )
+    torch.manual_seed(0)
+    model = randomised(transformers.Kimi_K25ForConditionalGeneration(config))
+    model.save_pretrained(tmp_path / "published", max_shard_size="40KB")
+    rewrite(
+        tmp_path / "published",
+        lambda tensors: {name.replace("l.blocks", "l.layers"): tensors[name] for name in tensors},
+    )
+    path = tmp_path / "published/config.json"
+    table = json.loads(path.read_text())
+    table["text_config"]["model_type"] = "kimi_k2"  # as it is published
+    path.write_text(json.dumps(table))
+    arguments = ["weights", "import", str(tmp_path / "published"), "--out", str(tmp_path / "run"), "--no-tokenizer"]
+    assert main(arguments) == 2
+    assert "kimi_k2" in capsys.readouterr().err
+    assert main([*arguments, "--architecture", "kimi_k2"]) == 0
+    assert "mm_projector" in capsys.readouterr().out
+    ids = ids_of() % 60
+    with torch.no_grad():
+        expected = model(ids).logits
+    assert (logits(ours(tmp_path / "run"), ids) - expected).abs().max() < 1e-4
+    again = transformers.AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run", tmp_path / "out"))
+    with torch.no_grad():
+        assert (again(ids).logits - expected).abs().max() < 1e-4
+    table["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    path.write_text(json.dumps(table))
+    assert main([*arguments, "--out", str(tmp_path / "other"), "--architecture", "kimi_k2"]) == 2
+    assert "compressed-tensors" in capsys.readouterr().err
