@@ -315,9 +315,8 @@ def metrics(sums: Sums, source_names: Sequence[str] = ()) -> dict[str | Count, T
         counts = sums["source_counts"]
         means = torch.where(counts > 0, sums["source_sums"] / counts.clamp(min=1), ABSENT)
         scalars |= {SOURCE_LOSS + name: mean for name, mean in zip(source_names, means, strict=True)}
-    counts = {name: value for name, value in sums.items() if isinstance(name, Count)}
     attached = {n.removeprefix(AUXILIARY): v for n, v in sums.items() if isinstance(n, str) and n.startswith(AUXILIARY)}
-    return scalars | attached | counts
+    return scalars | attached | {name: value for name, value in sums.items() if isinstance(name, Count)}
 
 
 def seed_step(seed: int, step: int, part: int, device: torch.device) -> None:
