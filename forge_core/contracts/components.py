@@ -246,7 +246,7 @@ class LossComponent(Component["LossFunction"]):
     is_cross_entropy: ClassVar[bool] = True
     """Whether what it reports of held-out sequences is in nats per token, so that they have a perplexity."""
     predicts_next_token: ClassVar[bool] = True
-    """Whether a label is the next token, so that no position may see later ones; false for masked tokens, or rewards."""
+    """Whether a label is the next token, which no position may see; false for masked tokens, or rewards of answers."""
 
     def build(self, context: BuildContext) -> LossFunction:
         """Returns the function, which is called for each micro-batch, in evaluations too."""
