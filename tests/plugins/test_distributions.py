@@ -28,7 +28,7 @@ SAMPLES: Mapping[str, Samples] = {
             "original_max_position_embeddings": 8,
             "factor": 2.0,
         },
-        "pattern": {"layers": ["full"], "kinds": {"full": {"type": "gqa"}}},
+        "pattern": {"layers": ["one"], "kinds": {"one": {"type": "none"}}},  # of both kinds
     },
     "forge-plugin-vision": {"vision_language": VISION, "vision_tower": VISION},
     "forge-plugin-vlm-eval": {"multiple_choice": {"options": ["yes", "no"]}},

@@ -84,6 +84,8 @@ class CrossAttention(FusionComponent):
             yield Problem("gate_start", 'there are no gates; leave it out, or set gate = "tanh"')
         if self.layers and self.every is not None:
             yield Problem("layers", "it names the layers that `every` would choose; leave one of them out")
+        if any(self.ffn.left_out(number) for number in self.layers or [(self.every or EVERY) - 1]):
+            yield Problem("ffn", 'its type is "none" in a block; a block has a feed-forward part always')
         if min(self.layers, default=0) < 0 or len({*self.layers}) < len(self.layers):
             yield Problem("layers", f"{list(self.layers)}: numbers from 0, each once")
 

@@ -14,7 +14,7 @@ from forge_core.parallel.initialise import materialise
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_parallel import TensorParallel
-from forge_plugin_transformer import LayerNorm
+from forge_plugin_transformer import LayerNorm, NoFFN
 from forge_plugin_vision import (
     GRIDS,
     PATCHES,
@@ -291,6 +291,7 @@ def test_sizes_that_do_not_fit_the_language_model_are_refused_when_the_job_is_ch
         ({"layers": (1, 1)}, at("model.fusion.layers", "once")),
         ({"layers": (-1, 1)}, at("model.fusion.layers", "[-1, 1]", "from 0")),
         ({"gate": "none", "gate_start": 0.5}, at("model.fusion.gate_start", "gates")),
+        ({"ffn": NoFFN()}, at("model.fusion.ffn", "none")),
     ],
 )
 def test_wrong_keys_are_refused(make_job, keys, expected):

@@ -190,8 +190,8 @@ class Hash(RouterComponent):
 class MoE(FFNComponent):
     """Σ weight x expert(x) over the experts that a router chooses for each token, plus shared experts.
 
-    Each expert is a separate SwiGLU; every token goes through the shared ones (Shazeer et al. 2017; Dai et al. 2024,
-    "DeepSeekMoE").
+    Each expert is a separate feed-forward part, by default SwiGLU; every token goes through the shared ones (Shazeer et
+    al. 2017; Dai et al. 2024, "DeepSeekMoE").
 
     Weights of the routed experts are stacked: `experts.gate.weight` and `experts.up.weight` (E, hidden, dim),
     `experts.down.weight` (E, dim, hidden); likewise their biases, (E, hidden) and (E, dim). No expert is padded to the
@@ -203,8 +203,11 @@ class MoE(FFNComponent):
     hidden: int = field(default=0, validator=ge(0))
     """Width between the matrices of an expert; 0: 8/3 of `dim`, rounded up to a multiple of 256. Fine-grained experts
     have a fraction of it."""
+    activation: Literal["swiglu", "relu2"] = "swiglu"
+    """What an expert computes, routed or shared. swiglu: down(silu(gate(x)) * up(x)). relu2: down(relu(up(x))²), which
+    has no `gate` (Nemotron 3)."""
     bias: bool = False
-    """Whether the three matrices of a routed expert have biases (gpt-oss)."""
+    """Whether the matrices of a routed expert have biases (gpt-oss)."""
     swiglu_alpha: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
     """Factor a in gate * sigmoid(a * gate) of routed experts. 1: silu; 1.702 in gpt-oss, nearly gelu."""
     swiglu_limit: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
@@ -218,7 +221,7 @@ class MoE(FFNComponent):
     weights; the others skip it, and are counted as `moe/dropped`. 0: no limit. In training only: a position's output
     would depend on later ones. Refused with a packing that isolates documents."""
     shared_experts: int = field(default=0, validator=ge(0))
-    """Experts that every token goes through, with weight 1: one SwiGLU of N times `hidden`."""
+    """Experts that every token goes through, with weight 1: one of N times `hidden`."""
     shared_gate: bool = False
     """Whether the output of the shared experts is multiplied by the sigmoid of a linear function of the token
     (Qwen2-MoE)."""
@@ -234,6 +237,11 @@ class MoE(FFNComponent):
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks the shared gate, capacity with isolated documents, and the router with this number of experts."""
+        if self.activation != "swiglu":
+            for name, absent in (("swiglu_alpha", 1.0), ("swiglu_limit", 0.0), ("swiglu_offset", 0.0)):
+                if getattr(self, name) != absent:
+                    message = f"has no effect on experts of {self.activation}"
+                    yield Problem(name, f'{message}; leave it out, or take activation = "swiglu"')
         if self.shared_gate and not self.shared_experts:
             yield Problem("shared_gate", "is for shared experts, and there are none; set shared_experts")
         if self.capacity_factor and job.data.packing.isolates:
@@ -251,11 +259,18 @@ class MoE(FFNComponent):
         why = "" if self.backend == "loop" else f", as grouped_mm cannot compute {precision}{where}"
         return f"the host waits for the sizes of experts{why}"
 
+    def _is_dense(self, layer: int) -> bool:
+        # Counted from the first layer that may have experts, so that `every` does not depend on `first_dense`
+        return layer < self.first_dense or (layer - self.first_dense + 1) % self.every != 0
+
+    def left_out(self, layer: int) -> bool:
+        """Returns whether a layer without experts has no `dense` part either."""
+        return self._is_dense(layer) and self.dense.left_out(layer)
+
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Returns a `MoELayer`, or `dense` in the layers that `first_dense` and `every` exclude."""
         assert context.layer is not None
-        # Counted from the first layer that may have experts, so that `every` does not depend on `first_dense`
-        if context.layer < self.first_dense or (context.layer - self.first_dense + 1) % self.every:
+        if self._is_dense(context.layer):
             return context.build(self.dense, dim=dim, init=init)
         from forge_plugin_moe.modules.layer import MoELayer
 

@@ -50,6 +50,13 @@ class TestModelWithBiases(ModelSuite):
     layouts = ("replicate2",)
 
 
+class TestModelWithSquaredReLU(ModelSuite):
+    """Experts of two matrices, routed and shared."""
+
+    component = model_of(activation="relu2", shared_experts=1, router=SigmoidTopK(bias_rate=0.01))
+    layouts = ("fsdp2", "tp2", "fsdp2_ep2")
+
+
 class TestExpertParallel(ParitySuite):
     """The other layouts with `ep` are rows of `tests/parity/layouts.py`, with this router."""
 

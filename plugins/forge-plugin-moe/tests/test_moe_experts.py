@@ -196,6 +196,10 @@ class TestWhatIsRefused:
     def test_but_not_as_many(self, router):
         assert not [*MoE(experts=8, router=router).problems(None, Layout()), *router.problems(None, Layout())]
 
+    def test_keys_of_swiglu_for_other_experts(self, tmp_path):
+        expected = at("model.ffn.swiglu_limit", "relu2", "swiglu")
+        check_problems(problems_of(job(tmp_path, hidden=16, activation="relu2", swiglu_limit=7.0)), expected)
+
     def test_a_backend_that_cannot_compute(self, tmp_path):
         model = job(tmp_path, hidden=16, backend="grouped_mm").model
         names = ('"grouped_mm"', "float64", "cpu", '"loop"', '"auto"', "layers.0.ffn")

@@ -35,12 +35,19 @@ def component_problems(language: ModelComponent, parts: Collection[str], *, norm
     others = (type(a).__name__ for a in language.attention.of_layers() if not isinstance(a, GroupedQueryAttention))
     if "attention" in parts and (kind := next(others, None)):
         yield _attention(kind)
+    for name in ("attention", "ffn"):
+        part = getattr(language, name)
+        if absent := [layer for layer in range(language.layers) if part.left_out(layer)]:
+            message = f"layer {absent[0]} of the language model has no {name}, for which modalities could have weights"
+            yield Problem("", f'{message}; take layers of two parts, or type = "joint"')
     # By type of its fields, so that every feed-forward part with a router is found, also of other plugins
-    routers = [
-        f for f in attrs.fields(type(language.ffn)) if isinstance(getattr(language.ffn, f.name), RouterComponent)
-    ]
-    if "ffn" in parts and routers:
-        yield _experts(type(language.ffn).__name__)
+    routed = (
+        type(ffn).__name__
+        for ffn in language.ffn.of_layers()
+        if any(isinstance(getattr(ffn, f.name), RouterComponent) for f in attrs.fields(type(ffn)))
+    )
+    if "ffn" in parts and (kind := next(routed, None)):
+        yield _experts(kind)
 
 
 def check_layers(model: Model, parts: Collection[str], *, norm_after: bool) -> None:

@@ -16,7 +16,16 @@ from forge_core.contracts.errors import Problem
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE
 from forge_plugin_mot import MixtureOfTransformers
-from forge_plugin_transformer import GELU, GroupedQueryAttention, LayerNorm, MultiTokenPrediction, Transformer
+from forge_plugin_transformer import (
+    GELU,
+    FFNPattern,
+    GroupedQueryAttention,
+    LayerNorm,
+    MultiTokenPrediction,
+    NoFFN,
+    SwiGLU,
+    Transformer,
+)
 from forge_testing import TinyModel
 from forge_testing.refusals import at, check_problems, problems_of, refuses, refuses_all
 
@@ -32,6 +41,16 @@ UNFIT = {
     ),
     "mla": (MixtureOfTransformers(), {"attention": MLA}, at("model.fusion.untie", "MultiHeadLatentAttention")),
     "moe": (MixtureOfTransformers(), {"ffn": EXPERTS}, at("model.fusion.untie", "router", "MoE")),
+    "some moe": (
+        MixtureOfTransformers(),
+        {"ffn": FFNPattern(layers=("a", "b"), kinds={"a": SwiGLU(), "b": EXPERTS})},
+        at("model.fusion.untie", "router", "MoE"),
+    ),
+    "one part": (
+        MixtureOfTransformers(),
+        {"ffn": FFNPattern(layers=("a", "b"), kinds={"a": SwiGLU(), "b": NoFFN()})},
+        at("model.fusion", "layer 1", "ffn", "joint"),
+    ),
     "norms": (AFTER, {"norm_placement": "both"}, at("model.fusion.norm", '"after"', 'norm = "before"')),
     "shared norm": (
         AFTER,

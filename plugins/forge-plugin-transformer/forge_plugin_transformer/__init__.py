@@ -23,7 +23,8 @@ from forge_plugin_transformer.layer_parts import (
     default_hidden,
 )
 from forge_plugin_transformer.masks import BidirectionalMask, CausalMask, ChunkedMask, GlobalLocalMask
-from forge_plugin_transformer.pattern import AttentionPattern
+from forge_plugin_transformer.no_part import NoAttention, NoFFN
+from forge_plugin_transformer.pattern import AttentionPattern, FFNPattern
 from forge_plugin_transformer.residual import Add, HyperConnections, ManifoldHyperConnections
 from forge_plugin_transformer.rope import (
     DynamicRope,
@@ -52,6 +53,7 @@ __all__ = [
     "ChunkedMask",
     "DynamicRope",
     "FFNComponent",
+    "FFNPattern",
     "GlobalLocalMask",
     "GroupedQueryAttention",
     "HyperConnections",
@@ -62,6 +64,8 @@ __all__ = [
     "LongRope",
     "ManifoldHyperConnections",
     "MultiTokenPrediction",
+    "NoAttention",
+    "NoFFN",
     "NoRope",
     "NormComponent",
     "PlainRope",

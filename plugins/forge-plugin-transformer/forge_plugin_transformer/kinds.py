@@ -62,8 +62,15 @@ class AttentionComponent(Component):
         """Yields the components whose modules the layers have: this one, unless it chooses among others."""
         yield self
 
+    def left_out(self, layer: int) -> bool:
+        """Returns whether a layer has no attention, and so neither norm nor residual connection for it."""
+        return False
+
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
-        """Build with the model's width D and the deviations of matrices; `context.layer` is the layer's number."""
+        """Build with the model's width D and the deviations of matrices; `context.layer` is the layer's number.
+
+        Not called for a layer that `left_out` leaves without.
+        """
         raise NotImplementedError
 
 
@@ -157,8 +164,23 @@ class FFNComponent(Component):
 
     kind = "ffn"
 
+    def depth_problems(self, layers: int) -> Iterable[Problem]:
+        """Yields problems that depend on the model's number of layers; paths are relative to this component's table."""
+        return ()
+
+    def of_layers(self) -> Iterable[FFNComponent]:
+        """Yields the components whose modules the layers have: this one, unless it chooses among others."""
+        yield self
+
+    def left_out(self, layer: int) -> bool:
+        """Returns whether a layer has no feed-forward part, and so neither norm nor residual connection for it."""
+        return False
+
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
-        """Build with the model's width D and the deviations of matrices; `context.layer` is the layer's number."""
+        """Build with the model's width D and the deviations of matrices; `context.layer` is the layer's number.
+
+        Not called for a layer that `left_out` leaves without.
+        """
         raise NotImplementedError
 
 

@@ -109,13 +109,14 @@ class Transformer(ModelComponent):
     dim: int = field(default=256, validator=[gt(0), le(1 << 24)])  # a thousand times the published widths
     """Width of the residual stream."""
     layers: int = field(default=6, validator=DEPTH)
-    """Number of blocks, each an attention and a feed-forward part."""
+    """Number of blocks, each an attention and a feed-forward part, or one of them."""
     vocab_size: int = field(default=0, validator=ge(0))
     """Rows of the embedding table and of the head; 0: the tokenizer's."""
     attention: AttentionComponent = default_type("forge-plugin-transformer/gqa")
-    """`[model.attention]`: mixes positions. Every layer builds its own, and may depend on its number."""
+    """`[model.attention]`: mixes positions. Every layer builds its own, and may depend on its number. A `pattern` gives
+    layers different ones, or none."""
     ffn: FFNComponent = default_type("forge-plugin-transformer/swiglu")
-    """`[model.ffn]`: transforms each position separately."""
+    """`[model.ffn]`: transforms each position separately. A `pattern` gives layers different ones, or none."""
     norm: NormComponent = default_type("forge-plugin-transformer/rmsnorm")
     """`[model.norm]`: of attention, of the feed-forward part, and before the head."""
     norm_placement: Literal["pre", "post", "both", "shared"] = "pre"
@@ -174,12 +175,35 @@ class Transformer(ModelComponent):
             yield Problem("residual", f'{message}; take "sequential", or a residual connection of one stream')
         for problem in (*self.attention.width_problems(self.dim), *self.attention.depth_problems(self.layers)):
             yield problem.below("attention")
+        yield from (problem.below("ffn") for problem in self.ffn.depth_problems(self.layers))
+        yield from self._part_problems()
         if self.mtp is not None:
             yield from (problem.below("mtp") for problem in self.mtp.problems(job))
             masks = (getattr(attention, "mask", None) for attention in self.attention.of_layers())
             for mask in dict.fromkeys(type(mask) for mask in masks if mask is not None and not mask.causal):
                 message = f"its modules predict later tokens, which {mask.__name__} shows"
                 yield Problem("mtp", f"{message}; take a causal mask, or leave the table out")
+
+    def _part_problems(self) -> Iterable[Problem]:
+        """Checks that every layer has a part, and both where they read the same input."""
+        modules = 0 if self.mtp is None else self.mtp.depth
+        kinds = {"attention": self.attention, "ffn": self.ffn}
+        for layer in range(self.layers + modules):
+            absent = [name for name, kind in kinds.items() if kind.left_out(layer)]
+            what = f"layer {layer}" if layer < self.layers else f"module {layer - self.layers} of model.mtp"
+            if len(absent) == len(kinds):
+                message = f"{what} has neither attention nor a feed-forward part"
+                yield Problem("ffn", f'{message}: both have the type "none" there; give it one of them')
+                return
+            if absent and self.residual == "parallel":
+                message = f"parallel parts read one input, and {what} has no {absent[0]}"
+                yield Problem("residual", f'{message}; take "sequential"')
+                return
+
+    def _residual_additions(self) -> int:
+        """Returns how often the layers add to the residual stream."""
+        parts = (self.attention, self.ffn)
+        return sum(not part.left_out(layer) for part in parts for layer in range(self.layers))
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """Returns a hook if the weight of multi-token prediction is a schedule; a constant needs none."""
@@ -245,22 +269,31 @@ class Transformer(ModelComponent):
         return self._build_block(context.at(f"layers.{number}", layer=number))
 
     def _build_block(self, here: BuildContext) -> Block:
-        from forge_plugin_transformer.modules.block import Block, LayerScalar
+        from forge_plugin_transformer.modules.block import Block, LayerScalar, LeftOut
 
-        # Each layer adds to the stream twice: scaled so, the variance of the sum does not grow with the depth
-        init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1))
-        first = 2 * (here.layer or 0)
+        # Scaled so, the variance of the sum does not grow with the depth
+        additions = self._residual_additions() if self.depth_scaled_init else 1
+        init = InitStd(self.init_std, self.init_std / math.sqrt(additions))
+        layer = here.layer or 0
+        modules: dict[str, nn.Module] = {}
+        # Each layer has two parts, unless one is left out, with its norms and its residual connection
+        for number, (name, part) in enumerate({"attention": self.attention, "ffn": self.ffn}.items(), 2 * layer):
+            if part.left_out(layer):
+                modules[name] = LeftOut()
+                continue
+            modules[name] = here.at(name).build(part, dim=self.dim, init=init)
+            residual = f"{name}_residual"
+            modules[residual] = self._build_residual(here.at(residual), init, number)
+            for norm in NORMS[self.norm_placement]:
+                if norm.startswith(f"{name}_"):
+                    modules[norm] = here.at(norm).build(self.norm, dim=self.dim)
         return Block(
-            attention=here.at("attention").build(self.attention, dim=self.dim, init=init),
-            ffn=here.at("ffn").build(self.ffn, dim=self.dim, init=init),
-            attention_residual=self._build_residual(here.at("attention_residual"), init, first),
-            ffn_residual=self._build_residual(here.at("ffn_residual"), init, first + 1),
+            **modules,
             parallel=self.residual == "parallel",
             shared_norm=self.norm_placement == "shared",
             scale=self.residual_scale,
             scalar=LayerScalar() if self.layer_scalar else None,
             streams=self.residual_connection.stream_count(),
-            **{name: here.at(name).build(self.norm, dim=self.dim) for name in NORMS[self.norm_placement]},
         )
 
     def _build_residual(self, here: BuildContext, init: InitStd, part: int) -> nn.Module:

@@ -50,7 +50,8 @@ class ProbeFailed(Exception):
 def mixes_positions(module: nn.Module) -> bool:
     """Returns whether a module declares, by an attribute `mixes_positions`, that its positions depend on each other.
 
-    It then computes the same where a stage divides sequences, by its own collectives, and no stage replaces it.
+    It then computes the same where a stage divides sequences, by its own collectives, and no stage replaces it. A block
+    of which no module mixes positions, as it has none for that, declares this by `mixes_positions = False`.
     """
     return bool(getattr(module, "mixes_positions", False))
 

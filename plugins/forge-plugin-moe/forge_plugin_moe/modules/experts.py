@@ -193,7 +193,10 @@ PLAIN = SwiGLUForm()
 
 
 class Experts(nn.Module):
-    """downₑ(a(gateₑ(x), upₑ(x))) for each expert e, where a is SwiGLU's; see `forge_kit.nn.dispatch.ExpertStack`."""
+    """downₑ(a(gateₑ(x), upₑ(x))) for each expert e, where a is SwiGLU's, or downₑ(relu(upₑ(x))²).
+
+    See `forge_kit.nn.dispatch.ExpertStack`.
+    """
 
     def __init__(
         self,
@@ -204,10 +207,22 @@ class Experts(nn.Module):
         init: InitStd,
         grouped: bool,
         bias: bool = False,
-        swiglu: SwiGLUForm = PLAIN,
+        swiglu: SwiGLUForm | None = PLAIN,
     ) -> None:
+        """Set up the stacks.
+
+        Args:
+            experts: E.
+            dim: D.
+            hidden: width between the matrices.
+            init: deviations of matrices.
+            grouped: whether products of all experts are one kernel.
+            bias: whether matrices have biases.
+            swiglu: what is between them; None: a squared ReLU, without a gate.
+        """
         super().__init__()
-        self.gate = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped, bias=bias)
+        if swiglu is not None:
+            self.gate = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped, bias=bias)
         self.up = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped, bias=bias)
         self.down = StackedLinear(experts, hidden, dim, std=init.residual, grouped=grouped, bias=bias)
         self.swiglu = swiglu
@@ -230,7 +245,11 @@ class Experts(nn.Module):
         dispatch = Dispatch.to_groups(chosen, self.down.weight.shape[0], rows, row_multiple(tokens))
         ends = dispatch.counts.cumsum(0, dtype=torch.int32)
         x = dispatch.to_rows(tokens)
-        y = self.down(self.swiglu.of(self.gate(x, ends), self.up(x, ends)), ends)
+        if self.swiglu is None:
+            inner = F.relu(self.up(x, ends)).square()
+        else:
+            inner = self.swiglu.of(self.gate(x, ends), self.up(x, ends))
+        y = self.down(inner, ends)
         return dispatch.add_up(y, weights)
 
 

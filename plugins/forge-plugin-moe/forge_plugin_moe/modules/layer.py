@@ -20,7 +20,7 @@ from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_moe.modules.capacity import refuse_documents, within_capacity
 from forge_plugin_moe.modules.experts import Experts, SwiGLUForm, runs_grouped
 from forge_plugin_moe.modules.sequences import Sequences, tally
-from forge_plugin_transformer import InitStd, SwiGLU, default_hidden
+from forge_plugin_transformer import InitStd, SquaredReLU, SwiGLU, default_hidden
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -55,11 +55,14 @@ class MoELayer(nn.Module):
             init=init,
             grouped=self.backend == "grouped_mm",
             bias=component.bias,
-            swiglu=SwiGLUForm(component.swiglu_alpha, component.swiglu_limit, component.swiglu_offset),
+            swiglu=SwiGLUForm(component.swiglu_alpha, component.swiglu_limit, component.swiglu_offset)
+            if component.activation == "swiglu"
+            else None,
         )
         self.shared = self.shared_gate = None
         if component.shared_experts:
-            shared = SwiGLU(hidden=component.shared_experts * hidden)
+            part = SwiGLU if component.activation == "swiglu" else SquaredReLU
+            shared = part(hidden=component.shared_experts * hidden)
             self.shared = context.at("shared").build(shared, dim=dim, init=init)
         if component.shared_gate:
             self.shared_gate = Linear(dim, 1, bias=False, std=init.inner)
@@ -132,9 +135,13 @@ class MoELayer(nn.Module):
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the hidden features of each expert, route all tokens alike, and sum once, at `output`."""
         plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "output": "partial_output"}
-        plan |= {"experts.gate": "column_stack", "experts.up": "column_stack", "experts.down": "partial_row"}
+        for name in ("gate", "up") if self.experts.swiglu else ("up",):
+            plan[f"experts.{name}"] = "column_stack"
+            if self.shared is not None:
+                plan[f"shared.{name}"] = "column"
+        plan["experts.down"] = "partial_row"
         if self.shared is not None:
-            plan |= {"shared.gate": "column", "shared.up": "column", "shared.down": "partial_row"}
+            plan["shared.down"] = "partial_row"
         if self.shared_gate is not None:
             plan["shared_gate"] = "replicate"
         return plan

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from forge_kit.nn.direct_calls import directly_callable
 from forge_kit.nn.modules import cast
 from forge_kit.nn.taps import TapPoint, tap_points
+from forge_plugin_transformer.modules.cache import NoCache
 from forge_plugin_transformer.modules.residual import Addition
 
 if TYPE_CHECKING:
@@ -47,9 +48,19 @@ class LayerScalar(nn.Module):
         return x * cast(self.value, x.dtype)
 
 
+class LeftOut(nn.Module):
+    """In the place of a part that a block does not have. It is never called."""
+
+    def new_cache(self, batch_size: int, length: int) -> NoCache:
+        """Returns a cache of nothing."""
+        return NoCache()
+
+
 @directly_callable
 class Block(nn.Module):
     """x + attention(x), then x + ffn(x), each with a norm before it, after it, or both.
+
+    One of the two may be a `LeftOut`: then x is not changed in its place.
 
     The carry is (x (B, S, D),), or (x (B, S, n, D),) with modules in place of both sums that have n streams.
 
@@ -93,13 +104,22 @@ class Block(nn.Module):
         self.ffn = ffn
         self.ffn_post_norm = ffn_post_norm or nn.Identity()
         self.scalar = scalar or nn.Identity()
+        self.has = {name: not isinstance(getattr(self, name), LeftOut) for name in ("attention", "ffn")}
+        """Whether the block has each of its parts."""
+        if not self.has["attention"]:
+            self.mixes_positions = False
+            """See `forge_kit.nn.position_probe.mixes_positions`: else a block that names no mixer is a mistake."""
 
     def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
         """Returns the stream after both parts. `cache` is for the attention; None: there is none."""
         (x,) = carry
         if not self.parallel:
-            x = self.middle(self.attention_residual(x, lambda own: self.added("attention", own, batch, cache)))
-            return (self.scalar(self.ffn_residual(x, lambda own: self.added("ffn", own, batch))),)
+            if self.has["attention"]:
+                x = self.attention_residual(x, lambda own: self.added("attention", own, batch, cache))
+            x = self.middle(x)
+            if self.has["ffn"]:
+                x = self.ffn_residual(x, lambda own: self.added("ffn", own, batch))
+            return (self.scalar(x),)
         # Both parts read x, whatever is added to it first. A shared norm is computed once, and so before either
         read = self.normalise("attention_norm", x, batch) if self.shared_norm else x
         x = self.middle(self.attention_residual(x, lambda _: self.added("attention", read, batch, cache)))
@@ -128,9 +148,11 @@ class Block(nn.Module):
         points: dict[str, TapPoint] = {}
         if self.streams == 1:  # a point is a vector of a position
             points |= {"resid_pre": TapPoint("", "carry_in"), "resid_post": TapPoint("", "carry_out")}
-        if self.streams == 1 and not self.parallel:  # else there is no stream between the parts
+        if self.streams == 1 and not self.parallel and all(self.has.values()):  # else no stream is between two parts
             points["resid_mid"] = TapPoint("middle")
         for name, point in (("attention", "attn_out"), ("ffn", "mlp_out")):
+            if not self.has[name]:
+                continue
             # The tensor that is added to the stream: the norm's output where one follows the part
             has_norm = not isinstance(getattr(self, f"{name}_post_norm"), nn.Identity)
             points[point] = TapPoint(f"{name}_post_norm" if has_norm else name)

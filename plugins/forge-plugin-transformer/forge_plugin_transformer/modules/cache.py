@@ -63,6 +63,21 @@ class LayerCaches(dict[str, Any]):
         return LayerCaches(joined, direct_calls=self._direct_calls)
 
 
+class NoCache:
+    """The cache of a layer without attention, which keeps nothing of earlier positions."""
+
+    nbytes = 0
+    forgets = ""
+    joinable = True
+
+    def forget(self, count: int) -> None:
+        """Does nothing."""
+
+    def joined(self, parts: Sequence[tuple[NoCache, Tensor]], columns: int, length: int) -> NoCache:
+        """Returns another one."""
+        return NoCache()
+
+
 class Cache:
     """Tensors (B, T, …) of up to `length` positions, and the number of each position in its row.
 
