@@ -121,6 +121,8 @@ class SigmoidTopK(TopKRouter):
     State: a bias for each expert, saved and never touched by the optimizer.
     """
 
+    score_function: Literal["sigmoid", "softmax"] = "sigmoid"
+    """What scores are of the logits, in choice and weights: softmax in ERNIE 4.5."""
     normalise: bool = True
     """Whether the weights of a token are divided by their sum."""
     normalise_eps: float = field(default=1e-20, validator=gt(0))

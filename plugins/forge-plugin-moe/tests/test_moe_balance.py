@@ -139,6 +139,21 @@ def test_weights_are_divided_by_their_sum_and_a_number(tmp_path):
     torch.testing.assert_close(weights, scores / (scores.sum(-1, keepdim=True) + 0.5), rtol=1e-12, atol=0)
 
 
+def test_scores_may_be_the_softmax_of_logits(tmp_path):
+    """In choice, with the bias, and in weights, without it."""
+    run = tiny_run(tmp_path, model=model_of(SigmoidTopK(top_k=K, score_function="softmax")), **SIZES)
+    router = run.model.layers["0"].ffn.router
+    router.bias.copy_(torch.tensor([0.0, 0.3, 0.1, 0.2]))
+    x = 40 * torch.randn(1, S, run.job.model.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights, chosen = router(x, {})
+    p = router.logits(x).softmax(-1)
+    expected = (p + router.bias).topk(K).indices
+    assert (expected != p.topk(K).indices).any()
+    assert torch.equal(chosen, expected)
+    kept = p.gather(-1, expected)
+    torch.testing.assert_close(weights, kept / kept.sum(-1, keepdim=True), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(("rate", "low", "high"), [(0.0, 0.99, 1.0), (0.05, 0.0, 0.6)])
 def test_a_bias_balances(tmp_path, rate, low, high):
     """From one that sends every token to one expert."""

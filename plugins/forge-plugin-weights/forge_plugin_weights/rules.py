@@ -195,24 +195,27 @@ class FilterRows(Rows):
 
 @frozen
 class Alone:
-    """Numbers of heads, (heads,) here, which theirs has as (1, 1, heads, 1)."""
+    """A vector of ours, such as numbers of heads, which theirs has with further dimensions of size 1."""
 
     ours: str
     theirs: str
+    before: int = 2
+    """Such dimensions before it, as in (1, 1, heads, 1)."""
+    behind: int = 1
 
     def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
         """Returns one part without `offsets`: theirs has all numbers in one row."""
         groups = match(self.ours, name)
         if groups is None:
             return ()
-        [heads] = shapes[name]
+        [length] = shapes[name]
         return [
             Part(
                 ours=name,
                 theirs=self.theirs.format(**groups),
-                shape=(1, 1, heads, 1),
+                shape=(*[1] * self.before, length, *[1] * self.behind),
                 of_ours=whole,
-                of_theirs=lambda tensor: tensor.view(heads),
+                of_theirs=lambda tensor: tensor.view(length),
             )
         ]
 

@@ -180,6 +180,12 @@ OPTIONAL: Mapping[str, Draw] = {
     "index_topk_freq": same(st.just(1)),
     "index_topk_pattern": same(st.none()),
     "indexer_types": by_layer(["full"]),
+    "moe_k": same(st.integers(1, 2)),
+    "moe_num_experts": lambda sizes: st.just(sizes.experts),
+    "moe_num_shared_experts": same(st.integers(0, 3)),
+    "moe_layer_start_index": lambda sizes: st.integers(0, sizes.layers),
+    "moe_layer_end_index": lambda sizes: st.sampled_from([-1, sizes.layers - 1]),
+    "moe_layer_interval": same(st.just(1)),
     "mlp_layer_types": lambda sizes: st.integers(0, sizes.layers).map(
         lambda first: ["dense"] * first + ["sparse"] * (sizes.layers - first)
     ),
@@ -256,6 +262,7 @@ OWN: Mapping[tuple[str, str], Draw] = {
     **{(type_, "q_lora_rank"): same(WIDTHS) for type_ in INDEXED},
     **{(type_, "rope_interleave"): same(st.just(True)) for type_ in INDEXED},
     **{(type_, "moe_layer_freq"): same(st.just(1)) for type_ in INDEXED},
+    ("ernie4_5_moe", "use_bias"): same(st.just(False)),
     ("deepseek_v32", "indexer_rope_interleave"): same(st.just(False)),
     ("glm_moe_dsa", "indexer_rope_interleave"): same(st.just(True)),
 }

@@ -254,6 +254,7 @@ DOTS1: Mapping[str, Any] = {
     "sliding_window": None,
 }
 FULL = ["full_attention"]
+ERNIE_MOE: Mapping[str, Any] = {"moe_intermediate_size": 16, "moe_num_experts": 8, "moe_k": 2}
 HALF_ROTATED: Mapping[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 }
@@ -434,6 +435,7 @@ MODELS: Mapping[str, Published] = {
     "apertus, tied": Published("Apertus", {**SPECIAL, "tie_word_embeddings": True}),
     "helium": Published("Helium", {**SPECIAL, "head_dim": 8, "attention_bias": True}),
     "ernie4_5": Published("Ernie4_5", {**SPECIAL, "head_dim": 16, "use_bias": True}),
+    "ernie4_5_moe": Published("Ernie4_5_Moe", {**SPECIAL, **ERNIE_MOE}),
     "dots1": Published("Dots1", {**SPECIAL, **DOTS1, "attention_bias": True, "norm_topk_prob": True}),
     "dots1, window": Published("Dots1", {**SPECIAL, **DOTS1, **WINDOWS, "max_window_layers": 1, "n_shared_experts": 2}),
     "hunyuan_v1_dense": Published("HunYuanDenseV1", {**SPECIAL, "head_dim": 16, "tie_word_embeddings": True}),

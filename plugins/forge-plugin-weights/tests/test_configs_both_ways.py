@@ -66,6 +66,7 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
         *("intermediate_size", "num_experts_per_tok"),
     },
     # A table has precedence over keys, and a list over a number; both are written
+    "ernie4_5_moe": {"moe_layer_end_index"},  # -1 is the last one
     **{type_: {"first_k_dense_replace", "mlp_layer_types"} for type_ in ("deepseek_v32", "glm_moe_dsa")},
     "kimi_linear": {
         *("linear_attn_config", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),

@@ -51,6 +51,8 @@ SMALL: Mapping[str, int] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+    "moe_num_experts": 8,
+    "moe_layer_end_index": -1,
     "index_n_heads": 16,
     "index_head_dim": 12,
     "index_topk": 6,

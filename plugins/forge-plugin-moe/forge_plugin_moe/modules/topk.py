@@ -136,7 +136,8 @@ class SigmoidRouter(TopKModule):
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns weights and numbers of each token's K experts, (B, S, K), with the losses attached."""
         logits = self.logits(x)
-        return self.route(logits, logits.sigmoid(), batch)
+        soft = self.component.score_function == "softmax"
+        return self.route(logits, logits.softmax(-1) if soft else logits.sigmoid(), batch)
 
     def route(
         self, logits: Tensor, scores: Tensor, batch: Batch, closed: Tensor | None = None

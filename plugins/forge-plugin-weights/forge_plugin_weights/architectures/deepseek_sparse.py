@@ -88,7 +88,7 @@ class DeepSeekV32(DeepSeekV3):
     query_latent: ClassVar[int] = 1536
     index_heads: ClassVar[int] = 64
     interleaved: ClassVar[bool] = False
-    """Whether neighbouring dimensions of the indexer are rotated together, as those of the attention are."""
+    """Whether the indexer rotates neighbouring dimensions together, as the attention does."""
     experts: ClassVar[Mapping[str, Any]] = {}
     """Defaults of `moe_fields`."""
     eps: ClassVar[float] = 1e-6
