@@ -25,6 +25,7 @@ from forge_plugin_transformer.layer_parts import (
 from forge_plugin_transformer.masks import BidirectionalMask, CausalMask, ChunkedMask, GlobalLocalMask
 from forge_plugin_transformer.no_part import NoAttention, NoFFN
 from forge_plugin_transformer.pattern import AttentionPattern, FFNPattern
+from forge_plugin_transformer.per_layer_inputs import PerLayerInputs
 from forge_plugin_transformer.residual import Add, HyperConnections, ManifoldHyperConnections
 from forge_plugin_transformer.rope import (
     DynamicRope,
@@ -68,6 +69,7 @@ __all__ = [
     "NoFFN",
     "NoRope",
     "NormComponent",
+    "PerLayerInputs",
     "PlainRope",
     "ProportionalRope",
     "RMSNorm",

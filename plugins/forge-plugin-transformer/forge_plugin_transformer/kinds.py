@@ -58,6 +58,22 @@ class AttentionComponent(Component):
         """Yields problems that depend on the model's number of layers; paths are relative to this component's table."""
         return ()
 
+    shares_kv: ClassVar[bool] = False
+    """Whether a layer of it may attend to keys and values of another, by `build_borrowing`; see `KVExchange` of
+    `forge_plugin_transformer.modules.attention`."""
+
+    def of_layer(self, layer: int) -> AttentionComponent:
+        """Returns the component of a layer, by its number: this one, unless it chooses among others."""
+        return self
+
+    def kv_shape(self, dim: int, ranks: int) -> tuple[int, int]:
+        """Returns the number and the width of heads of keys and values to share, of one of `ranks` that divide them."""
+        raise NotImplementedError
+
+    def build_borrowing(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """As `build`, without keys and values: the module's `cache` has those of another layer."""
+        raise NotImplementedError
+
     def of_layers(self) -> Iterable[AttentionComponent]:
         """Yields the components whose modules the layers have: this one, unless it chooses among others."""
         yield self

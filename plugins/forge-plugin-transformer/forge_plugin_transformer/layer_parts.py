@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_plugin_transformer.modules.attention import GroupedAttention
     from forge_plugin_transformer.modules.attention_core import AttentionCore
 
 
@@ -156,16 +157,32 @@ class GroupedQueryAttention(AttentionComponent):
             message = f"dim / heads = {dim} / {self.heads} = {dim // self.heads} is odd; the position encoding pairs"
             yield Problem("heads", f"{message} dimensions; change one or set head_dim")
 
+    shares_kv = True
+
+    def kv_shape(self, dim: int, ranks: int) -> tuple[int, int]:
+        return (self.kv_heads or self.heads) // ranks, self.head_dim or dim // self.heads
+
+    def build_borrowing(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns a `BorrowingAttention`; see `build`."""
+        from forge_plugin_transformer.modules.attention import BorrowingAttention
+
+        return self._module(BorrowingAttention, context, dim, init)
+
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Returns a `GroupedAttention`. Its kernel is chosen here, for the device, the dtype and `train.seq_len`.
 
         Raises:
             JobError: the job sets a kernel, or a way to keep documents apart, that the device or the dtype excludes.
         """
-        from forge_plugin_transformer.modules import attention
+        from forge_plugin_transformer.modules.attention import GroupedAttention
+
+        return self._module(GroupedAttention, context, dim, init)
+
+    def _module(self, cls: type[GroupedAttention], context: BuildContext, dim: int, init: InitStd) -> GroupedAttention:
+        from forge_plugin_transformer.modules.attention import QueryGrowth
 
         head_dim, kv_heads = self.head_dim or dim // self.heads, self.kv_heads or self.heads
-        return attention.GroupedAttention(
+        return cls(
             dim,
             heads=self.heads,
             kv_heads=kv_heads,
@@ -178,7 +195,7 @@ class GroupedQueryAttention(AttentionComponent):
             norm_rotated=self.qk_norm_rotated,
             v_norm_eps=self.qk_norm_eps if self.v_norm else None,
             k_eq_v=self.k_eq_v,
-            growth=attention.QueryGrowth(self.query_growth, self.query_growth_length) if self.query_growth else None,
+            growth=QueryGrowth(self.query_growth, self.query_growth_length) if self.query_growth else None,
             bias=self.bias,
             output_bias=self.bias and self.output_bias,
             gate_width=self._gate_width(head_dim),

@@ -90,6 +90,11 @@ class AttentionPattern(Pattern, AttentionComponent):
         for name, kind in self.kinds.items():
             yield from (problem.below(f"kinds.{name}") for problem in kind.width_problems(dim))
 
+    def of_layer(self, layer: int) -> AttentionComponent:
+        """Returns the component of a layer's kind."""
+        kind = self.kinds.get(self.layers[layer % len(self.layers)])  # a name without a table is a problem of its own
+        return self if kind is None else kind.of_layer(layer)
+
 
 @frozen(kw_only=True)
 class FFNPattern(Pattern, FFNComponent):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 from attrs import define, field, frozen
@@ -27,6 +27,7 @@ from forge_plugin_transformer.kinds import (
     NormComponent,
     ResidualComponent,
 )
+from forge_plugin_transformer.per_layer_inputs import PerLayerInputs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,6 +104,17 @@ class PredictionWeight(TrainingHook):
 
 
 @frozen(kw_only=True)
+class Borrowed(AttentionComponent):
+    """The attention of a layer without keys and values."""
+
+    attention: AttentionComponent
+
+    def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Returns the module that attends to keys and values of another layer."""
+        return self.attention.build_borrowing(context, dim, init)
+
+
+@frozen(kw_only=True)
 class Transformer(ModelComponent):
     """Decoder-only transformer of residual blocks; by default normalised before each part, as Llama, Qwen, Mistral."""
 
@@ -131,6 +143,11 @@ class Transformer(ModelComponent):
     its own."""
     residual_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
     """Factor on what attention and feed-forward part add to the residual stream; in Granite, 0.22 and the like."""
+    kv_shared_layers: int = field(default=0, validator=ge(0))
+    """The last N layers have no keys and values: each attends to those of the last layer before these N with the same
+    `[model.attention]`, as it has them after norm and position encoding (Gemma 3n, Gemma 4 E2B and E4B)."""
+    per_layer_inputs: PerLayerInputs | None = None
+    """`[model.per_layer_inputs]`: an input of each layer beside the residual stream. Without the table, none."""
     layer_scalar: bool = False
     """Whether the residual stream behind each layer is multiplied by a number of that layer (Gemma 4). It is in
     checkpoints, 1 in a new model, and is not trained."""
@@ -177,6 +194,7 @@ class Transformer(ModelComponent):
             yield problem.below("attention")
         yield from (problem.below("ffn") for problem in self.ffn.depth_problems(self.layers))
         yield from self._part_problems()
+        yield from self._carry_problems()
         if self.mtp is not None:
             yield from (problem.below("mtp") for problem in self.mtp.problems(job))
             masks = (getattr(attention, "mask", None) for attention in self.attention.of_layers())
@@ -205,6 +223,34 @@ class Transformer(ModelComponent):
         parts = (self.attention, self.ffn)
         return sum(not part.left_out(layer) for part in parts for layer in range(self.layers))
 
+    def _carry_problems(self) -> Iterable[Problem]:
+        """Checks that shared keys have a layer that makes them, and what reads a carry of the stream alone."""
+        if self.kv_shared_layers >= self.layers:
+            message = f"{self.kv_shared_layers} of {self.layers} layers leave none that has keys and values"
+            yield Problem("kv_shared_layers", f"{message}; lower it")
+        elif without := [layer for layer, source in self.kv_sources().items() if source is None]:
+            message = f"layer {without[0]} has attention that no layer has before the last {self.kv_shared_layers}"
+            hint = "give one of those the same table, or lower it"
+            if not self.attention.of_layer(without[0]).shares_kv:
+                kind = type(self.attention.of_layer(without[0])).__name__
+                message, hint = f"{kind}, the attention of layer {without[0]}, has none to share", 'take type = "gqa"'
+            yield Problem("kv_shared_layers", f"{message}; {hint}")
+        names = [name for name in ("kv_shared_layers", "per_layer_inputs") if getattr(self, name)]
+        if names and self.mtp is not None:
+            yield Problem(names[0], "modules of multi-token prediction have none; leave it out, or model.mtp")
+        if self.per_layer_inputs is not None and (streams := self.residual_connection.stream_count()) > 1:
+            message = f"is added to one stream, and model.residual_connection has {streams}"
+            yield Problem("per_layer_inputs", f"{message}; leave it out, or take a connection of one stream")
+
+    def kv_sources(self) -> Mapping[int, int | None]:
+        """Returns the layers without keys and values, and the layer whose they attend to; None if there is none."""
+        first = max(self.layers - self.kv_shared_layers, 0)
+        kinds = [self.attention.of_layer(layer) for layer in range(self.layers)]
+        return {
+            layer: next((n for n in reversed(range(first)) if kinds[n] == kinds[layer] and kinds[n].shares_kv), None)
+            for layer in range(first, self.layers)
+        }
+
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """Returns a hook if the weight of multi-token prediction is a schedule; a constant needs none."""
         # `Predictions` sets the weight of the first step when it is built, and a constant one stays
@@ -221,6 +267,7 @@ class Transformer(ModelComponent):
         from forge_plugin_transformer.modules.model import TransformerModel
 
         vocab_size, rows = self._vocab_size(context), self.learned_positions
+        further = self._build_inputs(context, vocab_size)
         model = TransformerModel(
             embedding=self._build_embedding(context, vocab_size),
             positions=PositionTable(rows, self.dim, dtype=context.dtype, std=self.init_std) if rows else None,
@@ -231,6 +278,7 @@ class Transformer(ModelComponent):
             wide_head=self.head_precision == "fp32",
             streams=self.residual_connection.stream_count(),
             mtp=None if self.mtp is None else self._build_predictions(self.mtp, context),
+            **further,
         )
         return cast(
             "Model", model
@@ -265,8 +313,45 @@ class Transformer(ModelComponent):
             std=self.init_std,
         )
 
+    def _build_inputs(self, context: BuildContext, vocab_size: int) -> dict[str, Any]:
+        """Returns the arguments of the model for what its carry has beside the stream."""
+        further: dict[str, Any] = {}
+        if self.per_layer_inputs is not None:
+            sizes = {"dim": self.dim, "layers": self.layers, "vocab_size": vocab_size}
+            here = context.at("per_layer_inputs")
+            further["per_layer_inputs"] = self.per_layer_inputs.build(here, self.norm, std=self.init_std, **sizes)
+        if sources := self._known_sources():
+            further["kv_sources"] = {str(layer): str(source) for layer, source in sources.items()}
+            # By components, as other pipeline ranks have the layers
+            kinds = [self.attention.of_layer(source) for source in sorted({*sources.values()})]
+            further["kv_shapes"] = [kind.kv_shape(self.dim, context.layout.tp) for kind in kinds]
+        return further
+
+    def _known_sources(self) -> Mapping[int, int]:
+        sources = self.kv_sources()
+        if lost := [layer for layer, source in sources.items() if source is None]:
+            message = f"there are no keys and values for layer {lost[0]} in the layers before the last"
+            raise JobError([Problem("model.kv_shared_layers", f"{message} {self.kv_shared_layers}")])
+        return {layer: source for layer, source in sources.items() if source is not None}
+
     def _build_layer(self, context: BuildContext, number: int) -> Block:
-        return self._build_block(context.at(f"layers.{number}", layer=number))
+        from forge_plugin_transformer.modules.block import CarryingBlock
+
+        here, sources = context.at(f"layers.{number}", layer=number), self._known_sources()
+        source = sources.get(number)
+        borrowed = Borrowed(attention=self.attention.of_layer(number))
+        own = self if source is None else attrs.evolve(self, attention=borrowed)
+        block = own._build_block(here)
+        if not sources and self.per_layer_inputs is None:
+            return block
+        pairs = {layer: pair for pair, layer in enumerate(sorted({*sources.values()}))}
+        reader = None
+        if self.per_layer_inputs is not None:
+            residual = self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1)
+            init = InitStd(self.init_std, residual)
+            reader = self.per_layer_inputs.build_reader(here.at("layer_input"), self.norm, dim=self.dim, init=init)
+        pair = pairs.get(number if source is None else source)
+        return CarryingBlock(block, layer_input=reader, number=number, pair=pair, lends=number in pairs)
 
     def _build_block(self, here: BuildContext) -> Block:
         from forge_plugin_transformer.modules.block import Block, LayerScalar, LeftOut

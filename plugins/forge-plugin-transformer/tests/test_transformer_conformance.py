@@ -15,6 +15,7 @@ from forge_plugin_transformer import (
     LongRope,
     MultiTokenPrediction,
     NoRope,
+    PerLayerInputs,
     PlainRope,
     ProportionalRope,
     RMSNorm,
@@ -91,6 +92,17 @@ class TestTransformerLikeGemma4(ModelSuite):
         layer_scalar=True, attention=AttentionPattern(layers=("near", "full"), kinds={"near": NARROW, "full": WIDE}),
     )  # fmt: skip
     layouts = ("fsdp2", "tp2", "pp2", "cp2")
+
+
+class TestTransformerLikeSmallGemma4(ModelSuite):
+    """Layers that attend to keys of others, of both kinds of attention, and an input of each layer."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=5, norm_placement="both", ffn=GEGLU(hidden=32), tie_embeddings=True,
+        layer_scalar=True, kv_shared_layers=3, per_layer_inputs=PerLayerInputs(dim=4),
+        attention=AttentionPattern(layers=("near", "full"), kinds={"near": NARROW, "full": WIDE}),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
 
 
 class TestTransformerLikeGPT(ModelSuite):

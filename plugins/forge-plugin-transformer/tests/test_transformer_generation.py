@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, LayerNorm, YarnRope
+from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, LayerNorm, PerLayerInputs, YarnRope
 from forge_plugin_transformer.modules import cache as cache_module
 from forge_plugin_transformer.modules.attention import KVCache
 from forge_plugin_transformer.modules.softmax_attention import WHOLE
@@ -35,8 +35,11 @@ WINDOWS = {
 }
 
 
+WINDOW_OF = {"near": 3, "full": 0}
+
+
 @pytest.fixture(
-    params=["gemm", "flash", "qk_norm and yarn", "post-norms", "learned positions", "shared norm", *WINDOWS]
+    params=["gemm", "flash", "qk_norm and yarn", "post-norms", "learned positions", "shared norm", "shared keys", *WINDOWS]
 )
 def model(request: pytest.FixtureRequest, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cache_module, "SPARE", 2)  # so that windows are moved
@@ -48,6 +51,11 @@ def model(request: pytest.FixtureRequest, make_model: MakeModel, monkeypatch: py
     if request.param == "shared norm":
         keys = {"norm_placement": "shared", "residual": "parallel", "head_bias": True, "norm": LayerNorm()}
         return make_model(**keys).eval().requires_grad_(False)
+    if request.param == "shared keys":
+        kinds = {name: GroupedQueryAttention(heads=4, kv_heads=2, window=own) for name, own in WINDOW_OF.items()}
+        keys = {"kv_shared_layers": 3, "per_layer_inputs": PerLayerInputs(dim=4), "layers": 5}
+        pattern = AttentionPattern(layers=("near", "full"), kinds=kinds)
+        return make_model(**keys, attention=pattern).eval().requires_grad_(False)
     stretched = {"qk_norm": True, "rope": YarnRope(factor=4.0, original_max_position_embeddings=8)}
     keys = {"backend": request.param} if request.param in ("gemm", "flash") else WINDOWS.get(request.param, stretched)
     return make_model(attention=GroupedQueryAttention(heads=4, kv_heads=2, **keys)).eval().requires_grad_(False)

@@ -103,7 +103,7 @@ ALWAYS: Mapping[str, Draw] = {
     "num_nextn_predict_layers": same(st.integers(0, 2)),
     "shared_intermediate_size": same(st.just(0)),
     "mamba_n_heads": same(st.sampled_from([2, 4, 8])),
-    "hidden_size_per_layer_input": same(st.just(0)),
+    "hidden_size_per_layer_input": same(st.sampled_from([0, 4, 256])),
 }
 """Keys that all configurations of an architecture have which reads them."""
 OPTIONAL: Mapping[str, Draw] = {
@@ -219,6 +219,8 @@ OPTIONAL: Mapping[str, Draw] = {
     "num_global_key_value_heads": lambda sizes: st.sampled_from([n for n in (1, 2, 4, 8) if sizes.heads % n == 0]),
     "attention_k_eq_v": same(st.booleans()),
     "num_kv_shared_layers": same(st.just(0)),
+    "vocab_size_per_layer_input": same(WIDTHS),
+    "use_double_wide_mlp": same(st.just(False)),
     "enable_moe_block": same(st.just(False)),
 }
 """Keys that a configuration may lack."""
@@ -248,6 +250,11 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("kimi_linear", "moe_layer_freq"): same(st.just(1)),
     ("kimi_linear", "topk_group"): same(st.just(1)),
     **{(type_, "hidden_act"): same(st.just("relu2")) for type_ in ("arcee", "nemotron")},
+    # Those before the ones that share keys are of all types
+    ("gemma4_text", "layer_types"): lambda sizes: by_layer(["full_attention", "sliding_attention"])(sizes).map(
+        lambda drawn: [*("sliding_attention", "full_attention")[: sizes.layers], *drawn[2:]]
+    ),
+    ("gemma4_text", "num_kv_shared_layers"): lambda sizes: st.integers(0, max(0, sizes.layers - 2)),
     ("gemma4_text", "use_bidirectional_attention"): same(st.sampled_from(["vision", None])),
     ("apertus", "hidden_act"): same(st.just("xielu")),
     ("apertus", "mlp_bias"): same(st.just(False)),

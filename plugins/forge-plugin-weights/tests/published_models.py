@@ -385,6 +385,18 @@ MODELS: Mapping[str, Published] = {
         },
         "Gemma4Text",
     ),
+    "gemma4_text, small": Published(
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": [*GEMMA4["layer_types"], "sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 64,
+        },
+        "Gemma4Text",
+    ),
     "gemma4_text, own values": Published("Gemma4", {**GEMMA4, "attention_bias": True}, "Gemma4Text"),
     "mixtral": Published("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS}),
     "qwen2_moe": Published("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),

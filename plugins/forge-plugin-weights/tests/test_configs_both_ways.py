@@ -58,7 +58,10 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
         *("block_multiple_of", "full_attn_idxs"),
     },
     "lfm2_moe": {"full_attn_idxs"},
-    "gemma4_text": {"head_dim", "num_key_value_heads"},  # of layers with a window, where there is none
+    # Of layers with a window, where there is none; of those that share keys, and of inputs, where there are none
+    "gemma4_text": {
+        *("head_dim", "num_key_value_heads", "use_double_wide_mlp", "vocab_size_per_layer_input"),
+    },
     "bamba": {"mamba_n_heads", "mamba_d_head", "mamba_expand"},
     # Null is no encoding of positions, and a width follows from others; without experts, both keys mean nothing
     "granitemoehybrid": {

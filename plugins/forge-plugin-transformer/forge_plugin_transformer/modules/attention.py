@@ -41,6 +41,8 @@ class KVCache(Cache):
     """Keys and values of the positions so far."""
 
     whole_mask = WHOLE
+    lent: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    """Keys, values and mask of the newest positions, and these, for the layers that attend to them, too."""
 
     def extend(
         self, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor | None = None
@@ -126,6 +128,16 @@ class QueryGrowth(NamedTuple):
         return cast(cast(q, wide) * (1 + self.rate * torch.log1p(steps))[..., None, None], q.dtype)
 
 
+class KVExchange:
+    """Keys and values (B, S, K, E) as the core takes them, which one layer makes and others attend to.
+
+    It takes the place of a cache where there is none.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+
 @directly_callable
 class PassThrough(nn.Module):
     """The identity on several tensors."""
@@ -141,6 +153,8 @@ class GroupedAttention(nn.Module):
 
     attends_spans = True
     score_watch: ScoreWatch | None = None
+    lends = False
+    """Whether later layers attend to its keys and values."""
 
     def __init__(
         self,
@@ -185,7 +199,7 @@ class GroupedAttention(nn.Module):
             init: deviations of matrices.
         """
         super().__init__()
-        self.head_dim, self.norm_all_heads = head_dim, norm_all_heads
+        self.kv_heads, self.head_dim, self.norm_all_heads = kv_heads, head_dim, norm_all_heads
         self.q = Linear(dim, heads * head_dim, bias=bias, std=init.inner)
         self.k = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
         self.k_eq_v, self.v_norm_eps = k_eq_v, v_norm_eps
@@ -216,20 +230,30 @@ class GroupedAttention(nn.Module):
         """Adds the entries of the core, a mask of spans, and the tables of positions if the encoding has a `key`."""
         return self.core.prepare(with_span_mask(with_tables(self.rotary, batch), self.scoring))
 
-    def forward(self, x: Tensor, batch: Batch, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, cache: KVCache | KVExchange | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
         q, k, v = self.project(x, batch)
-        if cache is not None:
+        if cache is not None and not isinstance(cache, KVExchange):
             mixed = self._attend_cached(q, k, v, batch, cache)
         else:
             turns = tables(self.rotary, q.shape[1], batch)
             q, k, v = self.qkv(self._query(q, turns, batch.get("positions")), self._key(k, turns), v)
-            if self.score_watch is not None and self.training:
-                self.score_watch.add(largest_scores(q, k, batch, self.scoring))
-            sinks = self._sinks(q)
-            # A core that a stage has put in need not take sinks, unless there are any
-            mixed = self.core(q, k, v, batch) if sinks is None else self.core(q, k, v, batch, sinks)
-            mixed = attend_in_spans(q, k, v, mixed, batch, self.scoring, sinks)
+            if cache is not None:
+                cache.keys, cache.values = k, v
+            mixed = self._attend(q, k, v, batch)
+        return self._projected(mixed, x, batch)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Queries (B, S, H, E), keys and values (B, S, K, E), as the core takes them -> (B, S, H, E)."""
+        if self.score_watch is not None and self.training:
+            self.score_watch.add(largest_scores(q, k, batch, self.scoring))
+        sinks = self._sinks(q)
+        # A core that a stage has put in need not take sinks, unless there are any
+        mixed: Tensor = self.core(q, k, v, batch) if sinks is None else self.core(q, k, v, batch, sinks)
+        return attend_in_spans(q, k, v, mixed, batch, self.scoring, sinks)
+
+    def _projected(self, mixed: Tensor, x: Tensor, batch: Batch) -> Tensor:
+        """The mixed values (B, S, H, E), and what the layer reads, x (B, S, D) -> (B, S, D)."""
         mixed = self.mixed(mixed)
         if self.gate_width:
             mixed = mixed * torch.sigmoid(self.gate(x)).unflatten(-1, (-1, self.gate_width))
@@ -261,8 +285,14 @@ class GroupedAttention(nn.Module):
         turns = generation_tables(self.rotary, positions, batch)
         # Cached with their encoding, so that earlier keys are not rotated once more for each token
         keys, values, mask = cache.extend(self._key(k, turns), v, positions, cache.shared_mask(batch))
+        if self.lends:
+            cache.lent = keys, values, mask, positions
+        return self._attend_all(self._query(q, turns, positions), keys, values, mask, batch)
+
+    def _attend_all(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, batch: Batch) -> Tensor:
+        """Queries (B, S, H, E) attend to keys and values (B, T, K, E) by a mask (B, 1, S, T)."""
         mask = see_spans(mask, batch)
-        q, keys, values = self.qkv(self._query(q, turns, positions), keys, values)
+        q, keys, values = self.qkv(q, keys, values)
         sinks = self._sinks(q)
         if isinstance(self.core, AttentionCore):  # so that what hangs on it sees heads here, too
             return self.core(q, keys, values, batch, sinks, mask=mask)
@@ -309,23 +339,21 @@ class GroupedAttention(nn.Module):
 
         Half of a sequence's positions are visible on average, or of a window W the W - W² / 2S; see `Scoring.pairs`.
         """
-        projections = [self.q, self.k, self.o, *([] if self.k_eq_v else [self.v])]
-        projections += [self.gate] if self.gate_width else []
-        weights = sum(projection.weight.numel() for projection in projections)
+        names = [name for name in ("q", "k", "v", "o", "gate") if hasattr(self, name)]
+        weights = sum(getattr(self, name).weight.numel() for name in names)
         pairs = self.scoring.pairs(seq_len)
         # Not `kv_heads`: each query head multiplies with all visible keys, also with keys that it shares
         return 6.0 * weights + 6.0 * self.q.out_features * (2 * pairs / seq_len)
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the heads, with sinks and norms over all heads; a norm of each head is whole on all ranks."""
-        plan = {"": "whole_input", "q": "column", "k": "column", "o": "row"}
-        plan |= {} if self.k_eq_v else {"v": "column"}
+        plan = {"": "whole_input", "o": "row"}
+        plan |= {name: "column" for name in ("q", "k", "v", "gate") if hasattr(self, name)}
         way = "split_features" if self.norm_all_heads else "replicate"
         # An absent norm is an `nn.Identity`, which the plan need not name
-        plan |= {name: way for name in ("q_norm", "k_norm") if [*getattr(self, name).parameters()]}
-        plan |= dict.fromkeys(("q_rotated_norm", "k_rotated_norm"), "replicate") if self.norm_rotated else {}
-        plan |= {"sinks": "column"} if self.scoring.sinks else {}
-        return plan | ({"gate": "column"} if self.gate_width else {})
+        plan |= {name: way for name in ("q_norm", "k_norm") if [*getattr(self, name, nn.Identity()).parameters()]}
+        plan |= {name: "replicate" for name in ("q_rotated_norm", "k_rotated_norm") if hasattr(self, name)}
+        return plan | ({"sinks": "column"} if self.scoring.sinks else {})
 
     def parameter_roles(self) -> Mapping[str, Role]:
         """Makes sinks (H,) a bias: by their shape they would have the role of a norm."""
@@ -333,7 +361,7 @@ class GroupedAttention(nn.Module):
 
     def sequence_mixers(self) -> Mapping[str, int]:
         """Names the core. K is the number over all ranks: tensor parallel does not change `out_features`."""
-        return {"core": self.k.out_features // self.head_dim}
+        return {"core": self.kv_heads}
 
     def tap_points(self) -> Mapping[str, TapPoint]:
         """Queries and keys as the core receives them: normalised and rotated."""
@@ -346,6 +374,8 @@ class GroupedAttention(nn.Module):
         """See `forge_kit.nn.attention_scores.ClipsScores`."""
         if self.k_eq_v:
             return "its values are its keys"
+        if self.lends:
+            return "later layers attend to its keys"
         norms = (self.q_norm, self.k_norm, *([self.q_rotated_norm] if self.norm_rotated else []))
         return "" if all(isinstance(norm, nn.Identity) for norm in norms) else "it normalises queries and keys"
 
@@ -363,3 +393,41 @@ class GroupedAttention(nn.Module):
         kernel, documents = self.core.choice, self.core.documents
         apart = [("documents", documents.way, documents.reason)] if documents.matters else []
         return [("attention", kernel.kernel, kernel.why), *apart]
+
+
+@directly_callable
+class BorrowingAttention(GroupedAttention):
+    """Queries of this layer attend to keys and values of an earlier one, with the same heads, mask and window.
+
+    Its `cache` is a `KVExchange` with these, or in generation the cache of that layer, which has run before.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in ("k", "v", "k_norm", "k_rotated_norm"):
+            if hasattr(self, name):
+                delattr(self, name)
+        # Another name than projections have, so that whatever replaces these by modality notices that there are none
+        self.borrowed = nn.Identity()
+
+    def forward(self, x: Tensor, batch: Batch, cache: KVCache | KVExchange | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, D), as `GroupedAttention`."""
+        q = self._normed_heads(self.q_norm, self.q(x))
+        if isinstance(cache, KVExchange):
+            turns = tables(self.rotary, q.shape[1], batch)
+            q = self._query(q, turns, batch.get("positions"))
+            # A rank's heads: those of the exchange are of all ranks as long as no layer has filled it
+            heads = q.shape[2] * self.kv_heads // (self.o.in_features // self.head_dim)
+            q, k, v = self.qkv(q, cache.keys[:, :, :heads], cache.values[:, :, :heads])
+            mixed = self._attend(q, k, v, batch)
+        else:
+            assert cache is not None
+            assert cache.lent is not None
+            keys, values, mask, positions = cache.lent
+            q = self._query(q, generation_tables(self.rotary, positions, batch), positions)
+            mixed = self._attend_all(q, keys, values, mask, batch)
+        return self._projected(mixed, x, batch)
+
+    def unscalable(self) -> str:
+        """See `forge_kit.nn.attention_scores.ClipsScores`."""
+        return "its keys are those of an earlier layer"

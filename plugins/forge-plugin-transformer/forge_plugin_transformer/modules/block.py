@@ -12,6 +12,7 @@ from forge_kit.nn.direct_calls import directly_callable
 from forge_kit.nn.modules import cast
 from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_transformer.modules.cache import NoCache
+from forge_plugin_transformer.modules.attention import KVExchange
 from forge_plugin_transformer.modules.residual import Addition
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 PARTS = (
     *("attention_residual", "attention_norm", "attention", "attention_post_norm"),
     *("ffn_residual", "ffn_norm", "ffn", "ffn_post_norm"),
+    "layer_input",
 )
 """Parts of a block, in the order of its forward pass. A norm that the block does not have is an `nn.Identity`."""
 
@@ -71,6 +73,7 @@ class Block(nn.Module):
         shared_norm: whether `attention_norm` normalises the input of both parts, which are parallel then.
         scale: factor on what each part adds.
         scalar: factor on the stream behind both parts.
+        layer_input: adds an input of the layer to the stream before that, see `CarryingBlock`.
         streams: n, of both residuals.
     """
 
@@ -90,6 +93,7 @@ class Block(nn.Module):
         scale: float = 1.0,
         streams: int = 1,
         scalar: nn.Module | None = None,
+        layer_input: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.parallel, self.shared_norm, self.scale, self.streams = parallel, shared_norm, scale, streams
@@ -103,6 +107,7 @@ class Block(nn.Module):
         self.ffn_norm = ffn_norm or nn.Identity()
         self.ffn = ffn
         self.ffn_post_norm = ffn_post_norm or nn.Identity()
+        self.layer_input = layer_input or nn.Identity()
         self.scalar = scalar or nn.Identity()
         self.has = {name: not isinstance(getattr(self, name), LeftOut) for name in ("attention", "ffn")}
         """Whether the block has each of its parts."""
@@ -119,11 +124,16 @@ class Block(nn.Module):
             x = self.middle(x)
             if self.has["ffn"]:
                 x = self.ffn_residual(x, lambda own: self.added("ffn", own, batch))
-            return (self.scalar(x),)
+            return (self.ended(x),)
         # Both parts read x, whatever is added to it first. A shared norm is computed once, and so before either
         read = self.normalise("attention_norm", x, batch) if self.shared_norm else x
         x = self.middle(self.attention_residual(x, lambda _: self.added("attention", read, batch, cache)))
-        return (self.scalar(self.ffn_residual(x, lambda _: self.added("ffn", read, batch))),)
+        return (self.ended(self.ffn_residual(x, lambda _: self.added("ffn", read, batch))),)
+
+    def ended(self, x: Tensor) -> Tensor:
+        """Returns the stream after the layer, from the stream after both parts."""
+        scaled: Tensor = self.scalar(x)
+        return scaled
 
     def added(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
         """Returns what the part `name` adds to the stream, from what it reads of it, x (B, S, D)."""
@@ -158,3 +168,58 @@ class Block(nn.Module):
             points[point] = TapPoint(f"{name}_post_norm" if has_norm else name)
             points |= tap_points(getattr(self, name), name)
         return points
+
+
+class CarryingBlock(Block):
+    """A block of a model whose carry has more than the stream.
+
+    It is (x, keys, values, keys, values, …, inputs): a pair (B, S, K, E) for each layer whose keys and values later
+    layers attend to, and with `layer_input` the inputs of all layers, (B, S, L, P).
+    """
+
+    def __init__(
+        self, block: Block, *, layer_input: nn.Module | None, number: int, pair: int | None, lends: bool
+    ) -> None:
+        """Set up the block.
+
+        Args:
+            block: of the same parts.
+            layer_input: adds the input of this layer, see `LayerInputReader`; None: there is none.
+            number: of the layer, from 0.
+            pair: number of the pair that its attention makes or attends to; None: no other layer has its keys.
+            lends: whether it makes that pair.
+        """
+        super().__init__(
+            **{name: getattr(block, name) for name in PARTS if name != "layer_input"},
+            layer_input=layer_input,
+            parallel=block.parallel,
+            shared_norm=block.shared_norm,
+            scale=block.scale,
+            scalar=block.scalar,
+            streams=block.streams,
+        )
+        self.number, self.pair, self.lends = number, pair, lends
+        self.reads_input = layer_input is not None
+        if lends:
+            self.attention.lends = True
+
+    def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
+        """Returns the carry after the layer; `cache` is that of the layer whose keys and values it attends to."""
+        x, *further = carry
+        exchange = None
+        if self.pair is not None and cache is None:
+            exchange = KVExchange(*further[2 * self.pair : 2 * self.pair + 2])
+        (x,) = super().forward((x,), batch, cache if exchange is None else exchange)
+        if self.reads_input:
+            x = self.layer_input(x, further[-1][:, :, self.number])
+        if exchange is not None and self.lends and self.pair is not None:
+            further[2 * self.pair : 2 * self.pair + 2] = exchange.keys, exchange.values
+        # As views: a pipeline detaches what it sends in place, unless it is one
+        return (self.scalar(x), *(tensor.view_as(tensor) for tensor in further))
+
+    def ended(self, x: Tensor) -> Tensor:
+        """Returns the stream as it is: `forward` adds the input of the layer before the scalar."""
+        return x
+
+    def extra_repr(self) -> str:
+        return f"pair={self.pair}, lends={self.lends}"

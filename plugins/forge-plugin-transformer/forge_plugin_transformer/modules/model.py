@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Role
 from forge_kit.nn.modules import Embedding, LinearHead
 from forge_kit.nn.taps import TapPoint, tap_points
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 POSITIONS = "positions"
 """Name of the table of learned positions, and of their count in a cache."""
+INPUTS = "per_layer_inputs"
 
 
 class TransformerModel(KeepsTies):
@@ -49,7 +51,26 @@ class TransformerModel(KeepsTies):
         mtp: Predictions | None = None,
         positions: PositionTable | None = None,
         streams: int = 1,
+        per_layer_inputs: nn.Module | None = None,
+        kv_sources: Mapping[str, str] | None = None,
+        kv_shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
+        """Set up the model.
+
+        Args:
+            embedding: table of tokens.
+            layers: blocks by their numbers; those of `CarryingBlock` where one of the last three arguments is given.
+            norm: before the head.
+            head: makes logits.
+            tied: whether the head has the table of tokens.
+            wide_head: whether logits are float32.
+            mtp: modules of multi-token prediction.
+            positions: table of positions.
+            streams: residual streams between layers.
+            per_layer_inputs: makes the inputs of all layers.
+            kv_sources: layers that attend to keys and values of another, and that layer.
+            kv_shapes: heads (of a rank) and width of the keys of each such other layer, by their order.
+        """
         super().__init__()
         self.embedding = embedding
         self.positions = positions
@@ -63,6 +84,8 @@ class TransformerModel(KeepsTies):
         self.wide_head = wide_head
         self.streams = streams
         """Residual streams between layers."""
+        self.per_layer_inputs = per_layer_inputs
+        self.kv_sources, self.kv_shapes, self.depth = kv_sources or {}, kv_shapes, len(layers)
         self.tie()
 
     def prepare_sequences(self, batch: Batch) -> Batch:
@@ -85,15 +108,24 @@ class TransformerModel(KeepsTies):
     def embed(self, batch: Batch) -> Carry:
         """Adds learned positions, if there are any, to the tokens' embeddings: without `positions`, 0 to S - 1.
 
-        Returns (x (B, S, D),), or with several residual streams as many equal ones, (x (B, S, n, D),).
+        Returns (x (B, S, D),), or with several residual streams as many equal ones, (x (B, S, n, D),). Behind them are
+        keys and values (B, S, K, E) for each layer whose own are those of others, zeros until that layer, and the
+        inputs of all layers, (B, S, L, P).
         """
         ids = batch["input_ids"]
         x = self.embedding(ids)
+        shared = [x.new_zeros(*ids.shape, *shape) for shape in self.kv_shapes for _ in ("keys", "values")]
+        inputs = [] if self.per_layer_inputs is None else [self.per_layer_inputs(ids, x)]
+        return (self._stream(x, batch), *shared, *inputs)
+
+    def _stream(self, x: Tensor, batch: Batch) -> Tensor:
+        """Returns the stream before the first layer, from the embeddings of tokens."""
         if self.positions is None:
-            return (expanded(x, self.streams),)
+            return expanded(x, self.streams)
+        length = batch["input_ids"].shape[1]
         # One row for all sequences, which the sum broadcasts: the table is looked up S times and not B S times
-        numbers = batch["positions"] if "positions" in batch else torch.arange(ids.shape[1], device=ids.device)[None]
-        return (expanded(x + self.positions(numbers), self.streams),)
+        numbers = batch["positions"] if "positions" in batch else torch.arange(length, device=x.device)[None]
+        return expanded(x + self.positions(numbers), self.streams)
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
         """Adds up residual streams, applies the last norm, and in a training step multi-token prediction."""
@@ -108,8 +140,15 @@ class TransformerModel(KeepsTies):
     # --- generation ----------------------------------------------------------------------------------------------
 
     def new_cache(self, batch_size: int, length: int) -> LayerCaches:
-        """Creates each layer's own cache, by the layer's name."""
-        layers: dict[str, Any] = dict(self.layers.items())
+        """Creates each layer's own cache, by the layer's name; a layer with keys and values of another has none.
+
+        Raises:
+            ForgeError: layers share keys and values, and other pipeline ranks have some of the layers.
+        """
+        if self.kv_sources and len(self.layers) < self.depth:
+            message = "model.kv_shared_layers: keys in the cache of a layer are not sent to other pipeline ranks"
+            raise ForgeError(f"{message}; generate without parallel.pp")
+        layers: dict[str, Any] = {n: layer for n, layer in self.layers.items() if n not in self.kv_sources}
         caches = {name: layer.attention.new_cache(batch_size, length) for name, layer in layers.items()}
         counts = {POSITIONS: PositionCount(self.longest, length)} if self.longest else {}
         return LayerCaches(counts | caches)
@@ -122,10 +161,10 @@ class TransformerModel(KeepsTies):
         if batch["input_ids"].shape[1] == 1 and isinstance(cache, LayerCaches):
             layers = cache.direct(layers)
         for name, layer in layers.items():
-            batch = parts.prepare_decode(layer.attention, batch, cache[name])
+            batch = parts.prepare_decode(layer.attention, batch, cache[self.kv_sources.get(name, name)])
         carry = self.embed(batch)
         for name, layer in layers.items():
-            carry = layer(carry, batch, cache[name])
+            carry = layer(carry, batch, cache[self.kv_sources.get(name, name)])
         return self.finish(carry, batch)
 
     @property
@@ -143,7 +182,13 @@ class TransformerModel(KeepsTies):
         """Counts the parts of all blocks, and the head once more for each module of multi-token prediction."""
         heads = 1 + len(list(self._predictions()))
         # 6 for each weight and position: 2 in the forward pass, 4 in the backward pass; a look-up in a table costs none
-        return sum(parts.flops(part, seq_len) for _, part in self._parts()) + 6.0 * self.head.weight.numel() * heads
+        layers = sum(parts.flops(part, seq_len) for _, part in self._parts())
+        return self.embed_flops(seq_len) + layers + 6.0 * self.head.weight.numel() * heads
+
+    def embed_flops(self, seq_len: int) -> float:
+        """Counts the projection to inputs of layers, if there are any, 6 for each weight."""
+        projection = getattr(self.per_layer_inputs, "projection", None)  # another pipeline rank may have it
+        return 0.0 if projection is None else 6.0 * projection.weight.numel()
 
     def layer_flops(self, seq_len: int) -> Sequence[float]:
         """Returns the sum over each layer's parts, without multi-token prediction, which is no layer."""
@@ -154,6 +199,8 @@ class TransformerModel(KeepsTies):
         roles: dict[str, Role] = {f"{name}.weight": "embedding" for name in self._tables()}
         for name, part in (*self._parts(), ("norm", self.norm)):
             roles |= parts.roles(name, part)
+        if self.per_layer_inputs is not None:
+            roles = {**parts.roles(INPUTS, self.per_layer_inputs), **roles}
         return roles if self.tied else roles | {"head.weight": "head"}
 
     def tied_parameters(self) -> Mapping[str, str]:
@@ -168,11 +215,12 @@ class TransformerModel(KeepsTies):
             # A norm that a block does not have is an `nn.Identity`, which the plan need not name
             if name.endswith(("norm", "projection")) and next(part.parameters(), None) is not None:
                 plan[name] = "sequence"
-            elif name.endswith("_residual"):
+            elif name.endswith(("_residual", "layer_input")):
                 plan |= parts.of_positions(name, part)
         # Their head runs inside of `finish`, after which the positions are gathered for the model's own loss
         objective = {} if self.mtp is None else {"mtp.objective": "whole_input"}
-        return plan | objective | {"norm": "sequence", "head": "vocab_head"}
+        inputs = [] if self.per_layer_inputs is None else [f"{INPUTS}.projection", f"{INPUTS}.norm"]
+        return plan | objective | dict.fromkeys([*inputs, "norm"], "sequence") | {"head": "vocab_head"}
 
     def sequence_mixers(self) -> Mapping[str, int]:
         """Returns the mixers of all blocks, of multi-token prediction too."""
@@ -184,12 +232,12 @@ class TransformerModel(KeepsTies):
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
         """With multi-token prediction, the embedding is in both ends: it looks up later tokens."""
-        return self._tables(), ["norm", "head", *(["embedding", "mtp"] if self.mtp is not None else [])]
+        return self._first(), ["norm", "head", *(["embedding", "mtp"] if self.mtp is not None else [])]
 
     def fsdp_units(self) -> Sequence[Sequence[str]]:
         """Units of FSDP. A table used at both ends belongs to the head's unit and stays gathered throughout."""
         both = self.tied or self.mtp is not None
-        tables = self._tables()
+        tables = self._first()
         ends = [[*tables, "norm", "head"]] if both else [tables, ["norm", "head"]]
         blocks = [f"layers.{name}" for name in self.layers] + self._prediction_blocks()
         return [ends[0], *([name] for name in blocks), *ends[1:]]
@@ -209,7 +257,8 @@ class TransformerModel(KeepsTies):
         """Exempts the head, the projections of multi-token prediction, and what the parts exempt."""
         inner = chain.from_iterable(parts.float8_exempt(name, part) for name, part in self._parts())
         joins = [f"{name}.projection" for name in self._prediction_blocks()]
-        return [*inner, *joins, "head"]
+        inputs = [] if self.per_layer_inputs is None else [f"{INPUTS}.projection"]
+        return [*inner, *joins, *inputs, "head"]
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         """Returns the kernels for sequences of this length, as (what, choice, why), each once."""
@@ -218,7 +267,12 @@ class TransformerModel(KeepsTies):
 
     def _tables(self) -> list[str]:
         """Names of the tables that `embed` looks up."""
-        return ["embedding", POSITIONS] if self.longest else ["embedding"]
+        tables = ["embedding", POSITIONS] if self.longest else ["embedding"]
+        return tables if self.per_layer_inputs is None else [*tables, f"{INPUTS}.table"]
+
+    def _first(self) -> list[str]:
+        """Names of the modules of `embed`."""
+        return [name.removesuffix(".table") for name in self._tables()]
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields each block's parts with their names, in order."""

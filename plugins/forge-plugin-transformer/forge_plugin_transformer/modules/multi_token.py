@@ -63,6 +63,7 @@ class PredictionBlock(Block):
             parallel=block.parallel,
             shared_norm=block.shared_norm,
             scale=block.scale,
+            scalar=block.scalar,
             streams=block.streams,
         )
         self.embedding_norm = embedding_norm

@@ -19,9 +19,21 @@ from forge_plugin_weights.architectures.dense import (
     tied_head,
 )
 from forge_plugin_weights.architectures.gemma import ACTIVATIONS, NORMS, width_root
-from forge_plugin_weights.fields import ROPES, Choice, Fixed, Follows, Key, Only, OrNone, Rope, RopeType, value_of
+from forge_plugin_weights.fields import (
+    ROPES,
+    Choice,
+    Fixed,
+    Follows,
+    Key,
+    Only,
+    OrNone,
+    Rope,
+    RopeType,
+    setting,
+    value_of,
+)
 from forge_plugin_weights.kinds import OTHER, ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
-from forge_plugin_weights.layer_fields import FULL, SLIDING, WINDOW, LayerWindows, every_nth_is_full, windows_of
+from forge_plugin_weights.layer_fields import FULL, SLIDING, WINDOW, LayerWindows, depth, every_nth_is_full, windows_of
 from forge_plugin_weights.layered import merged, of_layers
 from forge_plugin_weights.rules import Same
 
@@ -37,6 +49,8 @@ ENCODINGS: Mapping[str, Mapping[str, Any]] = {
 }
 """`rope_parameters` where the configuration has none."""
 WIDTH, KV_HEADS, K_EQ_V = "attention.head_dim", "attention.kv_heads", "attention.k_eq_v"
+FFN_WIDTH, TABLE = "ffn.hidden", "per_layer_inputs"
+UNUSED = ("k_proj", "v_proj", "k_norm")
 OF_LAYERS: Mapping[str, str] = {"head_dim": WIDTH, "num_key_value_heads": KV_HEADS}
 """Keys that `per_layer_config` may have for a layer."""
 
@@ -173,19 +187,97 @@ class RopeByType(Field):
         return {"rope_parameters": {**ENCODINGS, **tables}}
 
 
+@frozen(kw_only=True)
+class WidthBySharing(Field):
+    """`intermediate_size`, twice as wide in layers with keys and values of others if `use_double_wide_mlp` is set."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return ("intermediate_size", "use_double_wide_mlp")
+
+    def read(self, config: Config) -> Flat:
+        """Reads one width, or a width for each layer."""
+        width, layers = value_of(config, "intermediate_size", 9216), depth(config)
+        shared = value_of(config, "num_kv_shared_layers", 0) if config.get("use_double_wide_mlp") else 0
+        if shared:
+            raise Unsupported("use_double_wide_mlp = True; feed-forward parts of all layers are alike")
+        return merged([{FFN_WIDTH: width * (1 + (layer >= layers - shared))} for layer in range(layers)])
+
+    def write(self, model: Flat) -> Config:
+        """Writes the width of the first layer, and whether the last ones are twice as wide."""
+        widths = [layer.get(FFN_WIDTH, 0) for layer in of_layers(model)]
+        shared, width = setting(model, "kv_shared_layers"), widths[0]
+        doubled = shared > 0 and widths[-1] == 2 * width
+        if widths != [width * (1 + (doubled and n >= len(widths) - shared)) for n in range(len(widths))]:
+            raise Unsupported(f"{FFN_WIDTH} = {widths}, where all are equal, or twice the first in the last {shared}")
+        return {"intermediate_size": width, "use_double_wide_mlp": doubled}
+
+    def resolve(self, model: Flat) -> Flat:
+        """Returns the width that 0 stands for."""
+        return {FFN_WIDTH: default_hidden(model["dim"])} if FFN_WIDTH in model and not model[FFN_WIDTH] else {}
+
+
+@frozen(kw_only=True)
+class PerLayerEmbeddings(Field):
+    """`hidden_size_per_layer_input`, which is 0 without inputs of layers, and the rows of their table."""
+
+    default: int
+    """Of the width."""
+    rows: int
+    """The default of the rows."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+
+    def read(self, config: Config) -> Flat:
+        """Reads width and rows; the activation is that of feed-forward parts."""
+        width = value_of(config, "hidden_size_per_layer_input", self.default)
+        if not width:
+            return {}
+        activation = value_of(config, "hidden_activation", "gelu_pytorch_tanh")
+        rows = value_of(config, "vocab_size_per_layer_input", self.rows)
+        approximate = ACTIVATIONS.get(activation, {}).get("ffn.approximate", "tanh")  # others are refused elsewhere
+        return {f"{TABLE}.dim": width, f"{TABLE}.vocab_size": rows, f"{TABLE}.approximate": approximate}
+
+    def write(self, model: Flat) -> Config:
+        """Writes a width of 0 for a model without such inputs, and rows that nothing reads."""
+        if not model.get(f"{TABLE}.dim"):
+            return {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": self.rows}
+        if model.get(f"{TABLE}.approximate") != model.get("ffn.approximate"):
+            raise Unsupported(f"{TABLE}.approximate and ffn.approximate must be equal: hidden_activation is one key")
+        rows = model[f"{TABLE}.vocab_size"]
+        return {"hidden_size_per_layer_input": model[f"{TABLE}.dim"], "vocab_size_per_layer_input": rows}
+
+    def resolve(self, model: Flat) -> Flat:
+        """Returns the rows that 0 stands for."""
+        rows = f"{TABLE}.vocab_size"
+        return {rows: model["vocab_size"]} if rows in model and not model[rows] else {}
+
+
+INPUTS: Sequence[Rule] = tuple(
+    Same(f"{ours}.weight", f"model.{theirs}.weight")
+    for ours, theirs in {
+        "per_layer_inputs.table": "embed_tokens_per_layer",
+        "per_layer_inputs.projection": "per_layer_model_projection",
+        "per_layer_inputs.norm": "per_layer_projection_norm",
+        "layers.{layer}.layer_input.gate": "layers.{layer}.per_layer_input_gate",
+        "layers.{layer}.layer_input.projection": "layers.{layer}.per_layer_projection",
+        "layers.{layer}.layer_input.norm": "layers.{layer}.post_per_layer_input_norm",
+    }.items()
+)
+"""Inputs of layers; no tensor is of these rules in a model without them."""
 WINDOWS = WindowsButLast(default=512, rule=every_nth_is_full(6))
 
 
 @frozen(kw_only=True)
 class Gemma4Text(ArchitectureComponent):
-    """The language model of Gemma 4 without inputs by layer: 31B."""
+    """The language model of Gemma 4, dense: E2B, E4B and 31B."""
 
     name = "Gemma4ForCausalLM"
-    # Of layers that share keys and values, of experts and of inputs by layer, where the keys that add them are off.
-    harmless = (
-        *("use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"),
-        "vocab_size_per_layer_input",
-    )
+    harmless = ("num_experts", "top_k_experts", "moe_intermediate_size")  # which `enable_moe_block` adds
+    # Files have matrices of keys and values in all layers, as published; those that read others' compute nothing.
+    left_out = (*ArchitectureComponent.left_out, *(f"*.self_attn.{name}.weight" for name in UNUSED))
     renames: ClassVar[Mapping[str, str]] = {r"^model\.(embed_vision|embed_audio|audio_tower)\.": rf"{OTHER}\1."}
     defaults: ClassVar[Config] = {
         "vocab_size": 262144,
@@ -217,13 +309,13 @@ class Gemma4Text(ArchitectureComponent):
             Only("use_bidirectional_attention", None, "attention is causal", also=("vision",), write_it=False),
             Choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh", "geglu"),
             Fixed({"ffn.bias": False}),
-            Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
-            Only("hidden_size_per_layer_input", 0, "layers have no inputs of their own", default=256),
-            Only("num_kv_shared_layers", 0, "each layer has keys and values of its own"),
+            Key("num_kv_shared_layers", "kv_shared_layers", 0),
+            WidthBySharing(),
+            PerLayerEmbeddings(default=256, rows=262144),
             Only("enable_moe_block", False, "layers have one feed-forward part"),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
-        """Returns the rules; a layer whose values are its keys has no matrix of values on either side."""
+        """Returns the rules; a matrix of keys or values that a layer does not have is missing on both sides."""
         scalar = Same("layers.{layer}.scalar.value", "model.layers.{layer}.layer_scalar")
-        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, scalar, *tied_head(model))
+        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, scalar, *INPUTS, *tied_head(model))
