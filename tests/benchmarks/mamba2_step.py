@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from statistics import median
+from types import SimpleNamespace
 
 import torch
 from transformers import DynamicCache, Mamba2Config
@@ -33,7 +34,9 @@ def layers(options):
     first = theirs[CHUNKS[0]]
     theirs[CHUNKS[1]].load_state_dict(first.state_dict())
     component = Mamba2(heads=options.heads, state=options.state, groups=options.groups, chunk=options.chunk)
-    ours = component.build(None, options.dim, InitStd(0.02, 0.02))
+    ours = component.build(
+        SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32), options.dim, InitStd(0.02, 0.02)
+    )
     widths = {"gate": 2 * options.dim, "x": 2 * options.dim, "b": options.groups * options.state}
     widths |= {"c": widths["b"], "step": options.heads}
     weights = dict(zip(widths, first.in_proj.weight.split([*widths.values()]), strict=True))

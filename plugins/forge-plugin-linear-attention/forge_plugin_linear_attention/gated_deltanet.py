@@ -10,6 +10,7 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import when_resumed
 from forge_core.contracts.errors import Problem
+from forge_plugin_linear_attention.kernels import KernelOrAuto, choose_kernel
 from forge_plugin_transformer import AttentionComponent, InitStd
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class GatedDeltaNet(AttentionComponent):
     """Added to the mean square where each head's output is RMS-normalised."""
     chunk: int = field(default=64, validator=gt(0), metadata=when_resumed("safe"))
     """Positions that are computed at a time, as matrix products; it changes rounding alone."""
+    kernel: KernelOrAuto = field(default="auto", metadata=when_resumed("safe"))
+    """What computes the recurrence in training. torch: products of chunks. fla: the Triton kernels of the package
+    flash-linear-attention, on a GPU in half precision. auto: fla where it is installed and runs."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks heads of values against heads of keys, and these against the tensor-parallel degree."""
@@ -77,5 +81,6 @@ class GatedDeltaNet(AttentionComponent):
             conv=self.conv,
             norm_eps=self.norm_eps,
             chunk=self.chunk,
+            choice=choose_kernel(self.kernel, context),
             init=init,
         )

@@ -11,6 +11,7 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import when_resumed
 from forge_core.contracts.errors import Problem
+from forge_plugin_linear_attention.kernels import KernelOrAuto, choose_kernel
 from forge_plugin_transformer import AttentionComponent, InitStd
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ class Mamba2(AttentionComponent):
     """Smallest and largest step Δ; an upper bound of 0: there is none."""
     chunk: int = field(default=64, validator=gt(0), metadata=when_resumed("safe"))
     """Positions that are computed at a time, as matrix products; it changes rounding alone."""
+    kernel: KernelOrAuto = field(default="auto", metadata=when_resumed("safe"))
+    """What computes the recurrence in training. torch: products of chunks. fla: the Triton kernels of the package
+    flash-linear-attention, on a GPU in half precision. auto: fla where it is installed and runs."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks heads against groups, and what ranks divide against their number."""
@@ -109,5 +113,6 @@ class Mamba2(AttentionComponent):
             norm_eps=self.norm_eps,
             dt_limit=self.dt_limit,
             chunk=self.chunk,
+            choice=choose_kernel(self.kernel, context),
             init=init,
         )

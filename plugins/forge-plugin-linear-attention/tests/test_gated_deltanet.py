@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -23,6 +24,8 @@ from forge_testing.curves import Curve, same_curve
 from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LayoutCase
 from forge_testing.refusals import at, check_problems, problems_of
+
+ON_CPU = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float64, path="")
 
 VOCABULARY = 48
 DELTA = GatedDeltaNet(heads=6, key_heads=3, head_dim=6, value_dim=5, chunk=4)
@@ -87,7 +90,7 @@ def test_it_computes_what_qwen3_next_does() -> None:
     torch.manual_seed(0)
     theirs = Qwen3NextGatedDeltaNet(config, 0).double()
     component = GatedDeltaNet(heads=h, key_heads=g, head_dim=k, value_dim=v, conv=3, norm_eps=1e-5, chunk=8)
-    ours = component.build(None, dim, InitStd(0.1, 0.1)).double()  # type: ignore[arg-type]
+    ours = component.build(ON_CPU, dim, InitStd(0.1, 0.1)).double()  # type: ignore[arg-type]
     # Rows of theirs stand together by heads of keys: q, k, values and gates of that head
     parts = theirs.in_proj_qkvz.weight.view(g, -1, dim).split([k, k, v * h // g, v * h // g], 1)
     small = theirs.in_proj_ba.weight.view(g, -1, dim).split([h // g, h // g], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -24,6 +25,8 @@ from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LayoutCase
 from forge_testing.refusals import at, check_problems, problems_of
 from forge_testing.suites import ModelSuite
+
+ON_CPU = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float64, path="")
 
 VOCABULARY = 48
 LAYER = KDA(heads=4, head_dim=6, value_dim=5, rank=3, chunk=16)
@@ -93,7 +96,7 @@ def test_it_computes_what_kimi_linear_does(monkeypatch: pytest.MonkeyPatch) -> N
         for parameter in theirs.parameters():
             parameter.normal_(std=0.5)
     component = KDA(heads=heads, head_dim=width, conv=3, norm_eps=1e-5, chunk=32)
-    ours = component.build(None, dim, InitStd(0.1, 0.1)).double()  # type: ignore[arg-type]
+    ours = component.build(ON_CPU, dim, InitStd(0.1, 0.1)).double()  # type: ignore[arg-type]
     gate = theirs.forget_gate
     weights = {
         **{name: getattr(theirs, f"{name}_proj").weight for name in "qkvo"},

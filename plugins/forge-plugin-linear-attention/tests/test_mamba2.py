@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -27,6 +28,8 @@ from forge_testing.curves import Curve, same_curve
 from forge_testing.laws import Case, layout_law
 from forge_testing.layouts import LayoutCase
 from forge_testing.refusals import at, check_problems, problems_of
+
+ON_CPU = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float64, path="")
 
 VOCABULARY = 48
 MAMBA = Mamba2(heads=4, groups=2, head_dim=5, state=6, chunk=4)
@@ -179,7 +182,7 @@ def test_it_computes_what_transformers_does(name: str, wide: None) -> None:
     component = Mamba2(
         **{"heads": HEADS, "head_dim": HEAD, "state": STATE, "conv": 3, "norm_eps": 1e-4, "chunk": 4, **ours_keys}
     )
-    ours = component.build(None, DIM, InitStd(0.1, 0.1)).double()  # type: ignore[arg-type]
+    ours = component.build(ON_CPU, DIM, InitStd(0.1, 0.1)).double()  # type: ignore[arg-type]
     inner, shared = HEADS * HEAD, component.groups * STATE
     parts = {"gate": inner, "x": inner, "b": shared, "c": shared, "step": HEADS}
     weights = {"log_rate.weight": theirs.A_log, "offset.weight": theirs.dt_bias, "skip.weight": theirs.D}
@@ -224,7 +227,7 @@ def test_the_cache_does_not_grow_with_the_text(tmp_path: Path) -> None:
 def test_products_are_counted_as_torch_counts_them() -> None:
     """Of whole chunks, forward and backward; filters of convolutions are sums to torch, and 6 a weight here."""
     length, component = 32, Mamba2(heads=4, groups=2, head_dim=5, state=6, chunk=8, norm="none")
-    layer = component.build(None, DIM, InitStd(0.1, 0.1))  # type: ignore[arg-type]
+    layer = component.build(ON_CPU, DIM, InitStd(0.1, 0.1))  # type: ignore[arg-type]
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     with FlopCounterMode(display=False) as counter:

@@ -9,6 +9,7 @@ from gpu.pieces import (  # noqa: F401
     numerics,
     optimizers,
     profiling,
+    recurrences,
     saving,
     training,
     waits,

@@ -5,7 +5,7 @@ Shapes: B sequences, S positions, D model width, G heads of keys, H heads of val
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Fill, Role
+    from forge_plugin_linear_attention.kernels import KernelChoice
     from forge_plugin_transformer.kinds import InitStd
 
 LOG_RATES = 0.0, 2.7726
@@ -63,6 +64,7 @@ class GatedDeltaAttention(nn.Module):
         conv: int,
         norm_eps: float,
         chunk: int,
+        choice: KernelChoice,
         init: InitStd,
     ) -> None:
         """Set up the layer.
@@ -76,6 +78,7 @@ class GatedDeltaAttention(nn.Module):
             conv: positions of the convolutions.
             norm_eps: added to the mean square of each head's output.
             chunk: positions that are computed at a time.
+            choice: the kernel of the recurrence.
             init: deviations of matrices.
         """
         super().__init__()
@@ -94,7 +97,7 @@ class GatedDeltaAttention(nn.Module):
         self.log_rate = PerHead(heads, low=LOG_RATES[0], high=LOG_RATES[1])
         self.offset = PerHead(heads, low=OFFSETS[0], high=OFFSETS[1])
         self.norm = RootMeanSquareNorm(value_dim, eps=norm_eps)
-        self.core = DeltaCore(chunk)
+        self.core = DeltaCore(chunk, choice)
 
     def forward(self, x: Tensor, batch: Batch, cache: StateCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `document_ids`, (B, S)."""
@@ -132,6 +135,11 @@ class GatedDeltaAttention(nn.Module):
         # Products of keys, of queries and keys, and with what was written; and half as many in the triangular system
         within = chunk * (2 * key + value) + chunk * (key + value) / 2
         return 6.0 * (weights + filters + self.step.out_features * (3 * key * value + within))
+
+    def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        """Returns the kernel of the recurrence; nothing on a CPU, or for a core that a stage has replaced."""
+        choice = getattr(self.core, "choice", None)
+        return [] if choice is None else choice.described()
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the heads; the norm of each head is whole on all ranks."""

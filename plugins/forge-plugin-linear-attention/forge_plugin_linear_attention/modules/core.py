@@ -15,9 +15,11 @@ from torch.nn import functional as F
 
 from forge_plugin_linear_attention.modules.causal_convolution import causal_convolution
 from forge_plugin_linear_attention.modules.delta_rule import gated_delta_rule, numbered
+from forge_plugin_linear_attention.modules.fla_kernels import read_by_fla
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
+    from forge_plugin_linear_attention.kernels import KernelChoice
     from forge_plugin_linear_attention.modules.cache import StateCache
 
 EPS = 1e-6
@@ -36,9 +38,9 @@ class DeltaCore(nn.Module):
 
     mixes_heads = True
 
-    def __init__(self, chunk: int) -> None:
+    def __init__(self, chunk: int, choice: KernelChoice) -> None:
         super().__init__()
-        self.chunk = chunk
+        self.chunk, self.choice = chunk, choice
 
     def forward(
         self,
@@ -67,17 +69,17 @@ class DeltaCore(nn.Module):
         else:
             projected, used = cache.hide_padding(projected, batch)
             q, k, v = cache.convolved(projected, filters)
-        q, k = (unit(x.to(wide)).transpose(1, 2) for x in (q, k))
-        q, k = (x.repeat_interleave(v.shape[2] // x.shape[1], 1) for x in (q, k))
+        q, k = (unit(x.to(wide)).repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        q = q * q.shape[-1] ** -0.5
         log_decay = -log_rate.to(wide).exp() * softplus(step.to(wide) + offset.to(wide))
         beta = share.to(wide).sigmoid()
         if used is not None:  # padding neither decays nor writes
             log_decay, beta = log_decay * used, beta * used
-        log_decay, beta = log_decay.transpose(1, 2), beta.transpose(1, 2)
+        if cache is None and self.choice.kernel == "fla":
+            return read_by_fla("gated_delta_rule", q, k, v, log_decay, batch, beta)
+        q, k, values, log_decay, beta = (x.transpose(1, 2) for x in (q, k, v.to(wide), log_decay, beta))
         state = None if cache is None else cache.state
-        read, state = gated_delta_rule(
-            q * q.shape[-1] ** -0.5, k, v.to(wide).transpose(1, 2), log_decay, beta, documents, state, self.chunk
-        )
+        read, state = gated_delta_rule(q, k, values, log_decay, beta, documents, state, self.chunk)
         if cache is not None:
             cache.state = state
         return read.transpose(1, 2).to(v.dtype)

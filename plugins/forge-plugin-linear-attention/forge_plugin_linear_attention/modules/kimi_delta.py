@@ -18,11 +18,13 @@ from forge_plugin_linear_attention.modules.cache import StateCache
 from forge_plugin_linear_attention.modules.channel_delta_rule import BLOCK, channel_delta_rule
 from forge_plugin_linear_attention.modules.core import convolve, softplus, unit
 from forge_plugin_linear_attention.modules.delta_rule import numbered
+from forge_plugin_linear_attention.modules.fla_kernels import read_by_fla
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Role
+    from forge_plugin_linear_attention.kernels import KernelChoice
     from forge_plugin_transformer.kinds import InitStd
 
 
@@ -31,9 +33,9 @@ class KimiDeltaCore(nn.Module):
 
     mixes_heads = True
 
-    def __init__(self, chunk: int) -> None:
+    def __init__(self, chunk: int, choice: KernelChoice) -> None:
         super().__init__()
-        self.chunk = chunk
+        self.chunk, self.choice = chunk, choice
 
     def forward(
         self,
@@ -68,6 +70,8 @@ class KimiDeltaCore(nn.Module):
         if used is not None:  # padding neither decays nor writes
             log_decay, beta = log_decay * used[..., None], beta * used
         q, k = unit(q.to(wide)) * q.shape[-1] ** -0.5, unit(k.to(wide))
+        if cache is None and self.choice.kernel == "fla":
+            return read_by_fla("kda", q, k, v, log_decay, batch, beta)
         q, k, values, log_decay, beta = (x.transpose(1, 2) for x in (q, k, v.to(wide), log_decay, beta))
         state = None if cache is None else cache.state
         read, state = channel_delta_rule(q, k, values, log_decay, beta, documents, state, self.chunk)
@@ -90,6 +94,7 @@ class KimiDeltaAttention(nn.Module):
         conv: int,
         norm_eps: float,
         chunk: int,
+        choice: KernelChoice,
         init: InitStd,
     ) -> None:
         """Set up the layer.
@@ -103,6 +108,7 @@ class KimiDeltaAttention(nn.Module):
             conv: W.
             norm_eps: added to the mean square of each head's output.
             chunk: positions that are computed at a time.
+            choice: the kernel of the recurrence.
             init: deviations of matrices.
         """
         super().__init__()
@@ -123,7 +129,7 @@ class KimiDeltaAttention(nn.Module):
         self.log_rate = PerHead(heads, low=LOG_RATES[0], high=LOG_RATES[1])
         self.offset = PerHead(heads * key_dim, low=OFFSETS[0], high=OFFSETS[1])
         self.norm = RootMeanSquareNorm(value_dim, eps=norm_eps)
-        self.core = KimiDeltaCore(chunk)
+        self.core = KimiDeltaCore(chunk, choice)
 
     def forward(self, x: Tensor, batch: Batch, cache: StateCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `document_ids`, (B, S)."""
@@ -157,6 +163,11 @@ class KimiDeltaAttention(nn.Module):
         # half as many in the triangular system
         within = 2 * key * (chunk + min(BLOCK, chunk)) + chunk * value + chunk * (key + value) / 2
         return 6.0 * (weights + filters + self.heads * (3 * key * value + within))
+
+    def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        """Returns the kernel of the recurrence; nothing on a CPU, or for a core that a stage has replaced."""
+        choice = getattr(self.core, "choice", None)
+        return [] if choice is None else choice.described()
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the heads. Narrow projections of the gates are whole on all ranks, and the norm of a head."""

@@ -19,12 +19,14 @@ from forge_plugin_linear_attention.modules.attention import LOG_RATES, OFFSETS, 
 from forge_plugin_linear_attention.modules.cache import StateCache
 from forge_plugin_linear_attention.modules.core import convolve, softplus
 from forge_plugin_linear_attention.modules.delta_rule import numbered
+from forge_plugin_linear_attention.modules.fla_kernels import read_by_fla
 from forge_plugin_linear_attention.modules.ssd import state_space
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm, SplitRootMeanSquareNorm
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Fill, Role
+    from forge_plugin_linear_attention.kernels import KernelChoice
     from forge_plugin_transformer.kinds import InitStd
 
 INPUTS = ("x", "b", "c")
@@ -36,9 +38,9 @@ class StateSpaceCore(nn.Module):
 
     mixes_heads = True
 
-    def __init__(self, dt_limit: tuple[float, float], chunk: int) -> None:
+    def __init__(self, dt_limit: tuple[float, float], chunk: int, choice: KernelChoice) -> None:
         super().__init__()
-        self.dt_limit, self.chunk = dt_limit, chunk
+        self.dt_limit, self.chunk, self.choice = dt_limit, chunk, choice
 
     def forward(
         self,
@@ -76,12 +78,15 @@ class StateSpaceCore(nn.Module):
             x, b, c = cache.convolved(projected, filters, biases)
             step = step if used is None else step * used  # padding neither decays nor writes
         inner = x.to(wide)
-        state = None if cache is None else cache.state
-        read, state = state_space(
-            inner, b.to(wide), c.to(wide), step, log_rate.to(wide).exp(), documents, state, self.chunk
-        )
-        if cache is not None:
-            cache.state = state
+        rate = log_rate.to(wide).exp()
+        if cache is None and self.choice.kernel == "fla":
+            b, c = (part.repeat_interleave(x.shape[2] // part.shape[2], 2) for part in (b, c))
+            read = read_by_fla("simple_gla", c, b, (inner * step[..., None]).to(x.dtype), -rate * step, batch).to(wide)
+        else:
+            state = None if cache is None else cache.state
+            read, state = state_space(inner, b.to(wide), c.to(wide), step, rate, documents, state, self.chunk)
+            if cache is not None:
+                cache.state = state
         return torch.addcmul(read, inner, skip.to(wide)[:, None]).to(x.dtype)
 
 
@@ -132,6 +137,7 @@ class Mamba2Mixer(nn.Module):
         norm_eps: float,
         dt_limit: tuple[float, float],
         chunk: int,
+        choice: KernelChoice,
         init: InitStd,
     ) -> None:
         """Set up the layer.
@@ -150,6 +156,7 @@ class Mamba2Mixer(nn.Module):
             norm_eps: added to their mean square.
             dt_limit: bounds of steps; the upper one 0: there is none.
             chunk: positions that are computed at a time.
+            choice: the kernel of the recurrence.
             init: deviations of matrices.
         """
         super().__init__()
@@ -177,7 +184,7 @@ class Mamba2Mixer(nn.Module):
             self.norm = (
                 SplitRootMeanSquareNorm(inner, eps=norm_eps) if one else GroupedNorm(inner, norm_groups, eps=norm_eps)
             )
-        self.core = StateSpaceCore(dt_limit, chunk)
+        self.core = StateSpaceCore(dt_limit, chunk, choice)
 
     def forward(self, x: Tensor, batch: Batch, cache: StateCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `document_ids`, (B, S)."""
@@ -216,6 +223,11 @@ class Mamba2Mixer(nn.Module):
         # Heads of a group share the products of its pairs of positions
         within = heads * chunk * self.head_dim + self.groups * chunk * self.state
         return 6.0 * (weights + filters + heads * 2 * self.state * self.head_dim + within)
+
+    def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        """Returns the kernel of the recurrence; nothing on a CPU, or for a core that a stage has replaced."""
+        choice = getattr(self.core, "choice", None)
+        return [] if choice is None else choice.described()
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the heads and their groups; a single group is whole on all of them."""
