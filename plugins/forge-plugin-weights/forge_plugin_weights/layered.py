@@ -1,7 +1,7 @@
-"""Keys of `[model.attention]` that differ between layers.
+"""Keys of `[model.attention]` and `[model.ffn]` that differ between layers.
 
-A job gives such layers as a `pattern`, whose kinds have names that mean nothing and whose list may be shorter than the
-model. Fields see neither: to them, a key has one value, or a `PerLayer` with one for each layer.
+A job gives such layers as a `pattern` of either, whose kinds have names that mean nothing and whose list may be shorter
+than the model. Fields see neither: to them, a key has one value, or a `PerLayer` with one for each layer.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from attrs import frozen
 
 from forge_plugin_weights.kinds import Flat, Unsupported
 
-ATTENTION = "attention."
-"""How paths of keys begin that may differ between layers."""
+PARTS = ("attention", "ffn")
+"""Tables whose keys may differ between layers."""
 PATTERN = "forge-plugin-transformer/pattern"
-NO_ROPE = "forge-plugin-transformer/none"
-KIND = re.compile(r"^attention\.kinds\.[^.]+\.")
+NO_ROPE = NO_PART = "forge-plugin-transformer/none"
+"""The type of an encoding, or of a part, that is not there."""
+KIND = re.compile(r"^(attention|ffn)\.kinds\.[^.]+\.")
 
 
 class Absent:
@@ -86,41 +87,54 @@ def differs(value: Any) -> bool:
 
 def without_pattern(table: Flat) -> Sequence[Flat]:
     """Returns the keys of a job's model as each of its layers has them; once, if all are alike by its form."""
-    if table.get("attention.type") != PATTERN or "layers" not in table:
+    patterns = [part for part in PARTS if table.get(f"{part}.type") == PATTERN]
+    if not patterns or "layers" not in table:
         return [table]
-    shared = {path: value for path, value in table.items() if not path.startswith(ATTENTION)}
-    names = table["attention.layers"]
-    kinds = {name: {**shared, **_below(f"attention.kinds.{name}.", table)} for name in names}
-    return [kinds[names[layer % len(names)]] for layer in range(table["layers"])]
+    prefixes = tuple(f"{part}." for part in patterns)
+    shared = {path: value for path, value in table.items() if not path.startswith(prefixes)}
+    layers: list[dict[str, Any]] = [dict(shared) for _ in range(table["layers"])]
+    for part in patterns:
+        names = table[f"{part}.layers"]
+        kinds = {name: _below(f"{part}.kinds.{name}.", part, table) for name in names}
+        for number in range(len(layers)):
+            layers[number] |= kinds[names[number % len(names)]]
+    return layers
 
 
-def _below(prefix: str, table: Flat) -> Mapping[str, Any]:
-    """The keys of one kind, under the names that an attention without a pattern has."""
-    return {ATTENTION + path.removeprefix(prefix): value for path, value in table.items() if path.startswith(prefix)}
+def _below(prefix: str, part: str, table: Flat) -> Mapping[str, Any]:
+    """The keys of one kind, under the names that a part without a pattern has."""
+    return {f"{part}.{path.removeprefix(prefix)}": value for path, value in table.items() if path.startswith(prefix)}
 
 
 def with_pattern(model: Flat) -> Flat:
     """Returns the keys of a job's model, in which layers that differ are kinds of a pattern."""
-    if not any(isinstance(value, PerLayer) for value in model.values()):
-        return model
-    layers = [{path: value for path, value in own.items() if path.startswith(ATTENTION)} for own in of_layers(model)]
-    names = _names(layers)
-    table = {path: value for path, value in model.items() if not path.startswith(ATTENTION)}
+    for part in PARTS:
+        if any(isinstance(value, PerLayer) for path, value in model.items() if path.startswith(f"{part}.")):
+            model = _patterned(model, part)
+    return model
+
+
+def _patterned(model: Flat, part: str) -> Flat:
+    """Returns the keys with a pattern in the place of a part's keys that differ."""
+    prefix = f"{part}."
+    layers = [{path: value for path, value in own.items() if path.startswith(prefix)} for own in of_layers(model)]
+    names = _names(layers, part)
+    table = {path: value for path, value in model.items() if not path.startswith(prefix)}
     # The shortest list that repeats, as a job would give it
-    table |= {"attention.type": PATTERN, "attention.layers": period(names)}
+    table |= {f"{part}.type": PATTERN, f"{part}.layers": period(names)}
     for name, own in dict(zip(names, layers, strict=True)).items():  # each kind once
-        table |= {f"attention.kinds.{name}.{path.removeprefix(ATTENTION)}": value for path, value in own.items()}
+        table |= {f"{part}.kinds.{name}.{path.removeprefix(prefix)}": value for path, value in own.items()}
     return table
 
 
-def _names(layers: Sequence[Flat]) -> Sequence[str]:
+def _names(layers: Sequence[Flat], part: str) -> Sequence[str]:
     """A name for the kind of each layer, by what most often differs."""
     named: list[tuple[str, Flat]] = []
     names = []
     for own in layers:
         name = next((name for name, other in named if other == own), "")
         if not name:
-            name = _described(own)
+            name = _described(own, part)
             alike = sum(other.rstrip("0123456789") == name for other, _ in named)  # the next of these gets a number
             name = f"{name}{alike + 1}" if alike else name
             named.append((name, own))
@@ -128,11 +142,15 @@ def _names(layers: Sequence[Flat]) -> Sequence[str]:
     return names
 
 
-def _described(own: Flat) -> str:
-    name = "window" if own.get("attention.window") else "full"
+def _described(own: Flat, part: str) -> str:
+    type_ = str(own.get(f"{part}.type", "full"))
+    if part != "attention" or type_ == NO_PART:
+        return type_.rpartition("/")[2]
+    mask = str(own.get("attention.mask.type", "causal")).rpartition("/")[2]
+    name = mask if mask != "causal" else "window" if own.get("attention.window") else "full"
     return f"{name}_nope" if own.get("attention.rope.type") == NO_ROPE else name
 
 
 def outside_kinds(paths: Iterable[str]) -> Iterable[str]:
     """Returns paths of a pattern's keys as they are without one."""
-    return (KIND.sub(ATTENTION, path) for path in paths)
+    return (KIND.sub(r"\1.", path) for path in paths)

@@ -168,6 +168,11 @@ def _form(architecture: ArchitectureComponent, model: ModelComponent, table: Fla
         except Unsupported as error:
             contradicted.append(Problem("", str(error)))
             continue
+        except TypeError:  # `PerLayer`, with which nothing can be computed
+            if not any(isinstance(value, PerLayer) for value in flat.values()):
+                raise
+            contradicted.append(Problem("", f"{', '.join(field.keys)} cannot differ between layers"))
+            continue
         by_layer = [key for key, value in written.items() if isinstance(value, PerLayer)]
         # Also within tables such as `rope_parameters`, unless a key outside of them shows the difference
         by_layer = by_layer or [key for key, value in written.items() if differs(value)]

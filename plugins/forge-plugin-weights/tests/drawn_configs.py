@@ -102,7 +102,10 @@ ALWAYS: Mapping[str, Draw] = {
     "use_sliding_window": lambda sizes: st.just(sizes.window is not None and sizes.windowed),
     "num_nextn_predict_layers": same(st.integers(0, 2)),
     "shared_intermediate_size": same(st.just(0)),
-    "mamba_n_heads": same(st.sampled_from([2, 4, 8])),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), same(st.sampled_from([2, 4, 8]))),
+    "layers_block_type": by_layer(["mamba", "linear_attention", "attention", "full_attention", "mlp", "moe"]),
+    "moe_shared_expert_intermediate_size": lambda sizes: st.integers(1, 4).map(lambda n: n * sizes.expert_width),
+    "n_groups": same(st.sampled_from([1, 2])),
     "hidden_size_per_layer_input": same(st.sampled_from([0, 4, 256])),
 }
 """Keys that all configurations of an architecture have which reads them."""
@@ -213,6 +216,13 @@ OPTIONAL: Mapping[str, Draw] = {
     "mamba_n_groups": same(st.sampled_from([1, 2])),
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), same(st.sampled_from([True, False, None]))),
     "time_step_limit": same(st.sampled_from([[0.0, math.inf], [0.001, 0.1]])),
+    **dict.fromkeys(("mamba_head_dim", "ssm_state_size", "conv_kernel"), same(st.integers(1, 9))),
+    "use_conv_bias": same(st.booleans()),
+    "time_step_min": same(st.sampled_from([0.001, 0.01])),
+    "mamba_hidden_act": same(st.just("silu")),
+    "mlp_hidden_act": same(st.just("relu2")),
+    "residual_in_fp32": same(st.just(False)),
+    "moe_latent_size": same(st.none()),
     "attn_output_gate": same(st.just(True)),
     "output_gate_type": same(st.sampled_from(["swish", "silu"])),
     "global_head_dim": same(HEADS),
@@ -256,6 +266,13 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ),
     ("gemma4_text", "num_kv_shared_layers"): lambda sizes: st.integers(0, max(0, sizes.layers - 2)),
     ("gemma4_text", "use_bidirectional_attention"): same(st.sampled_from(["vision", None])),
+    **{
+        ("nemotron_h", key): same(st.just(False))
+        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "mamba_proj_bias")
+    },
+    ("nemotron_h", "n_shared_experts"): same(st.just(1)),
+    ("nemotron_h", "sliding_window"): same(st.none()),
+    ("nemotron_h", "time_step_limit"): same(st.just([0.0, math.inf])),
     ("apertus", "hidden_act"): same(st.just("xielu")),
     ("apertus", "mlp_bias"): same(st.just(False)),
     ("hunyuan_v1_dense", "use_qk_norm"): same(st.just(True)),
@@ -281,6 +298,10 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("olmoe", "qwen3_next", "qwen3_5_moe_text"), ("num_local_experts",)),
     "minimax_m2": ("num_experts", "rotary_dim"),
     "gemma4_text": ("per_layer_config",),
+    "nemotron_h": (
+        *("hybrid_override_pattern", "layer_types", "num_local_experts", "norm_eps", "rms_norm_eps"),
+        *("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias", "attention_head_dim", "num_query_groups"),
+    ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("tie_embedding",)),
 }
 """Other names of keys, which a configuration does not have beside them."""
@@ -454,7 +475,7 @@ def alpha_ropes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
-    **dict.fromkeys(("gpt2", "kimi_linear"), st.just({})),
+    **dict.fromkeys(("gpt2", "kimi_linear", "nemotron_h"), st.just({})),
     "phi": shared_ropes(*SCALED[:2]),
     "gpt_neox": neox_ropes(),
     "ministral3": growing_ropes(),

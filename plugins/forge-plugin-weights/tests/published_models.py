@@ -188,6 +188,22 @@ GRANITE4: Mapping[str, Any] = {
     "mamba_d_head": 16,
     "position_embedding_type": "nope",
 }
+NEMOTRON_H: Mapping[str, Any] = {
+    "num_hidden_layers": ...,
+    "hybrid_override_pattern": "M-M*-",
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "ssm_state_size": 6,
+    "n_groups": 2,
+    "use_bias": True,
+    "mlp_bias": True,
+    "time_step_min": 0.7,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""With steps of which the bound changes many."""
 YARN_OF_OLMO3: Mapping[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 500000.0,
@@ -466,6 +482,22 @@ MODELS: Mapping[str, Published] = {
             "attention_bias": True,
             "mlp_bias": True,
             "time_step_limit": [0.05, 0.6],
+        },
+    ),
+    "nemotron_h": Published("NemotronH", NEMOTRON_H),
+    "nemotron_h, experts": Published(
+        "NemotronH",
+        {
+            **NEMOTRON_H,
+            "layers_block_type": ["mamba", "moe", "attention", "moe", "mlp"],
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "routed_scaling_factor": 2.5,
+            "mlp_bias": False,
+            "n_groups": 1,
+            "use_conv_bias": False,
         },
     ),
     "granitemoehybrid": Published("GraniteMoeHybrid", GRANITE4),

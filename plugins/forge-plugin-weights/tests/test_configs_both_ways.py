@@ -63,6 +63,7 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
         *("head_dim", "num_key_value_heads", "use_double_wide_mlp", "vocab_size_per_layer_input"),
     },
     "bamba": {"mamba_n_heads", "mamba_d_head", "mamba_expand"},
+    "nemotron_h": {"layers_block_type"},  # whose entries have two names each
     # Null is no encoding of positions, and a width follows from others; without experts, both keys mean nothing
     "granitemoehybrid": {
         *("position_embedding_type", "mamba_n_heads", "mamba_d_head", "mamba_expand"),

@@ -226,6 +226,10 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
         made |= {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "shared_intermediate_size": 96}
         made |= {"num_local_experts": config["num_local_experts"], "num_experts_per_tok": config["num_experts_per_tok"]}
         made["layer_types"] = config["layer_types"][-LAYERS:]  # the first ones are all alike
+    if letters := config.get("hybrid_override_pattern"):  # one layer of each kind, in their order
+        kinds = "".join(dict.fromkeys(letters))
+        made |= {"hybrid_override_pattern": kinds, "num_hidden_layers": len(kinds), "mamba_num_heads": 4}
+        made |= {"mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "moe_shared_expert_intermediate_size": 32}
     if "long_factor" in (made.get("rope_scaling") or {}):  # one for each pair of a head's rotated width
         made["hidden_size"] = config["hidden_size"] // config["num_attention_heads"] * 4
     ids = {key: 0 for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}

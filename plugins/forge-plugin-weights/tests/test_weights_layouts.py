@@ -82,6 +82,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "granitemoe": "ep2",
     "granitemoehybrid": "tp2",
     "bamba": "tp2",
+    "nemotron_h, experts": "tp2",
     "minimax_m2": "tp2",
     "nemotron": "tp2",
     "hunyuan_v1_dense": "tp2",
