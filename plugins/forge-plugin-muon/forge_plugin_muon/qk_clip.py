@@ -39,7 +39,7 @@ class QKClip(TrainingHook):
 
     Kimi Team 2025, "Kimi K2" (arXiv 2507.20534), section 2.1 and algorithm 1. After each update, a head whose largest
     score S of the step (over the global batch, before any cap) is above the threshold t has the weights of its queries
-    multiplied by (t / S)ᵃ and those of its keys by (t / S)¹⁻ᵃ; heads that share a key have the largest S of theirs. In
+    multiplied by (t / S)ᵃ and the weights of its keys by (t / S)¹⁻ᵃ; heads that share a key have the largest S of theirs. In
     latent attention, the part of queries with a position is multiplied by t / S, as all heads share its keys.
 
     For attention without a norm of queries or keys. Kernels do not return scores, so their products are computed once
@@ -61,10 +61,10 @@ class QKClip(TrainingHook):
                 "", f"{name} has its own copy of the weights, which it does not clip; leave out one of the two"
             )
         if layout.cp > 1:
-            message = f"with cp of degree {layout.cp}, a rank has the scores of its own positions only"
+            message = f"with cp of degree {layout.cp}, a rank has the scores of its positions only"
             yield Problem("", f"{message}; leave out one of the two")
         if layout.run[1] > 1:
-            message = f"the largest score of this run is not that of all {layout.run[1]} that train one model"
+            message = f"each of the {layout.run[1]} runs that train one model has another largest score"
             yield Problem("", f"{message}; leave out one of the two")
 
     def on_train_begin(self, context: TrainContext) -> None:
