@@ -158,12 +158,16 @@ def test_of_equal_scores_the_earlier_positions_are_taken() -> None:
 
 
 @pytest.mark.parametrize("chunks", [[24], [1] * 24, [9, 1, 1, 1, 12]], ids=["at once", "one by one", "mixed"])
-def test_a_cache_changes_nothing(make_model: MakeModel, ids: Tensor, chunks: list[int]) -> None:
+def test_a_cache_changes_nothing(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, ids: Tensor, chunks: list[int]
+) -> None:
+    """In blocks of 7 queries with the cache, and in one without."""
     model = make_model(ATTENTION, precision="fp64")
     cache, positions = model.new_cache(2, 30), torch.arange(24).expand(2, -1)
     parts = zip(ids.split(chunks, 1), positions.split(chunks, 1), strict=True)
-    found = torch.cat([model.decode({"input_ids": i, "positions": p}, cache) for i, p in parts], 1)
     expected = model({"input_ids": ids})
+    monkeypatch.setattr(lightning_indexer, "FEWEST_ROWS", 7)
+    found = torch.cat([model.decode({"input_ids": i, "positions": p}, cache) for i, p in parts], 1)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     dense = make_model(attrs.evolve(ATTENTION, index_topk=S), precision="fp64")({"input_ids": ids})
     assert (dense - expected).abs().max() > 1e-3

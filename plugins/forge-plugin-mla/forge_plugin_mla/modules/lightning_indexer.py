@@ -18,7 +18,7 @@ from forge_kit.nn.modules import LayerNorm, Linear
 from forge_plugin_mla.modules.latent_attention import turned
 
 FEWEST_ROWS = 128
-MOST_BLOCKS = 16
+MOST_BLOCKS = 64
 """So that the graph of compiled code does not grow with the length."""
 KEY_EPS = 1e-6
 """Of the norm of keys, as in DeepSeek's code."""
@@ -85,7 +85,7 @@ class LightningIndexer(nn.Module):
 
 
 def blocks(length: int) -> Iterator[tuple[slice, int]]:
-    """Yields blocks of queries, each with the number of positions that one of them may see."""
+    """Yields blocks of queries, each with the number of positions up to its end."""
     rows = max(FEWEST_ROWS, -(-length // MOST_BLOCKS))
     for start in range(0, length, rows):
         yield slice(start, min(start + rows, length)), min(start + rows, length)
@@ -124,6 +124,17 @@ def best(scores: Tensor, seen: Tensor, count: int) -> Tensor:
     above, equal = scores > last, (scores == last) & seen
     left = count - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= left))
+
+
+@torch.no_grad()
+def chosen_of(index: Index, seen: Tensor, count: int) -> Tensor:
+    """As `chosen`, of T keys where `seen` (B, S, T) is the mask of a cache: (B, S, T) bool."""
+    index = index.detached()
+    parts = []
+    for own, _ in blocks(seen.shape[1]):
+        scores = index_scores(Index(index.q[:, own], index.k, index.weights[:, own]))
+        parts.append(best(scores, seen[:, own], count))
+    return torch.cat(parts, 1)
 
 
 @torch.no_grad()

@@ -19,10 +19,9 @@ from forge_plugin_mla.modules.lightning_indexer import (
     Index,
     LightningIndexer,
     Teacher,
-    best,
     chosen,
+    chosen_of,
     index_loss,
-    index_scores,
 )
 from forge_plugin_transformer.modules.attention_core import torch_attention
 from forge_plugin_transformer.modules.documents import document_starts
@@ -159,7 +158,7 @@ class SparseLatentAttention(LatentAttention):
     def _chosen(self, index: Index, cached: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Latents (B, T, C + P) and mask (B, 1, S, T) -> of chosen positions, if there is one query alone."""
         count = self.choosing.top_k
-        mask = best(index_scores(index.detached()), mask.squeeze(1), count)
+        mask = chosen_of(index, mask.squeeze(1), count)
         if mask.shape[1] == 1:
             # True comes first, and there are at most `count`; a query that sees fewer keeps some hidden ones
             places = mask.squeeze(1).byte().topk(count, -1).indices

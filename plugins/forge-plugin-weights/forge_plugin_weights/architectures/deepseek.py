@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import frozen
 
@@ -172,11 +172,11 @@ class DeepSeekV3(ArchitectureComponent):
 
     name = "DeepseekV3ForCausalLM"
     # The key/value heads of latent attention are its heads; the rest names implementations, or is derived.
-    harmless = (
+    harmless: ClassVar[Collection[str]] = (
         *("num_key_value_heads", "pretraining_tp", "qk_head_dim", "head_dim", "ep_size", "output_router_logits"),
         *("aux_loss_alpha", "seq_aux"),
     )
-    training_only = TRAINING_ONLY
+    training_only: ClassVar[Collection[str]] = TRAINING_ONLY
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys of latent attention, of experts and of multi-token prediction."""

@@ -84,7 +84,7 @@ class Ernie45Moe(ArchitectureComponent):
             Same(f"layers.{{layer}}.ffn.shared.{ours}.weight", f"{LAYER}.shared_experts.{theirs}.weight")
             for ours, theirs in MATRICES.items()
         ]
-        router = [
+        router: list[Rule] = [
             Same("layers.{layer}.ffn.router.weight", f"{LAYER}.gate.weight"),
             Alone("layers.{layer}.ffn.router.bias", f"{LAYER}.moe_statics.e_score_correction_bias", before=1, behind=0),
         ]
