@@ -39,8 +39,8 @@ class QKClip(TrainingHook):
 
     Kimi Team 2025, "Kimi K2" (arXiv 2507.20534), section 2.1 and algorithm 1. After each update, a head whose largest
     score S of the step (over the global batch, before any cap) is above the threshold t has the weights of its queries
-    multiplied by (t / S)ᵃ and the weights of its keys by (t / S)¹⁻ᵃ; heads that share a key have the largest S of theirs. In
-    latent attention, the part of queries with a position is multiplied by t / S, as all heads share its keys.
+    multiplied by (t / S)ᵃ and the weights of its keys by (t / S)¹⁻ᵃ; heads that share a key have the largest S of
+    theirs. In latent attention, the part of queries with a position is multiplied by t / S: all heads share its keys.
 
     For attention without a norm of queries or keys. Kernels do not return scores, so their products are computed once
     more: a step takes the FLOPs of a sixth of its attention more, whether a head is clipped or not.
@@ -90,7 +90,8 @@ class QKClip(TrainingHook):
         for layer, attentions in found.items():
             for place, attention in enumerate(attentions):
                 row = layer * stride + place
-                attention.score_watch = ScoreWatch(auxiliary.counter(SCORES, row, largest=True), rank, layout.tp)
+                counter = auxiliary.counter(SCORES, row, largest=True)
+                attention.score_watch = ScoreWatch(counter.add, rank, layout.tp)
                 self._clipped.append(Clipped(row, attention))
         auxiliary.summarise(SCORES, self._summary)
 

@@ -7,6 +7,7 @@ Shapes: H query heads over all tensor-parallel ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,6 @@ from forge_core.parallel.mesh import local_part
 from forge_kit.torch_internals import part_offsets
 
 if TYPE_CHECKING:
-    from forge_core.auxiliary import Counter
     from forge_kit.nn.modules import Linear
 
 
@@ -24,18 +24,18 @@ class ScoreWatch:
     """Counts the largest scores of a layer's heads.
 
     Args:
-        counter: with `largest=True`, of values (H,).
+        count: takes values (H,): `add` of a counter of `forge_core.auxiliary.Auxiliary` with `largest=True`.
         rank: of `ranks`, each of which has as many heads.
         ranks: tensor-parallel ones.
     """
 
-    def __init__(self, counter: Counter, rank: int, ranks: int) -> None:
-        self._counter, self._rank, self._ranks = counter, rank, ranks
+    def __init__(self, count: Callable[[Tensor], object], rank: int, ranks: int) -> None:
+        self._count, self._rank, self._ranks = count, rank, ranks
 
     def add(self, scores: Tensor) -> None:
         """Add the largest scores of this rank's heads, (H / ranks,)."""
         others = torch.full_like(scores, -torch.inf)
-        self._counter.add(torch.cat([scores if rank == self._rank else others for rank in range(self._ranks)]))
+        self._count(torch.cat([scores if rank == self._rank else others for rank in range(self._ranks)]))
 
 
 @runtime_checkable
