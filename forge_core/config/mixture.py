@@ -100,7 +100,7 @@ def _phase_problems(job: Job) -> Iterator[Problem]:
             yield Problem(
                 key,
                 f"the phase would begin after {first:,} steps, but {before_path} begins after {before:,}; phases stand "
-                "in the order in which they begin, each at a step of its own",
+                "in the order in which they begin, each at another step",
             )
         before, before_path = first, path
 

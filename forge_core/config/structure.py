@@ -382,7 +382,7 @@ def _misplaced(table: str, key: str, tables: Mapping[str, type]) -> str:
     """Another table has a key of just that name."""
     owners = [path for path, cls in tables.items() if key in key_fields(cls) and path != table]
     if "" in owners:
-        return f"; [{key}] is a section of its own"
+        return f"; [{key}] is a separate section"
     if not owners:
         return ""
     close = closest(key, key_fields(tables[table]), SURE)

@@ -35,5 +35,5 @@ class LearnsSomething(TrainingHook):
             names = ", ".join(map(repr, self.sources))
             message = f"no token of the first global batch is learned (sources with chats or completions: {names})"
             length = f"prompts may be longer than train.seq_len = {context.job.train.seq_len:,}"
-            hint = 'raise it, or set too_long = "truncate"; `forge-run data` shows what is learned of each sample'
+            hint = 'raise it, or set too_long = "truncate"; `forge-run data` shows the learned tokens of each sample'
             raise DataError(f"{message}: {length}; {hint}")

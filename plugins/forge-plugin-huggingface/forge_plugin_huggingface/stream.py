@@ -131,7 +131,7 @@ class CountingEncoder:
                 logger.warning("%s is longer than train.seq_len, and is %s, as others will be", row.place, what)
         if self._encoder.has_mask and not counts.documents and counts.rows >= ROWS_WITHOUT_DOCUMENT:
             message = f"none of the first {counts.rows:,} rows has {self._encoder.learns}{counts.reason()}"
-            raise JobError(f"{self._name}: {message}; `forge-run data` shows what is learned")
+            raise JobError(f"{self._name}: {message}; `forge-run data` shows the learned tokens")
         return [document if isinstance(document, Encoded) else None for document in encoded]
 
 
