@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import frozen
 
 from forge_core.contracts.components import Component
-from forge_core.contracts.errors import Problem
+from forge_core.contracts.errors import ForgeError, Problem
 from forge_plugin_transformer.scoring import visible_pairs
 
 if TYPE_CHECKING:
@@ -67,12 +67,20 @@ class AttentionComponent(Component):
         return self
 
     def kv_shape(self, dim: int, ranks: int) -> tuple[int, int]:
-        """Returns the number and the width of heads of keys and values to share, of one of `ranks` that divide them."""
-        raise NotImplementedError
+        """Returns the number and the width of heads of keys and values to share, of one of `ranks` that divide them.
+
+        Raises:
+            ForgeError: it shares none.
+        """
+        raise ForgeError(f"{type(self).__name__} shares no keys and values")
 
     def build_borrowing(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
-        """As `build`, without keys and values: the module's `cache` has those of another layer."""
-        raise NotImplementedError
+        """As `build`, without keys and values: the module's `cache` has them, of another layer.
+
+        Raises:
+            ForgeError: it shares none.
+        """
+        raise ForgeError(f"{type(self).__name__} shares no keys and values")
 
     def of_layers(self) -> Iterable[AttentionComponent]:
         """Yields the components whose modules the layers have: this one, unless it chooses among others."""
