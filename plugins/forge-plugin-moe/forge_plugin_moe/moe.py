@@ -129,9 +129,12 @@ class SigmoidTopK(TopKRouter):
     """Added to that sum. The default is DeepSeek-V3's; LFM2 has 1e-6."""
     bias_rate: float = field(default=0.001, validator=ge(0), metadata=TRAINING_ONLY)
     """Change of a bias after an update. 0: never."""
+    correction_bias: bool = True
+    """Whether there is that bias. false: the choice goes by the sigmoid alone (Llama 4), and `bias_rate` has no
+    effect."""
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
-        """Returns a router with a parameter (E, dim); its bias (E,) is a buffer, so that no optimizer changes it."""
+        """Returns a router with a parameter (E, dim); a bias (E,) is a buffer, so that no optimizer changes it."""
         from forge_plugin_moe.modules.topk import SigmoidRouter
 
         return SigmoidRouter(self, context, dim, experts)
@@ -218,6 +221,9 @@ class MoE(FFNComponent):
     """Added to `up` of routed experts, after the bound (1 in gpt-oss)."""
     router: RouterComponent = default_type("forge-plugin-moe/softmax_topk")
     """`[model.ffn.router]`: chooses the experts of a token, and their weights."""
+    apply_router_weight_on_input: bool = False
+    """Whether an expert reads the token times its weight, so that outputs are added as they are (Llama 4), and not
+    weight x expert(token)."""
     capacity_factor: float = field(default=0.0, validator=ge(0))
     """In each sequence, an expert takes at most this times its even share of the tokens, those with the largest
     weights; the others skip it, and are counted as `moe/dropped`. 0: no limit. In training only: a position's output

@@ -57,6 +57,16 @@ class TestModelWithSquaredReLU(ModelSuite):
     layouts = ("fsdp2", "tp2", "fsdp2_ep2")
 
 
+class TestModelWithWeightsOnInputs(ModelSuite):
+    """Experts read tokens times their weights, as in Llama 4, with a router that has no bias."""
+
+    component = model_of(
+        apply_router_weight_on_input=True, shared_experts=1,
+        router=SigmoidTopK(correction_bias=False, normalise=False, **BALANCED),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "pp2", "fsdp2_ep2", "compiled")
+
+
 class TestExpertParallel(ParitySuite):
     """The other layouts with `ep` are rows of `tests/parity/layouts.py`, with this router."""
 

@@ -79,6 +79,28 @@ class TestAStack:
             terms = [w * of_expert(e, x) for w, e in zip(own, experts, strict=True) if e >= 0]
             torch.testing.assert_close(y, sum(terms, torch.zeros(D, dtype=torch.float64)))
 
+    @pytest.mark.parametrize(("grouped", "by_onednn"), [(False, False), (True, False), (True, True)])
+    def test_may_weight_what_experts_read(self, monkeypatch, grouped, by_onednn):
+        """Also with rows for no choice, where sizes are multiples."""
+        dtype = torch.float32 if grouped else torch.float64
+        monkeypatch.setitem(products._libraries, torch.float32, "oneDNN" if by_onednn else "BLAS")
+        stack = stack_of(grouped=grouped, dtype=dtype, bias=True, weight_input=True)
+        (tokens, weights, chosen), plain = inputs_of(dtype), stack_of(bias=True)
+        y, *found = gradients(stack, (tokens, weights, chosen))
+
+        def of_choice(x, w, expert):
+            # One token for one expert, with the weight 1, whose input has the weight
+            return plain((w * x)[None], torch.ones(1, 1), expert.view(1, 1))[0]
+
+        x, own = (t.detach().double().requires_grad_() for t in (tokens, weights))
+        expected = torch.stack(
+            [sum((of_choice(x[t], own[t, k], chosen[t, k]) for k in range(K)), torch.zeros(D)) for t in range(T)]
+        )
+        wanted = [expected, *torch.autograd.grad(expected.square().sum(), [x, own, *plain.parameters()])]
+        for value, other in zip((y, *found), wanted, strict=True):
+            tolerance = {"rtol": 1e-4, "atol": 1e-2} if grouped else {}
+            torch.testing.assert_close(value.double(), other.detach(), **tolerance)
+
     def test_has_the_gradients_of_finite_differences(self):
         stack, (tokens, weights, chosen) = stack_of(**GPT_OSS), inputs_of()
 

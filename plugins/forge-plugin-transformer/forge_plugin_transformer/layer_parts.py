@@ -58,6 +58,8 @@ class GroupedQueryAttention(AttentionComponent):
     """Added to the mean square in that normalisation."""
     qk_norm_offset: Literal[0, 1] = 0
     """Added to the learned gain of that normalisation, as `offset` of `rmsnorm`; 1 in Gemma 3."""
+    qk_norm_gain: bool = True
+    """Whether that normalisation has a learned gain; false in Llama 4, of each head by itself."""
     qk_norm_rotated: bool = False
     """Whether that normalisation, of each head by itself, comes after the position encoding (Hunyuan), not before."""
     v_norm: bool = False
@@ -84,6 +86,8 @@ class GroupedQueryAttention(AttentionComponent):
     `llama_4_scaling_beta`)."""
     query_growth_length: int = field(default=8192, validator=gt(0), metadata=when_resumed("flag"))
     """Positions from one step of that factor to the next; it is 1 for as many."""
+    query_growth_offset: int = field(default=0, validator=ge(0), metadata=when_resumed("flag"))
+    """Added to p in that factor; 1 in Llama 4, so that the first step ends one position earlier."""
     soft_cap: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
     """c > 0: scaled scores are capped, c tanh(score / c), as in Gemma 2 (`attn_logit_softcapping`); 0: they are not.
     Kernels `gemm` and `math` only."""
@@ -117,6 +121,10 @@ class GroupedQueryAttention(AttentionComponent):
             yield Problem(
                 "qk_norm_offset", f"{self.qk_norm_offset} has no effect without qk_norm; set that, or leave it out"
             )
+        if not self.qk_norm_gain and (self.qk_norm in (False, "all") or self.qk_norm_offset):
+            message = f"false with qk_norm = {str(self.qk_norm).lower()}, qk_norm_offset = {self.qk_norm_offset}"
+            hint = 'set qk_norm = "head" without an offset, or leave it out'
+            yield Problem("qk_norm_gain", f"{message} has no gain of each head to leave out; {hint}")
         if self.qk_norm_rotated and self.qk_norm in (False, "all"):
             message = f"true with qk_norm = {str(self.qk_norm).lower()} has no norm of each head to move"
             yield Problem("qk_norm_rotated", f'{message}; set qk_norm = "head", or leave it out')
@@ -130,8 +138,7 @@ class GroupedQueryAttention(AttentionComponent):
     def _bidirectional_problems(self, job: Job) -> Iterable[Problem]:
         """Checks that what a position sees later is not what it is to predict."""
         mask, loss = type(self.mask).__name__, type(job.loss).__name__
-        # Read where a loss has it, so that a loss of any distribution may
-        if getattr(job.loss, "predicts_next_token", True):
+        if job.loss.predicts_next_token:
             message = f"{mask} shows later positions, among them the next token, which {loss} predicts"
             hint = "take a causal mask, or a loss that declares `predicts_next_token = False`"
             yield Problem("mask", f"{message}; {hint}")
@@ -195,7 +202,9 @@ class GroupedQueryAttention(AttentionComponent):
             norm_rotated=self.qk_norm_rotated,
             v_norm_eps=self.qk_norm_eps if self.v_norm else None,
             k_eq_v=self.k_eq_v,
-            growth=QueryGrowth(self.query_growth, self.query_growth_length) if self.query_growth else None,
+            growth=QueryGrowth(self.query_growth, self.query_growth_length, self.query_growth_offset)
+            if self.query_growth
+            else None,
             bias=self.bias,
             output_bias=self.bias and self.output_bias,
             gate_width=self._gate_width(head_dim),
@@ -227,6 +236,8 @@ class GroupedQueryAttention(AttentionComponent):
         if not self.qk_norm:
             return None
         eps, offset = self.qk_norm_eps, self.qk_norm_offset
+        if not self.qk_norm_gain:
+            return norms.GainlessNorm(eps=eps)
         if self.qk_norm == "all":
             # A class apart: tensor-parallel ranks have the features of some heads, and add up the squares of all
             return norms.SplitRootMeanSquareNorm(heads * head_dim, eps=eps, offset=offset)

@@ -127,9 +127,9 @@ class Llama3Rope(PlainRope):
     """Sequence length, in tokens, that the model was first trained on."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        """Checks the order of the bounds: interpolation divides by their difference."""
-        if self.high_freq_factor <= self.low_freq_factor:
-            message = f"{self.high_freq_factor} must be greater than low_freq_factor, which is {self.low_freq_factor}"
+        """Checks the order of the bounds."""
+        if self.high_freq_factor < self.low_freq_factor:
+            message = f"{self.high_freq_factor} must not be less than low_freq_factor, which is {self.low_freq_factor}"
             yield Problem("high_freq_factor", message)
 
     def frequencies(self, head_dim: int) -> list[float]:
@@ -139,6 +139,8 @@ class Llama3Rope(PlainRope):
     def _stretch(self, frequency: float) -> float:
         # Turns and not wavelengths, as the two bounds are given; transformers' comparison of wavelengths is equivalent
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
+        if self.high_freq_factor == self.low_freq_factor:  # nothing is between the bounds (Llama 4)
+            return frequency if turns >= self.low_freq_factor else frequency / self.factor
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return _interpolate(frequency, self.factor, kept)
 

@@ -205,9 +205,15 @@ def test_the_largest_scores_are_those_of_pairs_that_are_seen(mask: AttentionMask
 
 
 class TestChunks(ModelSuite):
+    """With norms without gain behind the encoding, and queries that grow, as layers of Llama 4."""
+
     component = Transformer(
-        vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(**HEADS, mask=ChunkedMask(chunk_size=3))
-    )
+        vocab_size=32, dim=16, layers=2,
+        attention=GroupedQueryAttention(
+            **HEADS, mask=ChunkedMask(chunk_size=3), qk_norm=True, qk_norm_rotated=True, qk_norm_gain=False,
+            query_growth=0.5, query_growth_length=4, query_growth_offset=1,
+        ),
+    )  # fmt: skip
     layouts = ("fsdp2", "tp2", "pp2", "cp2")
 
     def test_its_tap_points_are_used(self, tmp_path):
@@ -425,6 +431,8 @@ def test_a_loss_may_declare_that_it_predicts_no_next_token(tmp_path: Path) -> No
             'mask = { type = "global_local", window = 4 }\nbackend = "flash"\nsinks = true', "",
             at("model.attention.backend", "flash", "GlobalLocalMask and sinks", "gemm"),
         ),
+        ("qk_norm_gain = false", "", at("model.attention.qk_norm_gain", "qk_norm = false", "leave it out")),
+        ('qk_norm_gain = false\nqk_norm = "all"', "", at("model.attention.qk_norm_gain", "qk_norm = all", '"head"')),
         ('mask = { type = "chunked", chunk_size = 0 }', "", at("model.attention.mask.chunk_size", "0")),
         ('mask.type = "chunk"', "", at("model.attention.mask.type", "chunked")),
     ],

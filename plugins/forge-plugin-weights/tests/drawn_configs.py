@@ -232,6 +232,15 @@ OPTIONAL: Mapping[str, Draw] = {
     "vocab_size_per_layer_input": same(WIDTHS),
     "use_double_wide_mlp": same(st.just(False)),
     "enable_moe_block": same(st.just(False)),
+    "attention_chunk_size": same(st.integers(1, 9999)),
+    "attn_temperature_tuning": same(st.booleans()),
+    "attn_scale": same(FACTORS),
+    "floor_scale": same(st.integers(1, 9999)),
+    "intermediate_size_mlp": same(WIDTHS),
+    "interleave_moe_layer_step": same(st.integers(1, 3)),
+    "moe_layers": lambda sizes: st.tuples(st.integers(0, sizes.layers), st.integers(1, 3)).map(
+        lambda drawn: [*range(drawn[0] + drawn[1] - 1, sizes.layers, drawn[1])]
+    ),
 }
 """Keys that a configuration may lack."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -273,6 +282,7 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("nemotron_h", "n_shared_experts"): same(st.just(1)),
     ("nemotron_h", "sliding_window"): same(st.none()),
     ("nemotron_h", "time_step_limit"): same(st.just([0.0, math.inf])),
+    ("llama4_text", "layer_types"): by_layer(["chunked_attention", "full_attention"]),
     ("apertus", "hidden_act"): same(st.just("xielu")),
     ("apertus", "mlp_bias"): same(st.just(False)),
     ("hunyuan_v1_dense", "use_qk_norm"): same(st.just(True)),

@@ -188,6 +188,24 @@ GRANITE4: Mapping[str, Any] = {
     "mamba_d_head": 16,
     "position_embedding_type": "nope",
 }
+FALCON_H1: Mapping[str, Any] = {
+    "num_hidden_layers": 2,
+    "mamba_n_heads": 4,
+    "mamba_d_ssm": 40,
+    "mamba_d_head": 10,
+    "mamba_d_state": 6,
+    "mamba_norm_before_gate": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e11},
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9375,
+    "embedding_multiplier": 5.656854249492381,
+    "key_multiplier": 0.55,
+    "lm_head_multiplier": 0.39,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.36, 0.5, 0.7],
+    "ssm_out_multiplier": 0.23570226039551587,
+}
 NEMOTRON_H: Mapping[str, Any] = {
     "num_hidden_layers": ...,
     "hybrid_override_pattern": "M-M*-",
@@ -260,6 +278,17 @@ GROWING: Mapping[str, Any] = {
 }
 """With steps that sequences of the tests go beyond."""
 UNSTRETCHED = {key: GROWING[key] for key in ("rope_theta", "original_max_position_embeddings", "llama_4_scaling_beta")}
+LLAMA4: Mapping[str, Any] = {
+    **SPECIAL,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "attention_chunk_size": 7,
+    "floor_scale": 5,
+    "attn_scale": 0.5,
+}
+"""With chunks and steps that sequences of the tests go beyond."""
 DOTS1: Mapping[str, Any] = {
     "moe_intermediate_size": 16,
     "n_routed_experts": 8,
@@ -414,6 +443,20 @@ MODELS: Mapping[str, Published] = {
         "Gemma4Text",
     ),
     "gemma4_text, own values": Published("Gemma4", {**GEMMA4, "attention_bias": True}, "Gemma4Text"),
+    "llama4_text": Published("Llama4", LLAMA4, "Llama4Text"),
+    "llama4_text, dense layers": Published(
+        "Llama4",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "no_rope_layers": [1, 0, 0, 1],
+            "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},
+        },
+        "Llama4Text",
+    ),
     "mixtral": Published("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS}),
     "qwen2_moe": Published("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen2_moe, window": Published("Qwen2Moe", {**EXPERTS, **QWEN_WINDOWS, "shared_expert_intermediate_size": 32}),

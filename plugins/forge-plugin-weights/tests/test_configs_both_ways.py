@@ -58,6 +58,11 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
         *("block_multiple_of", "full_attn_idxs"),
     },
     "lfm2_moe": {"full_attn_idxs"},
+    # Of layers without an encoding, of those with one and of chunks, where there are none; the list has precedence
+    "llama4_text": {
+        *("attn_temperature_tuning", "attn_scale", "floor_scale", "use_qk_norm", "attention_chunk_size"),
+        "interleave_moe_layer_step",
+    },
     # Of layers with a window, where there is none; of those that share keys, and of inputs, where there are none
     "gemma4_text": {
         *("head_dim", "num_key_value_heads", "use_double_wide_mlp", "vocab_size_per_layer_input"),

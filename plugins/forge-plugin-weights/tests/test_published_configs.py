@@ -32,7 +32,10 @@ from forge_testing.refusals import lacks
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 CATALOG = Catalog.installed()
-LANGUAGE_MODELS: Mapping[str, str] = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "ministral3"}
+LANGUAGE_MODELS: Mapping[str, str] = {
+    **{type_: f"{type_}_text" for type_ in ("gemma3", "gemma4", "llama4")},
+    "mistral3": "ministral3",
+}
 """Architectures that read a part of a model, by its `model_type`."""
 CLASSES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """By `model_type`, that of the class in `transformers`."""

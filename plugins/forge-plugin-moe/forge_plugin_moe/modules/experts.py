@@ -208,6 +208,7 @@ class Experts(nn.Module):
         grouped: bool,
         bias: bool = False,
         swiglu: SwiGLUForm | None = PLAIN,
+        weight_input: bool = False,
     ) -> None:
         """Set up the stacks.
 
@@ -219,6 +220,7 @@ class Experts(nn.Module):
             grouped: whether products of all experts are one kernel.
             bias: whether matrices have biases.
             swiglu: what is between them; None: a squared ReLU, without a gate.
+            weight_input: whether weights are factors of what experts read, and not of what they return.
         """
         super().__init__()
         if swiglu is not None:
@@ -226,6 +228,7 @@ class Experts(nn.Module):
         self.up = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped, bias=bias)
         self.down = StackedLinear(experts, hidden, dim, std=init.residual, grouped=grouped, bias=bias)
         self.swiglu = swiglu
+        self.weight_input = weight_input
 
     def forward(
         self,
@@ -245,6 +248,10 @@ class Experts(nn.Module):
         dispatch = Dispatch.to_groups(chosen, self.down.weight.shape[0], rows, row_multiple(tokens))
         ends = dispatch.counts.cumsum(0, dtype=torch.int32)
         x = dispatch.to_rows(tokens)
+        if self.weight_input:
+            x = x * dispatch.of_rows(weights).to(x.dtype).unsqueeze(1)
+            # Not left out, as rows for no choice need the weight 0
+            weights = torch.ones_like(weights)
         if self.swiglu is None:
             inner = F.relu(self.up(x, ends)).square()
         else:

@@ -58,6 +58,7 @@ class MoELayer(nn.Module):
             swiglu=SwiGLUForm(component.swiglu_alpha, component.swiglu_limit, component.swiglu_offset)
             if component.activation == "swiglu"
             else None,
+            weight_input=component.apply_router_weight_on_input,
         )
         self.shared = self.shared_gate = None
         if component.shared_experts:

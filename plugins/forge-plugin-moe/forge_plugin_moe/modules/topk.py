@@ -119,19 +119,23 @@ class SigmoidRouter(TopKModule):
     """
 
     component: SigmoidTopK
-    bias: Tensor
+    bias: Tensor | None
 
     def __init__(
         self, component: SigmoidTopK, context: BuildContext, dim: int, experts: int, sets: Sequence[int] = ()
     ) -> None:
-        super().__init__(component, context, dim, experts, component.bias_rate > 0, sets)
-        self.register_buffer("bias", torch.empty(experts))
-        context.auxiliary.summarise(BIAS, summarise_bias)
-        self._biases = context.auxiliary.counter(BIAS, self.layer, unit="layer")
+        moves = component.correction_bias and component.bias_rate > 0
+        super().__init__(component, context, dim, experts, moves, sets)
+        self.moves = moves
+        self.register_buffer("bias", torch.empty(experts) if component.correction_bias else None)
+        if component.correction_bias:
+            context.auxiliary.summarise(BIAS, summarise_bias)
+            self._biases = context.auxiliary.counter(BIAS, self.layer, unit="layer")
 
     def init_buffers(self, device: torch.device) -> None:
         """Starts with biases of 0."""
-        self.bias.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns weights and numbers of each token's K experts, (B, S, K), with the losses attached."""
@@ -151,9 +155,11 @@ class SigmoidRouter(TopKModule):
             closed: (B, S, E), bool, experts that a token does not choose; None: there are none. A token with fewer than
                 K others has closed ones too, with weights of 0, which no loss and no bias counts.
         """
-        self._biases.add(self.bias)
-        # The bias takes part in the choice only: weights are gathered from the scores
-        preferences = scores.detach() + self.bias
+        preferences = scores.detach()
+        if self.bias is not None:
+            self._biases.add(self.bias)
+            # The bias takes part in the choice only: weights are gathered from the scores
+            preferences = preferences + self.bias
         if closed is not None:
             preferences = preferences.masked_fill(closed, -torch.inf)
         chosen = self.replay(self.select(preferences), batch)
@@ -172,7 +178,8 @@ class SigmoidRouter(TopKModule):
 
     def after_update(self) -> None:
         """Raise the bias of experts with less than the mean load of their set, and lower the bias of others."""
-        if self.component.bias_rate:
+        if self.moves:
+            assert self.bias is not None
             load = self.auxiliary.counted(CHOSEN, self.layer)
             # By the sign, so that a step does not depend on the number of tokens (Wang et al. 2024)
             missing = set_means(load, self.balance.sets) - load

@@ -111,20 +111,22 @@ class QueryGrowth(NamedTuple):
     rate: float
     length: int
     """Positions of a step."""
+    offset: int = 0
+    """Added to positions."""
 
     def __call__(self, q: Tensor, positions: Tensor | None) -> Tensor:
-        """Returns queries (B, S, H, E) times 1 + rate ln(1 + floor(position / length)).
+        """Returns queries (B, S, H, E) times 1 + rate ln(1 + floor((position + offset) / length)).
 
         Args:
             q: queries.
             positions: (B, S), where negative ones are padding; None: 0, 1, …
         """
         if positions is None:
-            if q.shape[1] <= self.length:  # the factor of all is 1
+            if q.shape[1] + self.offset <= self.length:  # the factor of all is 1
                 return q
             positions = torch.arange(q.shape[1], device=q.device)
         wide = torch.promote_types(q.dtype, torch.float32)
-        steps = (positions.clamp(min=0) // self.length).to(wide)
+        steps = ((positions.clamp(min=0) + self.offset) // self.length).to(wide)
         return cast(cast(q, wide) * (1 + self.rate * torch.log1p(steps))[..., None, None], q.dtype)
 
 

@@ -107,6 +107,22 @@ class CentredNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
 
 
+@directly_callable
+class GainlessNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps), in the dtype of x, without parameters."""
+
+    def __init__(self, *, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D) to (…, D)."""
+        return normed_without_gain(x, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
+
+
 def normed_without_gain(x: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x²) + eps) (…, D), in the dtype of x."""
     wide = cast(x, torch.promote_types(x.dtype, torch.float32))

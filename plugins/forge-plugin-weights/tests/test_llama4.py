@@ -1,0 +1,130 @@
+"""Llama 4: the language model of one with images, text past a chunk's end, and keys that Forge does not compute."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from published_models import LLAMA4, MODELS, SIZES, ids_of, logits, ours, randomised
+
+from forge_core.contracts.components import ModelComponent
+from forge_core.contracts.errors import JobError
+from forge_core.plugins.catalog import Catalog
+from forge_kit.tools.commands import parse_component
+from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_weights.exporting import export_run
+from forge_plugin_weights.importing import import_folder
+from forge_plugin_weights.tables import load_architecture, read_config, write_config
+
+CATALOG = Catalog.installed()
+NAME = "llama4_text"
+LLAMA4_TEXT = load_architecture(NAME, CATALOG)
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16),
+}
+
+
+def test_greedy_tokens_are_those_of_transformers_beyond_the_end_of_a_chunk(tmp_path):
+    theirs = MODELS[NAME].write(tmp_path / "published")
+    model = ours(import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False))
+    prompt = ids_of()[:, :5]  # of a chunk of 7
+    # Some tokens have the id of padding, which would be hidden without a mask
+    options = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "eos_token_id": -1}
+    expected = theirs.generate(prompt, do_sample=False, max_new_tokens=20, **options)[:, 5:]
+    for use_cache in (True, False):
+        rows = generate(model, prompt.tolist(), 20, -1, Sampling(temperature=0), use_cache=use_cache)
+        assert rows == expected.tolist()
+
+
+def test_the_language_model_comes_in_and_goes_out_without_its_vision_tower(tmp_path):
+    config = transformers.Llama4Config(
+        text_config={**SIZES, **LLAMA4}, vision_config=VISION, image_token_index=60, boi_token_index=61
+    )
+    torch.manual_seed(0)
+    theirs = randomised(transformers.Llama4ForConditionalGeneration(config))
+    theirs.save_pretrained(tmp_path / "published")
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=NAME)
+    ids = ids_of() % 56
+    with torch.no_grad():
+        expected = theirs.language_model(ids).logits  # the whole model needs images (transformers 5.24)
+    assert expected.std() > 0.1
+    assert (logits(ours(run), ids) - expected).abs().max() < 1e-4
+    again, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        export_run(run, tmp_path / "out"), output_loading_info=True
+    )
+    assert not any(loading.values())
+    assert type(again) is transformers.Llama4ForCausalLM
+    with torch.no_grad():
+        assert (again(ids).logits - expected).abs().max() < 1e-5
+
+
+def config_of(**keys: Any) -> dict[str, Any]:
+    return {**json.loads(MODELS[NAME].model().config.to_json_string(use_diff=False)), **keys}
+
+
+def test_keys_in_the_spelling_of_published_files_mean_the_same():
+    plain = read_config(LLAMA4_TEXT, config_of())
+    spelt = config_of(attn_temperature_tuning=4, floor_scale=5.0, no_rope_layers=[], moe_layers=None, layer_types=None)
+    assert read_config(LLAMA4_TEXT, spelt) == plain
+
+
+def test_without_a_size_no_layer_has_chunks():
+    attention = read_config(LLAMA4_TEXT, config_of(attention_chunk_size=None, layer_types=None))["attention"]
+    assert {kind["mask"]["type"] for kind in attention["kinds"].values()} == {"forge-plugin-transformer/causal"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"attention_chunk_size": None}, "attention_chunk_size is None"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries"),
+        ({"moe_layers": [0, 3]}, r"moe_layers = \[0, 3\]"),
+        ({"floor_scale": 2.5}, "floor_scale = 2.5"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"sliding_window": 8}, "sliding_window"),
+    ],
+)
+def test_what_forge_does_not_compute_is_refused_by_key(keys: dict[str, Any], words: str):
+    with pytest.raises(JobError, match=words):
+        read_config(LLAMA4_TEXT, config_of(**keys))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "words"),
+    [
+        ("chunked", {"qk_norm_rotated": False}, "qk_norm_rotated = False, where it is True always"),
+        ("chunked", {"qk_norm_eps": 0.1}, "qk_norm_eps = 0.1"),
+        ("chunked", {"query_growth": 0.5}, "query_growth differs"),
+        ("full_nope", {"query_growth_offset": 0}, "query_growth_offset = 0, where it is 1 always"),
+        ("full_nope", {"qk_norm": "head"}, "qk_norm differs"),
+        ("full_nope", {"mask": {"type": "chunked", "chunk_size": 3}}, "chunk_size differs"),
+        ("full_nope", {"mask": {"type": "global_local", "window": 3}}, "mask.type = 'forge-plugin-transformer/global"),
+    ],
+)
+def test_a_model_that_it_cannot_describe_is_not_exported_as_one(kind: str, keys: dict[str, Any], words: str):
+    table = json.loads(json.dumps(read_config(LLAMA4_TEXT, config_of())))
+    table["attention"]["kinds"][kind] |= keys
+    model = parse_component(table, "job.toml", ModelComponent, CATALOG)
+    with pytest.raises(JobError, match=words):
+        write_config(LLAMA4_TEXT, model, CATALOG)
+
+
+def test_a_mask_is_refused_by_families_without_one():
+    config = json.loads(MODELS["llama"].model().config.to_json_string(use_diff=False))
+    table = json.loads(json.dumps(read_config(load_architecture("llama", CATALOG), config)))
+    table["attention"]["mask"] = {"type": "chunked", "chunk_size": 4}
+    model = parse_component(table, "job.toml", ModelComponent, CATALOG)
+    with pytest.raises(JobError, match=r"attention\.mask"):
+        write_config(load_architecture("llama", CATALOG), model, CATALOG)
