@@ -23,7 +23,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import torch.distributed as dist
 
+from forge_kit.nn.dispatch import ExpertRanks
 from forge_plugin_moe.modules.experts import Experts
+from forge_plugin_parallel.ep_all_to_all import AllToAllDispatcher
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 from forge_plugin_transformer import InitStd
 from forge_plugin_transformer.modules.feed_forward import GatedFeedForward
@@ -106,12 +108,16 @@ def exchange_of(args, per_node):
     each = args.experts // args.ranks
     stack = stack_of(args, each)
     local = LocalExperts(stack, stack.forward)
+
+    def exchange(forward, group, experts, outer=1):
+        return Exchange(forward, AllToAllDispatcher(ExpertRanks(group, experts, outer)))
+
     if not per_node:
-        return Exchange(local, dist.group.WORLD, each)
+        return exchange(local, dist.group.WORLD, each)
     ranks = torch.arange(args.ranks).view(-1, per_node)
     across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
     within, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    return Exchange(Exchange(local, within, each, outer=len(ranks)), across, each * per_node)
+    return exchange(exchange(local, within, each, outer=len(ranks)), across, each * per_node)
 
 
 def bytes_sent(args, rank, per_node, exchange, inputs):

@@ -73,25 +73,41 @@ def send_rows(
     Returns:
         A function that waits for the rows and returns them; to be called once.
     """
-    there, back = _Journey(), _Journey()
-    ticket = _apply(x, partial(there.begin, sent=sent, received=received, group=group), back.end)
-    return lambda: _apply(ticket, there.end, partial(back.begin, sent=received, received=sent, group=group))
+    there = _Journey(sum(received), _exchange(sent, received, group))
+    return there.outward(x, _Journey(sum(sent), _exchange(received, sent, group)))
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Starts to concatenate the ranks' rows, equally many each, without waiting; see `send_rows`.
+
+    Backward: reduce-scatter (gradients differ by rank).
+    """
+    rows, ranks = len(x), dist.get_world_size(group)
+    there = _Journey(rows * ranks, partial(_all_gather, group=group, async_op=True))
+    return there.outward(x, _Journey(rows, partial(_reduce_scatter, group=group, async_op=True)))
 
 
 @define
 class _Journey:
     """Rows in flight. Meanwhile a ticket, a tensor without elements, represents them in the autograd graph."""
 
+    rows: int
+    """Rows that arrive."""
+    start: Callable[[Tensor, Tensor], dist.Work | None]
+    """Starts a collective from the second tensor to the first."""
     work: dist.Work | None = None
     source: Tensor | None = None
     """The rows being sent, referenced so that their memory is not reused before they are."""
     arriving: Tensor | None = None
 
-    def begin(self, x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        self.source, self.arriving = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
-        self.work = dist.all_to_all_single(
-            self.arriving, self.source, list(received), list(sent), group=group, async_op=True
-        )
+    def outward(self, x: Tensor, back: _Journey) -> Callable[[], Tensor]:
+        """Begins with x, and returns the function that ends; gradients travel `back`."""
+        ticket = _apply(x, self.begin, back.end)
+        return lambda: _apply(ticket, self.end, back.begin)
+
+    def begin(self, x: Tensor) -> Tensor:
+        self.source, self.arriving = x.contiguous(), x.new_empty(self.rows, *x.shape[1:])
+        self.work = self.start(self.arriving, self.source)
         return x.new_empty(0)
 
     def end(self, ticket: Tensor) -> Tensor:
@@ -102,6 +118,15 @@ class _Journey:
         # Only now may the memory of the sent rows be reused: the collective reads it until it is done.
         self.work = self.source = self.arriving = None
         return arrived
+
+
+def _exchange(
+    sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Callable[[Tensor, Tensor], dist.Work | None]:
+    def start(arriving: Tensor, source: Tensor) -> dist.Work | None:
+        return dist.all_to_all_single(arriving, source, list(received), list(sent), group=group, async_op=True)
+
+    return start
 
 
 def _sent(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:

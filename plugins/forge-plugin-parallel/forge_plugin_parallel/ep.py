@@ -10,6 +10,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import Problem
+from forge_plugin_parallel.dispatchers import AllToAll, DispatcherComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -45,13 +46,15 @@ class ExpertParallel(ParallelComponent):
     """How many of these ranks are on one node. If set, a token is sent once to each other node that holds any of its
     experts, to the rank with the same number there, which forwards it within the node and returns one sum. 0: a token
     is sent to each rank separately."""
+    dispatcher: DispatcherComponent = field(factory=AllToAll)
+    """`[parallel.ep.dispatcher]`: how tokens are moved to the ranks of their experts, and results back."""
     overlap: bool = True
     """Whether shared experts, or any other independent computation of the model, run while tokens are being sent, and
     their backward pass while the tokens' gradients are. Results are the same to the bit."""
 
     @property
     def waits_in_blocks(self) -> str:
-        """The host reads the sizes of the all-to-all in every layer with experts."""
+        """The host reads how many tokens are sent in every layer with experts, and dispatchers are not compiled."""
         return "it waits for how many tokens go to each rank" if self.degree > 1 else ""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
@@ -68,6 +71,9 @@ class ExpertParallel(ParallelComponent):
             message = f"{self.ranks_per_node} ranks a node do not make several equal nodes of the {self.degree} ranks"
             hint = f"set it to {' or '.join(map(str, allowed))}, or leave it out" if allowed else "leave it out"
             yield Problem("ranks_per_node", f"{message}; {hint}")
+        if self.degree > 1:
+            found = self.dispatcher.rank_problems(self.degree, self.ranks_per_node)
+            yield from (problem.below("dispatcher") for problem in found)
 
     def _other_dimensions(self, layout: Layout) -> list[str]:
         """Dimensions of other stages that hold different tokens, or that lie between `shard` and `cp`."""

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from forge_core.contracts.errors import Problem
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.mesh import local_part
-from forge_kit.nn.dispatch import ExpertStack
+from forge_kit.nn.dispatch import ExpertRanks, ExpertStack, TokenDispatcher
 from forge_kit.nn.mesh import arrange
+from forge_plugin_parallel.dispatchers import AllToAll
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class ExpertParallelStage(ParallelStage):
     def __init__(self, component: ExpertParallel, context: BuildContext) -> None:
         self._ranks, self._per_node = component.degree, component.ranks_per_node
         self._overlap = component.overlap
+        self._component, self._context = component.dispatcher, context.at("parallel.ep.dispatcher")
+        self._dispatchers: dict[tuple[str, int], TokenDispatcher] = {}
         if self._ranks > 1:
             self._mesh = expert_mesh(context, {"ep": self._ranks})
             if self._per_node:
@@ -103,15 +106,26 @@ class ExpertParallelStage(ParallelStage):
         if self._ranks == 1:
             return "each rank has all experts"
         nodes = f", {self._per_node} a node" if self._per_node else ""
-        return f"experts split over {self._ranks} ranks{nodes}, and these over {self._data_mesh.shape[-1]}"
+        split = f"experts split over {self._ranks} ranks{nodes}, and these over {self._data_mesh.shape[-1]}"
+        by = "" if isinstance(self._component, AllToAll) else f"; tokens sent by {type(self._component).__name__}"
+        return f"{split}{by}"
 
     def _shared(self, local: ExpertStack, experts: int) -> ExpertStack:
         """The exchange around a stack with `experts` experts on this rank."""
         if not self._per_node:
-            return Exchange(local, self._mesh["ep"].get_group(), experts, overlap=self._overlap)
-        across, within = (self._nodes[name].get_group() for name in ("epacross", "epwithin"))
-        of_node = Exchange(local, within, experts, outer=self._ranks // self._per_node)
-        return Exchange(of_node, across, experts * self._per_node, overlap=self._overlap)
+            return Exchange(local, self._dispatcher("ep", experts), self._overlap)
+        nodes = self._ranks // self._per_node
+        of_node = Exchange(local, self._dispatcher("epwithin", experts, outer=nodes))
+        return Exchange(of_node, self._dispatcher("epacross", experts * self._per_node), self._overlap)
+
+    def _dispatcher(self, dimension: str, experts: int, outer: int = 1) -> TokenDispatcher:
+        """The dispatcher along a dimension of the mesh, the same for all stacks with equally many experts."""
+        key = dimension, experts
+        if key not in self._dispatchers:
+            mesh = self._mesh if dimension == "ep" else self._nodes
+            ranks = ExpertRanks(mesh[dimension].get_group(), experts, outer)
+            self._dispatchers[key] = self._context.build(self._component, ranks=ranks)
+        return self._dispatchers[key]
 
     def _split(self, module: nn.Module) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):

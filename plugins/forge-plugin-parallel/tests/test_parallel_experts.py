@@ -11,10 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.layout import Layout
-from forge_plugin_parallel import ExpertParallel
+from forge_kit.nn.dispatch import Dispatched, ExpertRanks
+from forge_plugin_parallel import AllGather, AllToAll, ExpertParallel, collectives
 from forge_plugin_parallel.collectives import send_rows
-from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts, places_of_a_token
+from forge_plugin_parallel.ep_all_to_all import places_of_a_token
+from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import at, check_problems
 
@@ -66,22 +69,27 @@ def found(stack, inputs):
     return y.detach(), tokens.grad, weights.grad
 
 
-def shared(per_node=0):
+def shared(per_node=0, dispatcher=None):
     """This rank's part of a stack, and the stack that ranks share."""
     rank = dist.get_rank()
     part = Stack(rank * EACH, (rank + 1) * EACH)
     local = LocalExperts(part, part.forward)
+
+    def exchange(forward, group, experts, outer=1):
+        ranks = ExpertRanks(group, experts, outer)
+        return Exchange(forward, (dispatcher or AllToAll()).build(None, ranks))
+
     if not per_node:
-        return part, Exchange(local, dist.group.WORLD, EACH)
+        return part, exchange(local, dist.group.WORLD, EACH)
     ranks = torch.arange(RANKS).view(-1, per_node)
     across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
     within, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    return part, Exchange(Exchange(local, within, EACH, outer=len(ranks)), across, EACH * per_node)
+    return part, exchange(exchange(local, within, EACH, outer=len(ranks)), across, EACH * per_node)
 
 
-def all_cases(per_node):
+def all_cases(per_node, dispatcher):
     """What a rank finds in each case, with the gradient of its part of the stack."""
-    part, stack = shared(per_node)
+    part, stack = shared(per_node, dispatcher)
     results = {}
     for case in CASES:
         part.weight.grad = None
@@ -92,10 +100,11 @@ def all_cases(per_node):
 CASES = ("every choice", "some left out", "all to one rank", "none")
 
 
+@pytest.mark.parametrize("dispatcher", [AllToAll(), AllGather()], ids=lambda component: type(component).__name__)
 @pytest.mark.parametrize("per_node", [0, 2])
-def test_ranks_that_share_a_stack_give_what_one_process_gives(per_node):
+def test_ranks_that_share_a_stack_give_what_one_process_gives(per_node, dispatcher):
     """One rank has no tokens at all."""
-    ranks = run_on_ranks(RANKS, lambda rank: all_cases(per_node))
+    ranks = run_on_ranks(RANKS, lambda rank: all_cases(per_node, dispatcher))
     for case in CASES:
         stack = Stack()
         expected = [found(stack, tokens_of(rank, case)) for rank in range(RANKS)]
@@ -211,6 +220,51 @@ def events_of_a_journey(rank):
 def test_what_is_computed_while_rows_travel_has_its_gradients_computed_while_theirs_do():
     for events in run_on_ranks(2, events_of_a_journey):
         assert events == ["depart", "the rest", "arrive", "depart", "gradient of the rest", "arrive"]
+
+
+def test_ranks_that_gather_send_all_tokens_there_and_their_sums_back():
+    """Padding and counts included; the numbers of a planned step are the same where ranks have equally many tokens."""
+
+    def elements(rank):
+        _, stack = shared(0, AllGather())
+        gathered = []
+        gather, scatter = collectives._all_gather, collectives._reduce_scatter
+
+        def counted(send):
+            def sent(target, source, **more):
+                gathered.append((len(target), len(source), source[0].numel()))
+                return send(target, source, **more)
+
+            return sent
+
+        with (
+            mock.patch.object(collectives, "_all_gather", counted(gather)),
+            mock.patch.object(collectives, "_reduce_scatter", counted(scatter)),
+        ):
+            stack(*tokens_of(rank, "every choice"))
+            return gathered
+
+    longest = 5 * (RANKS - 1)
+    for sizes in run_on_ranks(RANKS, elements):
+        counts = (RANKS * (RANKS + 1), RANKS + 1, 1)
+        there = [(RANKS * longest, longest, width) for width in (2 * K, D)]
+        assert sizes == [counts, *there, (longest, RANKS * longest, D)]
+
+
+class Forgetful:
+    """A dispatcher that computes with its own experts alone, and loses a token on the way back."""
+
+    def dispatch(self, tokens, weights, chosen, rows):
+        return Dispatched(lambda: tokens, weights, chosen.where(chosen < EACH, -1))
+
+    def combine(self, outputs, dispatched):
+        return outputs[1:]
+
+
+def test_a_dispatcher_that_loses_tokens_is_named():
+    stack = Stack(0, EACH)
+    with pytest.raises(ForgeError, match=r"Forgetful.combine returns \(4, 7\) for tokens \(5, 7\)"):
+        Exchange(stack, Forgetful())(*tokens_of(1, "every choice"))
 
 
 class TestWhatIsRefused:

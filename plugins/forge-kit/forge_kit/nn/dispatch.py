@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -39,8 +40,59 @@ class ExpertStack(Protocol):
             weights: (T, K), float32 or wider; differentiable.
             chosen: (T, K), int64, numbers of experts. -1: none, whatever the weight.
             rows: number of choices that are not -1; None: the host waits for the device to count them.
-            overlap_fn: called once; expert parallelism runs it while the all-to-all is in flight.
+            overlap_fn: called once; expert parallelism runs it while tokens are in flight.
         """
+        ...
+
+
+class ExpertRanks(NamedTuple):
+    """Ranks that share the experts of a stack equally: rank r of R has the experts r x E / R to (r + 1) x E / R - 1.
+
+    With nodes, the same holds of the nodes, and of the ranks of each.
+    """
+
+    group: dist.ProcessGroup
+    """This rank, and those that it exchanges tokens with."""
+    experts: int
+    """Experts of each rank of the group, or of its node."""
+    outer: int = 1
+    """Nodes over which tokens are distributed already."""
+
+
+class Dispatched(NamedTuple):
+    """What a dispatcher has brought to a rank: N tokens, each with K' choices among the rank's experts."""
+
+    arrive: Callable[[], Tensor]
+    """Waits for the tokens if they are in flight, and returns them, (N, D); called once."""
+    weights: Tensor
+    """(N, K'), float32 or wider; differentiable."""
+    chosen: Tensor
+    """(N, K'), int64, numbers relative to the rank's first expert; -1: none."""
+    rows: int | None = None
+    """Number of choices that are not -1; None: whoever needs it waits for the device to count them."""
+    state: Any = None
+    """What `combine` needs to know of the way here."""
+
+
+class TokenDispatcher(Protocol):
+    """Moves tokens to the ranks that hold their experts, and results back (Megatron's token dispatcher).
+
+    Ranks of a group call both methods in the same order, with T different on each, 0 included. One dispatcher serves
+    all layers whose stacks have equally many experts, so it has no state between calls but `Dispatched.state`. Both
+    methods are differentiable in tokens and weights; activation checkpointing may call them twice. They run outside of
+    compiled graphs. In a planned step, tensors are fake: no number may be read from one.
+
+    A token may arrive at a rank once, with all its choices there (K' = K; `all_to_all`, DeepEP), or once for each
+    choice (K' = 1). The stack orders the rows by expert: it adds up outputs of a token's choices on its rank, each
+    times its weight, so `combine` adds up one output of each arrived token, without weights.
+    """
+
+    def dispatch(self, tokens: Tensor, weights: Tensor, chosen: Tensor, rows: int | None) -> Dispatched:
+        """Sends a rank's tokens to the ranks that hold their experts; arguments as of `ExpertStack`."""
+        ...
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """(N, D), one for each token that has arrived -> (T, D): the sum of the outputs of each token that was sent."""
         ...
 
 
@@ -114,18 +166,14 @@ class Dispatch(NamedTuple):
         Raises:
             ValueError: there are rows for no choice, whose gradients only weights make zero, and no weights.
         """
+        filled = len(self.choices) > len(self.by_token)
         if weights is not None:
-            weights = self.of_rows(weights)
-        elif len(self.choices) > len(self.by_token):
+            weights = weights.flatten()
+            # Rows for no choice have the number T x K, at which the weight 0 is appended
+            weights = (F.pad(weights, (0, 1)) if filled else weights).index_select(0, self.choices)
+        elif filled:
             raise ValueError("groups are filled up with rows for no choice; pass the weights")
         return _AddUp.apply(rows, weights, self.sources, self.by_token, self.starts)  # type: ignore[no-untyped-call]
-
-    def of_rows(self, values: Tensor) -> Tensor:
-        """(T, K) -> (M,): the value of each row's choice, 0 for rows for no choice."""
-        values = values.flatten()
-        if len(self.choices) > len(self.by_token):  # rows for no choice have the number T x K, at which a 0 is appended
-            values = F.pad(values, (0, 1))
-        return values.index_select(0, self.choices)
 
 
 def _surely(condition: bool) -> bool:
