@@ -11,7 +11,7 @@ from attrs.validators import ge, gt
 from forge_core.contracts.components import RouterComponent, default_type, when_resumed
 from forge_core.contracts.errors import Problem
 from forge_kit.optim.fields import TRAINING_ONLY
-from forge_plugin_transformer import FFNComponent, InitStd
+from forge_plugin_transformer import FFNComponent, InitStd, NormComponent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,6 +103,13 @@ class SoftmaxTopK(TopKRouter):
     bias: bool = False
     """Whether the linear function has a learned bias for each expert, which takes part in choice and weights
     (gpt-oss)."""
+    input_norm: bool = False
+    """Whether what it reads is RMS-normalised first, and multiplied by a learned factor for each feature and by
+    1 / sqrt(`dim`) (Gemma 4)."""
+    input_norm_eps: float = field(default=1e-6, validator=gt(0))
+    """Added to the mean square in that normalisation."""
+    expert_scale: bool = False
+    """Whether the weights of each expert have a learned factor (Gemma 4)."""
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
         """Returns a router with parameters (E, dim) and, if `bias` is set, (E,)."""
@@ -208,9 +215,9 @@ class MoE(FFNComponent):
     hidden: int = field(default=0, validator=ge(0))
     """Width between the matrices of an expert; 0: 8/3 of `dim`, rounded up to a multiple of 256. Fine-grained experts
     have a fraction of it."""
-    activation: Literal["swiglu", "relu2"] = "swiglu"
-    """What an expert computes, routed or shared. swiglu: down(silu(gate(x)) * up(x)). relu2: down(relu(up(x))²), which
-    has no `gate` (Nemotron 3)."""
+    activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
+    """What an expert computes, routed or shared. swiglu: down(silu(gate(x)) * up(x)). geglu: down(gelu(gate(x)) *
+    up(x)), by the tanh approximation (Gemma 4). relu2: down(relu(up(x))²), which has no `gate` (Nemotron 3)."""
     bias: bool = False
     """Whether the matrices of a routed expert have biases (gpt-oss)."""
     swiglu_alpha: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
@@ -233,6 +240,10 @@ class MoE(FFNComponent):
     shared_gate: bool = False
     """Whether the output of the shared experts is multiplied by the sigmoid of a linear function of the token
     (Qwen2-MoE)."""
+    branch_norm: NormComponent | None = None
+    """`[model.ffn.branch_norm]`: norms before and after the routed experts, and before and after the shared ones, four
+    in all; the layer then has no norm before this part, and the router reads the residual stream (Gemma 4 26B-A4B).
+    Without the table there are none."""
     first_dense: int = field(default=0, validator=ge(0))
     """The first N layers use `dense` (DeepSeek-V3: 3)."""
     every: int = field(default=1, validator=gt(0))
@@ -250,6 +261,8 @@ class MoE(FFNComponent):
                 if getattr(self, name) != absent:
                     message = f"has no effect on experts of {self.activation}"
                     yield Problem(name, f'{message}; leave it out, or take activation = "swiglu"')
+        if self.branch_norm is not None:
+            yield from self._norm_problems()
         if self.shared_gate and not self.shared_experts:
             yield Problem("shared_gate", "is for shared experts, and there are none; set shared_experts")
         if self.capacity_factor and job.data.packing.isolates:
@@ -266,6 +279,21 @@ class MoE(FFNComponent):
         where = "" if precision == "fp64" else f" on {device}"
         why = "" if self.backend == "loop" else f", as grouped_mm cannot compute {precision}{where}"
         return f"the host waits for the sizes of experts{why}"
+
+    def _norm_problems(self) -> Iterable[Problem]:
+        """Checks that there are both branches, and nothing that is between them or in their place."""
+        if not self.shared_experts:
+            yield Problem("branch_norm", "there are no shared experts beside the routed ones; set shared_experts")
+        if self.shared_gate:
+            yield Problem("shared_gate", "with branch_norm there is none between shared experts and their norm")
+        for name, value in (("first_dense", 0), ("every", 1)):
+            if getattr(self, name) != value:
+                message = "layers without experts would have no norm before them, as the model has branch_norm"
+                yield Problem(name, f"{message}; leave it out, or take a pattern of feed-forward parts")
+
+    def normalises_input(self, layer: int) -> bool:
+        """Returns whether there is `branch_norm`, in the place of a norm before this part."""
+        return self.branch_norm is not None
 
     def _is_dense(self, layer: int) -> bool:
         # Counted from the first layer that may have experts, so that `every` does not depend on `first_dense`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
-from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_plugin_transformer import GroupedQueryAttention, RMSNorm, Transformer
 from forge_testing.suites import ModelSuite, RouterSuite
 from forge_testing.suites.parity import ParitySuite
 
@@ -65,6 +65,16 @@ class TestModelWithWeightsOnInputs(ModelSuite):
         router=SigmoidTopK(correction_bias=False, normalise=False, **BALANCED),
     )  # fmt: skip
     layouts = ("fsdp2", "tp2", "pp2", "fsdp2_ep2", "compiled")
+
+
+class TestModelWithNormsOfBranches(ModelSuite):
+    """Routed and shared experts have norms of their own, and the router reads the stream, as in Gemma 4."""
+
+    component = model_of(
+        activation="geglu", shared_experts=2, branch_norm=RMSNorm(),
+        router=SoftmaxTopK(input_norm=True, expert_scale=True, **BALANCED),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "fsdp2_ep2", "compiled")
 
 
 class TestExpertParallel(ParitySuite):

@@ -188,6 +188,10 @@ class FFNComponent(Component):
 
     kind = "ffn"
 
+    def normalises_input(self, layer: int) -> bool:
+        """Returns whether the module of a layer normalises what it reads, so that the block has no norm before it."""
+        return False
+
     def depth_problems(self, layers: int) -> Iterable[Problem]:
         """Yields problems that depend on the model's number of layers; paths are relative to this component's table."""
         return ()

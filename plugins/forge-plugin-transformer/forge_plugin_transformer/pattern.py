@@ -109,6 +109,11 @@ class FFNPattern(Pattern, FFNComponent):
     kinds: Mapping[str, FFNComponent] = field(validator=min_len(1))
     """`[model.ffn.kinds.NAME]`: a feed-forward part of any `type`, with a name for `layers`."""
 
+    def normalises_input(self, layer: int) -> bool:
+        """Returns what the kind of the layer does."""
+        kind = self.kinds.get(self.name_of(layer))  # a name without a table is a problem of its own
+        return kind is not None and kind.normalises_input(layer)
+
 
 def _below_kind(problem: Problem, part: str, name: str) -> Problem:
     """The problem of an attention or a feed-forward part, as one of the kind of this name."""

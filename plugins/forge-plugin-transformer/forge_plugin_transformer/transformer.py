@@ -187,6 +187,9 @@ class Transformer(ModelComponent):
         if self.norm_placement == "shared" and self.residual != "parallel":
             message = 'one norm for both parts needs parts that read the same input; set model.residual = "parallel"'
             yield Problem("norm_placement", f"{message}, or take another placement")
+        if self.norm_placement == "shared" and self.ffn.normalises_input(0):
+            message = f"{type(self.ffn).__name__} reads the residual stream, and has norms itself"
+            yield Problem("norm_placement", f'{message}; take "pre", "post" or "both"')
         if self.residual == "parallel" and (streams := self.residual_connection.stream_count()) > 1:
             message = f"parallel parts read one stream, and model.residual_connection has {streams}"
             yield Problem("residual", f'{message}; take "sequential", or a residual connection of one stream')
@@ -370,7 +373,8 @@ class Transformer(ModelComponent):
             residual = f"{name}_residual"
             modules[residual] = self._build_residual(here.at(residual), init, number)
             for norm in NORMS[self.norm_placement]:
-                if norm.startswith(f"{name}_"):
+                inside = norm == "ffn_norm" and self.ffn.normalises_input(layer)
+                if norm.startswith(f"{name}_") and not inside:
                     modules[norm] = here.at(norm).build(self.norm, dim=self.dim)
         return Block(
             **modules,

@@ -38,7 +38,7 @@ class FakeContext:
     path: str = ""
     layer: int | None = None
     built: dict[str, int | None] = attrs.field(factory=dict)
-    layout: Any = SimpleNamespace(tp=1)
+    layout: Any = attrs.field(factory=lambda: SimpleNamespace(tp=1))
 
     @property
     def job(self) -> Any:

@@ -39,7 +39,16 @@ WINDOW_OF = {"near": 3, "full": 0}
 
 
 @pytest.fixture(
-    params=["gemm", "flash", "qk_norm and yarn", "post-norms", "learned positions", "shared norm", "shared keys", *WINDOWS]
+    params=[
+        "gemm",
+        "flash",
+        "qk_norm and yarn",
+        "post-norms",
+        "learned positions",
+        "shared norm",
+        "shared keys",
+        *WINDOWS,
+    ]
 )
 def model(request: pytest.FixtureRequest, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cache_module, "SPARE", 2)  # so that windows are moved

@@ -107,6 +107,8 @@ ALWAYS: Mapping[str, Draw] = {
     "moe_shared_expert_intermediate_size": lambda sizes: st.integers(1, 4).map(lambda n: n * sizes.expert_width),
     "n_groups": same(st.sampled_from([1, 2])),
     "hidden_size_per_layer_input": same(st.sampled_from([0, 4, 256])),
+    "enable_moe_block": lambda sizes: st.just(sizes.groups == 2),
+    "top_k_experts": same(st.integers(1, 2)),
 }
 """Keys that all configurations of an architecture have which reads them."""
 OPTIONAL: Mapping[str, Draw] = {
@@ -230,8 +232,7 @@ OPTIONAL: Mapping[str, Draw] = {
     "attention_k_eq_v": same(st.booleans()),
     "num_kv_shared_layers": same(st.just(0)),
     "vocab_size_per_layer_input": same(WIDTHS),
-    "use_double_wide_mlp": same(st.just(False)),
-    "enable_moe_block": same(st.just(False)),
+    "use_double_wide_mlp": same(st.booleans()),
     "attention_chunk_size": same(st.integers(1, 9999)),
     "attn_temperature_tuning": same(st.booleans()),
     "attn_scale": same(FACTORS),
@@ -269,6 +270,12 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("kimi_linear", "moe_layer_freq"): same(st.just(1)),
     ("kimi_linear", "topk_group"): same(st.just(1)),
     **{(type_, "hidden_act"): same(st.just("relu2")) for type_ in ("arcee", "nemotron")},
+    ("gemma4_text", "intermediate_size"): lambda sizes: st.integers(1, 4).map(lambda n: n * sizes.expert_width),
+    # With experts, one activation, and layers that are all alike
+    ("gemma4_text", "hidden_activation"): lambda sizes: st.sampled_from(
+        ["gelu_pytorch_tanh", "gelu"][: 3 - sizes.groups]
+    ),
+    ("gemma4_text", "use_double_wide_mlp"): lambda sizes: st.booleans().map(lambda drawn: drawn and sizes.groups == 1),
     # Those before the ones that share keys are of all types
     ("gemma4_text", "layer_types"): lambda sizes: by_layer(["full_attention", "sliding_attention"])(sizes).map(
         lambda drawn: [*("sliding_attention", "full_attention")[: sizes.layers], *drawn[2:]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from published_models import GEMMA4, MODELS, SIZES, ids_of, logits, ours, randomised
+from published_models import GEMMA4, MODELS, SIZES, ids_of, logits, ours, randomised, rewrite
 
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
@@ -19,6 +19,25 @@ from forge_plugin_weights.tables import load_architecture, read_config
 NAME = "gemma4_text"
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
 MARKS = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id", "boa_token_id")
+
+
+def test_matrices_of_keys_that_nothing_is_computed_with_are_left_out(tmp_path):
+    """Published files have them in all layers; the class of `transformers` neither reads nor writes them."""
+    theirs = MODELS["gemma4_text, small"].write(tmp_path / "published")
+
+    def with_unused(tensors):
+        unused = {
+            f"model.layers.{layer}.self_attn.{name}.weight": torch.zeros(3)
+            for layer in (3, 4, 5)
+            for name in ("k_proj", "v_proj", "k_norm")
+        }
+        assert not unused.keys() & tensors.keys()
+        return tensors | unused
+
+    rewrite(tmp_path / "published", with_unused)
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
+    with torch.no_grad():
+        assert (logits(ours(run), ids_of()) - theirs(ids_of()).logits).abs().max() < 1e-4
 
 
 def test_the_language_model_comes_in_and_goes_out_without_its_vision_tower(tmp_path):
@@ -44,6 +63,7 @@ def test_the_language_model_comes_in_and_goes_out_without_its_vision_tower(tmp_p
         assert (again(ids).logits - expected).abs().max() < 1e-5
 
 
+MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 OTHER_WIDTH = {str(layer): {"head_dim": 16} for layer in (2, 3)}
 
 
@@ -58,6 +78,11 @@ OTHER_WIDTH = {str(layer): {"head_dim": 16} for layer in (2, 3)}
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters has no sliding_attention"),
         ({"rope_parameters": {**GEMMA4["rope_parameters"], "other": {}}}, "rope_parameters has other"),
         ({"sliding_window_pattern": 6}, "sliding_window_pattern"),
+        ({"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
+        ({**MOE, "num_experts": None}, "num_experts is missing"),
+        ({**MOE, "moe_intermediate_size": 20}, "intermediate_size = 48 is no multiple of moe_intermediate_size = 20"),
+        ({**MOE, "hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        ({**MOE, "num_kv_shared_layers": 1, "use_double_wide_mlp": True}, "use_double_wide_mlp = True"),
     ],
 )
 def test_what_forge_does_not_compute_is_refused_by_key(keys: dict[str, Any], words: str):

@@ -66,6 +66,8 @@ TRAINED_TOO: Mapping[str, str] = {
     "smollm3": "pp2",
     "gemma3_text": "tp2",
     "gemma4_text": "pp2",
+    "gemma4_text, small": "tp2",
+    "gemma4_text, experts": "ep2",
     "qwen2_moe": "fsdp2",
     "gpt_neox": "fsdp2",
     "gpt2": "tp2",

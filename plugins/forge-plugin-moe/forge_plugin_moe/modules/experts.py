@@ -189,11 +189,21 @@ class SwiGLUForm(NamedTuple):
         return swish * (up + self.offset if self.offset else up)
 
 
+class GEGLUForm(NamedTuple):
+    """What experts compute between their matrices: gelu(gate) * up."""
+
+    approximate: str = "tanh"
+
+    def of(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns the product, in the shape of `gate` and `up`."""
+        return F.gelu(gate, approximate=self.approximate) * up
+
+
 PLAIN = SwiGLUForm()
 
 
 class Experts(nn.Module):
-    """downₑ(a(gateₑ(x), upₑ(x))) for each expert e, where a is SwiGLU's, or downₑ(relu(upₑ(x))²).
+    """downₑ(a(gateₑ(x), upₑ(x))) for each expert e, where a is SwiGLU's or GEGLU's, or downₑ(relu(upₑ(x))²).
 
     See `forge_kit.nn.dispatch.ExpertStack`.
     """
@@ -207,7 +217,7 @@ class Experts(nn.Module):
         init: InitStd,
         grouped: bool,
         bias: bool = False,
-        swiglu: SwiGLUForm | None = PLAIN,
+        swiglu: SwiGLUForm | GEGLUForm | None = PLAIN,
         weight_input: bool = False,
     ) -> None:
         """Set up the stacks.

@@ -18,9 +18,9 @@ from forge_core.contracts.model import Role
 from forge_kit.nn.modules import Linear
 from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_moe.modules.capacity import refuse_documents, within_capacity
-from forge_plugin_moe.modules.experts import Experts, SwiGLUForm, runs_grouped
+from forge_plugin_moe.modules.experts import Experts, GEGLUForm, SwiGLUForm, runs_grouped
 from forge_plugin_moe.modules.sequences import Sequences, tally
-from forge_plugin_transformer import InitStd, SquaredReLU, SwiGLU, default_hidden
+from forge_plugin_transformer import GEGLU, InitStd, SquaredReLU, SwiGLU, default_hidden
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 LOAD = "moe/load"
 """Count of the tokens that each expert has computed."""
+SHARED: Mapping[str, Any] = {"swiglu": SwiGLU, "geglu": GEGLU, "relu2": SquaredReLU}
+"""The component of shared experts, by `activation`."""
+NORMS = ("routed_norm", "routed_post_norm", "shared_norm", "shared_post_norm")
+"""With `branch_norm`."""
 DROPPED = "moe/dropped"
 """Fraction of the choices that capacity dropped, summed over layers."""
 
@@ -55,16 +59,17 @@ class MoELayer(nn.Module):
             init=init,
             grouped=self.backend == "grouped_mm",
             bias=component.bias,
-            swiglu=SwiGLUForm(component.swiglu_alpha, component.swiglu_limit, component.swiglu_offset)
-            if component.activation == "swiglu"
-            else None,
+            swiglu=_form(component),
             weight_input=component.apply_router_weight_on_input,
         )
         self.shared = self.shared_gate = None
         if component.shared_experts:
-            part = SwiGLU if component.activation == "swiglu" else SquaredReLU
-            shared = part(hidden=component.shared_experts * hidden)
+            shared = SHARED[component.activation](hidden=component.shared_experts * hidden)
             self.shared = context.at("shared").build(shared, dim=dim, init=init)
+        if component.branch_norm is not None:
+            for name in NORMS:
+                setattr(self, name, context.at(name).build(component.branch_norm, dim=dim))
+        self.has_norms = component.branch_norm is not None
         if component.shared_gate:
             self.shared_gate = Linear(dim, 1, bias=False, std=init.inner)
         self.routed = nn.Identity()
@@ -97,12 +102,18 @@ class MoELayer(nn.Module):
         # Handed to the experts, so that expert parallelism computes the shared ones while tokens are in flight.
         shared: list[Tensor] = []
         overlap_fn = None if self.shared is None else lambda: shared.append(self._shared_output(x, batch))
-        tokens = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
+        read = self.routed_norm(x) if self.has_norms else x
+        tokens = (tensor.flatten(0, 1) for tensor in (read, weights, chosen))
         y = self.routed(self.experts(*tokens, rows=rows, overlap_fn=overlap_fn).view_as(x))
+        if self.has_norms:
+            y = self.routed_post_norm(y)
         return self.output(y if self.shared is None else y + shared[0])
 
     def _shared_output(self, x: Tensor, batch: Batch) -> Tensor:
         assert self.shared is not None
+        if self.has_norms:
+            normed: Tensor = self.shared_post_norm(self.shared(self.shared_norm(x), batch))
+            return normed
         y = self.shared(x, batch)
         return y if self.shared_gate is None else y * torch.sigmoid(self.shared_gate(x))
 
@@ -133,9 +144,12 @@ class MoELayer(nn.Module):
             for name, parameter in self.experts.named_parameters()
         }
 
-    def tensor_parallel_plan(self) -> Mapping[str, str]:
-        """Ranks divide the hidden features of each expert, route all tokens alike, and sum once, at `output`."""
-        plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "output": "partial_output"}
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        """Ranks divide the hidden features of each expert, route all tokens alike, and sum once, at `output`.
+
+        With norms behind both branches, each is summed before its norm.
+        """
+        plan: dict[str, Any] = {"": "whole_input", "router": "replicate", "router.*": "replicate", "output": "partial_output"}
         for name in ("gate", "up") if self.experts.swiglu else ("up",):
             plan[f"experts.{name}"] = "column_stack"
             if self.shared is not None:
@@ -145,7 +159,16 @@ class MoELayer(nn.Module):
             plan["shared.down"] = "partial_row"
         if self.shared_gate is not None:
             plan["shared_gate"] = "replicate"
-        return plan
+        if not self.has_norms:
+            return plan
+        # Of the distribution that divides models, which alone reads a plan
+        from forge_plugin_parallel.tp_ways import AT_REST, Way
+
+        # Norms of sums, which are made before them: behind a sum, a rank has its positions, though all are around it
+        behind = Way("behind_sum", inside=True, partial=AT_REST)
+        norms = {name: behind if name.endswith("_post_norm") else "replicate" for name in NORMS}
+        way = plan.pop("output")
+        return plan | norms | {"routed": way, "shared.down": "row"}
 
     def tap_points(self) -> Mapping[str, TapPoint]:
         """Returns what the router decides, and the sums over routed and over shared experts.
@@ -155,9 +178,10 @@ class MoELayer(nn.Module):
         points = tap_points(self.router, "router")
         points["router_weights"] = TapPoint("router", axes="whole", size=self._number)
         points["router_choices"] = TapPoint("router", "output", 1, "whole", differentiable=False)
-        points["expert_out"] = TapPoint("routed", axes="partial")
+        axes: Any = {} if self.has_norms else {"axes": "partial"}
+        points["expert_out"] = TapPoint("routed", **axes)
         if self.shared is not None:
-            points["shared_out"] = TapPoint("shared", axes="partial")
+            points["shared_out"] = TapPoint("shared", **axes)
             hidden = tap_points(self.shared, "shared")
             points |= {name.replace("mlp", "shared"): point for name, point in hidden.items()}
         return points
@@ -184,6 +208,13 @@ class MoELayer(nn.Module):
             return "; the host waits in every layer, for the rows of each expert"
         leaves_out = self._capacity or getattr(self.router, "leaves_out", False)
         return "; the host waits in every layer, for how many choices are left" if leaves_out else ""
+
+
+def _form(component: MoE) -> SwiGLUForm | GEGLUForm | None:
+    """Returns what routed experts compute between their matrices; None: a squared ReLU."""
+    if component.activation == "swiglu":
+        return SwiGLUForm(component.swiglu_alpha, component.swiglu_limit, component.swiglu_offset)
+    return GEGLUForm() if component.activation == "geglu" else None
 
 
 def summarise_load(rows: Mapping[int, Tensor], sets: Mapping[str, int] | None = None) -> Mapping[str, Tensor]:

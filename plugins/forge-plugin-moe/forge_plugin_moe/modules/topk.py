@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from forge_kit.nn.routes import RouteReplay
 from forge_plugin_moe.modules.balance import CHOSEN, Balance, set_means
@@ -76,16 +77,21 @@ class SoftmaxRouter(TopKModule):
     ) -> None:
         super().__init__(component, context, dim, experts, counted, sets)
         self.bias = nn.Parameter(torch.empty(experts)) if component.bias else None
+        self.scale = nn.Parameter(torch.empty(dim)) if component.input_norm else None
+        self.expert_scale = nn.Parameter(torch.empty(experts)) if component.expert_scale else None
 
     def init_parameter(self, name: str, fill: Fill) -> None:
-        """Fills the bias with 0."""
+        """Fills the bias with 0, and factors with 1."""
         if name == "weight":
             super().init_parameter(name, fill)
         else:
-            fill.constant(0.0)
+            fill.constant(0.0 if name == "bias" else 1.0)
 
     def linear(self, x: Tensor) -> Tensor:
         """Adds the learned bias, which is rounded to the dtype of x like the weight."""
+        if self.scale is not None:
+            scale = self.scale.to(x.dtype) * x.shape[-1] ** -0.5
+            x = F.rms_norm(x, x.shape[-1:], eps=self.component.input_norm_eps) * scale
         logits = super().linear(x)
         return logits if self.bias is None else logits + self.bias.to(x.dtype)  # rounded like the weight
 
@@ -99,6 +105,8 @@ class SoftmaxRouter(TopKModule):
             weights = logits.gather(-1, chosen).softmax(-1)
         else:
             weights = probabilities.gather(-1, chosen)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale.to(x.dtype)[chosen]
         weights = self.penalise(weights * self.component.scaling, logits)
         return self.balance(weights, probabilities, chosen), chosen
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from forge_kit.nn.direct_calls import directly_callable
 from forge_kit.nn.modules import cast
 from forge_kit.nn.taps import TapPoint, tap_points
-from forge_plugin_transformer.modules.cache import NoCache
 from forge_plugin_transformer.modules.attention import KVExchange
+from forge_plugin_transformer.modules.cache import NoCache
 from forge_plugin_transformer.modules.residual import Addition
 
 if TYPE_CHECKING:

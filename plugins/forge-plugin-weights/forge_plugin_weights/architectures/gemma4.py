@@ -13,17 +13,20 @@ from forge_plugin_weights.architectures.dense import (
     ENDS,
     FFN,
     QK_NORM,
+    TRANSFORMER,
     all_biases,
     attention_fields,
     shape_fields,
     tied_head,
 )
+from forge_plugin_weights.architectures.experts import BALANCE, MATRICES, MOE
 from forge_plugin_weights.architectures.gemma import ACTIVATIONS, NORMS, width_root
 from forge_plugin_weights.fields import (
+    REQUIRED,
     ROPES,
-    Choice,
     Fixed,
     Follows,
+    Irrelevant,
     Key,
     Only,
     OrNone,
@@ -35,7 +38,7 @@ from forge_plugin_weights.fields import (
 from forge_plugin_weights.kinds import OTHER, ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL, SLIDING, WINDOW, LayerWindows, depth, every_nth_is_full, windows_of
 from forge_plugin_weights.layered import merged, of_layers
-from forge_plugin_weights.rules import Same
+from forge_plugin_weights.rules import Same, StackedRows
 
 PROPORTIONAL = RopeType(
     component="forge-plugin-transformer/proportional",
@@ -50,6 +53,21 @@ ENCODINGS: Mapping[str, Mapping[str, Any]] = {
 """`rope_parameters` where the configuration has none."""
 WIDTH, KV_HEADS, K_EQ_V = "attention.head_dim", "attention.kv_heads", "attention.k_eq_v"
 FFN_WIDTH, TABLE = "ffn.hidden", "per_layer_inputs"
+ROUTER, NORM = "ffn.router", "ffn.branch_norm"
+OF_EXPERTS: Mapping[str, str] = {
+    "num_experts": "ffn.experts",
+    "top_k_experts": f"{ROUTER}.top_k",
+    "moe_intermediate_size": FFN_WIDTH,
+}
+MOE_ALWAYS: Flat = {
+    "ffn.type": f"{MOE}/moe",
+    "ffn.activation": "geglu",
+    f"{ROUTER}.type": f"{MOE}/softmax_topk",
+    f"{ROUTER}.normalise": "after",
+    f"{ROUTER}.input_norm": True,
+    f"{ROUTER}.expert_scale": True,
+}
+"""Settings of a part with experts that no key has."""
 UNUSED = ("k_proj", "v_proj", "k_norm")
 OF_LAYERS: Mapping[str, str] = {"head_dim": WIDTH, "num_key_value_heads": KV_HEADS}
 """Keys that `per_layer_config` may have for a layer."""
@@ -188,29 +206,75 @@ class RopeByType(Field):
 
 
 @frozen(kw_only=True)
-class WidthBySharing(Field):
-    """`intermediate_size`, twice as wide in layers with keys and values of others if `use_double_wide_mlp` is set."""
+class FeedForward(Field):
+    """The feed-forward part: dense, or with `enable_moe_block` experts beside a dense one.
+
+    The dense one is twice as wide in layers with keys and values of others if `use_double_wide_mlp` is set.
+    """
 
     @property
     def keys(self) -> Collection[str]:
-        return ("intermediate_size", "use_double_wide_mlp")
+        return ("hidden_activation", "intermediate_size", "use_double_wide_mlp", "enable_moe_block", *OF_EXPERTS)
+
+    @property
+    def written(self) -> Collection[str]:
+        """Without the keys of experts, which a dense model has no numbers of."""
+        return ("hidden_activation", "intermediate_size", "use_double_wide_mlp", "enable_moe_block")
 
     def read(self, config: Config) -> Flat:
-        """Reads one width, or a width for each layer."""
+        """Reads one part for all layers, but for the width of dense ones.
+
+        Raises:
+            Unsupported: layers with experts are to differ, or the dense one is no multiple of an expert's width.
+        """
+        activation = value_of(config, "hidden_activation", "gelu_pytorch_tanh")
+        if activation not in ACTIVATIONS:
+            raise Unsupported(f"hidden_activation = {activation!r}; Forge has {', '.join(ACTIVATIONS)}")
         width, layers = value_of(config, "intermediate_size", 9216), depth(config)
         shared = value_of(config, "num_kv_shared_layers", 0) if config.get("use_double_wide_mlp") else 0
+        if config.get("enable_moe_block"):
+            return self._experts(config, activation, width, shared)
+        dense = {**ACTIVATIONS[activation], "ffn.bias": False}
+        return merged([{**dense, FFN_WIDTH: width * (1 + (layer >= layers - shared))} for layer in range(layers)])
+
+    def _experts(self, config: Config, activation: str, width: int, shared: int) -> Flat:
         if shared:
-            raise Unsupported("use_double_wide_mlp = True; feed-forward parts of all layers are alike")
-        return merged([{FFN_WIDTH: width * (1 + (layer >= layers - shared))} for layer in range(layers)])
+            raise Unsupported("use_double_wide_mlp = True; with enable_moe_block all layers are alike")
+        if activation != "gelu_pytorch_tanh":
+            raise Unsupported(f"hidden_activation = {activation!r}; experts have 'gelu_pytorch_tanh'")
+        numbers = {ours: value_of(config, theirs, REQUIRED) for theirs, ours in OF_EXPERTS.items()}
+        own = numbers[FFN_WIDTH]
+        if width % own:
+            raise Unsupported(f"intermediate_size = {width} is no multiple of moe_intermediate_size = {own}")
+        eps = value_of(config, "rms_norm_eps", 1e-6)
+        norms = {f"{NORM}.type": f"{TRANSFORMER}/rmsnorm", f"{NORM}.eps": eps, f"{ROUTER}.input_norm_eps": eps}
+        return {**MOE_ALWAYS, **numbers, **norms, "ffn.shared_experts": width // own}
 
     def write(self, model: Flat) -> Config:
-        """Writes the width of the first layer, and whether the last ones are twice as wide."""
+        """Writes the keys of either; raises `Unsupported` for a part that the class does not have."""
+        if model.get("ffn.type") == MOE_ALWAYS["ffn.type"]:
+            return self._written_experts(model)
+        alike = [key for key, flat in ACTIVATIONS.items() if all(model.get(path) == own for path, own in flat.items())]
+        if not alike or model.get("ffn.bias"):
+            raise Unsupported(f"ffn.type = {model.get('ffn.type')!r}, where it is geglu without biases")
         widths = [layer.get(FFN_WIDTH, 0) for layer in of_layers(model)]
         shared, width = setting(model, "kv_shared_layers"), widths[0]
         doubled = shared > 0 and widths[-1] == 2 * width
         if widths != [width * (1 + (doubled and n >= len(widths) - shared)) for n in range(len(widths))]:
             raise Unsupported(f"{FFN_WIDTH} = {widths}, where all are equal, or twice the first in the last {shared}")
-        return {"intermediate_size": width, "use_double_wide_mlp": doubled}
+        keys = {"hidden_activation": alike[0], "intermediate_size": width}
+        return {**keys, "use_double_wide_mlp": doubled, "enable_moe_block": False}
+
+    def _written_experts(self, model: Flat) -> Config:
+        always = {**MOE_ALWAYS, f"{NORM}.type": f"{TRANSFORMER}/rmsnorm"}
+        eps = setting(model, "norm.eps")
+        always |= {f"{NORM}.eps": eps, f"{ROUTER}.input_norm_eps": eps}
+        if others := [path for path, own in always.items() if model.get(path) != own]:
+            raise Unsupported(f"{others[0]} = {model.get(others[0])!r}, where it has {always[others[0]]!r} always")
+        numbers = {theirs: setting(model, ours) for theirs, ours in OF_EXPERTS.items()}
+        width = setting(model, "ffn.shared_experts") * numbers["moe_intermediate_size"]
+        keys = {"hidden_activation": "gelu_pytorch_tanh", "intermediate_size": width, **numbers}
+        return {**keys, "use_double_wide_mlp": False, "enable_moe_block": True}
 
     def resolve(self, model: Flat) -> Flat:
         """Returns the width that 0 stands for."""
@@ -244,7 +308,7 @@ class PerLayerEmbeddings(Field):
         """Writes a width of 0 for a model without such inputs, and rows that nothing reads."""
         if not model.get(f"{TABLE}.dim"):
             return {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": self.rows}
-        if model.get(f"{TABLE}.approximate") != model.get("ffn.approximate"):
+        if model.get(f"{TABLE}.approximate") != model.get("ffn.approximate", "tanh"):
             raise Unsupported(f"{TABLE}.approximate and ffn.approximate must be equal: hidden_activation is one key")
         rows = model[f"{TABLE}.vocab_size"]
         return {"hidden_size_per_layer_input": model[f"{TABLE}.dim"], "vocab_size_per_layer_input": rows}
@@ -267,15 +331,36 @@ INPUTS: Sequence[Rule] = tuple(
     }.items()
 )
 """Inputs of layers; no tensor is of these rules in a model without them."""
+LAYER = "model.layers.{layer}"
+EXPERTS: Sequence[Rule] = (
+    *(
+        Same(f"layers.{{layer}}.ffn.{ours}", f"{LAYER}.{theirs}")
+        for ours, theirs in {
+            "router.weight": "router.proj.weight",
+            "router.scale": "router.scale",
+            "router.expert_scale": "router.per_expert_scale",
+            "experts.down.weight": "experts.down_proj",
+            "shared_norm.weight": "pre_feedforward_layernorm.weight",
+            "shared_post_norm.weight": "post_feedforward_layernorm_1.weight",
+            "routed_norm.weight": "pre_feedforward_layernorm_2.weight",
+            "routed_post_norm.weight": "post_feedforward_layernorm_2.weight",
+            **{f"shared.{ours}.weight": f"mlp.{theirs}.weight" for ours, theirs in MATRICES.items()},
+        }.items()
+    ),
+    StackedRows(
+        [f"layers.{{layer}}.ffn.experts.{name}.weight" for name in ("gate", "up")], f"{LAYER}.experts.gate_up_proj"
+    ),
+)
+"""The feed-forward part of a layer with experts; the dense one is that of shared experts."""
 WINDOWS = WindowsButLast(default=512, rule=every_nth_is_full(6))
 
 
 @frozen(kw_only=True)
 class Gemma4Text(ArchitectureComponent):
-    """The language model of Gemma 4, dense: E2B, E4B and 31B."""
+    """The language model of Gemma 4: E2B, E4B, 26B-A4B, 31B."""
 
     name = "Gemma4ForCausalLM"
-    harmless = ("num_experts", "top_k_experts", "moe_intermediate_size")  # which `enable_moe_block` adds
+    training_only = BALANCE
     # Files have matrices of keys and values in all layers, as published; those that read others' compute nothing.
     left_out = (*ArchitectureComponent.left_out, *(f"*.self_attn.{name}.weight" for name in UNUSED))
     renames: ClassVar[Mapping[str, str]] = {r"^model\.(embed_vision|embed_audio|audio_tower)\.": rf"{OTHER}\1."}
@@ -307,15 +392,14 @@ class Gemma4Text(ArchitectureComponent):
             Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
             OrNone("final_logit_softcapping", "logit_soft_cap"),
             Only("use_bidirectional_attention", None, "attention is causal", also=("vision",), write_it=False),
-            Choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh", "geglu"),
-            Fixed({"ffn.bias": False}),
             Key("num_kv_shared_layers", "kv_shared_layers", 0),
-            WidthBySharing(),
+            FeedForward(),
+            Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),  # no layer is without experts
             PerLayerEmbeddings(default=256, rows=262144),
-            Only("enable_moe_block", False, "layers have one feed-forward part"),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; a matrix of keys or values that a layer does not have is missing on both sides."""
         scalar = Same("layers.{layer}.scalar.value", "model.layers.{layer}.layer_scalar")
-        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, scalar, *INPUTS, *tied_head(model))
+        ffn = EXPERTS if model.get("ffn.type") == MOE_ALWAYS["ffn.type"] else FFN
+        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *ffn, scalar, *INPUTS, *tied_head(model))
