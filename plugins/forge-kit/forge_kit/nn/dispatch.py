@@ -166,14 +166,18 @@ class Dispatch(NamedTuple):
         Raises:
             ValueError: there are rows for no choice, whose gradients only weights make zero, and no weights.
         """
-        filled = len(self.choices) > len(self.by_token)
         if weights is not None:
-            weights = weights.flatten()
-            # Rows for no choice have the number T x K, at which the weight 0 is appended
-            weights = (F.pad(weights, (0, 1)) if filled else weights).index_select(0, self.choices)
-        elif filled:
+            weights = self.of_rows(weights)
+        elif len(self.choices) > len(self.by_token):
             raise ValueError("groups are filled up with rows for no choice; pass the weights")
         return _AddUp.apply(rows, weights, self.sources, self.by_token, self.starts)  # type: ignore[no-untyped-call]
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """(T, K) -> (M,): the value of each row's choice, 0 for rows for no choice."""
+        values = values.flatten()
+        if len(self.choices) > len(self.by_token):  # rows for no choice have the number T x K, at which a 0 is appended
+            values = F.pad(values, (0, 1))
+        return values.index_select(0, self.choices)
 
 
 def _surely(condition: bool) -> bool:
