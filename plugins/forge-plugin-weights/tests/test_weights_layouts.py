@@ -68,6 +68,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "gemma4_text": "pp2",
     "gemma4_text, small": "tp2",
     "gemma4_text, experts": "ep2",
+    "llama4_text": "ep2",
     "qwen2_moe": "fsdp2",
     "gpt_neox": "fsdp2",
     "gpt2": "tp2",
