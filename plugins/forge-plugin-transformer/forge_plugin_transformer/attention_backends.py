@@ -41,6 +41,9 @@ WITH_SOFT_CAP: Sequence[Kernel] = ("gemm", "math")
 """Kernels that cap scores, likewise."""
 
 
+WIDEST = 256
+"""Greatest width of a head that CUDA has these kernels for: `NARROW`."""
+NARROW: frozenset[Kernel] = frozenset({"torch", "flash", "cudnn"})  # torch takes flash where documents are kept apart
 WITH_MASK: Mapping[str, Sequence[Kernel]] = {
     "cpu": ("flash", "gemm", "math"),
     "cuda": ("torch", "efficient", "cudnn", "math", "gemm"),
@@ -60,6 +63,16 @@ def scoring_kernels(device: str, scoring: Scoring) -> Sequence[Kernel] | None:
     if scoring.soft_cap:
         return WITH_SOFT_CAP
     return WITH_SINKS.get(device, ("math",)) if scoring.sinks else None
+
+
+def width_kernels(
+    device: str, dtype: str, head_dim: int, among: Sequence[Kernel] | None = None
+) -> Sequence[Kernel] | None:
+    """Returns those of several kernels (None: of all) that compute heads of this width; None: all of them."""
+    if device != "cuda" or head_dim <= WIDEST:
+        return among
+    able: Sequence[Any] = [name for name, dtypes in SUPPORTED[device].items() if dtype in dtypes and name not in NARROW]
+    return [kernel for kernel in able if among is None or kernel in among]
 
 
 @frozen
@@ -154,11 +167,16 @@ def choose_backend(backend: Backend, context: BuildContext, head_dim: int, scori
     if backend == "auto":
         # `gemm` is as fast as the library of matrix products, so rows of another library are left out
         products = multiplied_by(context.dtype)
-        among = scoring_kernels(device, scoring)
+        among = width_kernels(device, dtype, head_dim, scoring_kernels(device, scoring))
         return committed_table().choose(device, dtype, context.job.train.seq_len, head_dim, products, among)
     # Not only in `problems`: with device = "auto" the device is not known before
     if problem := backend_problem(backend, device, dtype, scoring):
         raise JobError([Problem("model.attention.backend", f"{problem} (building {context.path})")])
+    wide = width_kernels(device, dtype, head_dim)
+    if wide is not None and backend not in wide:
+        message = f"{backend} computes heads of {WIDEST} dimensions at most on {device}, and these have {head_dim}"
+        hint = f"there are {', '.join(('auto', *wide))} (building {context.path})"
+        raise JobError([Problem("model.attention.backend", f"{message}; {hint}")])
     return Choice(backend, "set by the job")
 
 

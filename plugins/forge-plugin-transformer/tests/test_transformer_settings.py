@@ -22,8 +22,9 @@ from forge_plugin_transformer import (
     Transformer,
     document_backends,
 )
-from forge_plugin_transformer.attention_backends import Measurement, Table, committed_table
+from forge_plugin_transformer.attention_backends import Measurement, Table, choose_backend, committed_table
 from forge_plugin_transformer.document_backends import DocumentMeasurement, DocumentTable
+from forge_plugin_transformer.scoring import Scoring
 from forge_testing.refusals import ExpectedProblem, at, check_problems, lacks, refuses, refuses_all
 
 REST = """
@@ -189,6 +190,16 @@ TABLE = Table(
         Measurement("cpu", "bfloat16", 2048, 128, {"flash": 9.0, "gemm": 8.0}),
     ],
 )
+
+
+def test_heads_that_flash_does_not_compute_on_cuda_have_another_kernel(make_context: Callable[..., Any]) -> None:
+    context = make_context(device=torch.device("cuda"), dtype=torch.bfloat16)
+    kernels = {width: choose_backend("auto", context, width).kernel for width in (256, 512)}
+    assert kernels[512] in ("efficient", "math", "gemm")
+    assert choose_backend("auto", context, 512, Scoring(soft_cap=1.0)).kernel in ("math", "gemm")
+    assert choose_backend("flash", context, 256).kernel == "flash"
+    with refuses("model.attention.backend", "flash", 256, 512, "efficient"):
+        choose_backend("flash", context, 512)
 
 
 @pytest.mark.parametrize(

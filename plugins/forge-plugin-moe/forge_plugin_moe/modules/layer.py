@@ -40,6 +40,11 @@ DROPPED = "moe/dropped"
 class MoELayer(nn.Module):
     """See `forge_plugin_moe.MoE`."""
 
+    routed_norm: nn.Module
+    routed_post_norm: nn.Module
+    shared_norm: nn.Module
+    shared_post_norm: nn.Module
+
     def __init__(self, component: MoE, context: BuildContext, dim: int, init: InitStd) -> None:
         super().__init__()
         hidden = component.hidden or default_hidden(dim)
@@ -149,7 +154,8 @@ class MoELayer(nn.Module):
 
         With norms behind both branches, each is summed before its norm.
         """
-        plan: dict[str, Any] = {"": "whole_input", "router": "replicate", "router.*": "replicate", "output": "partial_output"}
+        plan: dict[str, Any] = {"": "whole_input", "output": "partial_output"}
+        plan |= dict.fromkeys(("router", "router.*"), "replicate")
         for name in ("gate", "up") if self.experts.swiglu else ("up",):
             plan[f"experts.{name}"] = "column_stack"
             if self.shared is not None:

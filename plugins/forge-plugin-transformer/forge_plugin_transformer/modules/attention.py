@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class KVCache(Cache):
     """Keys and values of the positions so far."""
 
-    whole_mask = WHOLE
+    whole_mask: Tensor | None = WHOLE
     lent: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     """Keys, values and mask of the newest positions, and these, for the layers that attend to them, too."""
 

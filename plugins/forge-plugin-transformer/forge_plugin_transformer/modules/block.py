@@ -201,7 +201,8 @@ class CarryingBlock(Block):
         self.number, self.pair, self.lends = number, pair, lends
         self.reads_input = layer_input is not None
         if lends:
-            self.attention.lends = True
+            attention: Any = self.attention
+            attention.lends = True
 
     def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
         """Returns the carry after the layer; `cache` is that of the layer whose keys and values it attends to."""

@@ -114,9 +114,9 @@ class HeadsByWindow(Field):
         """
         shared = bool(value_of(config, "attention_k_eq_v", False))
         near = {WIDTH: value_of(config, "head_dim", 256), KV_HEADS: value_of(config, "num_key_value_heads", 4)}
-        full = {**near, WIDTH: value_of(config, "global_head_dim", 512)}
+        full: Flat = {**near, WIDTH: value_of(config, "global_head_dim", 512)}
         if shared and config.get("num_global_key_value_heads") is not None:
-            full[KV_HEADS] = config["num_global_key_value_heads"]
+            full = {**full, KV_HEADS: config["num_global_key_value_heads"]}
         windowed = self.windows.layers(config)
         if config.get("per_layer_config") is not None:
             listed = self._listed(config["per_layer_config"], near, windowed)
@@ -185,7 +185,7 @@ class RopeByType(Field):
 
     def read(self, config: Config) -> Flat:
         """Reads the table of each layer's type."""
-        tables = config.get("rope_parameters") or ENCODINGS
+        tables: Mapping[str, Any] = config.get("rope_parameters") or ENCODINGS
         if unknown := [name for name in tables if name not in ENCODINGS]:
             raise Unsupported(f"rope_parameters has {', '.join(unknown)}; Forge has {', '.join(ENCODINGS)}")
         types = [SLIDING if windowed else FULL for windowed in self.windows.layers(config)]
