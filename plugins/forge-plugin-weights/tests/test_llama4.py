@@ -15,8 +15,10 @@ from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import parse_component
 from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_weights.architectures.llama4 import LayersOfExperts
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder
+from forge_plugin_weights.kinds import Unsupported
 from forge_plugin_weights.tables import load_architecture, read_config, write_config
 
 CATALOG = Catalog.installed()
@@ -75,6 +77,30 @@ def test_keys_in_the_spelling_of_published_files_mean_the_same():
     plain = read_config(LLAMA4_TEXT, config_of())
     spelt = config_of(attn_temperature_tuning=4, floor_scale=5.0, no_rope_layers=[], moe_layers=None, layer_types=None)
     assert read_config(LLAMA4_TEXT, spelt) == plain
+
+
+@pytest.mark.parametrize(
+    ("layers", "keys", "first", "every"),
+    [
+        (1, {"interleave_moe_layer_step": 2}, 1, 1),  # there are none
+        (3, {"moe_layers": []}, 3, 1),
+        (5, {"interleave_moe_layer_step": 2}, 0, 2),
+        (5, {"moe_layers": [2, 4]}, 1, 2),
+        (5, {"moe_layers": [3]}, 2, 2),
+        (5, {"moe_layers": [4]}, 4, 1),
+    ],
+)
+def test_layers_with_experts_are_named_by_two_numbers(layers: int, keys: dict[str, Any], first: int, every: int):
+    assert LayersOfExperts().read({"num_hidden_layers": layers, **keys}) == {
+        "ffn.first_dense": first,
+        "ffn.every": every,
+    }
+
+
+@pytest.mark.parametrize("listed", [[1], [0, 1, 3], [1, 2], [3, 2], [2, 2]])
+def test_other_lists_of_layers_with_experts_are_refused(listed: list[int]):
+    with pytest.raises(Unsupported, match="moe_layers"):
+        LayersOfExperts().read({"num_hidden_layers": 5, "moe_layers": listed})
 
 
 def test_without_a_size_no_layer_has_chunks():

@@ -181,16 +181,16 @@ class LayersOfExperts(Field):
         layers, step = depth(config), value_of(config, "interleave_moe_layer_step", 1)
         listed = config.get("moe_layers")
         if listed is None:
-            return {FIRST: 0, EVERY: step}
-        if not listed:
+            listed = with_experts(layers, 0, step)
+        if not listed:  # one form for all numbers that name no layer
             return {FIRST: layers, EVERY: 1}
-        every = listed[1] - listed[0] if len(listed) > 1 else step
-        first = listed[0] - every + 1
-        if first < 0 and len(listed) == 1:
-            every, first = listed[0] + 1, 0
-        if every < 1 or first < 0 or list(listed) != with_experts(layers, first, every):
-            raise Unsupported(f"moe_layers = {listed}; every n-th layer from one on works, the last of each n")
-        return {FIRST: first, EVERY: every}
+        # A single layer is the last of a group, and no other group is whole
+        periods = [listed[1] - listed[0]] if len(listed) > 1 else [step, layers - listed[0]]
+        for every in periods:
+            first = listed[0] - every + 1
+            if every > 0 and first >= 0 and list(listed) == with_experts(layers, first, every):
+                return {FIRST: first, EVERY: every}
+        raise Unsupported(f"moe_layers = {listed}; every n-th layer from one on works, the last of each n")
 
     def write(self, model: Flat) -> Config:
         """Writes both keys, of which the list has precedence."""
