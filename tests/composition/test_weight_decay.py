@@ -39,6 +39,7 @@ from forge_plugin_transformer import (
     MultiTokenPrediction,
     NoAttention,
     NoFFN,
+    ParallelAttention,
     RMSNorm,
     SquaredReLU,
     SwiGLU,
@@ -113,6 +114,9 @@ MODELS = {
     "layers of one part": language(
         attention=AttentionPattern(layers=("a", "none"), kinds={"a": BIASED, "none": NoAttention()}),
         ffn=FFNPattern(layers=("none", "b"), kinds={"b": MoE(activation="relu2", shared_experts=1), "none": NoFFN()}),
+    ),
+    "side by side": language(
+        attention=ParallelAttention(mixers={"a": BIASED, "b": Mamba2(heads=4, state=4)}), ffn=SwiGLU(scale=0.5)
     ),
     "pattern": language(attention=AttentionPattern(layers=("a", "b"), kinds={"a": BIASED, "b": LATENT}), ffn=GEGLU()),
     "multi-token prediction": language(mtp=MultiTokenPrediction(depth=2), ffn=SwiGLU()),

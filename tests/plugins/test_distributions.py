@@ -29,6 +29,7 @@ SAMPLES: Mapping[str, Samples] = {
             "factor": 2.0,
         },
         "pattern": {"layers": ["one"], "kinds": {"one": {"type": "none"}}},  # of both kinds
+        "parallel": {"mixers": {"near": {"type": "gqa", "window": 8}, "full": {"type": "gqa"}}},
     },
     "forge-plugin-vision": {"vision_language": VISION, "vision_tower": VISION},
     "forge-plugin-vlm-eval": {"multiple_choice": {"options": ["yes", "no"]}},

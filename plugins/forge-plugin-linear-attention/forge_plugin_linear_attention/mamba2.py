@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import deep_iterable, ge, gt
 
 from forge_core.contracts.components import when_resumed
 from forge_core.contracts.errors import Problem
@@ -65,6 +65,10 @@ class Mamba2(AttentionComponent):
     """Added to the mean square of that norm."""
     dt_limit: tuple[float, float] = field(default=(0.0, 0.0), validator=_bounds, metadata=when_resumed("flag"))
     """Smallest and largest step Δ; an upper bound of 0: there is none."""
+    multipliers: tuple[float, float, float, float, float] = field(
+        default=(1.0,) * 5, validator=deep_iterable(gt(0)), metadata=when_resumed("flag")
+    )
+    """Factors on what the projections of gate, x, b, c and step return (Falcon-H1: `ssm_multipliers`)."""
     chunk: int = field(default=64, validator=gt(0), metadata=when_resumed("safe"))
     """Positions that are computed at a time, as matrix products; it changes rounding alone."""
     kernel: KernelOrAuto = field(default="auto", metadata=when_resumed("safe"))
@@ -112,6 +116,7 @@ class Mamba2(AttentionComponent):
             norm_groups=self.norm_groups or self.groups,
             norm_eps=self.norm_eps,
             dt_limit=self.dt_limit,
+            multipliers=self.multipliers,
             chunk=self.chunk,
             choice=choose_kernel(self.kernel, context),
             init=init,

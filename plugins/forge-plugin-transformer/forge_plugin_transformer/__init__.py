@@ -24,6 +24,7 @@ from forge_plugin_transformer.layer_parts import (
 )
 from forge_plugin_transformer.masks import BidirectionalMask, CausalMask, ChunkedMask, GlobalLocalMask
 from forge_plugin_transformer.no_part import NoAttention, NoFFN
+from forge_plugin_transformer.parallel import ParallelAttention
 from forge_plugin_transformer.pattern import AttentionPattern, FFNPattern
 from forge_plugin_transformer.per_layer_inputs import PerLayerInputs
 from forge_plugin_transformer.residual import Add, HyperConnections, ManifoldHyperConnections
@@ -70,6 +71,7 @@ __all__ = [
     "NoRope",
     "NormComponent",
     "PerLayerInputs",
+    "ParallelAttention",
     "PlainRope",
     "ProportionalRope",
     "RMSNorm",

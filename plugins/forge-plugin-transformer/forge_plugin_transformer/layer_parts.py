@@ -256,12 +256,20 @@ class SwiGLU(FFNComponent):
     """Width between the matrices; 0: 8/3 of `dim`, rounded up to a multiple of 256."""
     bias: bool = False
     """Whether the three matrices have biases."""
+    gate_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
+    """Factor on gate(x), before the activation (Falcon-H1)."""
+    scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
+    """Factor on the output (Falcon-H1)."""
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Returns three matrices of width `hidden`, or `default_hidden(dim)` if that is 0."""
         from forge_plugin_transformer.modules import feed_forward
 
-        return feed_forward.GatedFeedForward(dim, self.hidden or default_hidden(dim), bias=self.bias, init=init)
+        hidden = self.hidden or default_hidden(dim)
+        if self.gate_scale == self.scale == 1:  # without products with 1
+            return feed_forward.GatedFeedForward(dim, hidden, bias=self.bias, init=init)
+        scales = {"gate_scale": self.gate_scale, "scale": self.scale}
+        return feed_forward.ScaledGatedFeedForward(dim, hidden, bias=self.bias, init=init, **scales)
 
 
 def default_hidden(dim: int) -> int:

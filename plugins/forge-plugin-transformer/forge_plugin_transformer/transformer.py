@@ -205,14 +205,17 @@ class Transformer(ModelComponent):
                 message = f"its modules predict later tokens, which {mask.__name__} shows"
                 yield Problem("mtp", f"{message}; take a causal mask, or leave the table out")
 
+    @property
+    def _parts(self) -> Mapping[str, AttentionComponent | FFNComponent]:
+        return {"attention": self.attention, "ffn": self.ffn}
+
     def _part_problems(self) -> Iterable[Problem]:
         """Checks that every layer has a part, and both where they read the same input."""
         modules = 0 if self.mtp is None else self.mtp.depth
-        kinds = {"attention": self.attention, "ffn": self.ffn}
         for layer in range(self.layers + modules):
-            absent = [name for name, kind in kinds.items() if kind.left_out(layer)]
+            absent = [name for name, part in self._parts.items() if part.left_out(layer)]
             what = f"layer {layer}" if layer < self.layers else f"module {layer - self.layers} of model.mtp"
-            if len(absent) == len(kinds):
+            if len(absent) == len(self._parts):
                 message = f"{what} has neither attention nor a feed-forward part"
                 yield Problem("ffn", f'{message}: both have the type "none" there; give it one of them')
                 return
@@ -223,8 +226,7 @@ class Transformer(ModelComponent):
 
     def _residual_additions(self) -> int:
         """Returns how often the layers add to the residual stream."""
-        parts = (self.attention, self.ffn)
-        return sum(not part.left_out(layer) for part in parts for layer in range(self.layers))
+        return sum(not part.left_out(layer) for part in self._parts.values() for layer in range(self.layers))
 
     def _carry_problems(self) -> Iterable[Problem]:
         """Checks that shared keys have a layer that makes them, and what reads a carry of the stream alone."""
@@ -365,7 +367,7 @@ class Transformer(ModelComponent):
         layer = here.layer or 0
         modules: dict[str, nn.Module] = {}
         # Each layer has two parts, unless one is left out, with its norms and its residual connection
-        for number, (name, part) in enumerate({"attention": self.attention, "ffn": self.ffn}.items(), 2 * layer):
+        for number, (name, part) in enumerate(self._parts.items(), 2 * layer):
             if part.left_out(layer):
                 modules[name] = LeftOut()
                 continue

@@ -218,6 +218,19 @@ OPTIONAL: Mapping[str, Draw] = {
     "mamba_n_groups": same(st.sampled_from([1, 2])),
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), same(st.sampled_from([True, False, None]))),
     "time_step_limit": same(st.sampled_from([[0.0, math.inf], [0.001, 0.1]])),
+    **dict.fromkeys(
+        (
+            *("attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+            *("lm_head_multiplier", "key_multiplier"),
+        ),
+        same(FACTORS),
+    ),
+    "mlp_multipliers": same(st.lists(FACTORS, min_size=2, max_size=2)),
+    "ssm_multipliers": same(st.lists(FACTORS, min_size=5, max_size=5)),
+    **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate"), same(st.booleans())),
+    "projectors_bias": same(st.just(False)),
+    "mamba_use_mlp": same(st.just(True)),
+    "mamba_d_ssm": same(st.sampled_from([64, 128])),
     **dict.fromkeys(("mamba_head_dim", "ssm_state_size", "conv_kernel"), same(st.integers(1, 9))),
     "use_conv_bias": same(st.booleans()),
     "time_step_min": same(st.sampled_from([0.001, 0.01])),
@@ -282,14 +295,17 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ),
     ("gemma4_text", "num_kv_shared_layers"): lambda sizes: st.integers(0, max(0, sizes.layers - 2)),
     ("gemma4_text", "use_bidirectional_attention"): same(st.sampled_from(["vision", None])),
+    ("llama4_text", "layer_types"): by_layer(["chunked_attention", "full_attention"]),
     **{
         ("nemotron_h", key): same(st.just(False))
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "mamba_proj_bias")
     },
+    ("falcon_h1", "mamba_proj_bias"): same(st.just(False)),
+    ("falcon_h1", "attn_layer_indices"): same(st.none()),
+    ("falcon_h1", "mamba_conv_bias"): same(st.booleans()),
     ("nemotron_h", "n_shared_experts"): same(st.just(1)),
     ("nemotron_h", "sliding_window"): same(st.none()),
     ("nemotron_h", "time_step_limit"): same(st.just([0.0, math.inf])),
-    ("llama4_text", "layer_types"): by_layer(["chunked_attention", "full_attention"]),
     ("apertus", "hidden_act"): same(st.just("xielu")),
     ("apertus", "mlp_bias"): same(st.just(False)),
     ("hunyuan_v1_dense", "use_qk_norm"): same(st.just(True)),

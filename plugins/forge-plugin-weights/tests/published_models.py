@@ -541,6 +541,23 @@ MODELS: Mapping[str, Published] = {
             "time_step_limit": [0.05, 0.6],
         },
     ),
+    "falcon_h1": Published("FalconH1", FALCON_H1),
+    "falcon_h1, norm": Published(
+        "FalconH1",
+        {
+            **FALCON_H1,
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 2,
+            "mamba_d_head": "auto",
+            "time_step_limit": [0.05, 0.6],
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mlp_bias": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+        },
+    ),
     "nemotron_h": Published("NemotronH", NEMOTRON_H),
     "nemotron_h, experts": Published(
         "NemotronH",

@@ -69,6 +69,8 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
     },
     "bamba": {"mamba_n_heads", "mamba_d_head", "mamba_expand"},
     "nemotron_h": {"layers_block_type"},  # whose entries have two names each
+    # A width has three spellings, a factor on keys is one on scores, and without a norm it stands nowhere
+    "falcon_h1": {"mamba_d_head", "mamba_d_ssm", "mamba_expand", "key_multiplier", "mamba_norm_before_gate"},
     # Null is no encoding of positions, and a width follows from others; without experts, both keys mean nothing
     "granitemoehybrid": {
         *("position_embedding_type", "mamba_n_heads", "mamba_d_head", "mamba_expand"),

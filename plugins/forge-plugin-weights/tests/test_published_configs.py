@@ -225,10 +225,14 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
         table = config["linear_attn_config"]
         lists = {key: [n for n in table[key] if n <= LAYERS] for key in ("full_attn_layers", "kda_layers")}
         made["linear_attn_config"] = {**table, **lists, "num_heads": 2, "head_dim": 16}
-    if "mamba_n_heads" in config:  # whose widths follow from that of the model, and experts may be none
+    if (
+        "mamba_n_heads" in config and "shared_intermediate_size" in config
+    ):  # whose widths follow from that of the model, and experts may be none
         made |= {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "shared_intermediate_size": 96}
         made |= {"num_local_experts": config["num_local_experts"], "num_experts_per_tok": config["num_experts_per_tok"]}
         made["layer_types"] = config["layer_types"][-LAYERS:]  # the first ones are all alike
+    if "ssm_multipliers" in config:
+        made |= {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_head": 16, "num_hidden_layers": 2}
     if letters := config.get("hybrid_override_pattern"):  # one layer of each kind, in their order
         kinds = "".join(dict.fromkeys(letters))
         made |= {"hybrid_override_pattern": kinds, "num_hidden_layers": len(kinds), "mamba_num_heads": 4}

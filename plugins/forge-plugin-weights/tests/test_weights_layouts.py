@@ -86,6 +86,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "granitemoehybrid": "tp2",
     "bamba": "tp2",
     "nemotron_h, experts": "tp2",
+    "falcon_h1": "tp2",
     "minimax_m2": "tp2",
     "nemotron": "tp2",
     "hunyuan_v1_dense": "tp2",

@@ -136,6 +136,7 @@ class Mamba2Mixer(nn.Module):
         norm_groups: int,
         norm_eps: float,
         dt_limit: tuple[float, float],
+        multipliers: tuple[float, ...],
         chunk: int,
         choice: KernelChoice,
         init: InitStd,
@@ -155,6 +156,7 @@ class Mamba2Mixer(nn.Module):
             norm_groups: groups of features that are normalised apart.
             norm_eps: added to their mean square.
             dt_limit: bounds of steps; the upper one 0: there is none.
+            multipliers: factors on the projections of gate, x, b, c and step.
             chunk: positions that are computed at a time.
             choice: the kernel of the recurrence.
             init: deviations of matrices.
@@ -162,6 +164,7 @@ class Mamba2Mixer(nn.Module):
         super().__init__()
         self.head_dim, self.groups, self.state, self.chunk = head_dim, groups, state, chunk
         self.norm_way, self.norm_groups = norm, norm_groups
+        self.multipliers = dict(zip(("gate", *INPUTS, "step"), multipliers, strict=True))
         inner = heads * head_dim
         widths = dict(zip(INPUTS, (inner, groups * state, groups * state), strict=True))
         for name, width in widths.items():
@@ -189,17 +192,23 @@ class Mamba2Mixer(nn.Module):
     def forward(self, x: Tensor, batch: Batch, cache: StateCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `document_ids`, (B, S)."""
         per_head = [part(x.dtype) for part in (self.log_rate, self.offset, self.skip)]
-        tensors = [self._heads(name, self.get_submodule(name)(x), -1) for name in INPUTS]
+        tensors = [self._heads(name, self._projected(name, x), -1) for name in INPUTS]
         per_head += [self._heads(name, self.get_submodule(f"{name}_conv")(x.dtype), 0) for name in INPUTS]
         named = zip(INPUTS, self.conv_biases, strict=False)
         per_head += [self._heads(name, self.get_submodule(bias)(x.dtype), 0) for name, bias in named]
         further = () if cache is None else (cache,)
-        mixed = self.core([*tensors, self.step(x)], per_head, batch, *further).flatten(2)
-        gate = F.silu(self.gate(x))
+        mixed = self.core([*tensors, self._projected("step", x)], per_head, batch, *further).flatten(2)
+        gate = F.silu(self._projected("gate", x))
         if self.norm_way == "before":
             return self.o(self.norm(mixed) * gate)
         mixed = mixed * gate
         return self.o(mixed if self.norm_way == "none" else self.norm(mixed))
+
+    def _projected(self, name: str, x: Tensor) -> Tensor:
+        """Returns the projection of this name, times its factor."""
+        projected: Tensor = self.get_submodule(name)(x)
+        factor = self.multipliers[name]
+        return projected if factor == 1 else projected * factor
 
     def _heads(self, name: str, values: Tensor, dimension: int) -> Tensor:
         """Returns the values of a projection with their heads, or groups, apart: at `dimension`, before their width."""

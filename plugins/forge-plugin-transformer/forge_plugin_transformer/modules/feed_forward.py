@@ -52,6 +52,19 @@ class GatedFeedForward(nn.Module):
 
 
 @directly_callable
+class ScaledGatedFeedForward(GatedFeedForward):
+    """scale down(silu(gate_scale gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, hidden: int, *, bias: bool, init: InitStd, gate_scale: float, scale: float) -> None:
+        super().__init__(dim, hidden, bias=bias, init=init)
+        self.gate_scale, self.scale = gate_scale, scale
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """As `GatedFeedForward`, with both factors."""
+        return self.down(self.activation(self.gate(x) * self.gate_scale) * self.up(x)) * self.scale
+
+
+@directly_callable
 class GELUGatedFeedForward(GatedFeedForward):
     """down(gelu(gate(x)) * up(x))."""
 
