@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 def _unmixed(model: Model) -> Iterator[str]:
     """Names of blocks of positions for which `sequence_mixers()` names no module, unless they declare to mix none."""
-    mixers = list(model.sequence_mixers())
+    mixers, modules = list(model.sequence_mixers()), dict(model.named_modules())
     first, _ = model.ends() or ((), ())
     # Blocks that `embed` runs make positions of something else (patches of images), of which every rank has all.
     further = [name for name in model.further_blocks() if not any(_within(name, module) for module in first)]
     for name in [*(f"layers.{key}" for key in model.layers), *further]:
         mixed = any(_within(mixer, name) for mixer in mixers)
         # Declared, not missing: the probe finds a block that mixes positions all the same
-        if not mixed and getattr(model.get_submodule(name), "mixes_positions", None) is not False:
+        if not mixed and getattr(modules.get(name), "mixes_positions", None) is not False:
             yield name
 
 
