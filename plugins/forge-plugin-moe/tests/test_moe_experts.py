@@ -10,7 +10,7 @@ from forge_core.contracts.layout import Layout
 from forge_kit.nn import products
 from forge_plugin_moe import Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_moe.modules.experts import Experts, StackedLinear, SwiGLUForm, runs_grouped
-from forge_plugin_transformer import GroupedQueryAttention, InitStd, Transformer
+from forge_plugin_transformer import GroupedQueryAttention, InitStd, NoFFN, Transformer
 from forge_testing import job_problems, tiny_job
 from forge_testing.refusals import at, check_problems, problems_of, refuses
 from forge_testing.runs import tiny_run
@@ -217,6 +217,13 @@ class TestWhatIsRefused:
     )
     def test_but_not_as_many(self, router):
         assert not [*MoE(experts=8, router=router).problems(None, Layout()), *router.problems(None, Layout())]
+
+    def test_dense_layers_may_be_without_a_feed_forward_part(self, tmp_path):
+        ffn = MoE(experts=4, hidden=8, every=2, dense=NoFFN())
+        model = Transformer(dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=2), ffn=ffn)
+        built = tiny_run(tmp_path, model=model).model
+        assert [name for name, _ in built.layers["0"].named_parameters() if name.startswith("ffn")] == []
+        assert "ffn.experts.up.weight" in dict(built.layers["1"].named_parameters())
 
     def test_keys_of_swiglu_for_other_experts(self, tmp_path):
         expected = at("model.ffn.swiglu_limit", "relu2", "swiglu")

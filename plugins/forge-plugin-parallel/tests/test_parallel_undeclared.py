@@ -19,7 +19,13 @@ from forge_kit.nn.position_probe import ProbeFailed, undeclared_mixer
 from forge_plugin_moe import ExpertChoice, MoE
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_parallel.collectives import all_gather
-from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
+from forge_plugin_transformer import (
+    AttentionPattern,
+    GroupedQueryAttention,
+    MultiTokenPrediction,
+    NoAttention,
+    Transformer,
+)
 from forge_testing import Numbers, job_problems, tiny_job
 from forge_testing.curves import Difference, train
 from forge_testing.processes import run_on_ranks
@@ -99,6 +105,15 @@ def test_a_convolution_beside_attention_is_refused_by_name(tmp_path: Path) -> No
     problems = problems_of(job(tmp_path, WithConvolution(**sizes())), 2)
     check_problems(problems, at("parallel.cp", "layers.1.canon", "TransformerModel"))
     assert not job_problems(job(tmp_path, WithConvolution(**sizes()), {}), 1)
+
+
+def test_a_block_that_declares_to_mix_nothing_and_does_is_refused_by_name(tmp_path: Path) -> None:
+    """A layer without attention names no mixer, which is no mistake; a convolution in it is."""
+    kinds = {"full": GroupedQueryAttention(heads=4, kv_heads=2), "none": NoAttention()}
+    pattern = AttentionPattern(layers=("full", "none"), kinds=kinds)
+    assert not job_problems(job(tmp_path, Transformer(**sizes(attention=pattern))), 2)
+    problems = problems_of(job(tmp_path, WithConvolution(**sizes(attention=pattern))), 2)
+    check_problems(problems, at("parallel.cp", "layers.1.canon", "TransformerModel"))
 
 
 @pytest.mark.parametrize("where", ["embed", "finish", "layers.0", "layers.1.ffn_norm", "layers.1.attention.q"])
