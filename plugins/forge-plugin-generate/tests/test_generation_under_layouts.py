@@ -16,10 +16,15 @@ from forge_plugin_moe import MoE
 from forge_plugin_parallel.pp import splits_backward
 from forge_plugin_transformer import (
     AttentionPattern,
+    FFNPattern,
     GroupedQueryAttention,
     HyperConnections,
     LongRope,
+    NoAttention,
+    NoFFN,
     NoRope,
+    ParallelAttention,
+    SwiGLU,
     Transformer,
 )
 from forge_plugin_transformer.modules.rotary import rotate
@@ -132,6 +137,14 @@ PATTERN = model(
     embedding_scale=4.0,
     logit_soft_cap=5.0,
 )
+BOTH = ParallelAttention(
+    mixers={"near": GroupedQueryAttention(heads=4, kv_heads=2, window=4), "full": GroupedQueryAttention(heads=2)},
+    scales={"near": 0.5},
+)
+APART = model(
+    attention=AttentionPattern(layers=("both", "none"), kinds={"both": BOTH, "none": NoAttention()}),
+    ffn=FFNPattern(layers=("none", "dense"), kinds={"none": NoFFN(), "dense": SwiGLU()}),
+)
 SEVERAL = named("fsdp", "tp", "pp", "cp, ring")
 test_layouts = layout_law(
     Case("model", observe=with_and_without_a_cache, compare=tokens_of_the_cache_too, layouts=named(*LAYOUTS)),
@@ -159,6 +172,12 @@ test_layouts = layout_law(
         observe=observation(model=model(residual_connection=HyperConnections(streams=3))),
         compare=same_tokens,
         layouts=named("tp", "pp"),
+    ),
+    Case(
+        "layers of one part, mixers side by side",
+        observe=observation(model=APART),
+        compare=same_tokens,
+        layouts=SEVERAL,
     ),
     Case("windows, patterns and sinks", observe=observation(model=PATTERN), compare=same_tokens, layouts=SEVERAL),
     Case(

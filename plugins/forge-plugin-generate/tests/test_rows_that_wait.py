@@ -11,7 +11,14 @@ from forge_core.plugins.catalog import Catalog
 from forge_plugin_generate import running_rows
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_mla import MultiHeadLatentAttention
-from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, LongRope, Transformer
+from forge_plugin_transformer import (
+    AttentionPattern,
+    GroupedQueryAttention,
+    LongRope,
+    NoAttention,
+    ParallelAttention,
+    Transformer,
+)
 from forge_testing.layouts import LayoutCase
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import naming
@@ -25,6 +32,15 @@ ATTENTION = {
     "windows": AttentionPattern(
         layers=("a", "b"),
         kinds={"a": GroupedQueryAttention(**GROUPED, window=5), "b": GroupedQueryAttention(**GROUPED)},
+    ),
+    "side by side, in a layer": AttentionPattern(
+        layers=("a", "b"),
+        kinds={
+            "a": ParallelAttention(
+                mixers={"near": GroupedQueryAttention(**GROUPED, window=5), "full": GroupedQueryAttention(**GROUPED)}
+            ),
+            "b": NoAttention(),
+        },
     ),
     "latent": MultiHeadLatentAttention(heads=4),
     "voids its cache": GroupedQueryAttention(
