@@ -7,13 +7,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import cross_entropy
 
 from forge_core.config.load import load_job
+from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.losses import CrossEntropy
 from forge_kit.nn.attention_pattern import attention_pattern
@@ -37,8 +40,10 @@ from forge_plugin_transformer.modules.spans import spans_problem
 from forge_plugin_transformer.scoring import Scoring
 from forge_testing.documents import RandomDocuments
 from forge_testing.refusals import at, check_problems
+from forge_testing.runs import advance, tiny_run
 from forge_testing.suites import ModelSuite
 from forge_testing.suites.parity import ParitySuite
+from forge_testing.tiny import TinyAdamW
 
 MakeModel = Callable[..., Any]
 HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2}
@@ -360,6 +365,53 @@ def test_a_kernel_of_a_plugin_gets_the_mask(make_model: MakeModel, ids: Tensor, 
     )
     for batch in ({"input_ids": ids}, {"input_ids": ids, "document_ids": DOCUMENTS}):
         torch.testing.assert_close(flex(batch), ours(batch), atol=1e-12, rtol=1e-12)
+
+
+@frozen
+class PairSequences:
+    """Random tokens, each twice in a row, of which the first one is masked: see `Dataset`."""
+
+    seq_len: int
+    held_out: Any = None
+    bytes_per_token: float | None = None
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens = np.random.default_rng(index).integers(0, 16, self.seq_len // 2).repeat(2)
+        first = np.arange(self.seq_len) % 2 == 0
+        # The labels of a source are the targets of its positions, whatever they are
+        return {"input_ids": np.where(first, MASKED, tokens), "labels": np.where(first, tokens, -100)}
+
+
+MASKED = 16
+
+
+@frozen(kw_only=True)
+class Pairs(DatasetComponent):
+    """Texts of a masked language model."""
+
+    def build(self, context: Any) -> PairSequences:
+        return PairSequences(context.job.train.seq_len, PairSequences(context.job.train.seq_len))
+
+
+def test_a_masked_language_model_learns_what_only_later_positions_show(tmp_path: Path) -> None:
+    losses = {}
+    for mask in (BOTH_WAYS, CHUNKS):
+        attention = GroupedQueryAttention(**HEADS, mask=mask)
+        run = tiny_run(
+            tmp_path / type(mask).__name__, loss=SeenTokens(), optimizer=TinyAdamW(lr=1e-2), precision="fp32",
+            model=Transformer(vocab_size=17, dim=32, layers=1, attention=attention),
+            data={"sources": (Pairs(),)}, steps=60, global_batch_size=16, seq_len=16,
+        )  # fmt: skip
+        advance(run, 60)
+        sample = {name: torch.from_numpy(array)[None] for name, array in PairSequences(16)[999].items()}
+        with torch.no_grad():
+            logits = run.model.head.logits(run.model({"input_ids": sample["input_ids"]}))
+        losses[mask] = cross_entropy(logits.flatten(0, 1), sample["labels"].flatten()).item()
+    assert losses[BOTH_WAYS] < 0.5
+    assert losses[CHUNKS] > 2.0  # of ln 16 = 2.77, as nothing before tells a token
 
 
 class _Wrong(AttentionMaskComponent):
