@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forge_kit.nn.causal_convolution import numbered
 from forge_plugin_linear_attention.modules.channel_delta_rule import channel_delta_rule
-from forge_plugin_linear_attention.modules.delta_rule import gated_delta_rule, numbered
+from forge_plugin_linear_attention.modules.delta_rule import gated_delta_rule
 
 B, H, S, K, V = 2, 2, 75, 4, 3
 CLOSE: Any = {"rtol": 1e-10, "atol": 1e-12}

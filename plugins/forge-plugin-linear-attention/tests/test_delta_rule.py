@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_plugin_linear_attention.modules.delta_rule import gated_delta_rule, numbered
+from forge_kit.nn.causal_convolution import numbered
+from forge_plugin_linear_attention.modules.delta_rule import gated_delta_rule
 
 SIZES = {"B": 2, "H": 3, "S": 21, "K": 4, "V": 5}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_plugin_linear_attention.modules.delta_rule import numbered
+from forge_kit.nn.causal_convolution import numbered
 from forge_plugin_linear_attention.modules.ssd import state_space
 
 B, S, G, H, K, P = 2, 21, 2, 6, 4, 5

@@ -32,6 +32,8 @@ def component_problems(language: ModelComponent, parts: Collection[str], *, norm
         yield _norms_after()
     if language.mtp is not None:
         yield _predictions()
+    if language.canon is not None and {"attention", "ffn"} & {*parts}:
+        yield _canon()
     others = (type(a).__name__ for a in language.attention.of_layers() if not isinstance(a, GroupedQueryAttention))
     if "attention" in parts and (kind := next(others, None)):
         yield _attention(kind)
@@ -85,11 +87,18 @@ def _layer_problems(layer: Any, parts: Collection[str], norm_after: bool) -> Ite
     if norm_after and layer.shared_norm:
         yield _shared_norm()
     attention, ffn = layer.attention, layer.ffn
+    if {"attention", "ffn"} & {*parts} and (hasattr(attention, "canon") or hasattr(ffn, "new_cache")):
+        yield _canon()
     others = [key for key, _ in attention.named_children() if key not in ATTENTION]
     if "attention" in parts and (others or not isinstance(attention, GroupedAttention)):
         yield _attention(type(attention).__name__)
     if "ffn" in parts and getattr(ffn, "expert_stacks", list)():
         yield _experts(type(ffn).__name__)
+
+
+def _canon() -> Problem:
+    message = "model.language.canon mixes positions before a part, which would see those of its modality only"
+    return Problem("", f'{message}; leave that table out, or take type = "joint"')
 
 
 def _predictions() -> Problem:

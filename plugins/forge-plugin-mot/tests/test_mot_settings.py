@@ -18,6 +18,7 @@ from forge_plugin_moe import MoE
 from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_transformer import (
     GELU,
+    Canon,
     FFNPattern,
     GroupedQueryAttention,
     LayerNorm,
@@ -39,6 +40,7 @@ UNFIT = {
         {"mtp": MultiTokenPrediction()},
         at("model.fusion", "model.language.mtp"),
     ),
+    "canon": (MixtureOfTransformers(), {"canon": Canon()}, at("model.fusion", "model.language.canon")),
     "mla": (MixtureOfTransformers(), {"attention": MLA}, at("model.fusion.untie", "MultiHeadLatentAttention")),
     "moe": (MixtureOfTransformers(), {"ffn": EXPERTS}, at("model.fusion.untie", "router", "MoE")),
     "some moe": (
@@ -96,6 +98,7 @@ UNFIT_WHEN_BUILT = {
     "no norm": (Normless(inner=Transformer(vocab_size=32, dim=16)), at("model.fusion.untie", "norm")),
     "layers": (TinyModel(), at("model.fusion", "layers.0", "Layer")),
     "mtp": (Transformer(vocab_size=32, dim=16, mtp=MultiTokenPrediction()), at("model.fusion", "model.language.mtp")),
+    "canon": (Transformer(vocab_size=32, dim=16, canon=Canon()), at("model.fusion", "model.language.canon")),
     "mla": (Transformer(vocab_size=32, dim=16, attention=MLA), at("model.fusion.untie", "LatentAttention")),
     "moe": (Transformer(vocab_size=32, dim=16, ffn=EXPERTS), at("model.fusion.untie", "router", "MoELayer")),
 }

@@ -1,5 +1,6 @@
 """Decoder-only transformers with attention, feed-forward, norm and position encoding as components."""
 
+from forge_plugin_transformer.canon import Canon
 from forge_plugin_transformer.kinds import (
     AttentionBackendComponent,
     AttentionComponent,
@@ -51,6 +52,7 @@ __all__ = [
     "AttentionPattern",
     "BidirectionalMask",
     "BlockMaskComponent",
+    "Canon",
     "CausalMask",
     "ChunkedMask",
     "DynamicRope",

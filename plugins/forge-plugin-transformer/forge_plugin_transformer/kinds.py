@@ -184,7 +184,11 @@ class BlockMaskComponent(AttentionMaskComponent):
 
 @frozen(kw_only=True)
 class FFNComponent(Component):
-    """Builds the module that transforms each position: `(x (B, S, D), batch) -> (B, S, D)`."""
+    """Builds the module that transforms each position: `(x (B, S, D), batch) -> (B, S, D)`.
+
+    A module that has `new_cache`, as attention, depends on earlier positions, and in generation receives its cache as a
+    third argument.
+    """
 
     kind = "ffn"
 

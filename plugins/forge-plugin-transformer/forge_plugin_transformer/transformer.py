@@ -20,6 +20,7 @@ from forge_core.contracts.components import (
 )
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.optim.fields import DEPTH, TRAINING_ONLY
+from forge_plugin_transformer.canon import Canon
 from forge_plugin_transformer.kinds import (
     AttentionComponent,
     FFNComponent,
@@ -148,6 +149,9 @@ class Transformer(ModelComponent):
     `[model.attention]`, as it has them after norm and position encoding (Gemma 3n, Gemma 4 E2B and E4B)."""
     per_layer_inputs: PerLayerInputs | None = None
     """`[model.per_layer_inputs]`: an input of each layer beside the residual stream. Without the table, none."""
+    canon: Canon | None = None
+    """`[model.canon]`: short causal convolutions before attention and feed-forward part. Without the table there are
+    none."""
     layer_scalar: bool = False
     """Whether the residual stream behind each layer is multiplied by a number of that layer (Gemma 4). It is in
     checkpoints, 1 in a new model, and is not trained."""
@@ -197,6 +201,8 @@ class Transformer(ModelComponent):
             yield problem.below("attention")
         yield from (problem.below("ffn") for problem in self.ffn.depth_problems(self.layers))
         yield from self._part_problems()
+        if self.canon is not None:
+            yield from (problem.below("canon") for problem in self.canon.problems(self))
         yield from self._carry_problems()
         if self.mtp is not None:
             yield from (problem.below("mtp") for problem in self.mtp.problems(job))
@@ -372,6 +378,8 @@ class Transformer(ModelComponent):
                 modules[name] = LeftOut()
                 continue
             modules[name] = here.at(name).build(part, dim=self.dim, init=init)
+            if self.canon is not None:
+                modules[name] = self.canon.before(name, modules[name], self.dim)
             residual = f"{name}_residual"
             modules[residual] = self._build_residual(here.at(residual), init, number)
             for norm in NORMS[self.norm_placement]:

@@ -106,6 +106,11 @@ class LooksBefore(PassesFeatures):
         """Applies the block, then the layer; a `LayerCache` has a cache for each."""
         return super().forward(self.look(carry, batch, *cache), batch, *(own.language for own in cache))
 
+    def prepare_decode(self, batch: Batch, cache: LayerCache) -> Batch:
+        """Returns the batch with the entries that the layer needs, beside its own cache."""
+        prepared: Batch = super().prepare_decode(batch, cache.language)  # type: ignore[misc]
+        return prepared
+
     def look(self, carry: Carry, batch: Batch, cache: LayerCache | None = None) -> Carry:
         """Applies the block, unless there has been no image."""
         if MASK not in batch:

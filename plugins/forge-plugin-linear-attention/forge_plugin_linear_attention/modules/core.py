@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_plugin_linear_attention.modules.causal_convolution import causal_convolution
-from forge_plugin_linear_attention.modules.delta_rule import gated_delta_rule, numbered
+from forge_kit.nn.causal_convolution import causal_convolution, numbered
+from forge_plugin_linear_attention.modules.delta_rule import gated_delta_rule
 from forge_plugin_linear_attention.modules.fla_kernels import read_by_fla
 
 if TYPE_CHECKING:

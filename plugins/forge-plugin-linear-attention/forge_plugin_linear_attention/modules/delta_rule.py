@@ -89,8 +89,3 @@ def parts_of_chunks(
     previous = F.pad(last[..., :-1], (1, 0))
     seen = earlier & (numbers[..., :, None] == numbers[..., None, :])
     return seen, numbers == previous[..., None], numbers == last[..., None], last == previous
-
-
-def numbered(document_ids: Tensor) -> Tensor:
-    """Returns the number of each position's document in its row, (B, S): an id that occurs again is another one."""
-    return F.pad((document_ids[:, 1:] != document_ids[:, :-1]).cumsum(1), (1, 0))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from forge_plugin_linear_attention.modules.delta_rule import numbered
+from forge_kit.nn.causal_convolution import numbered
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from forge_kit.nn.causal_convolution import numbered
 from forge_kit.nn.modules import Linear
 from forge_plugin_linear_attention.modules.attention import LOG_RATES, OFFSETS, PerHead
 from forge_plugin_linear_attention.modules.cache import StateCache
 from forge_plugin_linear_attention.modules.channel_delta_rule import BLOCK, channel_delta_rule
 from forge_plugin_linear_attention.modules.core import convolve, softplus, unit
-from forge_plugin_linear_attention.modules.delta_rule import numbered
 from forge_plugin_linear_attention.modules.fla_kernels import read_by_fla
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
 

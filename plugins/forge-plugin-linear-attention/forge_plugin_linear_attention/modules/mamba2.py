@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_kit.nn.causal_convolution import numbered
 from forge_kit.nn.head_mixers import sharing_ranks
 from forge_kit.nn.modules import Linear, cast
 from forge_plugin_linear_attention.modules.attention import LOG_RATES, OFFSETS, PerHead
 from forge_plugin_linear_attention.modules.cache import StateCache
 from forge_plugin_linear_attention.modules.core import convolve, softplus
-from forge_plugin_linear_attention.modules.delta_rule import numbered
 from forge_plugin_linear_attention.modules.fla_kernels import read_by_fla
 from forge_plugin_linear_attention.modules.ssd import state_space
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm, SplitRootMeanSquareNorm

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from forge_kit.nn.direct_calls import directly_callable
 from forge_kit.nn.modules import cast
 from forge_kit.nn.taps import TapPoint, tap_points
+from forge_plugin_transformer.modules import parts
 from forge_plugin_transformer.modules.attention import KVExchange
-from forge_plugin_transformer.modules.cache import NoCache
+from forge_plugin_transformer.modules.cache import LayerCaches, NoCache
 from forge_plugin_transformer.modules.residual import Addition
 
 if TYPE_CHECKING:
@@ -111,24 +112,42 @@ class Block(nn.Module):
         self.scalar = scalar or nn.Identity()
         self.has = {name: not isinstance(getattr(self, name), LeftOut) for name in ("attention", "ffn")}
         """Whether the block has each of its parts."""
-        if not self.has["attention"]:
+        self.ffn_caches = hasattr(ffn, "new_cache") and self.has["ffn"]
+        """Whether the feed-forward part, too, depends on earlier positions, and has a cache in generation."""
+        if not self.has["attention"] and not self.ffn_caches:
             self.mixes_positions = False
             """See `forge_kit.nn.position_probe.mixes_positions`: else a block that names no mixer is a mistake."""
 
     def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
-        """Returns the stream after both parts. `cache` is for the attention; None: there is none."""
+        """Returns the stream after both parts. `cache` is of `new_cache`; None: there is none."""
         (x,) = carry
+        of_ffn: tuple[Any, ...] = ()
+        if self.ffn_caches and cache is not None:
+            of_ffn, cache = (cache["ffn"],), cache["attention"]
         if not self.parallel:
             if self.has["attention"]:
                 x = self.attention_residual(x, lambda own: self.added("attention", own, batch, cache))
             x = self.middle(x)
             if self.has["ffn"]:
-                x = self.ffn_residual(x, lambda own: self.added("ffn", own, batch))
+                x = self.ffn_residual(x, lambda own: self.added("ffn", own, batch, *of_ffn))
             return (self.ended(x),)
         # Both parts read x, whatever is added to it first. A shared norm is computed once, and so before either
         read = self.normalise("attention_norm", x, batch) if self.shared_norm else x
         x = self.middle(self.attention_residual(x, lambda _: self.added("attention", read, batch, cache)))
-        return (self.ended(self.ffn_residual(x, lambda _: self.added("ffn", read, batch))),)
+        return (self.ended(self.ffn_residual(x, lambda _: self.added("ffn", read, batch, *of_ffn))),)
+
+    def new_cache(self, batch_size: int, length: int) -> Any:
+        """Returns the cache of attention, or with one of the feed-forward part both, by name."""
+        attention: Any = self.attention
+        own = attention.new_cache(batch_size, length)
+        if not self.ffn_caches:
+            return own
+        ffn: Any = self.ffn
+        return LayerCaches({"attention": own, "ffn": ffn.new_cache(batch_size, length)})
+
+    def prepare_decode(self, batch: Batch, cache: Any) -> Batch:
+        """Returns the batch of the next positions with the entries that attention needs, beside its cache."""
+        return parts.prepare_decode(self.attention, batch, cache["attention"] if self.ffn_caches else cache)
 
     def ended(self, x: Tensor) -> Tensor:
         """Returns the stream after the layer, from the stream after both parts."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from forge_kit.nn.generation import whole_logits
-from forge_plugin_transformer.modules import parts
 from forge_plugin_transformer.modules.multi_token import PredictionBlock
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ class ModuleDrafts:
 
     def __init__(self, blocks: Sequence[PredictionBlock], embedding: Embedding, head: LinearHead, length: int) -> None:
         self._blocks, self._embedding, self._head = blocks, embedding, head
-        attentions: list[Any] = [block.attention for block in blocks]
-        self._caches = [attention.new_cache(1, length) for attention in attentions]
+        self._caches: list[Any] = [block.new_cache(1, length) for block in blocks]
         self._read = [0] * len(blocks)
         """Positions of each module that are computed with tokens of the row."""
         self._before: list[Tensor | None] = [None] * len(blocks)
@@ -45,7 +43,7 @@ class ModuleDrafts:
             reads = state if before is None else torch.cat([before, state], 1)
             ahead = torch.tensor([tokens[start + number + 1 : known + number]], device=hidden.device)
             batch = {"positions": torch.arange(start, known - 1, device=hidden.device)[None]}
-            batch = parts.prepare_decode(block.attention, batch, self._caches[number])
+            batch = block.prepare_decode(batch, self._caches[number])
             state = block(reads, self._embedding(ahead), batch, self._caches[number])
             tokens.append(int(whole_logits(self._head, state[:, -1:]).argmax()))
             # The last positions but `number` of them have read tokens of the row only

@@ -149,7 +149,7 @@ class TransformerModel(KeepsTies):
             message = "model.kv_shared_layers: keys in the cache of a layer are not sent to other pipeline ranks"
             raise ForgeError(f"{message}; generate without parallel.pp")
         layers: dict[str, Any] = {n: layer for n, layer in self.layers.items() if n not in self.kv_sources}
-        caches = {name: layer.attention.new_cache(batch_size, length) for name, layer in layers.items()}
+        caches = {name: layer.new_cache(batch_size, length) for name, layer in layers.items()}
         counts = {POSITIONS: PositionCount(self.longest, length)} if self.longest else {}
         return LayerCaches(counts | caches)
 
@@ -161,7 +161,7 @@ class TransformerModel(KeepsTies):
         if batch["input_ids"].shape[1] == 1 and isinstance(cache, LayerCaches):
             layers = cache.direct(layers)
         for name, layer in layers.items():
-            batch = parts.prepare_decode(layer.attention, batch, cache[self.kv_sources.get(name, name)])
+            batch = layer.prepare_decode(batch, cache[self.kv_sources.get(name, name)])
         carry = self.embed(batch)
         for name, layer in layers.items():
             carry = layer(carry, batch, cache[self.kv_sources.get(name, name)])
