@@ -1,5 +1,6 @@
 """Decoder-only transformers with attention, feed-forward, norm and position encoding as components."""
 
+from forge_plugin_transformer.altup import AltUp
 from forge_plugin_transformer.canon import Canon
 from forge_plugin_transformer.kinds import (
     AttentionBackendComponent,
@@ -46,6 +47,7 @@ __all__ = [
     "GELU",
     "XIELU",
     "Add",
+    "AltUp",
     "AttentionBackendComponent",
     "AttentionComponent",
     "AttentionMaskComponent",

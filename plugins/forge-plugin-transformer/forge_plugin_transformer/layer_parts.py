@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import ge, gt, lt
 
 from forge_core.contracts.components import default_type, when_resumed
 from forge_core.contracts.errors import Problem
@@ -288,13 +288,19 @@ class GEGLU(FFNComponent):
     """Whether the three matrices have biases."""
     approximate: Literal["tanh", "none"] = "tanh"
     """The activation by its tanh approximation (Gemma), or exactly."""
+    sparsity: float = field(default=0.0, validator=[ge(0), lt(1)])
+    """s > 0: of the gates of a position, about the share s is 0: before the activation they become
+    relu(gate - mean - k std), with their mean and deviation, and k such that a normal variable is below k with
+    probability s (Spark Transformer; Gemma 3n)."""
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Returns three matrices of width `hidden`, or `default_hidden(dim)` if that is 0."""
         from forge_plugin_transformer.modules import feed_forward
 
         hidden = self.hidden or default_hidden(dim)
-        return feed_forward.GELUGatedFeedForward(dim, hidden, bias=self.bias, approximate=self.approximate, init=init)
+        return feed_forward.GELUGatedFeedForward(
+            dim, hidden, bias=self.bias, approximate=self.approximate, sparsity=self.sparsity, init=init
+        )
 
 
 @frozen(kw_only=True)

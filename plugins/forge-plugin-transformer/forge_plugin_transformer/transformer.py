@@ -20,6 +20,7 @@ from forge_core.contracts.components import (
 )
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.optim.fields import DEPTH, TRAINING_ONLY
+from forge_plugin_transformer.altup import AltUp
 from forge_plugin_transformer.canon import Canon
 from forge_plugin_transformer.kinds import (
     AttentionComponent,
@@ -29,6 +30,7 @@ from forge_plugin_transformer.kinds import (
     ResidualComponent,
 )
 from forge_plugin_transformer.per_layer_inputs import PerLayerInputs
+from forge_plugin_transformer.residual import Add
 
 if TYPE_CHECKING:
     from torch import nn
@@ -152,6 +154,12 @@ class Transformer(ModelComponent):
     canon: Canon | None = None
     """`[model.canon]`: short causal convolutions before attention and feed-forward part. Without the table there are
     none."""
+    altup: AltUp | None = None
+    """`[model.altup]`: residual streams that each layer predicts and corrects. Without the table there is one."""
+    laurel_rank: int = field(default=0, validator=ge(0))
+    """r > 0: what attention reads, n, and a linear function of it of rank r are added to its output, n +
+    norm(R L n), and the sum with the stream is divided by sqrt(2) (LAuReL, Menghani et al. 2024, arXiv 2411.07501;
+    Gemma 3n)."""
     layer_scalar: bool = False
     """Whether the residual stream behind each layer is multiplied by a number of that layer (Gemma 4). It is in
     checkpoints, 1 in a new model, and is not trained."""
@@ -246,7 +254,16 @@ class Transformer(ModelComponent):
                 kind = type(self.attention.of_layer(without[0])).__name__
                 message, hint = f"{kind}, the attention of layer {without[0]}, has none to share", 'take type = "gqa"'
             yield Problem("kv_shared_layers", f"{message}; {hint}")
-        names = [name for name in ("kv_shared_layers", "per_layer_inputs") if getattr(self, name)]
+        every = ("kv_shared_layers", "per_layer_inputs", "altup", "laurel_rank")
+        names = [name for name in every if getattr(self, name)]
+        connection = type(self.residual_connection)
+        for name in ("altup", "laurel_rank"):
+            if getattr(self, name) and (connection is not Add or self.residual == "parallel"):
+                what = "parallel parts" if self.residual == "parallel" else connection.__name__
+                yield Problem(name, f"{what} have another sum in its place; leave one of them out")
+        if self.altup is not None and self.altup.active >= self.altup.inputs:
+            message = f"{self.altup.active} is no number of {self.altup.inputs} streams, which count from 0"
+            yield Problem("altup.active", f"{message}; lower it")
         if names and self.mtp is not None:
             yield Problem(names[0], "modules of multi-token prediction have none; leave it out, or model.mtp")
         if self.per_layer_inputs is not None and (streams := self.residual_connection.stream_count()) > 1:
@@ -287,7 +304,7 @@ class Transformer(ModelComponent):
             head=self._build_head(context, vocab_size),
             tied=self.tie_embeddings,
             wide_head=self.head_precision == "fp32",
-            streams=self.residual_connection.stream_count(),
+            streams=self._stream_count(),
             mtp=None if self.mtp is None else self._build_predictions(self.mtp, context),
             **further,
         )
@@ -331,6 +348,8 @@ class Transformer(ModelComponent):
             sizes = {"dim": self.dim, "layers": self.layers, "vocab_size": vocab_size}
             here = context.at("per_layer_inputs")
             further["per_layer_inputs"] = self.per_layer_inputs.build(here, self.norm, std=self.init_std, **sizes)
+        if self.altup is not None:
+            further["altup"] = self.altup.build_ends(self.dim, self.init_std)
         if sources := self._known_sources():
             further["kv_sources"] = {str(layer): str(source) for layer, source in sources.items()}
             # By components, as other pipeline ranks have the layers
@@ -353,16 +372,37 @@ class Transformer(ModelComponent):
         borrowed = Borrowed(attention=self.attention.of_layer(number))
         own = self if source is None else attrs.evolve(self, attention=borrowed)
         block = own._build_block(here)
-        if not sources and self.per_layer_inputs is None:
+        if not (sources or self.per_layer_inputs or self.altup or self.laurel_rank):
             return block
         pairs = {layer: pair for pair, layer in enumerate(sorted({*sources.values()}))}
         reader = None
+        residual = self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1)
+        init = InitStd(self.init_std, residual)
         if self.per_layer_inputs is not None:
-            residual = self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1)
-            init = InitStd(self.init_std, residual)
             reader = self.per_layer_inputs.build_reader(here.at("layer_input"), self.norm, dim=self.dim, init=init)
         pair = pairs.get(number if source is None else source)
-        return CarryingBlock(block, layer_input=reader, number=number, pair=pair, lends=number in pairs)
+        return CarryingBlock(
+            block,
+            layer_input=reader,
+            number=number,
+            pair=pair,
+            lends=number in pairs,
+            laurel=self._build_laurel(here.at("laurel"), init),
+            altup=self.altup.build(here.at("altup"), self.norm, dim=self.dim, init=init) if self.altup else None,
+            streams=self._stream_count(),
+        )
+
+    def _build_laurel(self, here: BuildContext, init: InitStd) -> nn.Module | None:
+        from forge_plugin_transformer.modules.altup import LearnedResidual
+
+        if not self.laurel_rank:
+            return None
+        return LearnedResidual(
+            self.dim, self.laurel_rank, norm=here.at("norm").build(self.norm, dim=self.dim), init=init
+        )
+
+    def _stream_count(self) -> int:
+        return self.altup.inputs if self.altup is not None else self.residual_connection.stream_count()
 
     def _build_block(self, here: BuildContext) -> Block:
         from forge_plugin_transformer.modules.block import Block, LayerScalar, LeftOut

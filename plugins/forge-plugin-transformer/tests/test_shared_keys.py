@@ -58,6 +58,16 @@ MISTAKES = {
         "kv_shared_layers = 2", '[model.attention]\ntype = "mla"', at("model.kv_shared_layers", "layer 4", "gqa"),
     ),
     "predictions": ("", f"{INPUTS}[model.mtp]\n", at("model.per_layer_inputs", "model.mtp")),
+    "another connection": (
+        "laurel_rank = 4",
+        '[model.residual_connection]\ntype = "hyper_connections"\n',
+        at("model.laurel_rank", "HyperConnections"),
+    ),
+    "parallel parts": (
+        'residual = "parallel"', "[model.altup]\n", at("model.altup", "parallel parts"),
+    ),
+    "no such stream": ("", "[model.altup]\nactive = 4\n", at("model.altup.active", 4, 4)),
+    "predictions of streams": ("", "[model.altup]\n[model.mtp]\n", at("model.altup", "model.mtp")),
     "streams": (
         "",
         f'{INPUTS}[model.residual_connection]\ntype = "hyper_connections"\n',

@@ -8,6 +8,7 @@ from forge_plugin_transformer import (
     GEGLU,
     GELU,
     XIELU,
+    AltUp,
     AttentionPattern,
     DynamicRope,
     GroupedQueryAttention,
@@ -103,6 +104,17 @@ class TestTransformerLikeSmallGemma4(ModelSuite):
         attention=AttentionPattern(layers=("near", "full"), kinds={"near": NARROW, "full": WIDE}),
     )  # fmt: skip
     layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
+
+
+class TestTransformerLikeGemma3n(ModelSuite):
+    """Streams that layers predict and correct, a learned residual beside attention, and sparse gates."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=4, norm_placement="both", ffn=GEGLU(hidden=32, sparsity=0.7),
+        tie_embeddings=True, kv_shared_layers=2, per_layer_inputs=PerLayerInputs(dim=4), laurel_rank=3,
+        altup=AltUp(inputs=3, active=1), attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "checkpointing2", "compiled")
 
 
 class TestTransformerLikeGPT(ModelSuite):

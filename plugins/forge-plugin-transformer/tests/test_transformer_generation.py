@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, LayerNorm, PerLayerInputs, YarnRope
+from forge_plugin_transformer import (
+    GEGLU,
+    AltUp,
+    AttentionPattern,
+    GroupedQueryAttention,
+    LayerNorm,
+    PerLayerInputs,
+    YarnRope,
+)
 from forge_plugin_transformer.modules import cache as cache_module
 from forge_plugin_transformer.modules.attention import KVCache
 from forge_plugin_transformer.modules.softmax_attention import WHOLE
@@ -47,6 +55,7 @@ WINDOW_OF = {"near": 3, "full": 0}
         "learned positions",
         "shared norm",
         "shared keys",
+        "streams",
         *WINDOWS,
     ]
 )
@@ -60,6 +69,9 @@ def model(request: pytest.FixtureRequest, make_model: MakeModel, monkeypatch: py
     if request.param == "shared norm":
         keys = {"norm_placement": "shared", "residual": "parallel", "head_bias": True, "norm": LayerNorm()}
         return make_model(**keys).eval().requires_grad_(False)
+    if request.param == "streams":
+        keys = {"altup": AltUp(inputs=3), "laurel_rank": 4, "per_layer_inputs": PerLayerInputs(dim=4)}
+        return make_model(**keys, attention=attention, ffn=GEGLU(sparsity=0.5)).eval().requires_grad_(False)
     if request.param == "shared keys":
         kinds = {name: GroupedQueryAttention(heads=4, kv_heads=2, window=own) for name, own in WINDOW_OF.items()}
         keys = {"kv_shared_layers": 3, "per_layer_inputs": PerLayerInputs(dim=4), "layers": 5}

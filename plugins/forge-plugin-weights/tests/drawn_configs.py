@@ -108,6 +108,7 @@ ALWAYS: Mapping[str, Draw] = {
     "n_groups": same(st.sampled_from([1, 2])),
     "hidden_size_per_layer_input": same(st.sampled_from([0, 4, 256])),
     "enable_moe_block": lambda sizes: st.just(sizes.groups == 2),
+    "num_kv_shared_layers": same(st.just(0)),  # of which there are 15, where a class has another number of layers
     "top_k_experts": same(st.integers(1, 2)),
 }
 """Keys that all configurations of an architecture have which reads them."""
@@ -240,10 +241,15 @@ OPTIONAL: Mapping[str, Draw] = {
     "moe_latent_size": same(st.none()),
     "attn_output_gate": same(st.just(True)),
     "output_gate_type": same(st.sampled_from(["swish", "silu"])),
+    "activation_sparsity_pattern": by_layer([0.0, 0.5, 0.95]),
+    "altup_num_inputs": same(st.integers(2, 5)),
+    "altup_active_idx": same(st.integers(0, 1)),
+    "altup_coef_clip": same(FACTORS),
+    "altup_correct_scale": same(st.just(True)),
+    "laurel_rank": same(st.integers(1, 64)),
     "global_head_dim": same(HEADS),
     "num_global_key_value_heads": lambda sizes: st.sampled_from([n for n in (1, 2, 4, 8) if sizes.heads % n == 0]),
     "attention_k_eq_v": same(st.booleans()),
-    "num_kv_shared_layers": same(st.just(0)),
     "vocab_size_per_layer_input": same(WIDTHS),
     "use_double_wide_mlp": same(st.booleans()),
     "attention_chunk_size": same(st.integers(1, 9999)),
@@ -283,6 +289,12 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("kimi_linear", "moe_layer_freq"): same(st.just(1)),
     ("kimi_linear", "topk_group"): same(st.just(1)),
     **{(type_, "hidden_act"): same(st.just("relu2")) for type_ in ("arcee", "nemotron")},
+    ("gemma3n_text", "hidden_size_per_layer_input"): same(st.sampled_from([4, 256])),
+    ("gemma3n_text", "final_logit_softcapping"): same(FACTORS),
+    ("gemma3n_text", "intermediate_size"): lambda sizes: WIDTHS | by_layer([8, 99])(sizes),
+    ("gemma3n_text", "layer_types"): lambda sizes: by_layer(["full_attention", "sliding_attention"])(sizes).map(
+        lambda drawn: [*("sliding_attention", "full_attention")[: sizes.layers], *drawn[2:]]
+    ),
     ("gemma4_text", "intermediate_size"): lambda sizes: st.integers(1, 4).map(lambda n: n * sizes.expert_width),
     # With experts, one activation, and layers that are all alike
     ("gemma4_text", "hidden_activation"): lambda sizes: st.sampled_from(
@@ -293,7 +305,10 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("gemma4_text", "layer_types"): lambda sizes: by_layer(["full_attention", "sliding_attention"])(sizes).map(
         lambda drawn: [*("sliding_attention", "full_attention")[: sizes.layers], *drawn[2:]]
     ),
-    ("gemma4_text", "num_kv_shared_layers"): lambda sizes: st.integers(0, max(0, sizes.layers - 2)),
+    **{
+        (type_, "num_kv_shared_layers"): lambda sizes: st.integers(0, max(0, sizes.layers - 2))
+        for type_ in ("gemma4_text", "gemma3n_text")
+    },
     ("gemma4_text", "use_bidirectional_attention"): same(st.sampled_from(["vision", None])),
     ("llama4_text", "layer_types"): by_layer(["chunked_attention", "full_attention"]),
     **{
@@ -522,6 +537,7 @@ ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "bamba": half_ropes(*SCALED[:4]),
     "gemma3_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
     "gemma4_text": ropes_by_type(),
+    "gemma3n_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
     "olmo3": window_ropes("rope_theta", *SCALED[:1], *SCALED[2:4]),
 }
 """Where they are not those of most."""

@@ -419,6 +419,26 @@ MODELS: Mapping[str, Published] = {
     "gemma3_text": Published(
         "Gemma3", {**GEMMA, "sliding_window_pattern": 3, "rope_parameters": LONG_GEMMA3}, "Gemma3Text"
     ),
+    "gemma3n_text": Published(
+        "Gemma3n",
+        {
+            **WINDOWS,
+            **SPECIAL,
+            "head_dim": 8,
+            "num_hidden_layers": 5,
+            "intermediate_size": [48, 48, 40, 48, 48],
+            "activation_sparsity_pattern": [0.9, 0.7, 0.0, 0.0, 0.0],
+            "layer_types": [*("sliding_attention", "full_attention") * 2, "full_attention"],
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 60,
+            "laurel_rank": 4,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "final_logit_softcapping": 2.0,
+        },
+        "Gemma3nText",
+    ),
     "gemma4_text": Published(
         "Gemma4",
         {

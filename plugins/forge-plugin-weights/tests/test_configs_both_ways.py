@@ -63,6 +63,7 @@ OWN_SPELLINGS: Mapping[str, set[str]] = {
         *("attn_temperature_tuning", "attn_scale", "floor_scale", "use_qk_norm", "attention_chunk_size"),
         "interleave_moe_layer_step",
     },
+    "gemma3n_text": {"intermediate_size"},  # a list is written
     # Of layers with a window, where there is none; of those that share keys, and of inputs, where there are none
     "gemma4_text": {
         *("head_dim", "num_key_value_heads", "use_double_wide_mlp", "vocab_size_per_layer_input"),

@@ -33,7 +33,7 @@ from forge_testing.refusals import lacks
 CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 CATALOG = Catalog.installed()
 LANGUAGE_MODELS: Mapping[str, str] = {
-    **{type_: f"{type_}_text" for type_ in ("gemma3", "gemma4", "llama4")},
+    **{type_: f"{type_}_text" for type_ in ("gemma3", "gemma3n", "gemma4", "llama4")},
     "mistral3": "ministral3",
 }
 """Architectures that read a part of a model, by its `model_type`."""

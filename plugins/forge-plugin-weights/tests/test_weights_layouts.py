@@ -65,6 +65,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "granite": "tp2",
     "smollm3": "pp2",
     "gemma3_text": "tp2",
+    "gemma3n_text": "tp2",
     "gemma4_text": "pp2",
     "gemma4_text, small": "tp2",
     "gemma4_text, experts": "ep2",

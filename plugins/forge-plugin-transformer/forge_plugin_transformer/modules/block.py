@@ -12,6 +12,7 @@ from forge_kit.nn.direct_calls import directly_callable
 from forge_kit.nn.modules import cast
 from forge_kit.nn.taps import TapPoint, tap_points
 from forge_plugin_transformer.modules import parts
+from forge_plugin_transformer.modules.altup import HalvedAddition
 from forge_plugin_transformer.modules.attention import KVExchange
 from forge_plugin_transformer.modules.cache import LayerCaches, NoCache
 from forge_plugin_transformer.modules.residual import Addition
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 PARTS = (
     *("attention_residual", "attention_norm", "attention", "attention_post_norm"),
     *("ffn_residual", "ffn_norm", "ffn", "ffn_post_norm"),
-    "layer_input",
+    *("laurel", "altup", "layer_input"),
 )
 """Parts of a block, in the order of its forward pass. A norm that the block does not have is an `nn.Identity`."""
 
@@ -75,6 +76,8 @@ class Block(nn.Module):
         scale: factor on what each part adds.
         scalar: factor on the stream behind both parts.
         layer_input: adds an input of the layer to the stream before that, see `CarryingBlock`.
+        laurel: a learned residual beside attention, likewise.
+        altup: mixes residual streams around both parts, likewise.
         streams: n, of both residuals.
     """
 
@@ -95,6 +98,8 @@ class Block(nn.Module):
         streams: int = 1,
         scalar: nn.Module | None = None,
         layer_input: nn.Module | None = None,
+        laurel: nn.Module | None = None,
+        altup: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.parallel, self.shared_norm, self.scale, self.streams = parallel, shared_norm, scale, streams
@@ -109,6 +114,7 @@ class Block(nn.Module):
         self.ffn = ffn
         self.ffn_post_norm = ffn_post_norm or nn.Identity()
         self.layer_input = layer_input or nn.Identity()
+        self.laurel, self.altup = laurel or nn.Identity(), altup or nn.Identity()
         self.scalar = scalar or nn.Identity()
         self.has = {name: not isinstance(getattr(self, name), LeftOut) for name in ("attention", "ffn")}
         """Whether the block has each of its parts."""
@@ -197,7 +203,16 @@ class CarryingBlock(Block):
     """
 
     def __init__(
-        self, block: Block, *, layer_input: nn.Module | None, number: int, pair: int | None, lends: bool
+        self,
+        block: Block,
+        *,
+        layer_input: nn.Module | None,
+        number: int,
+        pair: int | None,
+        lends: bool,
+        laurel: nn.Module | None = None,
+        altup: nn.Module | None = None,
+        streams: int = 1,
     ) -> None:
         """Set up the block.
 
@@ -207,16 +222,25 @@ class CarryingBlock(Block):
             number: of the layer, from 0.
             pair: number of the pair that its attention makes or attends to; None: no other layer has its keys.
             lends: whether it makes that pair.
+            laurel: what is added to the output of attention, a function of what it reads; None: nothing.
+            altup: predicts and corrects the streams, on one of which the layer computes; None: there is one.
+            streams: of the carry.
         """
+        own = {name: getattr(block, name) for name in PARTS if name not in ("layer_input", "laurel", "altup")}
+        if laurel is not None:
+            own["attention_residual"] = HalvedAddition()
         super().__init__(
-            **{name: getattr(block, name) for name in PARTS if name != "layer_input"},
+            **own,
             layer_input=layer_input,
+            laurel=laurel,
+            altup=altup,
             parallel=block.parallel,
             shared_norm=block.shared_norm,
             scale=block.scale,
             scalar=block.scalar,
-            streams=block.streams,
+            streams=max(streams, block.streams),
         )
+        self.has_laurel, self.has_altup = laurel is not None, altup is not None
         self.number, self.pair, self.lends = number, pair, lends
         self.reads_input = layer_input is not None
         if lends:
@@ -229,13 +253,30 @@ class CarryingBlock(Block):
         exchange = None
         if self.pair is not None and cache is None:
             exchange = KVExchange(*further[2 * self.pair : 2 * self.pair + 2])
-        (x,) = super().forward((x,), batch, cache if exchange is None else exchange)
-        if self.reads_input:
-            x = self.layer_input(x, further[-1][:, :, self.number])
+        place = cache if exchange is None else exchange
+        if self.has_altup:
+            x, active = self.altup(x, lambda own: Block.forward(self, (own,), batch, place)[0])
+            if self.reads_input:
+                reader: Any = self.layer_input
+                added = reader.added(active, further[-1][:, :, self.number])
+                x = torch.cat([x[..., :1, :], x[..., 1:, :] + added.unsqueeze(-2)], -2)
+        else:
+            (x,) = super().forward((x,), batch, place)
+            if self.reads_input:
+                x = self.layer_input(x, further[-1][:, :, self.number])
         if exchange is not None and self.lends and self.pair is not None:
             further[2 * self.pair : 2 * self.pair + 2] = exchange.keys, exchange.values
         # As views: a pipeline detaches what it sends in place, unless it is one
         return (self.scalar(x), *(tensor.view_as(tensor) for tensor in further))
+
+    def update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
+        """As `Block.update`; beside attention is the learned residual of what it reads."""
+        if name != "attention" or not self.has_laurel:
+            return super().update(name, x, batch, *cache)
+        x = self.normalise("attention_norm", x, batch)
+        mixed = self.normalise("attention_post_norm", self.attention(x, batch, *cache), batch)
+        residual: Tensor = self.laurel(x)
+        return mixed + residual
 
     def ended(self, x: Tensor) -> Tensor:
         """Returns the stream as it is: `forward` adds the input of the layer before the scalar."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -68,13 +69,49 @@ class ScaledGatedFeedForward(GatedFeedForward):
 class GELUGatedFeedForward(GatedFeedForward):
     """down(gelu(gate(x)) * up(x))."""
 
-    def __init__(self, dim: int, hidden: int, *, bias: bool, approximate: str, init: InitStd) -> None:
+    def __init__(
+        self, dim: int, hidden: int, *, bias: bool, approximate: str, init: InitStd, sparsity: float = 0.0
+    ) -> None:
         super().__init__(dim, hidden, bias=bias, init=init)
         self.approximate = approximate
+        self.sparse = GaussianTopK(hidden, sparsity) if sparsity else None
 
     def activation(self, gate: Tensor) -> Tensor:
         """Returns gelu(gate), by its tanh approximation or exactly."""
-        return F.gelu(gate, approximate=self.approximate)
+        return F.gelu(gate if self.sparse is None else self.sparse(gate), approximate=self.approximate)
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        """Ranks divide the hidden features, and add up what mean and deviation of all are computed from."""
+        if self.sparse is None:
+            return super().tensor_parallel_plan()
+        # Of the distribution that divides models, which alone reads a plan
+        from forge_plugin_parallel.tp_ways import SplitFeaturesModule, Way
+
+        way = Way("split_sum", SplitFeaturesModule, inside=True, needs_parameters=False, method="sum_features")
+        return {**super().tensor_parallel_plan(), "sparse": way}
+
+
+class GaussianTopK(nn.Module):
+    """relu(x - mean - k std) over the last dimension, which leaves about the share 1 - s of a normal variable."""
+
+    def __init__(self, features: int, sparsity: float) -> None:
+        super().__init__()
+        self.features, self.sparsity = features, sparsity
+        self.deviations = NormalDist().inv_cdf(sparsity)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, all features, or a rank's) to the same; mean and deviation are of all."""
+        wide = cast(x, torch.promote_types(x.dtype, torch.float32))
+        centred = wide - self.sum_features(wide) / self.features
+        deviation = (self.sum_features(centred.square()) / self.features).sqrt()
+        return cast(F.relu(centred - deviation * self.deviations), x.dtype)
+
+    def sum_features(self, x: Tensor) -> Tensor:
+        """Returns the sum over all features of x (…, this rank's): (…, 1)."""
+        return x.sum(-1, keepdim=True)
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, sparsity={self.sparsity}"
 
 
 class TwoMatrices(nn.Module):

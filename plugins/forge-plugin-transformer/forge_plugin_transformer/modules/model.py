@@ -52,6 +52,7 @@ class TransformerModel(KeepsTies):
         positions: PositionTable | None = None,
         streams: int = 1,
         per_layer_inputs: nn.Module | None = None,
+        altup: tuple[nn.Module, nn.Module] | None = None,
         kv_sources: Mapping[str, str] | None = None,
         kv_shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
@@ -68,6 +69,7 @@ class TransformerModel(KeepsTies):
             positions: table of positions.
             streams: residual streams between layers.
             per_layer_inputs: makes the inputs of all layers.
+            altup: make the residual streams of embeddings, and one stream of them; None: they are copied and added up.
             kv_sources: layers that attend to keys and values of another, and that layer.
             kv_shapes: heads (of a rank) and width of the keys of each such other layer, by their order.
         """
@@ -85,6 +87,8 @@ class TransformerModel(KeepsTies):
         self.streams = streams
         """Residual streams between layers."""
         self.per_layer_inputs = per_layer_inputs
+        self.expansion: nn.Module | None = None if altup is None else altup[0]
+        self.contraction: nn.Module | None = None if altup is None else altup[1]
         self.kv_sources, self.kv_shapes, self.depth = kv_sources or {}, kv_shapes, len(layers)
         self.tie()
 
@@ -120,16 +124,25 @@ class TransformerModel(KeepsTies):
 
     def _stream(self, x: Tensor, batch: Batch) -> Tensor:
         """Returns the stream before the first layer, from the embeddings of tokens."""
-        if self.positions is None:
-            return expanded(x, self.streams)
+        if self.expansion is not None:
+            x = x if self.positions is None else x + self._positions_of(batch, x)
+            streams: Tensor = self.expansion(x)
+            return streams
+        return expanded(x if self.positions is None else x + self._positions_of(batch, x), self.streams)
+
+    def _positions_of(self, batch: Batch, x: Tensor) -> Tensor:
+        """Returns the learned vectors of positions, for the embeddings of tokens."""
+        assert self.positions is not None
         length = batch["input_ids"].shape[1]
         # One row for all sequences, which the sum broadcasts: the table is looked up S times and not B S times
         numbers = batch["positions"] if "positions" in batch else torch.arange(length, device=x.device)[None]
-        return expanded(x + self.positions(numbers), self.streams)
+        vectors: Tensor = self.positions(numbers)
+        return vectors
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
         """Adds up residual streams, applies the last norm, and in a training step multi-token prediction."""
-        hidden = self.norm(collapsed(carry[0], self.streams))
+        one = collapsed(carry[0], self.streams) if self.contraction is None else self.contraction(carry[0])
+        hidden = self.norm(one)
         # Again, for callers that have not prepared the batch; it is unchanged if it has the entries
         batch = self.prepare_sequences(batch)
         if self.mtp is not None and IDS in batch:
@@ -183,12 +196,14 @@ class TransformerModel(KeepsTies):
         heads = 1 + len(list(self._predictions()))
         # 6 for each weight and position: 2 in the forward pass, 4 in the backward pass; a look-up in a table costs none
         layers = sum(parts.flops(part, seq_len) for _, part in self._parts())
+        layers += 0 if self.contraction is None else parts.flops(self.contraction, seq_len)
         return self.embed_flops(seq_len) + layers + 6.0 * self.head.weight.numel() * heads
 
     def embed_flops(self, seq_len: int) -> float:
-        """Counts the projection to inputs of layers, if there are any, 6 for each weight."""
+        """Counts projections to inputs of layers and to further streams, if there are any, 6 for each weight."""
         projection = getattr(self.per_layer_inputs, "projection", None)  # another pipeline rank may have it
-        return 0.0 if projection is None else 6.0 * projection.weight.numel()
+        streams = 0.0 if self.expansion is None else parts.flops(self.expansion, seq_len)
+        return streams + (0.0 if projection is None else 6.0 * projection.weight.numel())
 
     def layer_flops(self, seq_len: int) -> Sequence[float]:
         """Returns the sum over each layer's parts, without multi-token prediction, which is no layer."""
@@ -201,6 +216,8 @@ class TransformerModel(KeepsTies):
             roles |= parts.roles(name, part)
         if self.per_layer_inputs is not None:
             roles = {**parts.roles(INPUTS, self.per_layer_inputs), **roles}
+        for name, end in self._stream_ends().items():
+            roles |= parts.roles(name, end)
         return roles if self.tied else roles | {"head.weight": "head"}
 
     def tied_parameters(self) -> Mapping[str, str]:
@@ -215,11 +232,12 @@ class TransformerModel(KeepsTies):
             # A norm that a block does not have is an `nn.Identity`, which the plan need not name
             if name.endswith(("norm", "projection")) and next(part.parameters(), None) is not None:
                 plan[name] = "sequence"
-            elif name.endswith(("_residual", "layer_input")):
+            elif name.endswith(("_residual", "layer_input", "laurel", "altup")):
                 plan |= parts.of_positions(name, part)
         # Their head runs inside of `finish`, after which the positions are gathered for the model's own loss
         objective = {} if self.mtp is None else {"mtp.objective": "whole_input"}
         inputs = [] if self.per_layer_inputs is None else [f"{INPUTS}.projection", f"{INPUTS}.norm"]
+        inputs += [key for name, end in self._stream_ends().items() for key in parts.of_positions(name, end)]
         return plan | objective | dict.fromkeys([*inputs, "norm"], "sequence") | {"head": "vocab_head"}
 
     def sequence_mixers(self) -> Mapping[str, int]:
@@ -232,13 +250,15 @@ class TransformerModel(KeepsTies):
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
         """With multi-token prediction, the embedding is in both ends: it looks up later tokens."""
-        return self._first(), ["norm", "head", *(["embedding", "mtp"] if self.mtp is not None else [])]
+        further = ["embedding", "mtp"] if self.mtp is not None else []
+        return self._first(), [*self._contraction(), "norm", "head", *further]
 
     def fsdp_units(self) -> Sequence[Sequence[str]]:
         """Units of FSDP. A table used at both ends belongs to the head's unit and stays gathered throughout."""
         both = self.tied or self.mtp is not None
         tables = self._first()
-        ends = [[*tables, "norm", "head"]] if both else [tables, ["norm", "head"]]
+        last = [*self._contraction(), "norm", "head"]
+        ends = [[*tables, *last]] if both else [tables, last]
         blocks = [f"layers.{name}" for name in self.layers] + self._prediction_blocks()
         return [ends[0], *([name] for name in blocks), *ends[1:]]
 
@@ -258,7 +278,8 @@ class TransformerModel(KeepsTies):
         inner = chain.from_iterable(parts.float8_exempt(name, part) for name, part in self._parts())
         joins = [f"{name}.projection" for name in self._prediction_blocks()]
         inputs = [] if self.per_layer_inputs is None else [f"{INPUTS}.projection"]
-        return [*inner, *joins, *inputs, "head"]
+        ends = (key for name, end in self._stream_ends().items() for key in parts.of_positions(name, end))
+        return [*inner, *joins, *inputs, *ends, "head"]
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         """Returns the kernels for sequences of this length, as (what, choice, why), each once."""
@@ -272,7 +293,16 @@ class TransformerModel(KeepsTies):
 
     def _first(self) -> list[str]:
         """Names of the modules of `embed`."""
-        return [name.removesuffix(".table") for name in self._tables()]
+        first = [name.removesuffix(".table") for name in self._tables()]
+        return first if self.expansion is None else [*first, "expansion"]
+
+    def _contraction(self) -> list[str]:
+        return [] if self.contraction is None else ["contraction"]
+
+    def _stream_ends(self) -> dict[str, nn.Module]:
+        """Returns the modules around all layers that make streams and a single one of them, if there are any."""
+        ends = {"expansion": self.expansion, "contraction": self.contraction}
+        return {name: end for name, end in ends.items() if end is not None}
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields each block's parts with their names, in order."""

@@ -64,5 +64,9 @@ class LayerInputReader(nn.Module):
 
     def forward(self, x: Tensor, own: Tensor) -> Tensor:
         """(B, S, D) and (B, S, P) to (B, S, D)."""
+        return x + self.added(x, own)
+
+    def added(self, x: Tensor, own: Tensor) -> Tensor:
+        """Returns what is added to x."""
         added: Tensor = self.norm(self.projection(F.gelu(self.gate(x), approximate=self.approximate) * own))
-        return x + added
+        return added
