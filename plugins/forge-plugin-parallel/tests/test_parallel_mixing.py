@@ -23,7 +23,7 @@ from forge_plugin_transformer.scoring import Scoring
 from forge_testing.processes import run_on_ranks
 from forge_testing.tiny_model import TinyNetwork
 
-RANKS, ROWS, LENGTH, HEADS, GROUPS, WIDTH = 2, 2, 16, 4, 2, 6
+RANKS, ROWS, LENGTH, HEADS, GROUPS, WIDTH, VALUES = 2, 2, 16, 4, 2, 6, 4
 METHODS = ("ring", "all_gather", "ulysses")
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "window of one": {"window": 1},
@@ -52,7 +52,8 @@ def mixer(method: str, options: Mapping[str, Any]) -> torch.nn.Module:
 
 def inputs() -> tuple[list[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(ROWS, LENGTH, heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS, HEADS)] + [(HEADS,)]
+    sizes = (HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, VALUES), (HEADS, VALUES)  # values are narrower than keys
+    shapes = [(ROWS, LENGTH, *size) for size in sizes] + [(HEADS,)]
     *tensors, grad, sinks = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
     return [tensor.requires_grad_() for tensor in (*tensors, sinks)], grad
 

@@ -49,6 +49,10 @@ class GroupedQueryAttention(AttentionComponent):
     """Key/value heads, a divisor of `heads`; 0: as many as `heads` (multi-head attention)."""
     head_dim: int = field(default=0, validator=ge(0))
     """Width of a head, even; 0: `dim / heads`."""
+    v_head_dim: int = field(default=0, validator=ge(0))
+    """Width of a head's values, at most that of its queries and keys; 0: the same (MiMo-V2-Flash: 128, and 192)."""
+    value_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
+    """Factor on values, after their norm (MiMo-V2-Flash: `attention_value_scale`)."""
     rope: RopeComponent = default_type("forge-plugin-transformer/plain")
     """`[model.attention.rope]`: position encoding, and how it is stretched to longer sequences."""
     qk_norm: bool | Literal["head", "all"] = False
@@ -117,6 +121,8 @@ class GroupedQueryAttention(AttentionComponent):
             yield Problem("kv_heads", f"{kv_heads} does not divide by the tensor-parallel degree {layout.tp}")
         if self.head_dim % 2:
             yield Problem("head_dim", f"{self.head_dim} is odd; the position encoding pairs dimensions")
+        if self.v_head_dim and self.k_eq_v:
+            yield Problem("v_head_dim", f"{self.v_head_dim} with k_eq_v = true: values are keys then; leave one out")
         if self.qk_norm_offset and not self.qk_norm:
             yield Problem(
                 "qk_norm_offset", f"{self.qk_norm_offset} has no effect without qk_norm; set that, or leave it out"
@@ -155,6 +161,9 @@ class GroupedQueryAttention(AttentionComponent):
         """Checks the encoding for the width of a head, and that a derived width, `dim / heads`, is whole and even."""
         head_dim = self.head_dim or dim // self.heads
         yield from (problem.below("rope") for problem in self.rope.width_problems(head_dim))
+        if self.v_head_dim > head_dim:
+            hint = "kernels take values as wide or narrower; lower it"
+            yield Problem("v_head_dim", f"{self.v_head_dim} is more than the width of keys, {head_dim}; {hint}")
         # Set by the job, the heads need not have the width of the model together
         if self.head_dim:
             return
@@ -164,7 +173,10 @@ class GroupedQueryAttention(AttentionComponent):
             message = f"dim / heads = {dim} / {self.heads} = {dim // self.heads} is odd; the position encoding pairs"
             yield Problem("heads", f"{message} dimensions; change one or set head_dim")
 
-    shares_kv = True
+    @property
+    def shares_kv(self) -> bool:  # type: ignore[override]
+        """Not with narrower values: what layers share has one width."""
+        return not self.v_head_dim
 
     def kv_shape(self, dim: int, ranks: int) -> tuple[int, int]:
         return (self.kv_heads or self.heads) // ranks, self.head_dim or dim // self.heads
@@ -194,6 +206,7 @@ class GroupedQueryAttention(AttentionComponent):
             heads=self.heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            v_head_dim=self.v_head_dim or head_dim,
             rotary=context.at("rope").build(self.rope, head_dim=head_dim),
             core=self._core(context, head_dim),
             q_norm=self._norm(self.heads, head_dim),
@@ -201,13 +214,14 @@ class GroupedQueryAttention(AttentionComponent):
             norm_all_heads=self.qk_norm == "all",
             norm_rotated=self.qk_norm_rotated,
             v_norm_eps=self.qk_norm_eps if self.v_norm else None,
+            value_scale=self.value_scale,
             k_eq_v=self.k_eq_v,
             growth=QueryGrowth(self.query_growth, self.query_growth_length, self.query_growth_offset)
             if self.query_growth
             else None,
             bias=self.bias,
             output_bias=self.bias and self.output_bias,
-            gate_width=self._gate_width(head_dim),
+            gate_width=self._gate_width(self.v_head_dim or head_dim),
             init=init,
         )
 
@@ -225,10 +239,10 @@ class GroupedQueryAttention(AttentionComponent):
         core = AttentionCore if self._scoring.mask is None else MaskedCore
         return core(choice, documents, self._scoring)
 
-    def _gate_width(self, head_dim: int) -> int:
+    def _gate_width(self, v_head_dim: int) -> int:
         if not self.gate:
             return 0
-        return 1 if self.gate == "head" else head_dim
+        return 1 if self.gate == "head" else v_head_dim
 
     def _norm(self, heads: int, head_dim: int) -> nn.Module | None:
         from forge_plugin_transformer.modules import norms

@@ -252,7 +252,8 @@ class Transformer(ModelComponent):
             hint = "give one of those the same table, or lower it"
             if not self.attention.of_layer(without[0]).shares_kv:
                 kind = type(self.attention.of_layer(without[0])).__name__
-                message, hint = f"{kind}, the attention of layer {without[0]}, has none to share", 'take type = "gqa"'
+                message = f"{kind}, the attention of layer {without[0]}, has none to share"
+                hint = 'take type = "gqa", without v_head_dim'
             yield Problem("kv_shared_layers", f"{message}; {hint}")
         every = ("kv_shared_layers", "per_layer_inputs", "altup", "laurel_rank")
         names = [name for name in every if getattr(self, name)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forge_core import load_job
-from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, PlainRope
+from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, NoRope, PlainRope
 from forge_plugin_transformer.attention_backends import Measurement, Table, committed_table
 from forge_testing.refusals import ExpectedProblem, at, refuses, refuses_all
 
@@ -208,6 +208,33 @@ def test_flops_count_what_the_window_leaves(make_model: Callable[..., Any]) -> N
         visible = sum(min(i + 1, window) for i in range(length))
         assert pairs(window, length) == pytest.approx(visible - min(window, length) / 2)  # half of the diagonal
     assert pairs(64, 64) == pairs(100, 64) == pairs(0, 64) == 64 * 64 / 2
+
+
+def test_narrow_values_are_scaled_and_counted(make_model: Callable[..., Any]) -> None:
+    """Against torch's attention of the layer's matrices; without biases, the factor may be one of the last matrix."""
+    keys = {"heads": 4, "kv_heads": 2, "head_dim": 8, "rope": NoRope()}
+    narrow = GroupedQueryAttention(**keys, v_head_dim=6, value_scale=0.25)
+    layer = make_model(attention=narrow, dtype=torch.float64).layers["0"].attention
+    x = torch.randn(2, 5, layer.q.in_features, dtype=torch.float64)
+    widths = zip((layer.q, layer.k, layer.v), (8, 8, 6), strict=True)
+    q, k, v = ((x @ matrix.weight.mT).unflatten(-1, (-1, width)).transpose(1, 2) for matrix, width in widths)
+    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = mixed.transpose(1, 2).flatten(2) @ (0.25 * layer.o.weight).mT
+    assert (layer(x, {}) - expected).abs().max() < 1e-12
+    weights = sum(parameter.numel() for parameter in layer.parameters())
+    assert layer.flops(64) == 6 * weights + 6 * 4 * (8 + 6) * 32
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("head_dim = 4\nv_head_dim = 6", at("model.attention.v_head_dim", 6, 4)),
+        ("v_head_dim = 4\nk_eq_v = true", at("model.attention.v_head_dim", "k_eq_v")),
+    ],
+)
+def test_mistakes_about_narrow_values(load_model: Callable[..., Any], keys: str, expected: ExpectedProblem) -> None:
+    with refuses_all(expected):
+        load_model(f'[model.attention]\ntype = "gqa"\n{keys}')
 
 
 def test_a_window_is_told_by_the_module(make_model: Callable[..., Any]) -> None:

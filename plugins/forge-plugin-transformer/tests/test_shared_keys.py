@@ -57,6 +57,9 @@ MISTAKES = {
     "no keys": (
         "kv_shared_layers = 2", '[model.attention]\ntype = "mla"', at("model.kv_shared_layers", "layer 4", "gqa"),
     ),
+    "narrow values": (
+        "kv_shared_layers = 2", '[model.attention]\nv_head_dim = 4', at("model.kv_shared_layers", "v_head_dim"),
+    ),
     "predictions": ("", f"{INPUTS}[model.mtp]\n", at("model.per_layer_inputs", "model.mtp")),
     "another connection": (
         "laurel_rank = 4",

@@ -95,6 +95,25 @@ class TestTransformerLikeGemma4(ModelSuite):
     layouts = ("fsdp2", "tp2", "pp2", "cp2")
 
 
+NEAR = GroupedQueryAttention(
+    heads=4, kv_heads=4, head_dim=8, v_head_dim=4, value_scale=0.7, window=5, sinks=True,
+    rope=PlainRope(partial_rotary_factor=0.5),
+)  # fmt: skip
+
+
+class TestTransformerLikeMiMo(ModelSuite):
+    """Values narrower than keys, and scaled; sinks, and more of the shared heads, in layers with a window only."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, ffn=GEGLU(hidden=32),
+        attention=AttentionPattern(
+            layers=("full", "near"),
+            kinds={"near": NEAR, "full": evolve(NEAR, kv_heads=2, window=0, sinks=False, gate=True)},
+        ),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "pp2", "cp2")
+
+
 class TestTransformerLikeSmallGemma4(ModelSuite):
     """Layers that attend to keys of others, of both kinds of attention, and an input of each layer."""
 

@@ -1,6 +1,7 @@
 """Grouped-query attention, and its cache for generation.
 
-Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, E width of a head.
+Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, E width of a head, V width of
+its values: E or less.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class KVCache(Cache):
     def extend(
         self, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Append S positions. Returns keys and values (B, T, K, E) of all positions so far, and the mask (B, 1, S, T).
+        """Append S positions. Returns keys (B, T, K, E) and values (B, T, K, V) so far, and the mask (B, 1, S, T).
 
         Raises:
             ValueError: the cache is full.
@@ -165,6 +166,7 @@ class GroupedAttention(nn.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
+        v_head_dim: int,
         rotary: nn.Module,
         core: AttentionCore,
         q_norm: nn.Module | None,
@@ -172,6 +174,7 @@ class GroupedAttention(nn.Module):
         norm_all_heads: bool,
         norm_rotated: bool,
         v_norm_eps: float | None,
+        value_scale: float,
         k_eq_v: bool,
         growth: QueryGrowth | None,
         bias: bool,
@@ -186,6 +189,7 @@ class GroupedAttention(nn.Module):
             heads: H.
             kv_heads: K.
             head_dim: E.
+            v_head_dim: V.
             rotary: position encoding.
             core: what mixes positions.
             q_norm: norm of queries, over E features or all H x E; None: there is none.
@@ -193,22 +197,24 @@ class GroupedAttention(nn.Module):
             norm_all_heads: whether both norms are over the features of all heads.
             norm_rotated: whether both come after the position encoding.
             v_norm_eps: added to the mean square of values, which are normalised without a gain; None: they are not.
+            value_scale: factor on values.
             k_eq_v: whether values are the keys as projected, instead of a projection of their own.
             growth: factor on queries by their position; None: there is none.
             bias: whether q, k and v have biases.
             output_bias: whether o has one.
-            gate_width: gates of a head, 1 or E; 0: there are none.
+            gate_width: gates of a head, 1 or V; 0: there are none.
             init: deviations of matrices.
         """
         super().__init__()
         self.kv_heads, self.head_dim, self.norm_all_heads = kv_heads, head_dim, norm_all_heads
+        self.v_head_dim, self.value_scale = v_head_dim, value_scale
         self.q = Linear(dim, heads * head_dim, bias=bias, std=init.inner)
         self.k = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
         self.k_eq_v, self.v_norm_eps = k_eq_v, v_norm_eps
         if not k_eq_v:
-            self.v = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
+            self.v = Linear(dim, kv_heads * v_head_dim, bias=bias, std=init.inner)
         # The only one of the four that writes into the residual stream
-        self.o = Linear(heads * head_dim, dim, bias=output_bias, std=init.residual)
+        self.o = Linear(heads * v_head_dim, dim, bias=output_bias, std=init.residual)
         self.norm_rotated, self.growth = norm_rotated, growth
         if norm_rotated:  # under other names, as whatever replaces `project` would leave them out
             self.q_rotated_norm, self.k_rotated_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
@@ -246,7 +252,7 @@ class GroupedAttention(nn.Module):
         return self._projected(mixed, x, batch)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Queries (B, S, H, E), keys and values (B, S, K, E), as the core takes them -> (B, S, H, E)."""
+        """Queries (B, S, H, E), keys and values (B, S, K, E or V), as the core takes them -> (B, S, H, V)."""
         if self.score_watch is not None and self.training:
             self.score_watch.add(largest_scores(q, k, batch, self.scoring))
         sinks = self._sinks(q)
@@ -255,25 +261,27 @@ class GroupedAttention(nn.Module):
         return attend_in_spans(q, k, v, mixed, batch, self.scoring, sinks)
 
     def _projected(self, mixed: Tensor, x: Tensor, batch: Batch) -> Tensor:
-        """The mixed values (B, S, H, E), and what the layer reads, x (B, S, D) -> (B, S, D)."""
+        """The mixed values (B, S, H, V), and what the layer reads, x (B, S, D) -> (B, S, D)."""
         mixed = self.mixed(mixed)
         if self.gate_width:
             mixed = mixed * torch.sigmoid(self.gate(x)).unflatten(-1, (-1, self.gate_width))
         return self.output(mixed.flatten(2), batch)
 
     def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, S, D) -> queries (B, S, H, E), keys and values (B, S, K, E), normalised but not rotated.
+        """(B, S, D) -> queries (B, S, H, E), keys (B, S, K, E) and values (B, S, K, V), normalised but not rotated.
 
         With `output`, all that this layer learns: a derived class may compute both from other weights by position.
         """
         q, k = self.q(x), self.k(x)
-        v = self._heads(k if self.k_eq_v else self.v(x))
+        v = (k if self.k_eq_v else self.v(x)).unflatten(-1, (-1, self.v_head_dim))
         if self.v_norm_eps is not None:
             v = normed_without_gain(v, self.v_norm_eps)
+        if self.value_scale != 1:
+            v = v * self.value_scale
         return self._normed_heads(self.q_norm, q), self._normed_heads(self.k_norm, k), v
 
     def output(self, mixed: Tensor, batch: Batch) -> Tensor:
-        """The mixed values of all heads (B, S, H x E) -> (B, S, D)."""
+        """The mixed values of all heads (B, S, H x V) -> (B, S, D)."""
         return self.o(mixed)
 
     def prepare_decode(self, batch: Batch, cache: Any) -> Batch:
@@ -292,7 +300,7 @@ class GroupedAttention(nn.Module):
         return self._attend_all(self._query(q, turns, positions), keys, values, mask, batch)
 
     def _attend_all(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, batch: Batch) -> Tensor:
-        """Queries (B, S, H, E) attend to keys and values (B, T, K, E) by a mask (B, 1, S, T)."""
+        """Queries (B, S, H, E) attend to keys and values (B, T, K, E or V) by a mask (B, 1, S, T)."""
         mask = see_spans(mask, batch)
         q, keys, values = self.qkv(q, keys, values)
         sinks = self._sinks(q)
@@ -337,7 +345,7 @@ class GroupedAttention(nn.Module):
         return KVCache(batch_size, length, self.scoring.window)
 
     def flops(self, seq_len: int) -> float:
-        """Counts 6 a weight, and 2 x 2 x 3 a visible key and head element for scores and mixing.
+        """Counts 6 a weight, and 2 x 3 a visible key and head element for scores, and for mixing as many a value's.
 
         Half of a sequence's positions are visible on average, or of a window W the W - W² / 2S; see `Scoring.pairs`.
         """
@@ -345,7 +353,7 @@ class GroupedAttention(nn.Module):
         weights = sum(getattr(self, name).weight.numel() for name in names)
         pairs = self.scoring.pairs(seq_len)
         # Not `kv_heads`: each query head multiplies with all visible keys, also with keys that it shares
-        return 6.0 * weights + 6.0 * self.q.out_features * (2 * pairs / seq_len)
+        return 6.0 * weights + 6.0 * (self.q.out_features + self.o.in_features) * (pairs / seq_len)
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the heads, with sinks and norms over all heads; a norm of each head is whole on all ranks."""

@@ -171,8 +171,9 @@ class PluggedCore(AttentionCore):
         """As `AttentionCore`; the kernel gets everything but a mask."""
         if mask is not None:
             return super().forward(q, k, v, batch, sinks, mask=mask)
-        mixed: Tensor = self.attend(q, k, v, self.prepare(batch), sinks)
-        return mixed
+        # A kernel is to take one width: which others it takes, nothing declares
+        mixed: Tensor = self.attend(q, k, padded(v, k, self.choice.kernel), self.prepare(batch), sinks)
+        return narrowed(mixed, v.shape[-1])
 
 
 def torch_attention(
