@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import attrs
+
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
-from forge_plugin_transformer import GroupedQueryAttention, RMSNorm, Transformer
+from forge_plugin_transformer import Canon, GroupedQueryAttention, RMSNorm, Transformer
 from forge_testing.suites import ModelSuite, RouterSuite
 from forge_testing.suites.parity import ParitySuite
 
@@ -84,6 +86,13 @@ class TestExpertParallel(ParitySuite):
 
     def parity_changes(self, folder):
         return {"model": model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1)}
+
+
+class TestExpertsBehindCanonLayers(ParitySuite):
+    layouts = ("tp2", "cp2", "fsdp2_ep2")
+
+    def parity_changes(self, folder):
+        return {"model": attrs.evolve(model_of(router=SoftmaxTopK(), shared_experts=1), canon=Canon())}
 
 
 class TestModelWithCapacity(ParitySuite):
