@@ -107,9 +107,10 @@ class QKClip(TrainingHook):
         return (self.threshold / scores).where((scores > self.threshold) & scores.isfinite(), 1.0)
 
     def _summary(self, rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
-        scores = list(rows.values())
-        clipped = [(values > self.threshold).sum() for values in scores]
-        return {SCORES: max(values.amax() for values in scores), CLIPPED: sum(clipped)}
+        import torch
+
+        scores = torch.cat(list(rows.values()))
+        return {SCORES: scores.amax(), CLIPPED: (scores > self.threshold).sum()}
 
 
 def _attentions(model: Model) -> dict[int, list[ClipsScores]]:
