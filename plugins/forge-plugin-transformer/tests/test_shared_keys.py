@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forge_core import load_job
 from forge_core.contracts.errors import ForgeError, JobError
-from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, PerLayerInputs
+from forge_plugin_transformer import AltUp, AttentionPattern, GroupedQueryAttention, PerLayerInputs
 from forge_testing.refusals import at, naming, refuses_all
 
 MakeModel = Callable[..., Any]
@@ -127,3 +127,16 @@ def test_an_import_without_such_a_layer_is_refused_when_it_is_built(make_model: 
     attention = AttentionPattern(layers=("near", "near", "full"), kinds=KINDS)
     with pytest.raises(JobError, match=naming("model.kv_shared_layers")):
         make_model(layers=3, attention=attention, kv_shared_layers=1)
+
+
+def test_flops_are_those_of_the_matrices_that_there_are(make_model: MakeModel) -> None:
+    plain, length = make_model(layers=4).flops(8), 8
+    keys = 2 * 32 * 16  # matrices of keys and values of a layer
+    assert make_model(layers=4, kv_shared_layers=2).flops(length) == plain - 6 * 2 * keys
+    inputs = make_model(layers=4, per_layer_inputs=PerLayerInputs(dim=4))
+    assert inputs.flops(length) == plain + 6 * (32 * 16 + 4 * 2 * 32 * 4)
+    assert inputs.embed_flops(length) == 6 * 32 * 16
+    streams = make_model(layers=4, altup=AltUp(inputs=3), laurel_rank=2)
+    ends = 2 * 2 * 32 * 32
+    layer = 2 * 3 * 32 + 27 + 9 + 32 * 12 + 2 * 32 * 2
+    assert streams.flops(length) == plain + 6 * (ends + 4 * layer)

@@ -197,9 +197,14 @@ class TransformerModel(KeepsTies):
         # 6 for each weight and position: 2 in the forward pass, 4 in the backward pass; a look-up in a table costs none
         layers = sum(parts.flops(part, seq_len) for _, part in self._parts())
         layers += 0 if self.contraction is None else parts.flops(self.contraction, seq_len)
-        return self.embed_flops(seq_len) + layers + 6.0 * self.head.weight.numel() * heads
+        # Not of `embed_flops`, to which a class derived from this one may add what it adds here itself
+        return self._input_flops(seq_len) + layers + 6.0 * self.head.weight.numel() * heads
 
     def embed_flops(self, seq_len: int) -> float:
+        """Returns the FLOPs of `embed`: of projections to inputs of layers and to further streams."""
+        return self._input_flops(seq_len)
+
+    def _input_flops(self, seq_len: int) -> float:
         """Counts projections to inputs of layers and to further streams, if there are any, 6 for each weight."""
         projection = getattr(self.per_layer_inputs, "projection", None)  # another pipeline rank may have it
         streams = 0.0 if self.expansion is None else parts.flops(self.expansion, seq_len)
