@@ -208,6 +208,8 @@ WAYS: Mapping[str, Way] = {
         Way("whole_input", WholeInputModule, holder=True, needs_parameters=False),
         Way("partial_output", PartialOutputModule, needs_parameters=False),
         Way("split_features", SplitFeaturesModule, split={"weight": 0}, inside=True, method="sum_features"),
+        Way("split_sum", SplitFeaturesModule, inside=True, needs_parameters=False, method="sum_features"),
+        Way("behind_sum", inside=True, partial=AT_REST),  # as `sequence`, within a module that has all positions
     )
 }
 """Ways by name.
@@ -219,7 +221,8 @@ with all positions. vocab_embedding, vocab_head: rows, one per id. sequence: who
 between such pairs). replicate: whole weights, on split features (a norm of each head).
 partial: whole weights, of whose use each rank computes a part (an encoder of some of the images, in `partial_output`).
 split_features: a weight for each feature, on split features; the module's `sum_features(x)`, its sum over the last
-dimension, becomes that over the features of all ranks (a norm of all heads together).
+dimension, becomes that over the features of all ranks (a norm of all heads together). split_sum: likewise without a
+weight. behind_sum: whole weights, on what a sum over ranks has left of the positions, inside of `whole_input`.
 """
 
 

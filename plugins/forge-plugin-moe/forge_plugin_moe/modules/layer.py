@@ -149,7 +149,7 @@ class MoELayer(nn.Module):
             for name, parameter in self.experts.named_parameters()
         }
 
-    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the hidden features of each expert, route all tokens alike, and sum once, at `output`.
 
         With norms behind both branches, each is summed before its norm.
@@ -167,12 +167,8 @@ class MoELayer(nn.Module):
             plan["shared_gate"] = "replicate"
         if not self.has_norms:
             return plan
-        # Of the distribution that divides models, which alone reads a plan
-        from forge_plugin_parallel.tp_ways import AT_REST, Way
-
         # Norms of sums, which are made before them: behind a sum, a rank has its positions, though all are around it
-        behind = Way("behind_sum", inside=True, partial=AT_REST)
-        norms = {name: behind if name.endswith("_post_norm") else "replicate" for name in NORMS}
+        norms = {name: "behind_sum" if name.endswith("_post_norm") else "replicate" for name in NORMS}
         way = plan.pop("output")
         return plan | norms | {"routed": way, "shared.down": "row"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -80,15 +80,11 @@ class GELUGatedFeedForward(GatedFeedForward):
         """Returns gelu(gate), by its tanh approximation or exactly."""
         return F.gelu(gate if self.sparse is None else self.sparse(gate), approximate=self.approximate)
 
-    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Ranks divide the hidden features, and add up what mean and deviation of all are computed from."""
         if self.sparse is None:
             return super().tensor_parallel_plan()
-        # Of the distribution that divides models, which alone reads a plan
-        from forge_plugin_parallel.tp_ways import SplitFeaturesModule, Way
-
-        way = Way("split_sum", SplitFeaturesModule, inside=True, needs_parameters=False, method="sum_features")
-        return {**super().tensor_parallel_plan(), "sparse": way}
+        return {**super().tensor_parallel_plan(), "sparse": "split_sum"}
 
 
 class GaussianTopK(nn.Module):
