@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import pytest
 
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_transformer import Canon, GroupedQueryAttention, RMSNorm, Transformer
@@ -76,7 +77,15 @@ class TestModelWithNormsOfBranches(ModelSuite):
         activation="geglu", shared_experts=2, branch_norm=RMSNorm(),
         router=SoftmaxTopK(input_norm=True, expert_scale=True, **BALANCED),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "fsdp2_ep2", "compiled")
+    layouts = ("tp2", "fsdp2_ep2")
+
+
+@pytest.mark.thorough
+class TestNormsOfBranchesElsewhere(ParitySuite):
+    layouts = ("fsdp2", "tp2_whole_sequences", "pp2", "compiled")
+
+    def parity_changes(self, folder):
+        return {"model": TestModelWithNormsOfBranches.component}
 
 
 class TestExpertParallel(ParitySuite):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from attrs import evolve
 
 from forge_plugin_transformer import (
@@ -92,7 +93,7 @@ class TestTransformerLikeGemma4(ModelSuite):
         vocab_size=32, dim=16, layers=2, norm_placement="both", ffn=GEGLU(hidden=32), tie_embeddings=True,
         layer_scalar=True, attention=AttentionPattern(layers=("near", "full"), kinds={"near": NARROW, "full": WIDE}),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "pp2", "cp2")
+    layouts = ("fsdp2", "tp2")
 
 
 NEAR = GroupedQueryAttention(
@@ -122,7 +123,7 @@ class TestTransformerLikeSmallGemma4(ModelSuite):
         layer_scalar=True, kv_shared_layers=3, per_layer_inputs=PerLayerInputs(dim=4),
         attention=AttentionPattern(layers=("near", "full"), kinds={"near": NARROW, "full": WIDE}),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2")
+    layouts = ("tp2", "pp2")
 
 
 class TestTransformerLikeGemma3n(ModelSuite):
@@ -133,7 +134,34 @@ class TestTransformerLikeGemma3n(ModelSuite):
         tie_embeddings=True, kv_shared_layers=2, per_layer_inputs=PerLayerInputs(dim=4), laurel_rank=3,
         altup=AltUp(inputs=3, active=1), attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True),
     )  # fmt: skip
-    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "checkpointing2", "compiled")
+    layouts = ("tp2", "pp2")
+
+
+ELSEWHERE = ("fsdp2", "tp2_whole_sequences", "cp2", "checkpointing2", "compiled")
+
+
+@pytest.mark.thorough
+class TestGemma4Elsewhere(ParitySuite):
+    layouts = ("pp2", *ELSEWHERE)
+
+    def parity_changes(self, folder):
+        return {"model": TestTransformerLikeGemma4.component}
+
+
+@pytest.mark.thorough
+class TestSmallGemma4Elsewhere(ParitySuite):
+    layouts = ELSEWHERE
+
+    def parity_changes(self, folder):
+        return {"model": TestTransformerLikeSmallGemma4.component}
+
+
+@pytest.mark.thorough
+class TestGemma3nElsewhere(ParitySuite):
+    layouts = ELSEWHERE
+
+    def parity_changes(self, folder):
+        return {"model": TestTransformerLikeGemma3n.component}
 
 
 class TestTransformerLikeGPT(ModelSuite):
