@@ -69,6 +69,7 @@ from forge_plugin_weights.tables import (
     preferred,
     write_form,
 )
+from forge_plugin_weights.vision_kinds import VisionLanguageArchitecture, VisionTowerArchitecture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,6 +107,11 @@ class Target:
     place: str
     """Of the architecture's class, if no entry point names it."""
 
+    @property
+    def is_tower(self) -> bool:
+        """Whether it is a vision tower alone, which has no tokenizer."""
+        return isinstance(self.architecture, VisionTowerArchitecture)
+
 
 def find_target(
     job: Job,
@@ -128,8 +134,8 @@ def find_target(
     """
     name, form, place = find_form(_with_vocabulary(job, shapes), catalog, architecture, origin, imported_as(job))
     chosen = scorer(form.architecture) if SCORE in shapes else form.architecture
-    if architecture:
-        # An architecture that was named may be a part of the model, such as its tower.
+    if isinstance(chosen, VisionTowerArchitecture):
+        # It may have been named for a model that it is a part of.
         shapes = {own: shape for own, shape in shapes.items() if chosen.has_tensor(own)}
     match = match_names(chosen, form.flat, shapes)
     return Target(model_type=name, architecture=chosen, config=form.config, match=match, place=place)
@@ -175,7 +181,8 @@ def find_form(
 def _form_as(named: str, model: ModelComponent, catalog: Catalog, record: Mapping[str, Any]) -> tuple[str, Form, str]:
     chosen = load_architecture(named, catalog)
     place = place_of(named, chosen, catalog)
-    form = write_form(chosen, chosen.part_of_model(model, catalog), catalog)
+    part = chosen.part_of_model(model, catalog) if isinstance(chosen, VisionTowerArchitecture) else model
+    form = write_form(chosen, part, catalog)
     return _model_type(named, chosen, record) if place else plain_type(named), form, place
 
 
@@ -316,7 +323,7 @@ def _export(
 ) -> Path:
     target = find_target(weights.job, weights.shapes, catalog, architecture, weights.origin)
     # Refused before the weights are written, which may take long
-    if computed and not (target.architecture.has_text and target.match.parts.keys() == weights.shapes.keys()):
+    if computed and (target.is_tower or target.match.parts.keys() != weights.shapes.keys()):
         raise JobError(f"--verify computes language models; {target.architecture.name} is a part of one, or none")
     with making(output) as folder:
         folder.mkdir()
@@ -557,15 +564,23 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
     if pixels is not None:
         known = processor_of(folder) or origin_of(run).get("config", {}).get(PIXELS, {})
         (folder / PREPROCESSOR).write_text(json.dumps(updated_processor(pixels, known), indent=2) + "\n")
-        joint = target.architecture.processor_settings(described)
-        if joint and not (folder / PROCESSOR).is_file():
-            (folder / PROCESSOR).write_text(json.dumps(joint, indent=2) + "\n")
-        if target.architecture.video_processor and not _has_video_processor(folder):
-            settings = video_processor(pixels, target.architecture.video_processor)
-            (folder / VIDEO_PREPROCESSOR).write_text(json.dumps(settings, indent=2) + "\n")
+        if isinstance(target.architecture, VisionLanguageArchitecture):
+            _write_processors(folder, target.architecture, described, pixels)
     ids = _special_ids(run)
-    if ids and target.architecture.has_text and not (folder / GENERATION).is_file():
+    if ids and not target.is_tower and not (folder / GENERATION).is_file():
         (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
+
+
+def _write_processors(
+    folder: Path, architecture: VisionLanguageArchitecture, described: Mapping[str, Any], pixels: Mapping[str, Any]
+) -> None:
+    """Write the files of the joint processor and of the one for videos that the model has, and no file had."""
+    joint = architecture.processor_settings(described)
+    if joint and not (folder / PROCESSOR).is_file():
+        (folder / PROCESSOR).write_text(json.dumps(joint, indent=2) + "\n")
+    if architecture.video_processor and not _has_video_processor(folder):
+        settings = video_processor(pixels, architecture.video_processor)
+        (folder / VIDEO_PREPROCESSOR).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _copy_tokenizer(kept: Path, folder: Path) -> None:
@@ -611,13 +626,10 @@ def _config(
         **{key: origin[key] for key in architecture.kept if key in origin},
         **architecture.purpose,
     }
-    if not architecture.has_text:
+    if target.is_tower:
         return {**config, **described}
-    if architecture.image_token and architecture.image_token not in config:
-        config |= _image_token(architecture.image_token, run)
-    if missing := {key: token for key, token in architecture.marks.items() if key not in config}:
-        ids = added_tokens(run / TOKENIZER) if run is not None else {}
-        config |= {key: ids[token] for key, token in missing.items() if token in ids}
+    if isinstance(architecture, VisionLanguageArchitecture):
+        config |= _image_tokens(architecture, config, run)
     # Several tokens that end a text stand in generation_config.json alone.
     ids = {name: value for name, value in _special_ids(run).items() if not isinstance(value, list)}
     table = {} if architecture.table else described[TEXT]
@@ -672,6 +684,19 @@ def _special_ids(run: Path | None) -> dict[str, Any]:
         if content in ids:
             found[f"{name}_token_id"] = ids[content]
     return found
+
+
+def _image_tokens(
+    architecture: VisionLanguageArchitecture, config: Mapping[str, Any], run: Path | None
+) -> dict[str, int]:
+    """The ids of tokens that stand for images, or mark where they stand, of keys that a configuration lacks."""
+    key, ids = architecture.image_token, {}
+    if key and key not in config:
+        ids = _image_token(key, run)
+    if missing := {mark: token for mark, token in architecture.marks.items() if mark not in config}:
+        added = added_tokens(run / TOKENIZER) if run is not None else {}
+        ids |= {mark: added[token] for mark, token in missing.items() if token in added}
+    return ids
 
 
 def _image_token(key: str, run: Path | None) -> dict[str, int]:

@@ -44,7 +44,7 @@ from forge_plugin_weights.gguf_metadata import config_of, published_places
 from forge_plugin_weights.gguf_tokenizers import write_tokenizer
 from forge_plugin_weights.hub import is_name, origin_of_hub
 from forge_plugin_weights.inspecting import value_at, without
-from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
+from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Flat, Part, Shapes
 from forge_plugin_weights.matching import Match, check_tensors, match_names, unused_tensors
 from forge_plugin_weights.numbers import FiniteCheck, check_dtypes
 from forge_plugin_weights.pixels import (
@@ -68,6 +68,7 @@ from forge_plugin_weights.tables import (
     read_config,
     resolved,
 )
+from forge_plugin_weights.vision_kinds import VisionLanguageArchitecture, VisionTowerArchitecture
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -115,6 +116,11 @@ class Source:
     ignored: Mapping[str, Any]
     """Keys of the configuration that its reader has left out, as they mean nothing, with their values."""
 
+    @property
+    def is_tower(self) -> bool:
+        """Whether it is a vision tower alone, which has no tokenizer."""
+        return isinstance(self.architecture, VisionTowerArchitecture)
+
     @classmethod
     def open(
         cls,
@@ -154,7 +160,7 @@ class Source:
         if is_scorer(config):
             check_installed(catalog)
             chosen = scorer(chosen)
-        is_part = chosen.has_text and isinstance(config.get(chosen.table), Mapping)
+        is_part = not isinstance(chosen, VisionTowerArchitecture) and isinstance(config.get(chosen.table), Mapping)
         # In this order: the architecture's patterns are for the names that the part has alone.
         renames = {**(OF_LANGUAGE_MODELS if is_part else {}), **chosen.renames}
         stored = places_in(folder) if file is None else published_places(file, config)
@@ -347,7 +353,7 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
     """
     model: dict[str, Any] = dict(read_config(source.architecture, source.config))
     images = image_table(source.config, flattened(model))
-    if images and source.architecture.has_text and images.images > 1:  # else no prompt could have one
+    if images and not source.is_tower and images.images > 1:  # else no prompt could have one
         model["vision"] = {**model["vision"], "images_per_sequence": images.images}
     table: dict[str, Any] = {
         "job": {"name": output.name},
@@ -358,7 +364,7 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
         "optimizer": {"type": "forge-plugin-adamw/adamw"},
         "plugins": source.architecture.plugins,
     }
-    if tokenizer and source.architecture.has_text:
+    if tokenizer and not source.is_tower:
         table["data"]["tokenizer"] = _tokenizer_table(source)
     # As text, so that its keys are checked like any job's
     place = source.folder / CONFIG if source.folder.is_dir() else source.folder
@@ -369,12 +375,17 @@ def _sources(
     source: Source, images: ImageTable | None, model: Mapping[str, Any], catalog: Catalog
 ) -> Sequence[Mapping[str, Any]]:
     """Returns the table `[[data.sources]]` that shows images, and videos if what shows them is installed."""
-    if images is None or not source.architecture.has_text:
+    if images is None or source.is_tower:
         return []
-    videos = source.architecture.videos(flattened(model))
+    videos = _videos(source.architecture, flattened(model))
     if videos and any(offer.qualified == VIDEOS for offer in catalog.offers("video")):
         return [with_videos(images.source(), videos)]
     return [images.source()]
+
+
+def _videos(architecture: ArchitectureComponent, model: Flat) -> Mapping[str, Any]:
+    """Returns the keys by which a dataset shows videos; none where the model sees none."""
+    return architecture.videos(model) if isinstance(architecture, VisionLanguageArchitecture) else {}
 
 
 def added_tokens(folder: Path) -> dict[str, int]:
@@ -406,9 +417,10 @@ def _tokenizer_table(source: Source) -> dict[str, Any]:
         raise JobError(f"{folder} has no tokenizer ({TOKENIZER_CONFIG} is missing); {hint}")
     # Without training, no document can end itself: what the key allows is refused again by start.toml.
     table = {"type": "forge-plugin-huggingface/auto", "path": str(folder), SPELLED: "warn"}
+    seeing = architecture if isinstance(architecture, VisionLanguageArchitecture) else None
     # In PaliGemma the beginning of text follows the image: the dataset writes it there.
-    table |= {} if architecture.begins_with_image else {"begin_of_text": "auto"}
-    first = architecture.placeholders_from(source.config)
+    table |= {} if seeing and seeing.begins_with_image else {"begin_of_text": "auto"}
+    first = seeing.placeholders_from(source.config) if seeing else None
     placeholders = [token for token, id_ in added_tokens(folder).items() if first is not None and id_ >= first]
     return {**table, **({"placeholders": placeholders} if placeholders else {})}
 
@@ -569,7 +581,7 @@ def start_toml(source: Source, job: Job, folder: Path, catalog: Catalog) -> str:
         # Without what only the import was allowed: training has the key's default.
         tables["data"] = {"tokenizer": {key: value for key, value in tokenizer.items() if key != SPELLED}}
     comments = ["A job's other tables go into another file: forge-run start.toml job.toml"]
-    if not source.architecture.has_text:
+    if source.is_tower:
         comments += [
             "The tower is a part of a vision-language model, and that file has to say which: [model.language].",
             "If the language model has weights too, write both tables [[checkpoint.load]] there, this one and another",
@@ -578,7 +590,7 @@ def start_toml(source: Source, job: Job, folder: Path, catalog: Catalog) -> str:
     flat = flattened(model)
     if images := image_table(source.config, flat):
         comments += images.lines()
-    if videos := source.architecture.videos(flat):
+    if videos := _videos(source.architecture, flat):
         comments.append(video_line(videos))
     return "".join(f"# {line}\n" for line in comments) + tomli_w.dumps(tables)
 

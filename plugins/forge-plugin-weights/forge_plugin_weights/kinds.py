@@ -18,8 +18,6 @@ from forge_core.contracts.components import Component
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forge_core.contracts.components import ModelComponent
-    from forge_core.plugins.catalog import Catalog
 
 Config = Mapping[str, Any]
 """The content of a `config.json`."""
@@ -221,16 +219,6 @@ class ArchitectureComponent(Component[None]):
     """Keys of what the model is for, if it is no language model, which mean nothing to Forge."""
     plugins: ClassVar[Mapping[str, Any]] = {}
     """The table `[plugins]` of a job with an imported model, if it needs one."""
-    image_token: ClassVar[str] = ""
-    """The key with the id of the token that stands for an image, if it sees images."""
-    marks: ClassVar[Mapping[str, str]] = {}
-    """Keys with ids of further tokens of the tokenizer, and those tokens."""
-    video_processor: ClassVar[str] = ""
-    """Class of the video processor, if it sees videos."""
-    begins_with_image: ClassVar[bool] = False
-    """Whether the beginning of text stands behind a document's image, so that the tokenizer puts none before it."""
-    has_text: ClassVar[bool] = True
-    """Whether it has a language model, and so a tokenizer, special tokens and a longest sequence."""
 
     def fields(self) -> Sequence[Field]:
         """Returns the table of keys."""
@@ -248,14 +236,6 @@ class ArchitectureComponent(Component[None]):
         """Returns the tensors that `transformers` expects, and computes nothing with."""
         return ()
 
-    def placeholders_from(self, config: Config) -> int | None:
-        """Returns the first id of tokens that the head has no row for, as they only mark where images stand, if any."""
-        return None
-
-    def processor_settings(self, config: Config) -> Mapping[str, Any]:
-        """Returns the content of a `processor_config.json` for an export's `config.json`; empty: there is none."""
-        return {}
-
     def part_of(self, config: Config) -> Config:
         """Returns this model's configuration from its own, or from the configuration of a larger one it is part of."""
         inner = config.get(self.table)
@@ -265,7 +245,7 @@ class ArchitectureComponent(Component[None]):
         # Version 4 of `transformers` goes by the inner table. Version 5 goes by the outer one, which it always writes,
         # and leaves a default of the inner one there that may contradict it.
         tables = (config,) if TIED in config and _major_version(config) >= 5 else (config, inner)
-        tied = [each[TIED] for each in tables if TIED in each and self.has_text]
+        tied = [each[TIED] for each in tables if TIED in each]
         return {**self.defaults, **shared, **inner, **({TIED: any(tied)} if tied else {})}
 
     def start_tables(self, model: Mapping[str, Any], load: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -276,15 +256,3 @@ class ArchitectureComponent(Component[None]):
             load: the table `[checkpoint.load]` for all of it.
         """
         return {"model": model, "checkpoint": {"load": load}}
-
-    def part_of_model(self, model: ModelComponent, catalog: Catalog) -> ModelComponent:
-        """Returns this model of a larger one that has it as a part; any other as it is."""
-        return model
-
-    def videos(self, model: Flat) -> Mapping[str, Any]:
-        """Returns the keys of a table `[data.sources.video]` that shows videos as the published model saw them."""
-        return {}
-
-    def has_tensor(self, name: str) -> bool:
-        """Whether a tensor of such a larger model is of the part."""
-        return True

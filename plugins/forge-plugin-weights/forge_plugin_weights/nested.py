@@ -40,8 +40,10 @@ from forge_plugin_weights.tables import (
     preferred,
     read_fields,
 )
+from forge_plugin_weights.vision_kinds import VisionLanguageArchitecture, VisionTowerArchitecture
 
 TEXT, VISION = "text_config", "vision_config"
+SEEING = (VisionLanguageArchitecture, VisionTowerArchitecture)
 LANGUAGE = "language."
 """How keys of the language model begin."""
 
@@ -53,7 +55,7 @@ PLAIN_HEAD: Mapping[str, Any] = {"logit_soft_cap": 0, "logit_scale": 1.0}
 def languages() -> Mapping[str, ArchitectureComponent]:
     """Returns the installed architectures of language models, by `model_type`."""
     known = architectures(Catalog.installed())
-    return {name: each for name, each in known.items() if each.has_text and each.table}  # others are larger models
+    return {name: each for name, each in known.items() if not isinstance(each, SEEING)}
 
 
 @frozen

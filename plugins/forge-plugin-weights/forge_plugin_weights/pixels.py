@@ -274,7 +274,7 @@ VIDEOS = "forge-plugin-images/frames"
 
 
 def with_videos(source: Mapping[str, Any], videos: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a table `[[data.sources]]` that shows videos too, by the keys of `ArchitectureComponent.videos`."""
+    """Returns a table `[[data.sources]]` that shows videos too, by the keys of `VisionLanguageArchitecture.videos`."""
     return {**source, "type": "forge-plugin-images/interleaved", "video": {"type": VIDEOS, **videos}}
 
 

@@ -18,10 +18,11 @@ from forge_plugin_weights.architectures.vision_towers import (
     tower_rules,
 )
 from forge_plugin_weights.fields import Choice, Derived, Fixed, Key, setting, value_of
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Filler, Flat, Rule, Unsupported
+from forge_plugin_weights.kinds import Config, Field, Filler, Flat, Rule, Unsupported
 from forge_plugin_weights.nested import LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.pixels import ENCODER
 from forge_plugin_weights.rules import Same
+from forge_plugin_weights.vision_kinds import VisionLanguageArchitecture
 
 ADAPTER = "vision.adapter"
 IMAGE_TOKEN = "<image>"
@@ -83,10 +84,9 @@ class SelectedTokens(Field):
 
 
 @frozen(kw_only=True)
-class VisionLanguageModel(ArchitectureComponent):
+class VisionLanguageModel(VisionLanguageArchitecture):
     """What the architectures of this module have in common."""
 
-    table = ""
     training_only: ClassVar[Collection[str]] = ("vision.images_per_sequence", "vision.patches_per_sequence")
     ignored = ("*rotary_emb.inv_freq", "*.position_ids")
     body: ClassVar[str]

@@ -12,9 +12,10 @@ from forge_core.config.load import to_toml
 from forge_core.contracts.components import ModelComponent
 from forge_kit.tools.commands import parse_component
 from forge_plugin_weights.fields import Choice, Dropout, Fixed, Key, Only, Synonym, setting, value_of
-from forge_plugin_weights.kinds import OTHER, ArchitectureComponent, Config, Field, Filler, Flat, Rule, Unsupported
+from forge_plugin_weights.kinds import OTHER, Config, Field, Filler, Flat, Rule, Unsupported
 from forge_plugin_weights.pixels import CLIP_MEAN, CLIP_STD, ENCODER, Pixels
 from forge_plugin_weights.rules import Convolution, Same
+from forge_plugin_weights.vision_kinds import VisionTowerArchitecture
 
 if TYPE_CHECKING:
     from forge_core.plugins.catalog import Catalog
@@ -174,11 +175,9 @@ def tower_fillers(model: Flat, prefix: str) -> Sequence[Filler]:
 
 
 @frozen(kw_only=True)
-class Tower(ArchitectureComponent):
+class Tower(VisionTowerArchitecture):
     """A vision tower alone: the model `vision_tower`."""
 
-    table = "vision_config"
-    has_text = False
     harmless: ClassVar[Collection[str]] = OF_EVERY_MODEL
     left_out = ("vision_model.head.*", f"{OTHER}*")  # the pooling head, and all that is no tower
     ignored = ("*.position_ids",)
