@@ -12,6 +12,7 @@ from attrs import frozen
 from hypothesis import strategies as st
 
 from forge_core.plugins.catalog import Catalog
+from forge_plugin_weights.architectures import mimo
 from forge_plugin_weights.kinds import ArchitectureComponent
 from forge_plugin_weights.tables import all_fields, architectures
 
@@ -250,6 +251,7 @@ OPTIONAL: Mapping[str, Draw] = {
     "global_head_dim": same(HEADS),
     "num_global_key_value_heads": lambda sizes: st.sampled_from([n for n in (1, 2, 4, 8) if sizes.heads % n == 0]),
     "attention_k_eq_v": same(st.booleans()),
+    "attention_value_scale": same(st.none() | FACTORS),
     "vocab_size_per_layer_input": same(WIDTHS),
     "use_double_wide_mlp": same(st.booleans()),
     "attention_chunk_size": same(st.integers(1, 9999)),
@@ -310,6 +312,7 @@ OWN: Mapping[tuple[str, str], Draw] = {
         for type_ in ("gemma4_text", "gemma3n_text")
     },
     ("gemma4_text", "use_bidirectional_attention"): same(st.sampled_from(["vision", None])),
+    ("mimo_v2_flash", "n_shared_experts"): same(st.sampled_from([0, None])),
     ("llama4_text", "layer_types"): by_layer(["chunked_attention", "full_attention"]),
     **{
         ("nemotron_h", key): same(st.just(False))
@@ -346,6 +349,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("olmoe", "qwen3_next", "qwen3_5_moe_text"), ("num_local_experts",)),
     "minimax_m2": ("num_experts", "rotary_dim"),
     "gemma4_text": ("per_layer_config",),
+    "mimo_v2_flash": (*mimo.REPEATED, "sliding_window_size", "rope_scaling"),
     "nemotron_h": (
         *("hybrid_override_pattern", "layer_types", "num_local_experts", "norm_eps", "rms_norm_eps"),
         *("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias", "attention_head_dim", "num_query_groups"),
@@ -488,6 +492,15 @@ def ropes_by_type(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def ropes_by_share(draw: st.DrawFn) -> dict[str, Any]:
+    """MiMo's: a table for each type of layer, with the share of a head that is rotated, or none at all."""
+    share = st.fixed_dictionaries({}, optional={"partial_rotary_factor": st.sampled_from([0.25, 0.334, 1.0])})
+    names = ("full_attention", "sliding_attention")
+    both = {name: {"rope_type": "default", "rope_theta": draw(THETAS), **draw(share)} for name in names}
+    return {"max_position_embeddings": draw(LENGTHS), **({"rope_parameters": both} if draw(st.booleans()) else {})}
+
+
+@st.composite
 def growing_ropes(draw: st.DrawFn) -> dict[str, Any]:
     """Ministral 3's, with the growth of queries."""
     keys, growth = draw(ropes(*SCALED)), draw(ORIGINALS)
@@ -537,6 +550,7 @@ ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
     "bamba": half_ropes(*SCALED[:4]),
     "gemma3_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
     "gemma4_text": ropes_by_type(),
+    "mimo_v2_flash": ropes_by_share(),
     "gemma3n_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
     "olmo3": window_ropes("rope_theta", *SCALED[:1], *SCALED[2:4]),
 }

@@ -264,6 +264,22 @@ GPT_OSS: Mapping[str, Any] = {
 SPECIAL: Mapping[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Within the vocabulary, where a class has larger ones by default."""
 
+MIMO: Mapping[str, Any] = {
+    **SPECIAL,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": 5,
+    "attention_value_scale": 0.6,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.334},
+    },
+}
+
 
 GROWING: Mapping[str, Any] = {
     "rope_type": "yarn",
@@ -518,6 +534,20 @@ MODELS: Mapping[str, Published] = {
     "lfm2, untied": Published("Lfm2", {**SPECIAL, "full_attn_idxs": [0, 2], "tie_word_embeddings": False}),
     "glm4_moe": Published("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, without norms": Published("Glm4Moe", {**GLM4_MOE, "n_group": 2, "topk_group": 1, "head_dim": 16}),
+    "mimo_v2_flash": Published("MiMoV2Flash", MIMO),
+    "mimo_v2_flash, groups": Published(
+        "MiMoV2Flash",
+        {
+            **MIMO,
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "n_group": 2,
+            "norm_topk_prob": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+            "rope_parameters": ...,
+        },
+    ),
     "glm": Published("Glm", {**SPECIAL, **HALF_ROTATED, "head_dim": 16}),
     "olmoe": Published("Olmoe", {**SPECIAL, "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": None}),
     "glm4": Published("Glm4", {**SPECIAL, **HALF_ROTATED, "head_dim": 16}),

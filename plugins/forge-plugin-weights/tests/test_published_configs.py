@@ -70,10 +70,16 @@ SMALL: Mapping[str, int] = {
     "first_k_dense_replace": 1,
     "sliding_window": 8,
     "rotary_dim": 16,
+    "swa_head_dim": 32,
+    "swa_v_head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "sliding_window_size": 7,
+    "attention_chunk_size": 7,
 }
 """Sizes of the models that are built, where a configuration has the key, and it is neither null nor 1."""
 LAYERS = 6
-LISTS = ("layer_types", "no_rope_layers", "attn_type_list")
+LISTS = ("layer_types", "no_rope_layers", "attn_type_list", "hybrid_layer_pattern")
 """Keys with an entry for each layer."""
 ALWAYS = ("HuggingFaceTB/SmolLM2-135M", "microsoft/Phi-4-mini-instruct", "moonshotai/Kimi-K2-Instruct")
 
@@ -215,6 +221,8 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
         heads = {"num_attention_heads": 4, "num_key_value_heads": max(4 // ratio, 1), "num_hidden_layers": LAYERS}
         made |= {key: value for key, value in heads.items() if key in config}
     made |= {key: made[key][:LAYERS] for key in LISTS if key in config}
+    if isinstance(config.get("moe_layer_freq"), list):
+        made["moe_layer_freq"] = config["moe_layer_freq"][:LAYERS]
     if "num_nextn_predict_layers" in config:  # transformers neither writes nor reads them
         made["num_nextn_predict_layers"] = 0
     if "head_dim" in config:

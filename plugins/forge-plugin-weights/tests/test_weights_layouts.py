@@ -78,6 +78,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "kimi_linear": "tp2",
     "lfm2_moe": "ep2",
     "glm4_moe": "ep2",
+    "mimo_v2_flash": "tp2",
     "glm4": "tp2",
     "exaone4": "pp2",
     "starcoder2": "fsdp2",

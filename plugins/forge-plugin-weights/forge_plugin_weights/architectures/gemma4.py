@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.dense import (
@@ -178,6 +178,9 @@ class RopeByType(Field):
     """`rope_parameters`, a table for each type of layer."""
 
     windows: LayerWindows
+    encoding: Rope = ENCODING
+    defaults: Mapping[str, Mapping[str, Any]] = field(default=ENCODINGS, repr=False)
+    """By type, of a configuration without the key; there are no other types."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -185,24 +188,24 @@ class RopeByType(Field):
 
     def read(self, config: Config) -> Flat:
         """Reads the table of each layer's type."""
-        tables: Mapping[str, Any] = config.get("rope_parameters") or ENCODINGS
-        if unknown := [name for name in tables if name not in ENCODINGS]:
-            raise Unsupported(f"rope_parameters has {', '.join(unknown)}; Forge has {', '.join(ENCODINGS)}")
+        tables: Mapping[str, Any] = config.get("rope_parameters") or self.defaults
+        if unknown := [name for name in tables if name not in self.defaults]:
+            raise Unsupported(f"rope_parameters has {', '.join(unknown)}; Forge has {', '.join(self.defaults)}")
         types = [SLIDING if windowed else FULL for windowed in self.windows.layers(config)]
         if missing := [name for name in dict.fromkeys(types) if not tables.get(name)]:
             raise Unsupported(f"rope_parameters has no {', '.join(missing)}")
-        ropes = {name: ENCODING.read({"rope_parameters": tables[name]}) for name in dict.fromkeys(types)}
+        ropes = {name: self.encoding.read({"rope_parameters": tables[name]}) for name in dict.fromkeys(types)}
         return merged([ropes[name] for name in types])
 
     def write(self, model: Flat) -> Config:
         """Writes a table for both types, for the one that no layer is of, too."""
         tables: dict[str, Any] = {}
         for window, layer in zip(windows_of(model), of_layers(model), strict=True):
-            table = ENCODING.write(layer)["rope_parameters"]
+            table = self.encoding.write(layer)["rope_parameters"]
             name = SLIDING if window else FULL
             if tables.setdefault(name, table) != table:
-                raise Unsupported(f"{ENCODING.path} differs between layers of type {name}")
-        return {"rope_parameters": {**ENCODINGS, **tables}}
+                raise Unsupported(f"{self.encoding.path} differs between layers of type {name}")
+        return {"rope_parameters": {**self.defaults, **tables}}
 
 
 @frozen(kw_only=True)
