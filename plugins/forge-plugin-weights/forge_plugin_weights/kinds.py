@@ -228,8 +228,8 @@ class ArchitectureComponent(Component[None]):
         """Returns the table of names, for a model."""
         raise NotImplementedError
 
-    def of_files(self, names: Collection[str]) -> ArchitectureComponent:
-        """Returns the architecture whose rules fit files with tensors of these names; exports have this one's names."""
+    def of_files(self, shapes: Shapes) -> ArchitectureComponent:
+        """Returns the architecture whose rules fit files with these tensors; exports have the tensors of this one."""
         return self
 
     def fillers(self, model: Flat) -> Sequence[Filler]:

@@ -14,8 +14,9 @@ import torch
 import transformers
 from PIL import Image
 from published_models import ours
-from published_qwen import MODELS, in_blocks, prompts_of, rope
+from published_qwen import MODELS, Seeing, in_blocks, prompts_of, rope
 from published_vision import wide_logits
+from test_published_models import bytes_of, tensors_of
 from test_published_vision import check_table, check_tensors, imported, loaded, logits
 
 from forge_core.checkpoint.resume import locate
@@ -25,7 +26,7 @@ from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
-from forge_plugin_weights.tables import architecture_of, read_config, write_config
+from forge_plugin_weights.tables import architecture_of, load_architecture, read_config, write_config
 from forge_testing.refusals import at, refuses, refuses_all
 
 BOUNDS = {
@@ -69,6 +70,34 @@ def test_a_model_that_sees_videos_comes_in_and_goes_out(tmp_path, name):
     for use_cache in (True, False):
         said = generate(ours32, [ids], 8, -1, Sampling(temperature=0), entries=entries, use_cache=use_cache)
         assert said == [tokens]
+
+
+def test_experts_that_transformers_saved_again_come_in_and_an_export_has_the_published_layout(tmp_path):
+    published = MODELS["qwen3_vl_moe"]
+    published.write(tmp_path / "published")
+    theirs = Seeing(published.name, published.config).write(tmp_path / "saved")
+    before, saved = tensors_of(tmp_path / "published"), tensors_of(tmp_path / "saved")
+    experts = [name for name in before if ".experts." in name]
+    assert experts
+    assert all(saved[name].shape == before[name].mT.shape != before[name].shape for name in experts)
+    out = export_run(import_folder(tmp_path / "saved", tmp_path / "run", tokenizer=False), tmp_path / "out")
+    after = tensors_of(out)
+    assert after.keys() == before.keys()
+    assert all(bytes_of(after[name]) == bytes_of(before[name]) for name in before)
+    check_tensors(theirs, loaded(out, theirs), ())
+
+
+@pytest.mark.parametrize("features", [24, 16, 32], ids=["neither is square", "gate_up is", "down is"])
+def test_two_shapes_of_experts_say_how_they_were_saved(features):
+    layer, width, experts = "model.language_model.layers.1.mlp.experts", 32, 4
+    published = {
+        f"{layer}.gate_up_proj": (experts, width, 2 * features),
+        f"{layer}.down_proj": (experts, features, width),
+    }
+    saved = {name: (experts, columns, rows) for name, (_, rows, columns) in published.items()}
+    architecture = load_architecture("qwen3_vl_moe", Catalog.installed())
+    assert architecture.of_files(published) is architecture
+    assert type(architecture.of_files(saved)).__name__ == "Qwen3VLMoESaved"
 
 
 PROCESSORS: Mapping[str, Mapping[str, Any]] = {

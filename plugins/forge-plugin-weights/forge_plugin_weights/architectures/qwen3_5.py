@@ -20,7 +20,7 @@ from forge_plugin_weights.architectures.qwen3_next import (
 from forge_plugin_weights.architectures.qwen_vl import DEEPSTACK, SECTIONS, TURNS, Qwen3Vision, Qwen3VL, SpatialRope
 from forge_plugin_weights.architectures.vision_towers import Tower
 from forge_plugin_weights.fields import Fixed, Irrelevant, Only, Rope
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Shapes
 from forge_plugin_weights.nested import LANGUAGE, LanguageTable
 from forge_plugin_weights.rules import Rows, Same, StackedRows
 
@@ -137,9 +137,9 @@ class Qwen35MoEText(Qwen35Text):
             Same(f"{ours}.down.weight", f"{layer}.experts.down_proj"),
         )
 
-    def of_files(self, names: Collection[str]) -> ArchitectureComponent:
+    def of_files(self, shapes: Shapes) -> ArchitectureComponent:
         """Returns another class for files that have experts apart, as `transformers` and FP8 releases write them."""
-        return Qwen35MoETextApart() if any(name.endswith(PER_EXPERT) for name in names) else self
+        return Qwen35MoETextApart() if any(name.endswith(PER_EXPERT) for name in shapes) else self
 
 
 @frozen(kw_only=True)
@@ -219,9 +219,9 @@ class Qwen35MoE(Qwen35):
     language = LanguageTable(default="qwen3_5_moe_text", only=Qwen35SpatialMoEText())
     towers: ClassVar[Mapping[str, Tower]] = {name: Qwen35Vision() for name in ("qwen3_5_moe_vision", "qwen3_5_moe")}
 
-    def of_files(self, names: Collection[str]) -> ArchitectureComponent:
+    def of_files(self, shapes: Shapes) -> ArchitectureComponent:
         """Returns another class for files that have experts apart, as `transformers` and FP8 releases write them."""
-        return Qwen35MoEApart() if any(name.endswith(PER_EXPERT) for name in names) else self
+        return Qwen35MoEApart() if any(name.endswith(PER_EXPERT) for name in shapes) else self
 
 
 @frozen(kw_only=True)

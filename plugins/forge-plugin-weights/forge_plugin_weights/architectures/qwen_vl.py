@@ -26,12 +26,14 @@ from forge_plugin_weights.architectures.experts import BALANCE, dense_layers, ro
 from forge_plugin_weights.architectures.vision_language import ADAPTER, VisionLanguageModel
 from forge_plugin_weights.architectures.vision_towers import OF_EVERY_MODEL, VISION, WHOLE, Tower
 from forge_plugin_weights.fields import Converted, Derived, Fixed, Key, Only, Rope, RopeType, setting, value_of
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Filler, Flat, Rule, Unsupported
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Filler, Flat, Rule, Shapes, Unsupported
 from forge_plugin_weights.layer_fields import FULL
 from forge_plugin_weights.nested import LANGUAGE, TEXT, LanguageTable, VisionTable, language_rules
 from forge_plugin_weights.pixels import CLIP_MEAN, CLIP_STD, ENCODER, AreaPixels
-from forge_plugin_weights.rules import Columns, Convolution, Same, Transposed
+from forge_plugin_weights.rules import Columns, Convolution, Same, StackedRows, Transposed
 
+GATE_UP = "mlp.experts.gate_up_proj"
+"""End of the name of a layer's experts, but for their down projections."""
 MROPE = f"{VISION}/mrope"
 SECTIONS, TURNS = "mrope_section", "mrope_interleaved"
 DEEPSTACK, DEEPSTACK_ADAPTER = "fusion.deepstack", "fusion.deepstack_adapter"
@@ -250,14 +252,29 @@ class Qwen3MoEText(ArchitectureComponent):
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
-        """Returns the rules; gate and up projections of all experts are one tensor, transposed."""
-        ours, theirs = "layers.{layer}.ffn", "model.layers.{layer}.mlp"
-        experts = (
-            Same(f"{ours}.router.weight", f"{theirs}.gate.weight"),
-            Columns([f"{ours}.experts.{name}.weight" for name in ("gate", "up")], f"{theirs}.experts.gate_up_proj"),
-            Transposed(f"{ours}.experts.down.weight", f"{theirs}.experts.down_proj"),
+        """Returns the rules; all experts of a layer are two tensors."""
+        router = Same("layers.{layer}.ffn.router.weight", "model.layers.{layer}.mlp.gate.weight")
+        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, router, *self.experts(), *tied_head(model))
+
+    def experts(self) -> Sequence[Rule]:
+        """Returns the rules of experts in published files, whose matrices are transposed."""
+        ours, theirs = "layers.{layer}.ffn.experts", "model.layers.{layer}.mlp.experts"
+        return (
+            Columns([f"{ours}.{name}.weight" for name in ("gate", "up")], f"{theirs}.gate_up_proj"),
+            Transposed(f"{ours}.down.weight", f"{theirs}.down_proj"),
         )
-        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, *experts, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Qwen3MoETextSaved(Qwen3MoEText):
+    """The same, of files that `transformers` 5 has saved, where no matrix of an expert is transposed."""
+
+    def experts(self) -> Sequence[Rule]:
+        ours, theirs = "layers.{layer}.ffn.experts", "model.layers.{layer}.mlp.experts"
+        return (
+            StackedRows([f"{ours}.{name}.weight" for name in ("gate", "up")], f"{theirs}.gate_up_proj"),
+            Same(f"{ours}.down.weight", f"{theirs}.down_proj"),
+        )
 
 
 # --- the tower ---------------------------------------------------------------------------------------------------
@@ -584,3 +601,27 @@ class Qwen3VLMoE(Qwen3VL):
     training_only = (*Qwen3VL.training_only, *(f"{LANGUAGE}{pattern}" for pattern in BALANCE))
     language = LanguageTable(default="qwen3_vl_moe_text", only=Qwen3MoEText())
     towers: ClassVar[Mapping[str, Tower]] = {name: Qwen3Vision() for name in ("qwen3_vl_moe_vision", "qwen3_vl_moe")}
+
+    def of_files(self, shapes: Shapes) -> ArchitectureComponent:
+        """Returns another class for files that `transformers` 5 has saved."""
+        return Qwen3VLMoESaved() if is_saved_again(shapes) else self
+
+
+@frozen(kw_only=True)
+class Qwen3VLMoESaved(Qwen3VLMoE):
+    """The same, of files that `transformers` 5 has saved."""
+
+    language = LanguageTable(default="qwen3_vl_moe_text", only=Qwen3MoETextSaved())
+
+
+def is_saved_again(shapes: Shapes) -> bool:
+    """Whether the experts of files are as `transformers` 5 saves them, by the shapes of a layer's two tensors.
+
+    With experts of I features in a model of width D, published files have (D, 2 I) and (I, D), and the others (2 I, D)
+    and (D, I). One of the two tensors may be square, but both tensors together have no shapes of the other layout.
+    """
+    for name, shape in shapes.items():
+        down = shapes.get(name.replace("gate_up_proj", "down_proj")) if name.endswith(GATE_UP) else None
+        if down is not None:
+            return shape[-2:] == (2 * down[-1], down[-2])
+    return False
