@@ -92,7 +92,9 @@ CATALOG = with_components(installed(), {"attention_backend": {"flex": Flex, "pla
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"window": 5, "scale": 0.3}, {"soft_cap": 0.5, "window": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 5, "scale": 0.3}, {"soft_cap": 0.5, "window": 3}, {"v_head_dim": 4, "value_scale": 0.5}]
+)
 @torch.no_grad()
 def test_flex_attention_gives_the_logits_of_the_other_kernels(
     make_model: MakeModel, ids: Tensor, options: Any, packed: bool

@@ -171,7 +171,7 @@ class PluggedCore(AttentionCore):
         """As `AttentionCore`; the kernel gets everything but a mask."""
         if mask is not None:
             return super().forward(q, k, v, batch, sinks, mask=mask)
-        # A kernel is to take one width: which others it takes, nothing declares
+        # Padded, as no kernel declares whether it takes values narrower than keys
         mixed: Tensor = self.attend(q, k, padded(v, k, self.choice.kernel), self.prepare(batch), sinks)
         return narrowed(mixed, v.shape[-1])
 
