@@ -9,7 +9,7 @@ from attrs import define, field
 from attrs.validators import and_, ge, gt, le
 
 from forge_core.contracts.components import TrainingHook
-from forge_core.contracts.errors import ForgeError, Problem
+from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +71,7 @@ class QKClip(TrainingHook):
         """Watch the scores of all attention of this rank.
 
         Raises:
-            ForgeError: no attention has scores, or the weights of one do not scale them or are frozen.
+            JobError: no attention has scores, or the weights of one do not scale them or are frozen.
         """
         from forge_core.parallel.mesh import gather_objects
         from forge_kit.nn.attention_scores import ScoreWatch
@@ -82,9 +82,7 @@ class QKClip(TrainingHook):
         # A layer may have several, and another rank of a pipeline more than any layer here
         stride = max(gather_objects(max(map(len, found.values()), default=0)))
         if not stride:
-            raise ForgeError(
-                "qk_clip: no attention of the model has scores that its weights make smaller; leave it out"
-            )
+            raise JobError("qk_clip: no attention of the model has scores that its weights make smaller; leave it out")
         rank = mesh.get_local_rank("tp") if mesh is not None and layout.tp > 1 else 0
         self._auxiliary, self._clipped = auxiliary, []
         for layer, attentions in found.items():
@@ -117,7 +115,7 @@ def _attentions(model: Model) -> dict[int, list[ClipsScores]]:
     """The attention of each layer whose scores can be clipped.
 
     Raises:
-        ForgeError: weights of one do not make its scores smaller, or do not train.
+        JobError: weights of one do not make its scores smaller, or do not train.
     """
     from forge_kit.nn.attention_scores import ClipsScores
 
@@ -128,5 +126,6 @@ def _attentions(model: Model) -> dict[int, list[ClipsScores]]:
             frozen = not any(parameter.requires_grad for parameter in attention.parameters())  # type: ignore[attr-defined]
             if why := attention.unscalable() or ("its weights are frozen" if frozen else ""):
                 name = type(attention).__name__
-                raise ForgeError(f"qk_clip: {name} of layer {key} cannot be clipped: {why}; leave the hook out")
+                message = f"qk_clip: {name} of layer {key} cannot be clipped: {why}; leave the hook out"
+                raise JobError([Problem("hooks", message)])
     return found

@@ -12,7 +12,7 @@ from attrs import define, evolve
 from forge_core.auxiliary import Count
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import TrainingHook
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import JobError
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import global_rank
 from forge_plugin_mla import MultiHeadLatentAttention
@@ -178,13 +178,13 @@ def test_a_job_in_which_it_cannot_work_is_refused_when_it_is_checked(tmp_path, c
     ],
 )
 def test_attention_that_weights_do_not_scale_is_refused_by_name(tmp_path, attention, words):
-    with pytest.raises(ForgeError, match=naming(*words)):
+    with pytest.raises(JobError, match=naming(*words)):
         Trainer(job_of(tmp_path, attention), echo=len).run()
 
 
 def test_a_model_without_attention_is_refused(tmp_path):
     job = tiny_job(str(tmp_path), installed(), hooks={"clip": QKClip()})
-    with pytest.raises(ForgeError, match=naming("no attention")):
+    with pytest.raises(JobError, match=naming("no attention")):
         Trainer(job, echo=len).run()
 
 

@@ -46,7 +46,7 @@ class ParallelAttention(AttentionComponent):
         for key in ("scales", "input_scales"):
             for name in getattr(self, key):
                 if name not in self.mixers:
-                    message = f"there is no [model.attention.mixers.{name}]{did_you_mean(name, list(self.mixers))}"
+                    message = f"there is no table mixers.{name} beside it{did_you_mean(name, list(self.mixers))}"
                     yield Problem(f"{key}.{name}", f"{message}; there are {', '.join(self.mixers)}")
 
     def width_problems(self, dim: int) -> Iterable[Problem]:

@@ -88,9 +88,7 @@ def unused_tensors(architecture: ArchitectureComponent, match: Match, found: Sha
     """Returns the weights in a folder that Forge computes nothing with, which an import leaves out."""
     fillers, used = {filler.theirs for filler in match.fillers}, match.used
     # A pattern may fit tensors of all layers, of which only some compute nothing
-    return [
-        name for name in found if name in fillers or (name not in used and fits_any(name, architecture.left_out))
-    ]
+    return [name for name in found if name in fillers or (name not in used and fits_any(name, architecture.left_out))]
 
 
 def listed(names: Sequence[str]) -> str:

@@ -312,6 +312,7 @@ OWN: Mapping[tuple[str, str], Draw] = {
         for type_ in ("gemma4_text", "gemma3n_text")
     },
     ("gemma4_text", "use_bidirectional_attention"): same(st.sampled_from(["vision", None])),
+    ("gemma4_text", "is_causal"): same(st.just(True)),
     ("mimo_v2_flash", "n_shared_experts"): same(st.sampled_from([0, None])),
     ("llama4_text", "layer_types"): by_layer(["chunked_attention", "full_attention"]),
     **{
@@ -338,6 +339,7 @@ OWN: Mapping[tuple[str, str], Draw] = {
     **{(type_, "rope_interleave"): same(st.just(True)) for type_ in INDEXED},
     **{(type_, "moe_layer_freq"): same(st.just(1)) for type_ in INDEXED},
     ("ernie4_5_moe", "use_bias"): same(st.just(False)),
+    ("ernie4_5_moe", "moe_norm_min"): same(st.just(1e-12)),
     ("deepseek_v32", "indexer_rope_interleave"): same(st.just(False)),
     ("glm_moe_dsa", "indexer_rope_interleave"): same(st.just(True)),
 }

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "bring-a-model.md"
 README = HERE.parent / "README.md"
 HEAD = ("| `model_type` | in | out | logits | layouts | configuration |", "|---|---|---|---|---|---|")
 PARTS = {"siglip": "siglip_vision_model", "siglip2": "siglip2_vision_model", "clip": "clip_vision_model"}
-PARTS |= {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text", "mistral3": "ministral3"}
+PARTS |= {name: f"{name}_text" for name in ("gemma3", "gemma3n", "gemma4", "llama4")} | {"mistral3": "ministral3"}
 """Architectures of a part, by the `model_type` of the whole whose published configuration is read."""
 TOWERS = ("siglip_vision_model", "siglip2_vision_model", "clip_vision_model", "mllama_vision_model")
 SINGLE = ("internvl",)

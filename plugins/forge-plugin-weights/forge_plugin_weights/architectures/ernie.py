@@ -49,10 +49,9 @@ class Ernie45Moe(ArchitectureComponent):
     """ERNIE 4.5 21B-A3B and 300B-A47B, without their block of multi-token prediction."""
 
     name = "Ernie4_5_MoeForCausalLM"
-    # A sum of probabilities is never as small as the bound, and blocks of multi-token prediction are left out; the rest
-    # concerns training, or names implementations.
+    # Blocks of multi-token prediction are left out; the rest concerns training, or names implementations.
     harmless = (
-        *("moe_norm_min", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"),
+        *("num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"),
         *("moe_capacity", "moe_use_aux_free"),
     )
     training_only = (*BALANCE, "ffn.router.bias_rate")
@@ -65,6 +64,7 @@ class Ernie45Moe(ArchitectureComponent):
             Fixed({"attention.qk_norm": False, "attention.bias": False, "ffn.dense.bias": False, "ffn.every": 1}),
             *(field for field in attention_fields(theta=5e5, kv_heads=4) if not isinstance(field, Dropout)),
             Only("use_bias", False, "experts have no biases"),
+            Only("moe_norm_min", 1e-12, "weights are divided by their sum, which a larger bound would change"),
             Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
             Fixed({"ffn.dense.type": f"{TRANSFORMER}/swiglu", "ffn.router.type": f"{MOE}/sigmoid_topk"}),
             Fixed({"ffn.router.score_function": "softmax", "ffn.router.normalise": True}),

@@ -395,6 +395,7 @@ class Gemma4Text(ArchitectureComponent):
             Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
             OrNone("final_logit_softcapping", "logit_soft_cap"),
             Only("use_bidirectional_attention", None, "attention is causal", also=("vision",), write_it=False),
+            Only("is_causal", True, "attention is causal", write_it=False),
             Key("num_kv_shared_layers", "kv_shared_layers", 0),
             FeedForward(),
             Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),  # no layer is without experts
