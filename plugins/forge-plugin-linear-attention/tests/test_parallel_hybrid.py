@@ -112,7 +112,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Any) -> None:
 
     check_problems(
         problems(evolve(BOTH, scales={"ful": 0.5})),
-        at("model.attention.scales.ful", "[model.attention.mixers.ful]", "'full'"),
+        at("model.attention.scales.ful", "mixers.ful", "'full'"),
     )
     check_problems(
         problems(evolve(BOTH, mixers={"full": FULL, "mamba": NoAttention()})),

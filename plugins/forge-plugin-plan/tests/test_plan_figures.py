@@ -30,7 +30,7 @@ LAYER = 2 * DIM * DIM + 2 * DIM * KV + 3 * DIM * HIDDEN + 2 * DIM
 TABLE = VOCABULARY * DIM
 """Parameters of a layer, and of the embedding or the head."""
 FLOAT = 4
-SMALL = 32
+SMALL = 40
 """Bytes of the largest among the reductions of every step: the count of tokens, the norm, the sums of the loss."""
 
 
