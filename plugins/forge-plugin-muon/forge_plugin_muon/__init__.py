@@ -1,4 +1,4 @@
-"""Orthogonalised momentum for matrices: types `muon`, `normuon` and `dion` of kind `optimizer`, and hook `qk_clip`."""
+"""Orthogonalised momentum for matrices: the optimizers `muon`, `normuon` and `dion`, and the plugin `qk_clip`."""
 
 from forge_plugin_muon.dion import Dion
 from forge_plugin_muon.muon import Muon

@@ -1,20 +1,20 @@
-"""The hook `qk_clip`."""
+"""The plugin `qk_clip`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import define, field
 from attrs.validators import and_, ge, gt, le
 
-from forge_core.contracts.components import TrainingHook
-from forge_core.contracts.errors import JobError, Problem
+from forge_core import JobError, Plugin, Problem, TrainingHook, hookimpl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.components import ModelComponent
+    from forge_core.contracts.contexts import BuildContext, StepContext, TrainContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.job import Job
@@ -34,7 +34,7 @@ class Clipped(NamedTuple):
 
 
 @define(kw_only=True, slots=False)
-class QKClip(TrainingHook):
+class QKClip(Plugin):
     """Keeps scores of attention below a threshold by its weights (QK-Clip), with any optimizer; with Muon, MuonClip.
 
     Kimi Team 2025, "Kimi K2" (arXiv 2507.20534), section 2.1 and algorithm 1. After each update, a head whose largest
@@ -53,40 +53,66 @@ class QKClip(TrainingHook):
     alpha: float = field(default=0.5, validator=and_(ge(0), le(1)))
     """a: the share of queries; 0.5: queries and keys alike."""
 
-    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+    @hookimpl
+    def forge_validate_job(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Refuses optimizers with other weights for evaluation, and layouts in which no rank sees all scores."""
+        path = self._path(job)
         if job.optimizer.has_evaluation_weights:
             name = type(job.optimizer).__name__
-            yield Problem(
-                "", f"{name} has its own copy of the weights, which it does not clip; leave out one of the two"
-            )
+            message = f"{name} has its own copy of the weights, which it does not clip"
+            yield Problem(path, f"{message}; leave out one of the two")
         if layout.cp > 1:
             message = f"with cp of degree {layout.cp}, a rank has the scores of its positions only"
-            yield Problem("", f"{message}; leave out one of the two")
+            yield Problem(path, f"{message}; leave out one of the two")
         if layout.run[1] > 1:
             message = f"each of the {layout.run[1]} runs that train one model has another largest score"
-            yield Problem("", f"{message}; leave out one of the two")
+            yield Problem(path, f"{message}; leave out one of the two")
+
+    @hookimpl(wrapper=True)
+    def forge_build_model(self, component: ModelComponent, context: BuildContext) -> Generator[None, Model, Model]:
+        """Refuses attention that it cannot clip, and a model without any that it can."""
+        model = yield
+        if component is context.job.model and not any(attentions(model, self._path(context.job)).values()):
+            message = "no attention of the model has scores that its weights make smaller; leave it out"
+            raise JobError([Problem(self._path(context.job), message)])
+        return model
+
+    @hookimpl
+    def forge_training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Contributes the hook that clips after each update."""
+        return [Clip(threshold=self.threshold, alpha=self.alpha, path=self._path(job))]
+
+    def _path(self, job: Job) -> str:
+        return next(f"plugins.{name}" for name, plugin in job.plugins.items() if plugin is self)
+
+
+@define(kw_only=True, slots=False)
+class Clip(TrainingHook):
+    """Watches the scores of all attention of this rank, and clips heads after each update; see `QKClip`."""
+
+    threshold: float
+    alpha: float
+    path: str
+    """Of the plugin in the job."""
 
     def on_train_begin(self, context: TrainContext) -> None:
-        """Watch the scores of all attention of this rank.
+        """Watch the scores.
 
         Raises:
-            JobError: no attention has scores, or the weights of one do not scale them or are frozen.
+            JobError: weights of one attention do not scale its scores or are frozen.
         """
         from forge_core.parallel.mesh import gather_objects
         from forge_kit.nn.attention_scores import ScoreWatch
 
         assert context.build is not None
         layout, mesh, auxiliary = context.build.layout, context.build.mesh, context.build.auxiliary
-        found = _attentions(context.model)
+        found = attentions(context.model, self.path)
         # A layer may have several, and another rank of a pipeline more than any layer here
         stride = max(gather_objects(max(map(len, found.values()), default=0)))
-        if not stride:
-            raise JobError("qk_clip: no attention of the model has scores that its weights make smaller; leave it out")
         rank = mesh.get_local_rank("tp") if mesh is not None and layout.tp > 1 else 0
         self._auxiliary, self._clipped = auxiliary, []
-        for layer, attentions in found.items():
-            for place, attention in enumerate(attentions):
+        for layer, of_layer in found.items():
+            for place, attention in enumerate(of_layer):
                 row = layer * stride + place
                 counter = auxiliary.counter(SCORES, row, largest=True)
                 attention.score_watch = ScoreWatch(counter.add, rank, layout.tp)
@@ -111,7 +137,7 @@ class QKClip(TrainingHook):
         return {SCORES: scores.amax(), CLIPPED: (scores > self.threshold).sum()}
 
 
-def _attentions(model: Model) -> dict[int, list[ClipsScores]]:
+def attentions(model: Model, path: str) -> dict[int, list[ClipsScores]]:
     """The attention of each layer whose scores can be clipped.
 
     Raises:
@@ -126,6 +152,6 @@ def _attentions(model: Model) -> dict[int, list[ClipsScores]]:
             frozen = not any(parameter.requires_grad for parameter in attention.parameters())  # type: ignore[attr-defined]
             if why := attention.unscalable() or ("its weights are frozen" if frozen else ""):
                 name = type(attention).__name__
-                message = f"qk_clip: {name} of layer {key} cannot be clipped: {why}; leave the hook out"
-                raise JobError([Problem("hooks", message)])
+                message = f"{name} of layer {key} cannot be clipped: {why}; leave it out"
+                raise JobError([Problem(path, message)])
     return found

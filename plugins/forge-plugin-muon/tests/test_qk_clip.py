@@ -12,21 +12,21 @@ from attrs import define, evolve
 from forge_core.auxiliary import Count
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import TrainingHook
-from forge_core.contracts.errors import JobError
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import global_rank
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_muon import Muon, QKClip
+from forge_plugin_muon.qk_clip import Clip
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_plugin_text.packing import Isolate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing import tiny_job
+from forge_testing import TinyModel, tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.documents import RandomDocuments
 from forge_testing.laws import Case, layout_law
 from forge_testing.outcomes import metrics_of
-from forge_testing.refusals import at, check_problems, naming
+from forge_testing.refusals import at, check_problems
 from forge_testing.runs import tiny_run, whole_tensors
 from forge_testing.suites import HookSuite
 
@@ -48,8 +48,9 @@ def model_of(attention, **changes):
 
 
 def job_of(folder, attention, clip=None, **changes):
-    hooks = {"clip": QKClip(threshold=THRESHOLD, alpha=0.25) if clip is None else clip, "kept": Kept()}
-    settings = {"optimizer": Muon(lr=0.05), "model": model_of(attention), "steps": 3, "hooks": hooks, **SIZES}
+    plugins = {"clip": QKClip(threshold=THRESHOLD, alpha=0.25) if clip is None else clip}
+    settings = {"optimizer": Muon(lr=0.05), "model": model_of(attention), "steps": 3, **SIZES}
+    settings |= {"plugins": plugins, "hooks": {"kept": Kept()}}
     return tiny_job(str(folder), installed(), **settings | changes)
 
 
@@ -167,30 +168,27 @@ REFUSED = {
 
 @pytest.mark.parametrize(("changes", "ranks", "facts"), REFUSED.values(), ids=REFUSED)
 def test_a_job_in_which_it_cannot_work_is_refused_when_it_is_checked(tmp_path, changes, ranks, facts):
-    check_problems(check_rules(job_of(tmp_path, GQA, **changes), installed(), ranks), at("hooks.clip", *facts))
+    check_problems(check_rules(job_of(tmp_path, GQA, **changes), installed(), ranks), at("plugins.clip", *facts))
 
 
-@pytest.mark.parametrize(
-    ("attention", "words"),
-    [
-        (evolve(GQA, qk_norm=True), ("GroupedAttention", "layer 0", "normalises")),
-        (evolve(GQA, k_eq_v=True), ("GroupedAttention", "layer 0", "its values are its keys")),
-    ],
-)
-def test_attention_that_weights_do_not_scale_is_refused_by_name(tmp_path, attention, words):
-    with pytest.raises(JobError, match=naming(*words)):
-        Trainer(job_of(tmp_path, attention), echo=len).run()
+MODELS = {
+    "norms": (model_of(evolve(GQA, qk_norm=True)), ("GroupedAttention", "layer 0")),
+    "shared keys": (model_of(GroupedQueryAttention(heads=4), kv_shared_layers=1), ("GroupedAttention", "layer 0")),
+    "no attention": (TinyModel(), ("no attention",)),
+}
 
 
-def test_a_model_without_attention_is_refused(tmp_path):
-    job = tiny_job(str(tmp_path), installed(), hooks={"clip": QKClip()})
-    with pytest.raises(JobError, match=naming("no attention")):
-        Trainer(job, echo=len).run()
+@pytest.mark.parametrize(("model", "facts"), MODELS.values(), ids=MODELS)
+def test_a_model_whose_attention_it_cannot_clip_is_refused_when_the_job_is_checked(tmp_path, model, facts):
+    check_problems(check_rules(job_of(tmp_path, GQA, model=model), installed(), 1), at("plugins.clip", *facts))
 
 
 def test_a_step_without_an_update_changes_no_weights_nor_do_scores_that_are_infinite(tmp_path):
     run = tiny_run(tmp_path, model=model_of(GQA), **SIZES)
-    clip, context = QKClip(threshold=2.0), SimpleNamespace(model=run.model, build=run.context, skipped=True)
+    clip, context = (
+        Clip(threshold=2.0, alpha=0.5, path=""),
+        SimpleNamespace(model=run.model, build=run.context, skipped=True),
+    )
     clip.on_train_begin(context)
     before = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
     scores = torch.tensor([math.inf, 4.0, 1.0, -math.inf], dtype=torch.float64)
