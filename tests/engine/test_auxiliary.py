@@ -123,6 +123,20 @@ def test_the_largest_values_of_a_step_are_those_of_all_its_forward_passes(make_j
     assert auxiliary.counted("peak", 3).abs().max() == 0
 
 
+def test_the_largest_values_of_one_of_several_runs_are_refused_by_name(make_job, build):
+    """Their sums are known over all runs, and no stage compares the largest values of one with those of others."""
+    run = build(job := make_job())
+    loader = TrainLoader(job, run.datasets, run.context)
+    batches = loader.next_step()
+    loader.close()
+    counter = run.context.auxiliary.counter("peak", 3, largest=True)
+    run.model.norm.register_forward_hook(lambda *_: counter.add(torch.ones(2)))
+    stepper = Stepper(run)
+    stepper._runs = 2
+    with pytest.raises(ForgeError, match=naming("peak", 3, 2)):
+        stepper.gradients(batches, 0)
+
+
 def test_evaluation_neither_counts_nor_penalises(make_job, build):
     job = make_job(model=PenalisedModel())
     run = build(job)
