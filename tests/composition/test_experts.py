@@ -21,9 +21,9 @@ from forge_core.parallel.stages import Replicate
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_adamw import AdamW
 from forge_plugin_compile import Compile
-from forge_plugin_float8 import Float8
 from forge_plugin_lion import Lion
 from forge_plugin_lowbit import AdamW8bit
+from forge_plugin_lowbit.float8 import Float8
 from forge_plugin_moe import ExpertChoice, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, ExpertParallel, PipelineParallel

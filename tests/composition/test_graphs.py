@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_compile import Compile
-from forge_plugin_float8 import Float8
+from forge_plugin_lowbit.float8 import Float8
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job

@@ -9,7 +9,7 @@ import attrs
 import pytest
 from images import FUSIONS, IMAGE_ROWS, ImageRow, row
 
-from forge_plugin_float8 import Float8
+from forge_plugin_lowbit.float8 import Float8
 from forge_plugin_parallel import FSDP
 from forge_testing.curves import Curve, Difference, train
 from forge_testing.processes import run_on_ranks

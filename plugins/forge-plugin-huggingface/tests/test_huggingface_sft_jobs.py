@@ -130,7 +130,7 @@ def test_the_summary_of_a_run_counts_rows_and_learned_tokens(job_of, train, here
 
 
 def test_forge_run_data_counts_them_too_and_by_source(job_of, here: Path, monkeypatch, capsys) -> None:
-    pytest.importorskip("forge_plugin_data_view")
+    pytest.importorskip("forge_plugin_plan.data_view")
     from forge_core.cli import main
 
     job_of("drop")

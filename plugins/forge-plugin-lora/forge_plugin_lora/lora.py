@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Model, Role
     from forge_core.contracts.optimizer import NamedParameters
 
-FLOAT8 = "forge_plugin_float8."
+FLOAT8 = "forge_plugin_lowbit.float8."
 
 
 @define(kw_only=True, slots=False)

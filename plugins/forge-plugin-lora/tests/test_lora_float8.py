@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forge_kit.nn.adapters import HasAdapter, adapters_off
-from forge_plugin_float8 import Float8
 from forge_plugin_lora import LoRA
+from forge_plugin_lowbit.float8 import Float8
 from forge_plugin_parallel import FSDP, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_testing import Numbers, tiny_job
@@ -25,7 +25,7 @@ MODEL = Transformer(vocab_size=32, dim=32, layers=1, attention=ATTENTION, ffn=Sw
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Before processes are forked, so that each does not import torchao again."""
-    import forge_plugin_float8.stage  # noqa: F401
+    import forge_plugin_lowbit.float8.stage  # noqa: F401
 
 
 def job_of(folder: Any, method: Any = "lora", float8: Any = None, **stages: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Memory, computation and communication of a job's step, on ranks that need not exist; and checks of this machine."""
+"""Commands before a run: a first job, its samples, what a step takes on any number of ranks, checks of a machine."""

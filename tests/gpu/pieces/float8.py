@@ -47,7 +47,7 @@ def _layer(bench: Bench, size: int, recipe: str | None, emulate: bool) -> Linear
     if recipe is not None:
         from torchao.float8 import Float8LinearConfig
 
-        from forge_plugin_float8.product import multiply_in_float8
+        from forge_plugin_lowbit.float8.product import multiply_in_float8
 
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
         multiply_in_float8(layer, config)

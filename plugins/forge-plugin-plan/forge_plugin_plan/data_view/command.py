@@ -1,0 +1,90 @@
+"""`forge-run data`: look at the samples of a job, as training reads them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
+from forge_core.contracts.errors import JobError, Problem
+from forge_kit.tools.commands import count
+from forge_kit.tools.json_output import add_json, print_json
+
+if TYPE_CHECKING:
+    from forge_core.job import Job
+
+MEASURED = 64
+SHOWN = 400
+
+
+HEADING = "start"
+
+
+def command(argv: list[str]) -> int:
+    """Show samples of a job.
+
+    The samples are shown as training reads them, with counts per source. The command uses the same tokenizer, sources,
+    packing and order as training. It builds no model and creates no run folder. The first call tokenises the data and
+    fills the same cache that training uses.
+    """
+    options, files, overrides = parse_job_arguments(_parser(), argv)
+    from forge_core.config.load import load_job
+    from forge_core.contracts.errors import ExitCode
+    from forge_core.plugins.catalog import Catalog
+
+    catalog = Catalog.installed()
+    job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
+    samples = options.sample or [0]
+    # Before the data are read, which may take long
+    if problems := list(position_problems(job, options.step, samples)):
+        raise JobError(problems)
+    # For a person who waits; a log or a pipe gets no such line
+    if sys.stderr.isatty():
+        print("reading the data; the first time, it is tokenised …", file=sys.stderr)
+    # Imported late: these modules need torch, and errors of the command line do not
+    from forge_plugin_plan.data_view.job_data import open_data
+    from forge_plugin_plan.data_view.view import View
+
+    view = View.of(open_data(job, catalog), options.step, samples, options.measure, options.tokens)
+    if options.json:
+        print_json(view.as_json())
+    else:
+        from forge_plugin_plan.data_view.screen import show
+
+        show(view)
+    return ExitCode.FINISHED
+
+
+def position_problems(job: Job, step: int, samples: Sequence[int]) -> Iterator[Problem]:
+    """Yields a problem where the run has no such step, or a step no such sample."""
+    if step > job.train.steps:
+        yield Problem("", f"--step {step}: train.steps is {job.train.steps}; give 1 to {job.train.steps}")
+    batch = job.train.global_batch_size
+    for sample in samples:
+        if sample >= batch:
+            message = f"--sample {sample}: a step has train.global_batch_size = {batch} samples"
+            yield Problem("", f"{message}; give 0 to {batch - 1}, and --step for another step")
+
+
+def add_position(parser: argparse.ArgumentParser, **of_sample: Any) -> None:
+    """Add the options that name samples, `--step` and `--sample`, the latter with further settings."""
+    parser.add_argument("--step", type=positive, default=1, metavar="S", help="the step, from 1 (1)")
+    sample = "number of the sample within the step's global batch, from 0 (0)"
+    parser.add_argument("--sample", type=count, metavar="N", **{"help": sample, **of_sample})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("forge-run data", description=command.__doc__)
+    repeated = "numbers of samples within the step's global batch, from 0 (0); repeat it for more"
+    add_position(parser, action="append", help=repeated)
+    tokens = f"tokens to show of each sample; 0: all ({SHOWN})"
+    parser.add_argument("--tokens", type=count, default=SHOWN, metavar="N", help=tokens)
+    measure = f"samples, from the step's first one on, over which the fill is measured ({MEASURED})"
+    parser.add_argument("--measure", type=positive, default=MEASURED, metavar="N", help=measure)
+    ranks = "ranks that the job is to run on (1); the samples are the same on any number"
+    parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=ranks)
+    add_json(parser)
+    with_examples(parser, "forge-run data job.toml", "forge-run data job.toml --step 100 --sample 0 --sample 7")
+    return parser
