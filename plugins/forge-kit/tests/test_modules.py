@@ -1,4 +1,4 @@
-"""An embedding's gradient counts every token, in 16 bits too."""
+"""An embedding's gradient counts every token, in 16 bits too; a head's logits are the same by each of its products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from forge_kit.nn.modules import Embedding
+from forge_kit.nn import modules
+from forge_kit.nn.modules import Embedding, LinearHead
 from forge_testing.processes import run_on_ranks
 
 VOCABULARY, DIM, TOKENS = 16, 4, 2048
@@ -71,3 +72,17 @@ def test_wider_weights_are_left_to_torch(dtype):
     module(ids_of(0)).backward(gradient_of(0))
     assert module.weight.grad.dtype == dtype
     torch.testing.assert_close(module.weight.grad.double(), exact(0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (5, 1), (2, 3), (8,), (9,)])
+def test_logits_of_few_rows_are_those_of_many(bias, shape, monkeypatch):
+    head = LinearHead(DIM, VOCABULARY, bias=bias)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(*shape, DIM)
+    expected = head(x)
+    assert expected.requires_grad
+    monkeypatch.setattr(modules, "LARGE_TABLE", 1)
+    with torch.no_grad():
+        torch.testing.assert_close(head(x), expected, rtol=1e-5, atol=1e-6)

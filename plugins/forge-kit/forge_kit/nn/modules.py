@@ -150,6 +150,26 @@ def _sums_by_id(rows: Tensor, ids: Tensor, size: int) -> Tensor:
     return total.index_add_(0, owners, sums.to(rows.dtype))
 
 
+FEW_ROWS = 8
+"""Rows of hidden states up to which a CPU multiplies them by a large table faster as W xᵀ, in float32."""
+LARGE_TABLE = 1 << 20
+"""Weights of a table that is larger than the cache of a core. Measured by `tests/benchmarks/head_product.py`."""
+
+
+def _is_faster_transposed(head: LinearHead, x: Tensor) -> bool:
+    """Whether W xᵀ takes less time than x Wᵀ, as in generation of some rows, where the head is most of the work."""
+    # Training has more rows, and its logits must lie in memory as the losses expect
+    if torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype != torch.float32:
+        return False
+    return 1 < x.numel() // x.shape[-1] <= FEW_ROWS and head.weight.numel() >= LARGE_TABLE
+
+
+def _transposed_product(head: LinearHead, x: Tensor) -> Tensor:
+    """(…, D) -> (…, V), computed as (V, rows)."""
+    logits = F.linear(cast(head.weight, x.dtype), x.reshape(-1, x.shape[-1])).t().reshape(*x.shape[:-1], -1)
+    return logits if head.bias is None else logits + cast(head.bias, x.dtype)
+
+
 class LinearHead(Linear):
     """The output projection: a `Linear` that implements `forge_core.contracts.model.Head`."""
 
@@ -183,7 +203,7 @@ class LinearHead(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, V), by the weights that this rank has."""
         if self.rounded is None:
-            return super().forward(x)
+            return _transposed_product(self, x) if _is_faster_transposed(self, x) else super().forward(x)
         bias = None if self.bias is None else self._as_used(self.bias, x.dtype)
         return F.linear(x, self._as_used(self.weight, x.dtype), bias)
 
