@@ -18,7 +18,7 @@ from forge_plugin_generate.speculation import speculate
 from forge_plugin_generate.stops import Stops
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_text.bytes import ByteTokenizer
-from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
+from forge_plugin_transformer import Canon, GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
 from forge_plugin_transformer.modules.attention import KVCache
 from forge_plugin_transformer.modules.cache import LayerCaches
 from forge_testing.refusals import lacks, naming
@@ -32,7 +32,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "three": {"mtp": MultiTokenPrediction(depth=3)},
     "positions": {"mtp": MultiTokenPrediction(depth=2), "learned_positions": 64},
     "latent": {"mtp": MultiTokenPrediction(depth=2), "attention": LATENT},
-    "wide": {"mtp": MultiTokenPrediction(depth=2), "head_precision": "fp32", "tie_embeddings": True},
+    "wide": {
+        "mtp": MultiTokenPrediction(depth=2),
+        "head_precision": "fp32",
+        "tie_embeddings": True,
+        "canon": Canon(points=("A", "B", "C", "D")),
+    },
 }
 
 

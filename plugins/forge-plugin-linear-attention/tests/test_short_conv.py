@@ -124,5 +124,6 @@ def test_the_cache_is_the_last_inputs_of_the_convolution(tmp_path: Path) -> None
         for length in (2, 40):
             cache = made.new_cache(2, length)
             made.decode({"input_ids": torch.arange(2 * length).view(2, length) % VOCABULARY}, cache)
+            made.decode({"input_ids": torch.ones(2, 1, dtype=torch.int64)}, cache)
             sizes.append(sum(part.nbytes for part in cache.values()))
-    assert sizes == [2 * 2 * 8 * 3 * 24] * 2
+    assert sizes == [2 * 2 * 8 * (3 + 1) * 24] * 2

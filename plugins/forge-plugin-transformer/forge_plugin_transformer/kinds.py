@@ -58,6 +58,10 @@ class AttentionComponent(Component):
         """Yields problems that depend on the model's number of layers; paths are relative to this component's table."""
         return ()
 
+    in_two_steps: ClassVar[bool] = False
+    """Whether its modules are `InTwoSteps` of `forge_plugin_transformer.modules.parts`, so that `[model.canon]` can be
+    between projections and attention."""
+
     shares_kv: ClassVar[bool] = False
     """Whether a layer of it may attend to keys and values of another, by `build_borrowing`; see `KVExchange` of
     `forge_plugin_transformer.modules.attention`."""
@@ -191,6 +195,9 @@ class FFNComponent(Component):
     """
 
     kind = "ffn"
+    in_two_steps: ClassVar[bool] = False
+    """Whether its modules are `InTwoSteps` of `forge_plugin_transformer.modules.parts`, so that `[model.canon]` can be
+    before the activation."""
 
     def normalises_input(self, layer: int) -> bool:
         """Returns whether the module of a layer normalises what it reads, so that the block has no norm before it."""

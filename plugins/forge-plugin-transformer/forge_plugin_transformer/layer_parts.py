@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 class GroupedQueryAttention(AttentionComponent):
     """Causal attention in which groups of query heads share a key/value head (Ainslie et al. 2023)."""
 
+    in_two_steps = True
     heads: int = field(default=8, validator=gt(0))
     """Query heads."""
     kv_heads: int = field(default=0, validator=ge(0))
@@ -266,6 +267,7 @@ ROUNDING = 256
 class SwiGLU(FFNComponent):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
+    in_two_steps = True
     hidden: int = field(default=0, validator=ge(0))
     """Width between the matrices; 0: 8/3 of `dim`, rounded up to a multiple of 256."""
     bias: bool = False
@@ -296,6 +298,7 @@ def default_hidden(dim: int) -> int:
 class GEGLU(FFNComponent):
     """down(gelu(gate(x)) * up(x)) (Shazeer 2020), as in Gemma."""
 
+    in_two_steps = True
     hidden: int = field(default=0, validator=ge(0))
     """Width between the matrices; 0: 8/3 of `dim`, rounded up to a multiple of 256."""
     bias: bool = False
@@ -321,6 +324,7 @@ class GEGLU(FFNComponent):
 class GELU(FFNComponent):
     """down(gelu(up(x))), as in GPT-2."""
 
+    in_two_steps = True
     hidden: int = field(default=0, validator=ge(0))
     """Width between the matrices; 0: 4 times `dim`."""
     bias: bool = False
@@ -340,6 +344,7 @@ class GELU(FFNComponent):
 class SquaredReLU(FFNComponent):
     """down(relu(up(x))²) (So et al. 2021, "Primer"), as in Nemotron."""
 
+    in_two_steps = True
     hidden: int = field(default=0, validator=ge(0))
     """Width between the matrices; 0: 4 times `dim`."""
     bias: bool = False
@@ -360,6 +365,7 @@ class XIELU(FFNComponent):
     c = b + softplus(`alpha_n`) and b = 0.5. Both begin at 0.8.
     """
 
+    in_two_steps = True
     hidden: int = field(default=0, validator=ge(0))
     """Width between the matrices; 0: 4 times `dim`."""
 

@@ -152,8 +152,8 @@ class Transformer(ModelComponent):
     per_layer_inputs: PerLayerInputs | None = None
     """`[model.per_layer_inputs]`: an input of each layer beside the residual stream. Without the table, none."""
     canon: Canon | None = None
-    """`[model.canon]`: short causal convolutions before attention and feed-forward part. Without the table there are
-    none."""
+    """`[model.canon]`: short causal convolutions before and within attention and feed-forward part. Without the table
+    there are none."""
     altup: AltUp | None = None
     """`[model.altup]`: residual streams that each layer predicts and corrects. Without the table there is one."""
     laurel_rank: int = field(default=0, validator=ge(0))
@@ -420,7 +420,7 @@ class Transformer(ModelComponent):
                 continue
             modules[name] = here.at(name).build(part, dim=self.dim, init=init)
             if self.canon is not None:
-                modules[name] = self.canon.before(name, modules[name], self.dim)
+                modules[name] = self.canon.added_to(name, modules[name], self.dim)
             residual = f"{name}_residual"
             modules[residual] = self._build_residual(here.at(residual), init, number)
             for norm in NORMS[self.norm_placement]:

@@ -1,18 +1,23 @@
-"""Canon layers: against the plain recurrence, apart at documents, in generation, and under layouts."""
+"""Canon layers: against the authors' convolution, apart at documents, in generation, and under layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from forge_kit.nn.position_probe import undeclared_mixer
 from forge_plugin_text.packing import Isolate
 from forge_plugin_transformer import (
+    GEGLU,
+    GELU,
+    XIELU,
     AttentionComponent,
     AttentionPattern,
     Canon,
@@ -21,6 +26,7 @@ from forge_plugin_transformer import (
     GroupedQueryAttention,
     NoAttention,
     NoFFN,
+    ParallelAttention,
     SwiGLU,
     Transformer,
 )
@@ -36,51 +42,69 @@ DOCUMENTS = torch.tensor([[7] * 5 + [3] * 2 + [7] * 9, [0] * 12 + [1] * 4])
 """One of two positions is between two with equal ids, nearer to each other than a kernel reaches."""
 
 
-def plain(h: Tensor, weight: Tensor, documents: Tensor, residual: bool) -> Tensor:
-    """The definition, number by number: y_t = [h_t +] the sum over k of w_k h_(t - k), in a document."""
+def convolved(h: Tensor, weight: Tensor, documents: Tensor, residual: bool) -> Tensor:
+    """[h +] the convolution as the authors' code has it, of torch, with documents as rows of their own."""
     y = h.clone() if residual else torch.zeros_like(h)
-    for row in range(len(h)):
-        for t in range(h.shape[1]):
-            for back in range(weight.shape[1]):
-                if back and (t < back or documents[row, t - back] != documents[row, t - back + 1]):
-                    break
-                y[row, t] += weight[:, -1 - back] * h[row, t - back]
+    for row, ids in enumerate(documents.tolist()):
+        starts = [0, *(t for t in range(1, len(ids)) if ids[t] != ids[t - 1]), len(ids)]
+        for start, stop in pairwise(starts):
+            document = h[row : row + 1, start:stop].mT
+            padding = weight.shape[1] - 1
+            whole = F.conv1d(document, weight[:, None], padding=padding, groups=len(weight))
+            y[row, start:stop] += whole[0, :, : stop - start].mT
     return y
 
 
 def reference(model: Any, ids: Tensor, documents: Tensor, points: str, residual: bool) -> Tensor:
-    """The model's states with Canon layers by the definition, from its parts without them."""
+    """The model's states with Canon layers as the authors have them, from its parts without them.
+
+    B and D convolve what both steps have between them side by side, as one tensor.
+    """
     (x,) = model.embed({"input_ids": ids})
     batch = {"input_ids": ids, "document_ids": documents}
     for layer in model.layers.values():
-        for name, point in (("attention", "A"), ("ffn", "C")):
+        for name, (before, within) in {"attention": "AB", "ffn": "CD"}.items():
             part = getattr(layer, name)
             h = getattr(layer, f"{name}_norm")(x)
-            if point in points:
-                h = plain(h, part.canon.filters.weight, documents, residual)
-                x = x + type(part).__mro__[2].forward(part, h, batch)
-            else:
-                x = x + part(h, batch)
+            if before in points:
+                h = convolved(h, part.canon.filters.weight, documents, residual)
+            projected = part.project(h, batch)
+            if within in points:
+                weight = torch.cat([inner.filters.weight for inner in part.inner_canon.values()])
+                mixed = convolved(torch.cat([p.flatten(2) for p in projected], -1), weight, documents, residual)
+                widths = [p.flatten(2).shape[-1] for p in projected]
+                projected = [m.view_as(p) for m, p in zip(mixed.split(widths, -1), projected, strict=True)]
+            x = x + part.finish(projected, h, batch)
     return model.norm(x)
 
 
-@pytest.mark.parametrize("points", ["A", "C", "AC"])
-@pytest.mark.parametrize("residual", [True, False])
+ATTENTION = GroupedQueryAttention(heads=4, kv_heads=2, v_head_dim=6, qk_norm="all", gate=True)
+FFNS: dict[str, FFNComponent] = {
+    "A": SwiGLU(hidden=24), "AC": SwiGLU(hidden=24), "B": GELU(hidden=24), "D": GEGLU(hidden=24, sparsity=0.5),
+    "ABCD": SwiGLU(hidden=24, gate_scale=0.5, scale=2.0), "BD": XIELU(hidden=24),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("points", FFNS)
 @torch.no_grad()
-def test_layers_are_the_recurrence_in_every_document(
-    make_model: MakeModel, ids: Tensor, points: str, residual: bool
+def test_layers_are_the_convolution_of_the_authors_in_every_document(
+    make_model: MakeModel, ids: Tensor, points: str
 ) -> None:
-    canon = Canon(points=tuple(points), kernel=4, residual=residual)  # type: ignore[arg-type]
-    model = make_model(dtype=torch.float64, canon=canon)
-    for documents in (DOCUMENTS, torch.zeros_like(ids)):
-        batch = {"input_ids": ids} | ({"document_ids": documents} if documents.any() else {})
-        expected = reference(model, ids, documents, points, residual)
-        torch.testing.assert_close(model(batch), expected, rtol=1e-12, atol=1e-12)
+    for residual in (True, False):
+        canon = Canon(points=tuple(points), kernel=4, residual=residual)  # type: ignore[arg-type]
+        model = make_model(dtype=torch.float64, attention=ATTENTION, ffn=FFNS[points], canon=canon)
+        for documents in (DOCUMENTS, torch.zeros_like(ids)):
+            batch = {"input_ids": ids} | ({"document_ids": documents} if documents.any() else {})
+            expected = reference(model, ids, documents, points, residual)
+            torch.testing.assert_close(model(batch), expected, rtol=1e-12, atol=1e-12)
     assert "layers.0.attention.q.weight" in model.state_dict(), "parts keep their names"
-    assert [name in model.state_dict() for name in FILTERS] == [point in points for point in "AC"]
+    assert [name in model.state_dict() for name in FILTERS] == [point in points for point in "ABCD"]
 
 
-FILTERS = ("layers.0.attention.canon.filters.weight", "layers.0.ffn.canon.filters.weight")
+FILTERS = [
+    f"layers.0.{name}.filters.weight"
+    for name in ("attention.canon", "attention.inner_canon.v", "ffn.canon", "ffn.inner_canon.up")
+]
 
 
 def hybrid(ffn: FFNComponent) -> dict[str, Any]:
@@ -92,12 +116,15 @@ def hybrid(ffn: FFNComponent) -> dict[str, Any]:
     }
 
 
+EVERYWHERE = Canon(points=("A", "B", "C", "D"))
 SETTINGS: dict[str, dict[str, Any]] = {
     "both": {},
+    "everywhere": {"canon": EVERYWHERE, "attention": ATTENTION},
     "window and parallel parts": {
         "attention": GroupedQueryAttention(heads=4, window=3),
         "residual": "parallel",
         "norm_placement": "shared",
+        "canon": Canon(points=("B", "D")),
     },
     "layers of one part": hybrid(SwiGLU(hidden=16)),
     "before feed-forward parts": {"canon": Canon(points=("C",), kernel=3)},
@@ -116,7 +143,7 @@ def test_cached_equals_uncached(make_model: MakeModel, ids: Tensor, settings: An
 
 @torch.no_grad()
 def test_left_padding_is_ignored_and_rows_join(make_model: MakeModel, ids: Tensor) -> None:
-    model = make_model(dtype=torch.float64, canon=Canon())
+    model = make_model(dtype=torch.float64, canon=EVERYWHERE)
     whole = model({"input_ids": ids})
     cache = model.new_cache(2, 16)
     positions = torch.arange(10).expand(2, -1) - torch.tensor([[0], [4]])
@@ -143,9 +170,30 @@ def test_every_mixer_is_named(make_model: MakeModel) -> None:
     assert undeclared_mixer(model) == "layers.0.ffn.canon.core"
 
 
+@torch.no_grad()
+def test_positions_of_the_latest_call_are_forgotten(make_model: MakeModel, ids: Tensor) -> None:
+    model = make_model(dtype=torch.float64, canon=EVERYWHERE)
+    cache = model.new_cache(2, 16)
+    assert cache.forgets == ""
+    outputs = []
+    for start, stop, kept in ((0, 5, 3), (3, 6, 5), (5, 6, 6), (6, 16, 16)):
+        wrong = ids[:, start:stop].clone()
+        wrong[:, kept - start :] = 60 - wrong[:, kept - start :]
+        outputs.append(model.decode({"input_ids": wrong}, cache)[:, : kept - start])
+        cache.forget(stop - kept)
+    torch.testing.assert_close(torch.cat(outputs, 1), model({"input_ids": ids}), rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match="11 positions are to be forgotten, and the latest call had 10"):
+        cache["0"]["ffn"].forget(11)
+
+
 class TestCanon(ModelSuite):
     component = Transformer(
-        vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=2), ffn=SwiGLU(hidden=16), canon=Canon()
+        vocab_size=32,
+        dim=16,
+        layers=2,
+        attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all"),
+        ffn=SwiGLU(hidden=16),
+        canon=EVERYWHERE,
     )
     layouts = ("fsdp2", "tp2", "pp2", "cp2", "compiled")
 
@@ -160,9 +208,13 @@ class TestCanonAndDocuments(ParitySuite):
 
     def parity_changes(self, folder: Any) -> dict[str, Any]:
         return {
-            "model": Transformer(vocab_size=32, dim=16, layers=2, canon=Canon(), **hybrid(SwiGLU(hidden=16))),
+            "model": Transformer(vocab_size=32, dim=16, layers=2, canon=EVERYWHERE, **hybrid(SwiGLU(hidden=16))),
             "data": {"sources": (RandomDocuments(),), "packing": Isolate()},
         }
+
+
+class OwnFFN(FFNComponent):
+    """Of a stranger, who has said nothing of two steps."""
 
 
 def test_what_has_no_canon_layers_is_refused(tmp_path: Path) -> None:
@@ -173,4 +225,11 @@ def test_what_has_no_canon_layers_is_refused(tmp_path: Path) -> None:
     heads = GroupedQueryAttention(heads=2)
     check_problems(refused(attention=heads, kv_shared_layers=1), at("model.canon.points", "model.kv_shared_layers"))
     check_problems(refused(attention=NoAttention()), at("model.canon.points", "A is before attention", "leave A out"))
-    assert not refused(attention=heads)
+    mixed = ParallelAttention(mixers={"near": heads, "far": heads})
+    within = refused(attention=mixed, ffn=OwnFFN(), canon=EVERYWHERE)
+    check_problems(
+        within,
+        at("model.canon.points", "B is within", "ParallelAttention"),
+        at("model.canon.points", "D is within", "OwnFFN"),
+    )
+    assert not refused(attention=heads, canon=EVERYWHERE)

@@ -51,35 +51,59 @@ def causal_convolution(
 
 
 class TailCache:
-    """The last inputs of a convolution; see `forge_kit.nn.generation.Generates.new_cache`. Its rows can be joined."""
+    """The last inputs of a convolution; see `forge_kit.nn.generation.Generates.new_cache`.
+
+    Its rows can be joined, and the positions of the latest call forgotten.
+    """
 
     joinable = True
+    forgets = ""
 
     def __init__(self) -> None:
-        self.tail: Tensor | None = None
-        """(B, W - 1, D); None before the first position."""
+        self._inputs: Tensor | None = None
+        """(B, W - 1 + S, D), of the latest S positions and of those before; None before the first position."""
+        self._newest = 0
+        """S, less what is forgotten."""
 
     @property
     def nbytes(self) -> int:
         """Allocated bytes."""
-        return 0 if self.tail is None else self.tail.nbytes
+        return 0 if self._inputs is None else self._inputs.nbytes
+
+    def forget(self, count: int) -> None:
+        """Drops the newest `count` positions.
+
+        Raises:
+            ValueError: the latest call had fewer.
+        """
+        if count > self._newest:
+            raise ValueError(f"{count} positions are to be forgotten, and the latest call had {self._newest}")
+        if self._inputs is not None:
+            self._inputs = self._inputs[:, : self._inputs.shape[1] - count]
+        self._newest -= count
 
     def convolved(self, x: Tensor, weight: Tensor, batch: Batch) -> Tensor:
         """Returns the convolution of the next positions (B, S, D), and keeps their last inputs."""
         if "positions" in batch:  # padding has a negative position, and counts as nothing
             x = x * (batch["positions"] >= 0)[..., None]
         width = weight.shape[-1]
-        before = x.new_zeros(len(x), width - 1, x.shape[-1]) if self.tail is None else self.tail
-        whole = torch.cat([before, x], 1)
-        self.tail = whole[:, whole.shape[1] - width + 1 :]
+        before = x.new_zeros(len(x), width - 1, x.shape[-1])
+        if self._inputs is not None:
+            before = self._tail(self._inputs)
+        self._inputs, self._newest = torch.cat([before, x], 1), x.shape[1]
         return causal_convolution(x, weight, before=before)
 
     def joined(self, parts: Sequence[tuple[TailCache, Tensor]], columns: int, length: int) -> TailCache:
         """Returns a cache of rows of several; `columns` and `length` do not matter here."""
         new = TailCache()
-        tails = [cache.tail.index_select(0, rows) for cache, rows in parts if cache.tail is not None]
-        new.tail = torch.cat(tails) if tails else None
+        filled = [(cache, cache._inputs, rows) for cache, rows in parts if cache._inputs is not None]
+        tails = [cache._tail(inputs).index_select(0, rows) for cache, inputs, rows in filled]
+        new._inputs = torch.cat(tails) if tails else None
         return new
+
+    def _tail(self, inputs: Tensor) -> Tensor:
+        """Returns what the next position sees of the earlier ones, (B, W - 1, D)."""
+        return inputs[:, self._newest :]
 
 
 class ConvolutionCore(nn.Module):

@@ -240,7 +240,13 @@ class GroupedAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache | KVExchange | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
-        q, k, v = self.project(x, batch)
+        return self.finish(self.project(x, batch), x, batch, cache)
+
+    def finish(
+        self, projected: Sequence[Tensor], x: Tensor, batch: Batch, cache: KVCache | KVExchange | None = None
+    ) -> Tensor:
+        """Queries, keys and values of `project`, and what the layer reads, x (B, S, D) -> (B, S, D)."""
+        q, k, v = projected
         if cache is not None and not isinstance(cache, KVExchange):
             mixed = self._attend_cached(q, k, v, batch, cache)
         else:
@@ -279,6 +285,11 @@ class GroupedAttention(nn.Module):
         if self.value_scale != 1:
             v = v * self.value_scale
         return self._normed_heads(self.q_norm, q), self._normed_heads(self.k_norm, k), v
+
+    def projected_widths(self) -> Mapping[str, int]:
+        """See `forge_plugin_transformer.modules.parts.InTwoSteps`."""
+        values = self.k if self.k_eq_v else self.v
+        return {"q": self.q.out_features, "k": self.k.out_features, "v": values.out_features}
 
     def output(self, mixed: Tensor, batch: Batch) -> Tensor:
         """The mixed values of all heads (B, S, H x V) -> (B, S, D)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,24 @@ BETA, EPS = 0.5, -1e-6
 """Of xIELU."""
 
 
+class TwoSteps(nn.Module):
+    """Base of feed-forward parts; see `forge_plugin_transformer.modules.parts.InTwoSteps`."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(B, S, D) to (B, S, D), each position by itself; nothing of `batch` is used."""
+        return self.finish(self.project(x, batch), x, batch)
+
+    def project(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
+        """Returns hidden features before the activation, (B, S, hidden) each."""
+        raise NotImplementedError
+
+    def finish(self, projected: Sequence[Tensor], x: Tensor, batch: Batch) -> Tensor:
+        """The features of `project` -> (B, S, D)."""
+        raise NotImplementedError
+
+
 @directly_callable
-class GatedFeedForward(nn.Module):
+class GatedFeedForward(TwoSteps):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, dim: int, hidden: int, *, bias: bool, init: InitStd) -> None:
@@ -34,9 +50,18 @@ class GatedFeedForward(nn.Module):
         self.up = Linear(dim, hidden, bias=bias, std=init.inner)
         self.down = Linear(hidden, dim, bias=bias, std=init.residual)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """(B, S, D) to (B, S, D), each position by itself; nothing of `batch` is used."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+    def project(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
+        """Returns `gate(x)` and `up(x)`."""
+        return self.gate(x), self.up(x)
+
+    def finish(self, projected: Sequence[Tensor], x: Tensor, batch: Batch) -> Tensor:
+        """As `TwoSteps`."""
+        gate, up = projected
+        return self.down(self.activation(gate) * up)
+
+    def projected_widths(self) -> Mapping[str, int]:
+        """Names both, as wide as on all ranks."""
+        return {"gate": self.gate.out_features, "up": self.up.out_features}
 
     def activation(self, gate: Tensor) -> Tensor:
         """Returns the factors on `up(x)`, from `gate(x)`."""
@@ -60,9 +85,10 @@ class ScaledGatedFeedForward(GatedFeedForward):
         super().__init__(dim, hidden, bias=bias, init=init)
         self.gate_scale, self.scale = gate_scale, scale
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def finish(self, projected: Sequence[Tensor], x: Tensor, batch: Batch) -> Tensor:
         """As `GatedFeedForward`, with both factors."""
-        return self.down(self.activation(self.gate(x) * self.gate_scale) * self.up(x)) * self.scale
+        gate, up = projected
+        return self.down(self.activation(gate * self.gate_scale) * up) * self.scale
 
 
 @directly_callable
@@ -110,7 +136,7 @@ class GaussianTopK(nn.Module):
         return f"{self.features}, sparsity={self.sparsity}"
 
 
-class TwoMatrices(nn.Module):
+class TwoMatrices(TwoSteps):
     """down(activation(up(x)))."""
 
     def __init__(self, dim: int, hidden: int, *, bias: bool, init: InitStd) -> None:
@@ -118,9 +144,18 @@ class TwoMatrices(nn.Module):
         self.up = Linear(dim, hidden, bias=bias, std=init.inner)
         self.down = Linear(hidden, dim, bias=bias, std=init.residual)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """(B, S, D) to (B, S, D), each position by itself; nothing of `batch` is used."""
-        return self.down(self.activation(self.up(x)))
+    def project(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
+        """Returns `up(x)`."""
+        return (self.up(x),)
+
+    def finish(self, projected: Sequence[Tensor], x: Tensor, batch: Batch) -> Tensor:
+        """As `TwoSteps`."""
+        [up] = projected
+        return self.down(self.activation(up))
+
+    def projected_widths(self) -> Mapping[str, int]:
+        """Names it, as wide as on all ranks."""
+        return {"up": self.up.out_features}
 
     def activation(self, x: Tensor) -> Tensor:
         """Returns the hidden features, from `up(x)`."""

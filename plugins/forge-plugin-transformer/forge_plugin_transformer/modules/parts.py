@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from forge_core.contracts.data import Batch
 from forge_core.contracts.model import Role
+
+
+class InTwoSteps(Protocol):
+    """A part of a block that computes `finish(project(x, batch), x, batch, *cache)`: `Block` calls it as any other.
+
+    Between the two steps a Canon layer may mix positions of what is projected. A component whose modules are so
+    declares `in_two_steps = True`.
+    """
+
+    def project(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
+        """(B, S, D) -> tensors (B, S, …). A tensor-parallel rank, with a plan for them, has some features of each."""
+        ...
+
+    def finish(self, projected: Sequence[Tensor], x: Tensor, batch: Batch, *cache: Any) -> Tensor:
+        """Tensors like those of `project`, and what the part reads -> (B, S, D)."""
+        ...
+
+    def projected_widths(self) -> Mapping[str, int]:
+        """Names what `project` returns, in that order, with the number of features of each, on all ranks together."""
+        ...
 
 
 def _ask(part: nn.Module, method: str, default: Any, *args: Any) -> Any:
