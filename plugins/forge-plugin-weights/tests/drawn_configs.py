@@ -276,6 +276,7 @@ OWN: Mapping[tuple[str, str], Draw] = {
     **{(type_, "hidden_act"): same(GELU) for type_ in ("starcoder2", "phi")},
     **{(type_, "use_qk_norm"): same(st.just(False)) for type_ in ("cohere", "cohere2")},
     ("minimax_m2", "use_qk_norm"): same(st.just(True)),
+    ("qwen3_next", "use_sliding_window"): same(st.just(False)),
     **{(type_, "layer_types"): by_layer(["linear_attention", "full_attention"]) for type_ in HYBRIDS},
     ("granitemoehybrid", "layer_types"): by_layer(["mamba", "attention", "linear_attention", "full_attention"]),
     ("granitemoehybrid", "intermediate_size"): lambda sizes: st.just(sizes.expert_width),

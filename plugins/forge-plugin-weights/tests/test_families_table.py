@@ -9,6 +9,7 @@ from pathlib import Path
 
 from drawn_configs import INSTALLED
 from published_models import SIZES, Published
+from test_published_vision import PARTS_TOO
 from test_weights_layouts import LIKE_LLAMA, MODELS, has_experts
 
 from forge_plugin_weights.fields import ExportedAs
@@ -60,9 +61,10 @@ def configurations() -> dict[str, str]:
     read = dict.fromkeys(INSTALLED, "class")
     for file in ("published_configs.json", "published_vision_configs.json"):
         for name, config in json.loads((HERE / file).read_text()).items():
-            type_ = PARTS.get(config["model_type"], config["model_type"])
             found = "some keys of a file" if name.endswith("some keys") else "published file"
-            read[type_] = min(read[type_], found, key=("published file", "some keys of a file", "class").index)
+            whole = PARTS.get(config["model_type"], config["model_type"])
+            for type_ in (whole, *filter(None, [PARTS_TOO.get(name)])):
+                read[type_] = min(read[type_], found, key=("published file", "some keys of a file", "class").index)
     return read
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 import transformers
 from published_models import ids_of, logits, ours, randomised
+from test_configs_both_ways import shapes_of
 from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
 
 from forge_core.cli import main
@@ -192,7 +194,10 @@ def test_what_is_written_is_to_transformers_what_was_published(name):
     kept = {key: value for key, value in config.items() if key not in written and key != "auto_map"}
     both = [by_transformers(copy.deepcopy(keys)) for keys in (config, {**kept, **written, "model_type": type_})]
     for side in both:
-        (side.get("rope_parameters") or {}).pop("type", None)  # which repeats rope_type
+        rope = side.get("rope_parameters") or {}
+        rope.pop("type", None)  # which repeats rope_type
+        if not rope.get("mscale_all_dim", 1):  # 0 is as if it were missing
+            del rope["mscale_all_dim"]
         if type_ == "lfm2":  # an export has the width that follows from several keys, and the list of layers
             width = AdjustedWidth().read(side)
             for key in (*AdjustedWidth().keys, "full_attn_idxs"):
@@ -210,6 +215,29 @@ def test_what_is_written_is_to_transformers_what_was_published(name):
     }
     different.pop("auto_map", None)
     assert different == {}
+
+
+BILLIONS: Mapping[str, str] = {
+    "meta-llama/Llama-3.2-1B": "1.24",
+    "Qwen/Qwen3-Next-80B-A3B-Thinking": "80",
+    "google/gemma-4-26B-A4B": "25.2",
+    "zai-org/GLM-5": "754",
+    "XiaomiMiMo/MiMo-V2-Flash, some keys": "309",
+    "LGAI-EXAONE/EXAONE-4.0-32B": "32.0",
+    "allenai/OLMoE-1B-7B-0924, some keys": "6.92",
+    "ibm-granite/granite-4.0-h-350m, some keys": "0.34",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "31.6",
+}
+"""Parameters that model cards and the hub state; of GLM-5 with its block of multi-token prediction."""
+
+
+def test_models_have_as_many_parameters_as_is_published() -> None:
+    counts = {}
+    for name, stated in BILLIONS.items():
+        model = parse_component(read_config(architecture(CONFIGS[name]), CONFIGS[name]), name, ModelComponent, CATALOG)
+        count = sum(math.prod(shape) for shape in shapes_of(model).values())
+        counts[name] = f"{count / 1e9:.{len(stated.partition('.')[2])}f}"
+    assert counts == BILLIONS
 
 
 def small(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,6 +316,7 @@ def test_a_rate_of_dropout_is_read_and_the_user_told(tmp_path, capsys):
         ("Qwen/Qwen2.5-0.5B", "use_mrope", True),
         ("Qwen/Qwen2.5-0.5B", "dual_chunk_attention_config", {"chunk_size": 262144}),
         ("Qwen/Qwen3-30B-A3B", "mlp_only_layers", [3]),
+        ("Qwen/Qwen3-Next-80B-A3B-Thinking", "use_sliding_window", True),
         ("moonshotai/Kimi-K2-Instruct", "scoring_func", "softmax"),
         ("MiniMaxAI/MiniMax-M2", "shared_intermediate_size", 1024),
         ("MiniMaxAI/MiniMax-M2.5", "attn_type_list", [1] * 61 + [0]),
@@ -298,11 +327,11 @@ def test_a_rate_of_dropout_is_read_and_the_user_told(tmp_path, capsys):
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "linear_attn_config", {"full_attn_layers": [], "kda_layers": [1]}),
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "mla_use_nope", False),
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "mlp_layer_types", ["sparse", "dense"]),
-        ("deepseek-ai/DeepSeek-V3.2-Exp, some keys", "indexer_rope_interleave", True),
-        ("deepseek-ai/DeepSeek-V3.2-Exp, some keys", "q_lora_rank", None),
-        ("deepseek-ai/DeepSeek-V3.2-Exp, some keys", "layer_types", ["full_attention"] * 61),
-        ("zai-org/GLM-5, some keys", "index_topk_freq", 4),
-        ("zai-org/GLM-5, some keys", "indexer_types", ["full", "shared"] * 39),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", "indexer_rope_interleave", True),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", "q_lora_rank", None),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", "layer_types", ["full_attention"] * 61),
+        ("zai-org/GLM-5", "index_topk_freq", 4),
+        ("zai-org/GLM-5", "indexer_types", ["full", "shared"] * 39),
     ],
 )
 def test_what_forge_does_not_compute_is_named(tmp_path, capsys, name, key, value):

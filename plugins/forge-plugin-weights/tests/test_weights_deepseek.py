@@ -135,6 +135,23 @@ def test_wide_weights_are_those_of_transformers(published):
     assert torch.equal(place.read(), Fp8Dequantize(None)._dequantize_one(narrow, scales, torch.bfloat16))
 
 
+def test_matrices_with_a_single_scale_are_read_as_transformers_does(published, tmp_path):
+    """As files of Devstral 2, with numbers by which a server rounds inputs."""
+    tensors = quantised(tensors_of(published))
+    scales = {name: torch.rand([] if n % 2 else [1]) for n, name in enumerate(tensors) if name.endswith("_scale_inv")}
+    inputs = {name.replace("weight_scale_inv", "activation_scale"): torch.rand([]) for name in scales}
+    settings = {"activation_scheme": "static", "dequantize": False, "quant_method": "fp8", "weight_block_size": None}
+    settings |= {"modules_to_not_convert": ["lm_head"]}
+    put(published, {**tensors, **scales, **inputs}, quantization_config=settings, dtype="bfloat16")
+    run = import_folder(published, tmp_path / "run", tokenizer=False)
+    after = tensors_of(export_run(run, tmp_path / "out"))
+    assert after.keys() == tensors.keys() - scales.keys()
+    for name, tensor in after.items():
+        scale = scales.get(f"{name}_scale_inv")
+        whole = scale is None or Fp8Dequantize(None)._dequantize_one(tensors[name], scale.view(1, 1), torch.bfloat16)
+        assert torch.equal(tensor, tensors[name] if whole is True else whole)
+
+
 def test_a_model_of_8_bits_computes_as_its_wide_copy(published, tmp_path):
     """From files: only what has to be is computed, and the rest lies where it was."""
     tensors = quantised(tensors_of(published))
@@ -162,8 +179,10 @@ def narrow_names(tensors: dict[str, torch.Tensor]) -> list[str]:
     ("settings", "facts"),
     [
         ({"quant_method": "gptq", "bits": 4}, ["quant_method = 'gptq'"]),
-        ({**FP8, "activation_scheme": "static"}, ["activation_scheme = 'static'"]),
-        ({**FP8, "weight_block_size": None}, ["weight_block_size = None"]),
+        ({**FP8, "activation_scheme": "none"}, ["activation_scheme = 'none'"]),
+        ({**FP8, "weight_block_size": None}, ["weight_scale_inv", "a matrix with a single scale"]),
+        ({key: FP8[key] for key in FP8 if key != "weight_block_size"}, ["weight_block_size = 'missing'"]),
+        ({"weight_block_size": BLOCK}, ["no quant_method"]),
         ({**FP8, "weight_block_size": [16, 16]}, ["[16, 16]"]),
     ],
 )

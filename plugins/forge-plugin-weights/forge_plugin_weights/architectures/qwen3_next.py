@@ -28,7 +28,7 @@ from forge_plugin_weights.architectures.experts import (
     expert_rules,
     router_fields,
 )
-from forge_plugin_weights.fields import Dropout, Fixed, Key, Rope, value_of
+from forge_plugin_weights.fields import Dropout, Fixed, Key, Only, Rope, value_of
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import FULL, depth
 from forge_plugin_weights.layered import merged, of_layers
@@ -149,6 +149,8 @@ class Qwen3Next(ArchitectureComponent):
         """Returns the keys; layers with softmax attention rotate a quarter of each head."""
         return (
             *hybrid_fields(Rope(share=0.25), kv_heads=2),
+            # The class does not read it, and published files have it
+            Only("use_sliding_window", False, "no layer of Qwen3-Next has a window"),
             *dense_layers(),
             *router_fields(default=True),
             *SHARED_EXPERT,
