@@ -110,7 +110,7 @@ MODELS = {
     "plain residual": language(residual_connection=Add()),
     "hyper-connections": language(residual_connection=HyperConnections()),
     "mHC": language(residual_connection=ManifoldHyperConnections()),
-    "layer norms": language(norm=LayerNorm(), ffn=GELU()),
+    "layer norms": language(attention=GroupedQueryAttention(heads=4, qk_norm="layer"), norm=LayerNorm(), ffn=GELU()),
     "learned slopes": language(ffn=XIELU()),
     "squared relu": language(norm=LayerNorm(offset=1), ffn=SquaredReLU(bias=True)),
     "layers of one part": language(

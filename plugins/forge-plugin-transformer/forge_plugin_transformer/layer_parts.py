@@ -56,11 +56,12 @@ class GroupedQueryAttention(AttentionComponent):
     """Factor on values, after their norm (MiMo-V2-Flash: `attention_value_scale`)."""
     rope: RopeComponent = default_type("forge-plugin-transformer/plain")
     """`[model.attention.rope]`: position encoding, and how it is stretched to longer sequences."""
-    qk_norm: bool | Literal["head", "all"] = False
+    qk_norm: bool | Literal["head", "all", "layer"] = False
     """Whether queries and keys are RMS-normalised before the position encoding, with a learned gain. head or true: each
-    head by itself (Qwen3). all: the features of all heads together (OLMo 2)."""
+    head by itself, and all by the same gain (Qwen3). all: the features of all heads together (OLMo 2). layer: each head
+    by a layer norm, centred first, with its own gain (Command R+)."""
     qk_norm_eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
-    """Added to the mean square in that normalisation."""
+    """Added to the mean square in that normalisation, or to the variance."""
     qk_norm_offset: Literal[0, 1] = 0
     """Added to the learned gain of that normalisation, as `offset` of `rmsnorm`; 1 in Gemma 3."""
     qk_norm_gain: bool = True
@@ -124,23 +125,28 @@ class GroupedQueryAttention(AttentionComponent):
             yield Problem("head_dim", f"{self.head_dim} is odd; the position encoding pairs dimensions")
         if self.v_head_dim and self.k_eq_v:
             yield Problem("v_head_dim", f"{self.v_head_dim} with k_eq_v = true: values are keys then; leave one out")
-        if self.qk_norm_offset and not self.qk_norm:
-            yield Problem(
-                "qk_norm_offset", f"{self.qk_norm_offset} has no effect without qk_norm; set that, or leave it out"
-            )
-        if not self.qk_norm_gain and (self.qk_norm in (False, "all") or self.qk_norm_offset):
-            message = f"false with qk_norm = {str(self.qk_norm).lower()}, qk_norm_offset = {self.qk_norm_offset}"
-            hint = 'set qk_norm = "head" without an offset, or leave it out'
-            yield Problem("qk_norm_gain", f"{message} has no gain of each head to leave out; {hint}")
-        if self.qk_norm_rotated and self.qk_norm in (False, "all"):
-            message = f"true with qk_norm = {str(self.qk_norm).lower()} has no norm of each head to move"
-            yield Problem("qk_norm_rotated", f'{message}; set qk_norm = "head", or leave it out')
+        yield from self._norm_problems()
         if not self.mask.causal:
             yield from self._bidirectional_problems(job)
         if isinstance(self.backend, AttentionBackendComponent):
             yield from plugged_problems(self.backend, self.documents, self._scoring)
         else:
             yield from kernel_problems(self.backend, self.documents, job, self._scoring)
+
+    def _norm_problems(self) -> Iterable[Problem]:
+        """Checks that what modifies the norm of queries and keys has one to modify."""
+        of_each_head = self.qk_norm in (True, "head")
+        if self.qk_norm_offset and self.qk_norm in (False, "layer"):
+            what = "with layer norms" if self.qk_norm else "without qk_norm"
+            message = f"{self.qk_norm_offset} has no effect {what}"
+            yield Problem("qk_norm_offset", f'{message}; set qk_norm = "head" or "all", or leave it out')
+        if not self.qk_norm_gain and (not of_each_head or self.qk_norm_offset):
+            message = f"false with qk_norm = {str(self.qk_norm).lower()}, qk_norm_offset = {self.qk_norm_offset}"
+            hint = 'set qk_norm = "head" without an offset, or leave it out'
+            yield Problem("qk_norm_gain", f"{message} has no gain of each head to leave out; {hint}")
+        if self.qk_norm_rotated and not of_each_head:
+            message = f"true with qk_norm = {str(self.qk_norm).lower()} has no norm of each head to move"
+            yield Problem("qk_norm_rotated", f'{message}; set qk_norm = "head", or leave it out')
 
     def _bidirectional_problems(self, job: Job) -> Iterable[Problem]:
         """Checks that what a position sees later is not what it is to predict."""
@@ -199,24 +205,17 @@ class GroupedQueryAttention(AttentionComponent):
         return self._module(GroupedAttention, context, dim, init)
 
     def _module(self, cls: type[GroupedAttention], context: BuildContext, dim: int, init: InitStd) -> GroupedAttention:
-        from forge_plugin_transformer.modules.attention import QueryGrowth
+        from forge_plugin_transformer.modules.attention import Heads, QueryGrowth, QueryKeyNorms, ValueForm
 
         head_dim, kv_heads = self.head_dim or dim // self.heads, self.kv_heads or self.heads
+        q_norm, k_norm = self._norm(self.heads, head_dim), self._norm(kv_heads, head_dim)
         return cls(
             dim,
-            heads=self.heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            v_head_dim=self.v_head_dim or head_dim,
+            heads=Heads(self.heads, kv_heads, head_dim, self.v_head_dim or head_dim),
             rotary=context.at("rope").build(self.rope, head_dim=head_dim),
             core=self._core(context, head_dim),
-            q_norm=self._norm(self.heads, head_dim),
-            k_norm=self._norm(kv_heads, head_dim),
-            norm_all_heads=self.qk_norm == "all",
-            norm_rotated=self.qk_norm_rotated,
-            v_norm_eps=self.qk_norm_eps if self.v_norm else None,
-            value_scale=self.value_scale,
-            k_eq_v=self.k_eq_v,
+            norms=QueryKeyNorms(q_norm, k_norm, all_heads=self.qk_norm == "all", rotated=self.qk_norm_rotated),
+            values=ValueForm(self.qk_norm_eps if self.v_norm else None, self.value_scale, self.k_eq_v),
             growth=QueryGrowth(self.query_growth, self.query_growth_length, self.query_growth_offset)
             if self.query_growth
             else None,
@@ -253,6 +252,8 @@ class GroupedQueryAttention(AttentionComponent):
         eps, offset = self.qk_norm_eps, self.qk_norm_offset
         if not self.qk_norm_gain:
             return norms.GainlessNorm(eps=eps)
+        if self.qk_norm == "layer":
+            return norms.HeadLayerNorm(heads, head_dim, eps=eps)
         if self.qk_norm == "all":
             # A class apart: tensor-parallel ranks have the features of some heads, and add up the squares of all
             return norms.SplitRootMeanSquareNorm(heads * head_dim, eps=eps, offset=offset)

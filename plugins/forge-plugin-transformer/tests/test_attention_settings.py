@@ -274,7 +274,7 @@ def test_queries_grow_with_the_logarithm_of_their_position_in_a_document(make_mo
     torch.testing.assert_close(grown(packed).view_as(expected), expected)
 
 
-@pytest.mark.parametrize("qk_norm", ["false", '"all"'])
+@pytest.mark.parametrize("qk_norm", ["false", '"all"', '"layer"'])
 def test_norms_that_a_layer_has_not_are_not_moved(load_model: Callable[..., Any], qk_norm: str) -> None:
     attention = f"[model.attention]\nheads = 4\nqk_norm = {qk_norm}\nqk_norm_rotated = true"
     with refuses_all(at("model.attention.qk_norm_rotated", "qk_norm", "head")):

@@ -38,7 +38,7 @@ class TestTransformer(ModelSuite):
 class TestTiedTransformerOfOtherParts(ModelSuite):
     component = Transformer(
         vocab_size=32, dim=16, layers=2, tie_embeddings=True, norm=LayerNorm(), ffn=GELU(),
-        attention=GroupedQueryAttention(heads=4, kv_heads=2, gate=True),
+        attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="layer", gate=True),
     )  # fmt: skip
     layouts = ("tp2", "pp2")
 

@@ -33,7 +33,7 @@ WINDOWS = {
     "window of one": {"window": 1},
     "window and sinks": {"window": 5, "sinks": True, "scale": 0.4},
     "window and soft_cap": {"window": 4, "soft_cap": 0.5, "backend": "gemm"},
-    "keys as values": {"k_eq_v": True, "v_norm": True, "qk_norm": True, "bias": True, "window": 6},
+    "keys as values": {"k_eq_v": True, "v_norm": True, "qk_norm": "layer", "bias": True, "window": 6},
     "narrow values": {"v_head_dim": 4, "value_scale": 0.5, "window": 4, "sinks": True, "gate": True},
     "norms behind the rotation, and growth": {
         "qk_norm": True,

@@ -112,8 +112,8 @@ def test_blocks_of_published_models(load_model: LoadModel) -> None:
         ("vocab_size = 8\nattention.kv_heads = 3", at("model.attention.kv_heads", 3, "heads", 8)),
         ("vocab_size = 8\nattention.head_dim = 7", at("model.attention.head_dim", 7, "odd")),
         (
-            "vocab_size = 8\nattention.qk_norm_offset = 1",
-            at("model.attention.qk_norm_offset", 1, "qk_norm"),
+            'vocab_size = 8\nattention.qk_norm_offset = 1\nattention.qk_norm = "layer"',
+            at("model.attention.qk_norm_offset", 1, "layer norms", '"head"'),
         ),
         (
             "vocab_size = 8\nlearned_positions = 15",

@@ -413,6 +413,35 @@ class RotaryRows:
         )
 
 
+@frozen(kw_only=True)
+class RotaryColumns:
+    """Weights (heads, E) of queries or keys whose features are in the order of `RotaryRows`, all E of them rotated."""
+
+    ours: str = field(kw_only=False)
+    theirs: str = field(kw_only=False)
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns two parts: the first and the second features of pairs."""
+        groups = match(self.ours, name)
+        if groups is None:
+            return ()
+        return [self._part(name, self.theirs.format(**groups), shapes[name], number) for number in range(2)]
+
+    def _part(self, ours: str, theirs: str, shape: tuple[int, ...], number: int) -> Part:
+        half = shape[1] // 2
+        first = number * half
+        return Part(
+            ours=ours,
+            theirs=theirs,
+            shape=shape,
+            offsets=(0, first),
+            sizes=(shape[0], half),
+            torn=True,
+            of_ours=lambda tensor: tensor[:, first : first + half],
+            of_theirs=lambda tensor: tensor[:, number::2],
+        )
+
+
 @frozen
 class StackedRows:
     """Stacks of ours, (E, ..., D) each, that are one below the other in each slice of one stack of theirs."""

@@ -274,7 +274,7 @@ OWN: Mapping[tuple[str, str], Draw] = {
     ("gemma", "hidden_act"): same(st.just("gelu_pytorch_tanh")),
     ("gemma", "hidden_activation"): same(st.sampled_from(["gelu_pytorch_tanh", None])),
     **{(type_, "hidden_act"): same(GELU) for type_ in ("starcoder2", "phi")},
-    **{(type_, "use_qk_norm"): same(st.just(False)) for type_ in ("cohere", "cohere2")},
+    ("cohere2", "use_qk_norm"): same(st.just(False)),
     ("minimax_m2", "use_qk_norm"): same(st.just(True)),
     ("qwen3_next", "use_sliding_window"): same(st.just(False)),
     **{(type_, "layer_types"): by_layer(["linear_attention", "full_attention"]) for type_ in HYBRIDS},

@@ -650,7 +650,15 @@ MODELS: Mapping[str, Published] = {
     "phi, tied": Published("Phi", {**SPECIAL, "tie_word_embeddings": True, "hidden_act": "gelu"}),
     "cohere": Published("Cohere", {**SPECIAL, "logit_scale": 0.3, "rope_parameters": LLAMA3}),
     "cohere, untied": Published(
-        "Cohere", {**SPECIAL, "logit_scale": 1.0, "attention_bias": True, "tie_word_embeddings": False, "head_dim": 16}
+        "Cohere",
+        {
+            **SPECIAL,
+            "logit_scale": 1.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "head_dim": 16,
+            "use_qk_norm": True,
+        },
     ),
     "cohere2": Published("Cohere2", {**WINDOWS, **SPECIAL, "logit_scale": 0.5, "num_hidden_layers": 5}),
     "cohere2, listed": Published(

@@ -20,7 +20,7 @@ from forge_kit.nn.taps import TapPoint
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
 from forge_plugin_transformer.modules.largest_scores import largest_scores
-from forge_plugin_transformer.modules.norms import normed_without_gain
+from forge_plugin_transformer.modules.norms import HeadLayerNorm, normed_without_gain
 from forge_plugin_transformer.modules.rotary import (
     generation_tables,
     rotate,
@@ -106,6 +106,43 @@ class MaskedKVCache(KVCache):
         return numbers + before
 
 
+class Heads(NamedTuple):
+    """Numbers and widths of heads."""
+
+    queries: int
+    """H."""
+    keys: int
+    """K."""
+    width: int
+    """E."""
+    value_width: int
+    """V."""
+
+
+class QueryKeyNorms(NamedTuple):
+    """Norms of queries and keys, and where they are."""
+
+    queries: nn.Module | None
+    """Over E features, or all H x E; None: there is none."""
+    keys: nn.Module | None
+    """Likewise, of K heads."""
+    all_heads: bool
+    """Whether both are over the features of all heads."""
+    rotated: bool
+    """Whether both come after the position encoding."""
+
+
+class ValueForm(NamedTuple):
+    """What values are."""
+
+    norm_eps: float | None
+    """Added to their mean square, by which they are normalised without a gain; None: they are not."""
+    scale: float
+    """Factor on them."""
+    are_keys: bool
+    """Whether they are the keys as projected, instead of a projection of their own."""
+
+
 class QueryGrowth(NamedTuple):
     """A factor on queries that grows with the logarithm of their position."""
 
@@ -163,19 +200,11 @@ class GroupedAttention(nn.Module):
         self,
         dim: int,
         *,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
+        heads: Heads,
         rotary: nn.Module,
         core: AttentionCore,
-        q_norm: nn.Module | None,
-        k_norm: nn.Module | None,
-        norm_all_heads: bool,
-        norm_rotated: bool,
-        v_norm_eps: float | None,
-        value_scale: float,
-        k_eq_v: bool,
+        norms: QueryKeyNorms,
+        values: ValueForm,
         growth: QueryGrowth | None,
         bias: bool,
         output_bias: bool,
@@ -186,19 +215,11 @@ class GroupedAttention(nn.Module):
 
         Args:
             dim: D.
-            heads: H.
-            kv_heads: K.
-            head_dim: E.
-            v_head_dim: V.
+            heads: H, K, E and V.
             rotary: position encoding.
             core: what mixes positions.
-            q_norm: norm of queries, over E features or all H x E; None: there is none.
-            k_norm: norm of keys, over E features or all K x E; None: there is none.
-            norm_all_heads: whether both norms are over the features of all heads.
-            norm_rotated: whether both come after the position encoding.
-            v_norm_eps: added to the mean square of values, which are normalised without a gain; None: they are not.
-            value_scale: factor on values.
-            k_eq_v: whether values are the keys as projected, instead of a projection of their own.
+            norms: of queries and keys.
+            values: what values are.
             growth: factor on queries by their position; None: there is none.
             bias: whether q, k and v have biases.
             output_bias: whether o has one.
@@ -206,22 +227,16 @@ class GroupedAttention(nn.Module):
             init: deviations of matrices.
         """
         super().__init__()
-        self.kv_heads, self.head_dim, self.norm_all_heads = kv_heads, head_dim, norm_all_heads
-        self.v_head_dim, self.value_scale = v_head_dim, value_scale
-        self.q = Linear(dim, heads * head_dim, bias=bias, std=init.inner)
-        self.k = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
-        self.k_eq_v, self.v_norm_eps = k_eq_v, v_norm_eps
-        if not k_eq_v:
-            self.v = Linear(dim, kv_heads * v_head_dim, bias=bias, std=init.inner)
+        self.kv_heads, self.head_dim, self.v_head_dim = heads.keys, heads.width, heads.value_width
+        self.v_norm_eps, self.value_scale, self.k_eq_v = values
+        self.q = Linear(dim, heads.queries * heads.width, bias=bias, std=init.inner)
+        self.k = Linear(dim, heads.keys * heads.width, bias=bias, std=init.inner)
+        if not values.are_keys:
+            self.v = Linear(dim, heads.keys * heads.value_width, bias=bias, std=init.inner)
         # The only one of the four that writes into the residual stream
-        self.o = Linear(heads * v_head_dim, dim, bias=output_bias, std=init.residual)
-        self.norm_rotated, self.growth = norm_rotated, growth
-        if norm_rotated:  # under other names, as whatever replaces `project` would leave them out
-            self.q_rotated_norm, self.k_rotated_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
-            q_norm = k_norm = None
-        self.q_norm, self.k_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
-        self.rotary = rotary
-        self.core = core
+        self.o = Linear(heads.queries * heads.value_width, dim, bias=output_bias, std=init.residual)
+        self._add_norms(norms)
+        self.rotary, self.core, self.growth = rotary, core, growth
         # For taps. Spans attend beside the core: they take what it receives, and replace some of what it returns.
         self.qkv = PassThrough()
         self.mixed = nn.Identity()
@@ -229,10 +244,18 @@ class GroupedAttention(nn.Module):
         if self.scoring.mask is not None:  # spans go beyond causality alone
             self.attends_spans = False
         if self.scoring.sinks:
-            self.sinks = HeadSinks(heads, init.inner)
+            self.sinks = HeadSinks(heads.queries, init.inner)
         self.gate_width = gate_width
         if gate_width:
-            self.gate = Linear(dim, heads * gate_width, std=init.inner)
+            self.gate = Linear(dim, heads.queries * gate_width, std=init.inner)
+
+    def _add_norms(self, norms: QueryKeyNorms) -> None:
+        q_norm, k_norm = norms.queries, norms.keys
+        self.norm_all_heads, self.norm_rotated = norms.all_heads, norms.rotated
+        if norms.rotated:  # under other names, as whatever replaces `project` would leave them out
+            self.q_rotated_norm, self.k_rotated_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
+            q_norm = k_norm = None
+        self.q_norm, self.k_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
 
     def prepare(self, batch: Batch) -> Batch:
         """Adds the entries of the core, a mask of spans, and the tables of positions if the encoding has a `key`."""
@@ -367,18 +390,24 @@ class GroupedAttention(nn.Module):
         return 6.0 * weights + 6.0 * (self.q.out_features + self.o.in_features) * (pairs / seq_len)
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        """Ranks divide the heads, with sinks and norms over all heads; a norm of each head is whole on all ranks."""
+        """Ranks divide the heads, with their sinks and gains; a norm that all heads share is whole on all ranks."""
         plan = {"": "whole_input", "o": "row"}
         plan |= {name: "column" for name in ("q", "k", "v", "gate") if hasattr(self, name)}
         way = "split_features" if self.norm_all_heads else "replicate"
+        if isinstance(self.q_norm, HeadLayerNorm):
+            way = "column"
         # An absent norm is an `nn.Identity`, which the plan need not name
         plan |= {name: way for name in ("q_norm", "k_norm") if [*getattr(self, name, nn.Identity()).parameters()]}
         plan |= {name: "replicate" for name in ("q_rotated_norm", "k_rotated_norm") if hasattr(self, name)}
         return plan | ({"sinks": "column"} if self.scoring.sinks else {})
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        """Makes sinks (H,) a bias: by their shape they would have the role of a norm."""
-        return {"sinks.weight": "bias"} if self.scoring.sinks else {}
+        """Makes sinks (H,) a bias, and gains (H, E) norms: by their shape they would have other roles."""
+        roles: dict[str, Role] = {"sinks.weight": "bias"} if self.scoring.sinks else {}
+        for name in ("q_norm", "k_norm"):
+            if isinstance(getattr(self, name, None), HeadLayerNorm):
+                roles[f"{name}.weight"] = "norm"
+        return roles
 
     def sequence_mixers(self) -> Mapping[str, int]:
         """Names the core. K is the number over all ranks: tensor parallel does not change `out_features`."""

@@ -108,6 +108,32 @@ class CentredNorm(nn.Module):
 
 
 @directly_callable
+class HeadLayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight for each head, each by its own; starts as the plain norm."""
+
+    def __init__(self, heads: int, width: int, *, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(heads, width))
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        """Fills the weight with 1."""
+        fill.constant(1.0)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, heads, E) to the same, heads being all or a rank's; computed in float32 or wider."""
+        wide = cast(x, torch.promote_types(x.dtype, torch.float32))
+        gain = cast(cast(self.weight, x.dtype), wide.dtype)
+        return cast(F.layer_norm(wide, x.shape[-1:], eps=self.eps) * gain, x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+@directly_callable
 class GainlessNorm(nn.Module):
     """x / sqrt(mean(x²) + eps), in the dtype of x, without parameters."""
 

@@ -18,11 +18,12 @@ from forge_plugin_weights.architectures.dense import (
     swiglu_fields,
     tied_head,
 )
+from forge_plugin_weights.architectures.glm import QK_EPS, NormEps
 from forge_plugin_weights.architectures.olmo import RopeInWindows
-from forge_plugin_weights.fields import Fixed, Key, Only, Rope
+from forge_plugin_weights.fields import Choice, Fixed, Key, Only, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Field, Flat, Rule
 from forge_plugin_weights.layer_fields import LayerWindows, every_nth_is_full
-from forge_plugin_weights.rules import RotaryRows
+from forge_plugin_weights.rules import RotaryColumns, RotaryRows
 
 PATTERN = "sliding_window_pattern"
 
@@ -43,25 +44,29 @@ def cohere_fields(rope: Rope) -> Sequence[Field]:
     return (
         Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/layernorm", "norm.bias": False}),
         *shape_fields(tied=True)[1:],
-        Fixed({"residual": "parallel", "norm_placement": "shared", "attention.qk_norm": False, "ffn.bias": False}),
+        Fixed({"residual": "parallel", "norm_placement": "shared", "ffn.bias": False}),
         *attention_fields(rope=rope),
         all_biases(),
         *swiglu_fields(),
-        Key("layer_norm_eps", "norm.eps", 1e-5),
         Key("logit_scale", "logit_scale", 0.0625),
-        Only("use_qk_norm", False, "queries and keys are not normalised by a layer norm of each head"),
     )
 
 
 @frozen(kw_only=True)
 class Cohere(ArchitectureComponent):
-    """Command R without norms of queries and keys, Aya 23 and Aya Expanse."""
+    """Command R and R+, Aya 23 and Aya Expanse."""
 
     name = "CohereForCausalLM"
     harmless: ClassVar[Sequence[str]] = ("model_max_length",)
 
     def fields(self) -> Sequence[Field]:
-        return cohere_fields(Rope(theta=500000.0))
+        """Returns the keys; one of them chooses norms of queries and keys."""
+        norms: dict[bool, Flat] = {False: {"attention.qk_norm": False}, True: {"attention.qk_norm": "layer"}}
+        return (
+            *cohere_fields(Rope(theta=500000.0)),
+            Choice("use_qk_norm", norms, False),
+            NormEps("layer_norm_eps", ("norm.eps", QK_EPS), 1e-5),
+        )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; neighbours are rotated together there."""
@@ -75,10 +80,17 @@ class Cohere(ArchitectureComponent):
             )
             for ours in "qk"
         )
+        gains = (
+            RotaryColumns(
+                f"layers.{{layer}}.attention.{ours}_norm.weight", f"model.layers.{{layer}}.self_attn.{ours}_norm.weight"
+            )
+            for ours in "qk"
+        )
         return (
             *ENDS,
             *named_alike("attention_norm", "attention.v", "attention.o"),
             *queries_and_keys,
+            *gains,
             *FFN,
             *tied_head(model),
         )
@@ -108,6 +120,9 @@ class Cohere2(Cohere):
         }
         return (
             *cohere_fields(RopeInWindows(windows=WINDOWS, without_windows=False)),
+            Fixed({"attention.qk_norm": False}),
+            Key("layer_norm_eps", "norm.eps", 1e-5),
+            Only("use_qk_norm", False, "the class has no norms of queries and keys"),
             WINDOWS,
             *(Only(key, value, "the class has it always", write_it=False) for key, value in always.items()),
             Only("use_embedding_sharing", True, "`tie_word_embeddings` ties the head", write_it=False),
