@@ -7,7 +7,7 @@ silently: `"3"` is no int, and 1 is no bool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence, Set
 from types import SimpleNamespace
 from typing import Any, get_args, get_origin
 
@@ -71,9 +71,7 @@ def structure(root: Node, type_: Any, catalog: Catalog, needed: tuple[str, ...] 
     """
     structurer = _Structurer(root, catalog, needed=needed)
     value = structurer.read(None, structurer.convert, root.plain(), type_)
-    # Last, when every table is known: a key may be misplaced, and belong in a table that was read later.
-    unknown = [_unknown_key(root, table, key, structurer.tables, catalog) for table, key in structurer.unknown]
-    structurer.findings.problems += unknown
+    structurer.findings.problems += structurer.unknown_keys()
     return value, structurer.findings
 
 
@@ -306,6 +304,54 @@ class _Structurer:
         own = f"{self._catalog.type_of(owner).partition('/')[0]}/{default.type}"
         return own if self._catalog.matching(base.kind, own) else default.type
 
+    # --- unknown keys --------------------------------------------------------------------------------------------
+
+    def unknown_keys(self) -> Iterator[Problem]:
+        """The problems that unknown keys are: misspelt, misplaced, or left over from another type."""
+        # Last, when every table is known: a key may be misplaced, and belong in a table that was read later.
+        for table, key in self.unknown:
+            path = f"{table}.{key}" if table else key
+            node = self._root.innermost(path)
+            message = "unknown section" if not table and isinstance(node.value, dict) else "unknown key"
+            yield Problem(path, message + self._hint(table, key, node), str(node.origin))
+
+    def _hint(self, table: str, key: str, node: Node) -> str:
+        cls, there = self.tables[table], self._root.innermost(table)
+        keys = key_fields(cls)
+        missing = [each for each, f in keys.items() if f.default is NOTHING and there.child(each) is None]
+        return (
+            _left_over(table, there.child("type"), node, cls)
+            or self._misplaced(table, key)
+            or did_you_mean(key, keys, SURE)
+            or did_you_mean(key, missing)
+            or renamed(key, self._has)
+            or did_you_mean(key, keys)
+            or self._known_keys(table, cls)
+        )
+
+    def _has(self, path: str) -> bool:
+        """Whether the job has this key, as far as the types of its tables are known."""
+        table, _, key = path.rpartition(".")
+        return table not in self.tables or key in key_fields(self.tables[table])
+
+    def _misplaced(self, table: str, key: str) -> str:
+        """Another table has a key of just that name."""
+        owners = [path for path, cls in self.tables.items() if key in key_fields(cls) and path != table]
+        if "" in owners:
+            return f"; [{key}] is a separate section"
+        if not owners:
+            return ""
+        close = closest(key, key_fields(self.tables[table]), SURE)
+        places = " or ".join(f"[{path}]" for path in owners)
+        return f"; did you mean {close!r}, or {key!r} in {places}?" if close else f"; {key!r} belongs in {places}"
+
+    def _known_keys(self, table: str, cls: type) -> str:
+        """All keys of the table, and its type, which the table need not name."""
+        keys = ", ".join(key_fields(cls)) or "no keys"
+        if issubclass(cls, Component):
+            return f" of {cls.kind} {self._catalog.type_of(cls)!r}, which has {keys}"
+        return f"; [{table}] has {keys}" if table else f"; there are {keys}"
+
 
 def _demand_valid(values: Iterable[Any]) -> None:
     if any(value is INVALID for value in values):
@@ -328,42 +374,8 @@ def _collection(type_: Any) -> Callable[[list[Any]], Any]:
     return frozenset if issubclass(origin, Set) else tuple
 
 
-# --- unknown keys ------------------------------------------------------------------------------------------------
-
-
-def _unknown_key(root: Node, table: str, key: str, tables: Mapping[str, type], catalog: Catalog) -> Problem:
-    """The problem that an unknown key is: misspelt, misplaced, or left over from another type."""
-    path = f"{table}.{key}" if table else key
-    node, cls = root.innermost(path), tables[table]
-    message = "unknown section" if not table and isinstance(node.value, dict) else "unknown key"
-    hint = (
-        _left_over(root, table, node, cls)
-        or _misplaced(table, key, tables)
-        or did_you_mean(key, key_fields(cls), SURE)
-        or did_you_mean(
-            key,
-            [
-                each
-                for each, f in key_fields(cls).items()
-                if f.default is NOTHING and root.innermost(table).child(each) is None
-            ],
-        )
-        or renamed(key, lambda path: _has(path, tables))
-        or did_you_mean(key, key_fields(cls))
-        or _known_keys(table, cls, catalog)
-    )
-    return Problem(path, message + hint, str(node.origin))
-
-
-def _has(path: str, tables: Mapping[str, type]) -> bool:
-    """Whether the job has this key, as far as the types of its tables are known."""
-    table, _, key = path.rpartition(".")
-    return table not in tables or key in key_fields(tables[table])
-
-
-def _left_over(root: Node, table: str, key: Node, cls: type) -> str:
+def _left_over(table: str, type_: Node | None, key: Node, cls: type) -> str:
     """A later layer changed the table's type, and this key is of the old one."""
-    type_ = root.innermost(table).child("type")
     if type_ is None or key.origin.layer >= type_.origin.layer:
         return ""
     old = type_.replaced
@@ -376,23 +388,3 @@ def _left_over(root: Node, table: str, key: Node, cls: type) -> str:
         f" (left over from {kind} {old.value!r} in {old.origin}); remove it there, or replace the whole table: "
         + flag(table, f'{{type = "{type_.value}"}}')
     )
-
-
-def _misplaced(table: str, key: str, tables: Mapping[str, type]) -> str:
-    """Another table has a key of just that name."""
-    owners = [path for path, cls in tables.items() if key in key_fields(cls) and path != table]
-    if "" in owners:
-        return f"; [{key}] is a separate section"
-    if not owners:
-        return ""
-    close = closest(key, key_fields(tables[table]), SURE)
-    places = " or ".join(f"[{path}]" for path in owners)
-    return f"; did you mean {close!r}, or {key!r} in {places}?" if close else f"; {key!r} belongs in {places}"
-
-
-def _known_keys(table: str, cls: type, catalog: Catalog) -> str:
-    """All keys of the table, and its type, which the table need not name."""
-    keys = ", ".join(key_fields(cls)) or "no keys"
-    if issubclass(cls, Component):
-        return f" of {cls.kind} {catalog.type_of(cls)!r}, which has {keys}"
-    return f"; [{table}] has {keys}" if table else f"; there are {keys}"

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class Builder(Protocol):
     """The part of `forge_core.plugins.manager.Plugins` that `BuildContext` uses."""
 
+    catalog: Any
+    """The `Catalog`, a class of a higher floor."""
+
     def build(self, component: Component[Built], context: BuildContext, **inputs: Any) -> Built: ...
-    def type_of(self, component: Component) -> str: ...
-    def load_object(self, spec: str) -> Any: ...
 
 
 @frozen(kw_only=True)
@@ -65,12 +66,12 @@ class BuildContext:
 
     def type_of(self, component: Component) -> str:
         """The type of a component with the distribution that offers it, as in `forge-plugin-lion/lion`."""
-        return self.plugins.type_of(component)
+        return self.plugins.catalog.type_of(type(component))
 
     def load_object(self, spec: str) -> Any:
         """An object in the user's own code: `package.module:name`, or `./file.py:name` from the working directory."""
         # Not by importlib: the catalog keeps the SHA-256 of the file for the provenance of the run.
-        return self.plugins.load_object(spec)
+        return self.plugins.catalog.load_object(spec)
 
     def at(self, name: str, layer: int | None = None) -> BuildContext:
         """This context for a part of the model called `name` below the present path."""
@@ -91,10 +92,6 @@ class Engine(Protocol):
 
     def log_artifact(self, path: Path, name: str, step: int) -> None:
         """Hand a file to the loggers that take files; on ranks other than 0 there are none."""
-        ...
-
-    def agreed_rows(self, drawn: Sequence[Batch], given: Sequence[Batch]) -> Sequence[Batch]:
-        """The micro-batches `given` for those that were `drawn`, checked together with all ranks'."""
         ...
 
 
@@ -201,6 +198,8 @@ class StepContext(TrainContext):
     """One step, for hooks. `step` is the number of this step's update, from 1."""
 
     batches: Sequence[Batch] = ()
+    """The micro-batches of this rank. `on_step_begin` may put other rows in their place, by
+    `forge_kit.nn.batches.replace_rows`."""
     output: StepOutput | None = None
     """This rank's loss sum and count; None before the forward passes. On the device."""
     loss: Tensor | None = None
@@ -212,15 +211,6 @@ class StepContext(TrainContext):
     may_skip: bool = False
     """Whether some hook of the run declares `may_skip`."""
     logged: dict[str, Any] = field(factory=dict)
-
-    def replace_rows(self, batches: Sequence[Batch]) -> None:
-        """Train this step on other rows, such as completions of the prompts that were drawn; only in `on_step_begin`.
-
-        The position in the data stays. As many micro-batches as were drawn, of the same rows and length; ranks with the
-        same samples give the same ones. Other entries may differ from those that were drawn: all counts of the step are
-        taken of the new rows. Collective: every rank calls it. Raises a `ForgeError`, on all ranks, if rows do not fit.
-        """
-        self.batches = self._engine.agreed_rows(self.batches, batches)
 
     def skip_update(self, reason: str) -> None:
         """Leave out this step's update; only in `on_gradients`, and for hooks that declare `may_skip`."""

@@ -387,31 +387,26 @@ def _shortage_problems(job: Job, sizes: Sequence[int | None], progress: Progress
         shortages = [(phase, order.drawn - phase.first) for phase in phases if order.drawn < phase.end]
     else:
         shortages = [(phase, math.floor(sum(phase.taken))) for phase in phases if phase.spare < 0]
-    for short, available in shortages[:1]:
-        yield _shortage_problem(job, sizes, progress, short, available)
-
-
-def _shortage_problem(
-    job: Job, sizes: Sequence[int | None], progress: Progress | None, short: Stretch, available: int
-) -> Problem:
-    batch, need, start = job.train.global_batch_size, short.end - short.first, sample_of(0, job, progress)
-    steps = f"steps {(short.first - start) // batch + 1:,} to {(short.end - start) // batch:,}"
+    batch, start = job.train.global_batch_size, sample_of(0, job, progress)
     columns = zip(source_names(job), job.data.sources, sizes, limits(job, sizes), strict=True)
     rows = [
         f"{name} {limit:,} in all ({source.max_epochs:g} x {size:,})"
         for name, source, size, limit in columns
         if limit is not None
     ]
-    return Problem(
-        "data.sources",
-        f"{steps} need {need // batch:,} x {batch:,} = {need:,} sequences, "
-        f"but max_epochs leaves {available:,} for them: {', '.join(rows)}; "
-        "raise max_epochs (0 is no limit), give weight to another source, or lower train.steps",
-    )
+    for short, available in shortages[:1]:
+        need = short.end - short.first
+        yield Problem(
+            "data.sources",
+            f"steps {(short.first - start) // batch + 1:,} to {(short.end - start) // batch:,} need "
+            f"{need // batch:,} x {batch:,} = {need:,} sequences, "
+            f"but max_epochs leaves {available:,} for them: {', '.join(rows)}; "
+            "raise max_epochs (0 is no limit), give weight to another source, or lower train.steps",
+        )
 
 
 def source_changes(
-    state: Mapping[str, Any], sizes: Mapping[str, int | None], identities: Mapping[str, str] | None = None
+    state: Mapping[str, Any], sizes: Mapping[str, int | None], identities: Mapping[str, str] = {}
 ) -> list[str]:
     """Returns a message for each difference between the sources and the `state` from `TrainLoader.state()`.
 
@@ -422,7 +417,7 @@ def source_changes(
     new = [f"source {name!r} is new" for name in sizes if saved and name not in saved]
     gone = [f"source {name!r} is gone, after {saved[name]['drawn']:,} sequences" for name in saved if name not in sizes]
     common = {name: source for name, source in saved.items() if name in sizes}
-    changed = {name: _difference(source, sizes[name], (identities or {}).get(name)) for name, source in common.items()}
+    changed = {name: _difference(source, sizes[name], identities.get(name)) for name, source in common.items()}
     return [*new, *gone, *(f"source {name!r} {message}" for name, message in changed.items() if message)]
 
 

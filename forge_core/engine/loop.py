@@ -31,10 +31,9 @@ from forge_core.engine.evaluation import evaluate
 from forge_core.engine.hooks import named
 from forge_core.engine.reporting import Recorder, announce, peak_memory
 from forge_core.engine.run_state import go_back, restore, snapshot, taken
-from forge_core.engine.step import Stepper, agreed_reason, agreed_rows
+from forge_core.engine.step import Stepper, agreed_reason
 from forge_core.job import TrainSection
 from forge_core.launch.rank_process import this_process
-from forge_core.parallel import mesh
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, largest
 
@@ -59,7 +58,6 @@ class Loop:
         follow = partial(follow_non_finite, run.job.train, self.progress, self.requests)
         self.recorder = Recorder(run, self.progress.step, follow, stack)
         self.log_artifact = self.recorder.artifact
-        self.agreed_rows = partial(agreed_rows, mesh.sample_rank(run.context.mesh, run.context.layout))
         self._saver = Saver(run.job.checkpoint, checkpoints, self.recorder.sync, self._saved)
         if start.checkpoint is not None:
             self._saver.continues(start.manifest)

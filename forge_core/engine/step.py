@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,6 @@ SOURCE_LOSS = "loss/source/"
 
 WAITED = "waited"
 """Name, among the reduced sums, of the seconds that the slowest rank waited for the data of the step."""
-
-ROW = ("input_ids", "labels")
-"""Entries that every batch has."""
 
 ABSENT = -math.inf
 """The loss of a source without a valid token in a step, which only the device can detect. The line omits it."""
@@ -185,17 +182,14 @@ class Stepper:
             parts["source_counts"] = zeros.index_add(0, sources, counts.to(sums.dtype))
         of_layers = self._over_layers(attached).items()
         parts |= {name if isinstance(name, Count) else f"{AUXILIARY}{name}": value for name, value in of_layers}
-        self._over_runs(sums := mesh.all_reduce_tokens(_flatten(parts), self._mesh))
-        return _unflatten(sums, parts)
+        return _together(parts, lambda flat: self._over_runs(mesh.all_reduce_tokens(flat, self._mesh)))
 
     def _over_layers(self, attached: Sums) -> Sums:
         """The metrics attached by modules, summed over the pipeline's ranks, whose modules attach different names."""
         of_all = self._of_all_layers(attached, 0.0)
         if self._pipeline is None or not of_all:
             return of_all
-        totals = _flatten(of_all)
-        torch.distributed.all_reduce(totals, group=self._pipeline)
-        return _unflatten(totals, of_all)
+        return _together(of_all, partial(torch.distributed.all_reduce, group=self._pipeline))
 
     def _largest(self, attached: Sums) -> Sums:
         """The largest values over all ranks of what modules attached, in one collective."""
@@ -204,9 +198,7 @@ class Stepper:
             raise ForgeError(f"{next(iter(of_all))} is the largest value of this run, not of all {self._runs} runs")
         if not of_all or self._run.context.layout.world_size == 1:
             return of_all
-        values = _flatten(of_all)
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
-        return _unflatten(values, of_all)
+        return _together(of_all, partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX))
 
     def _of_all_layers(self, attached: Sums, empty: float) -> Sums:
         """What modules attached, and `empty` for what those of other pipeline ranks attach; one order on all ranks."""
@@ -238,30 +230,15 @@ def agreed_reason(own: str) -> str:
     return own or next((f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason), "")
 
 
-def agreed_rows(sample_rank: int, drawn: Sequence[Batch], given: Sequence[Batch]) -> list[Batch]:
-    """See `StepContext.replace_rows`."""
-    shapes, others = ([tuple(batch[name].shape) for batch in of for name in ROW] for of in (drawn, given))
-    fault = "" if shapes == others else f"rows of the shapes {others} in place of {shapes}"
-    content = [batch[name].double().sum().item() for batch in given for name in ROW]
-    contents: dict[int, list[float]] = {}
-    for rank, (samples, theirs, wrong) in enumerate(mesh.gather_objects((sample_rank, content, fault))):
-        if wrong or contents.setdefault(samples, theirs) != theirs:
-            raise ForgeError(f"replace_rows: rank {rank} gives {wrong or 'other rows than one that shares them'}")
-    own = ("sources", "numbers", "slots")  # where the drawn rows are from
-    return [
-        {**{name: entry for name, entry in before.items() if name in own}, **after}
-        for before, after in zip(drawn, given, strict=True)
-    ]
+def _together(parts: Sums, reduce: Callable[[Tensor], object]) -> Sums:
+    """The parts after `reduce`, which works in place on all of them as one vector.
 
-
-def _flatten(parts: Sums) -> Tensor:
-    """One vector, float64: counts of tokens and sums of losses stay exact where float32 would round them."""
-    return torch.cat([part.detach().double().reshape(-1) for part in parts.values()])
-
-
-def _unflatten(flat: Tensor, like: Sums) -> dict[str | Count, Tensor]:
-    pieces = flat.split([part.numel() for part in like.values()])
-    return {name: piece.view(part.shape) for (name, part), piece in zip(like.items(), pieces, strict=True)}
+    In float64: counts of tokens and sums of losses stay exact where float32 would round them.
+    """
+    flat = torch.cat([part.detach().double().reshape(-1) for part in parts.values()])
+    reduce(flat)
+    pieces = flat.split([part.numel() for part in parts.values()])
+    return {name: piece.view(part.shape) for (name, part), piece in zip(parts.items(), pieces, strict=True)}
 
 
 def global_norm(parameters: Collection[nn.Parameter], stages: ProcessGroup | None = None) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise, permutations
+from itertools import permutations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import field, frozen
@@ -42,18 +41,14 @@ def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> l
     pairs = list(permutations(stages, 2))
     why = {(a, b): stages[b].after[types[a]] for a, b in pairs if types[a] in stages[b].after}
     why |= {(a, b): stages[a].before[types[b]] for a, b in pairs if types[b] in stages[a].before}
-    sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(stages, ()))
-    for first, second in why:
-        sorter.add(second, first)
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        cycle = [f"{b} after {a} ({why[a, b]})" for a, b in pairwise(error.args[1]) if (a, b) in why]
-        raise JobError.at("parallel", f"the stages cannot be ordered: {'; '.join(cycle)}") from error
-    # Always the first in the file of those that may come next: `static_order` leaves the rest to chance.
+    # Always the first in the file of those that may come next: graphlib's `static_order` leaves the rest to chance.
     order: list[str] = []
     while left := [name for name in stages if name not in order]:
-        order.append(next(name for name in left if not any((other, name) in why for other in left)))
+        following = [name for name in left if not any((other, name) in why for other in left)]
+        if not following:
+            cycle = [f"{b} after {a} ({reason})" for (a, b), reason in why.items() if {a, b} <= {*left}]
+            raise JobError.at("parallel", f"the stages cannot be ordered: {'; '.join(cycle)}")
+        order.append(following[0])
     reasons = {name: tuple(f"after {a}: {reason}" for (a, b), reason in why.items() if b == name) for name in order}
     return [OrderedStage(name, types[name], stages[name], reasons[name]) for name in order]
 

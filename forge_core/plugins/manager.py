@@ -81,7 +81,7 @@ class Plugins:
         finally:
             self._inputs.pop()
         if built is None:
-            raise PluginError(f"building {kind} {self.type_of(component)!r} gave None")
+            raise PluginError(f"building {kind} {self.catalog.type_of(type(component))!r} gave None")
         return built
 
     @hookimpl(trylast=True)
@@ -90,12 +90,6 @@ class Plugins:
         # pluggy passes an implementation the arguments that it names. This one serves every kind, including
         # plugins' kinds, whose inputs it cannot name; it finds them where `build` has put them.
         return component.build(context, **self._inputs[-1])
-
-    def type_of(self, component: Component) -> str:
-        return self.catalog.type_of(type(component))
-
-    def load_object(self, spec: str) -> Any:
-        return self.catalog.load_object(spec)
 
     def configure_backend(self, job: Job, device: torch.device) -> None:
         """Let active plugins configure the process, after undoing what the job before it in this process had done."""
@@ -166,7 +160,7 @@ class Plugins:
                 yield name, getattr(plugin, name)
 
     def _describe(self, name: str) -> str:
-        return f"{name!r} ({self.type_of(self.active[name])})"
+        return f"{name!r} ({self.catalog.type_of(type(self.active[name]))})"
 
     @contextmanager
     def _blame(self, component: Component | None = None, path: str = "") -> Iterator[None]:
@@ -177,9 +171,8 @@ class Plugins:
             for name in self._plugins_in(error.__traceback__):
                 error.add_note(f"in plugin {self._describe(name)}")
             if component is not None and not isinstance(error, ForgeError):
-                error.add_note(
-                    f"while building {component.kind} {self.type_of(component)!r}{f' for {path}' if path else ''}"
-                )
+                type_ = self.catalog.type_of(type(component))
+                error.add_note(f"while building {component.kind} {type_!r}{f' for {path}' if path else ''}")
             raise
 
     def _plugins_in(self, traceback: TracebackType | None) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from forge_core import ForgeError, Trainer, TrainingHook
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper
+from forge_kit.nn.batches import replace_rows
 from forge_testing import Numbers, SplittableModel, tiny_job
 from forge_testing.catalogs import installed
 from forge_testing.laws import Case, layout_law
@@ -27,7 +28,7 @@ class Doubled(TrainingHook):
             labels = (2 * batch["labels"] % 32).where(batch["labels"] >= 0, -100)
             labels[:, : context.step] = -100
             rows.append({"input_ids": 2 * batch["input_ids"] % 32, "labels": labels})
-        context.replace_rows(rows)
+        replace_rows(context, rows)
 
 
 def losses(folder: Any, changes: Any, *hooks: TrainingHook) -> list[float]:
@@ -76,7 +77,7 @@ class Wrong(TrainingHook):
         self.change = change
 
     def on_step_begin(self, context: Any) -> None:
-        context.replace_rows(self.change([dict(batch) for batch in context.batches]))
+        replace_rows(context, self.change([dict(batch) for batch in context.batches]))
 
 
 def shorter(batches: Any) -> Any:

@@ -14,6 +14,7 @@ from forge_core import ForgeError, TrainingHook
 from forge_core.parallel import mesh
 from forge_core.parallel.initialise import seed_of
 from forge_kit.nn.adapters import evaluating
+from forge_kit.nn.batches import replace_rows
 from forge_kit.nn.routes import without_routes
 from forge_kit.torch_internals import detect_fake_mode
 from forge_plugin_generate.prompts import stop_ids
@@ -90,7 +91,7 @@ class Rollouts(TrainingHook):
             self._rows = self._draw(context)
             if self.loss.reference == ADAPTERS_OFF:
                 self._add_reference(context)
-        context.replace_rows(self._rows)
+        replace_rows(context, self._rows)
 
     def on_step_end(self, context: StepContext) -> None:
         """Keeps the log-probabilities of the first update for the next ones. Collective then."""

@@ -125,6 +125,7 @@ class _RecordingBuilder:
 
     def __init__(self, context: BuildContext) -> None:
         self._plugins, self._packing = context.plugins, context.job.data.packing
+        self.catalog: Any = context.plugins.catalog
         self._sources = context.job.data.sources
         self.packed: list[tuple[Any, Documents]] = []
         self.built: dict[int, DataSource] = {}
@@ -136,12 +137,6 @@ class _RecordingBuilder:
             self.packed.append((built, inputs["documents"]))
         self.built |= {number: built for number, source in enumerate(self._sources) if source is component}
         return built
-
-    def type_of(self, component: Component[Any]) -> str:
-        return self._plugins.type_of(component)
-
-    def load_object(self, spec: str) -> Any:
-        return self._plugins.load_object(spec)
 
 
 def open_data(job: Job, catalog: Catalog) -> JobData:
