@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from attrs import field, frozen
 from attrs.validators import matches_re
@@ -103,10 +103,14 @@ class HasCost(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """Training sequences that can only be read in order, in independent lanes (see `DocumentStream`)."""
+    """Training sequences that can only be read in order, in independent lanes.
 
-    is_packed: Literal[True]
-    """Distinguishes it from a `DocumentStream`, which has the same members otherwise."""
+    A lane is a function of its number and position, whichever rank or worker reads it; no sequence is in two lanes.
+    `forge_kit.data.document_streams` makes one of tokenised documents.
+    """
+
+    is_packed: bool
+    """Whether `[data.packing]` made its sequences of documents: others need a packing that accepts sequences."""
 
     @property
     def held_out(self) -> Dataset | None:
@@ -158,38 +162,7 @@ class Documents(Protocol):
         """(documents,) int64, ascending, perhaps mapped: ends, end-of-text included. Raises `JobError` if unknown."""
 
 
-class StreamedDocument(NamedTuple):
-    """A tokenised document of a stream."""
-
-    tokens: np.ndarray
-    """(n,) ids, end-of-text at the end."""
-    learned: np.ndarray | None
-    """(n,) bool: which tokens are learned as labels; None: all."""
-    position: Mapping[str, Any]
-    """Plain JSON: reading from there yields this document first."""
-
-
-@runtime_checkable
-class DocumentStream(Protocol):
-    """Documents that can only be read in order, in independent lanes whose number divides the global batch size."""
-
-    # A lane is a function of its number and position, whichever rank or worker reads it; no document is in two lanes.
-
-    @property
-    def held_out(self) -> Documents | None:
-        """Documents that occur in no lane, or None."""
-        ...
-
-    @property
-    def lanes(self) -> int:
-        """As `Stream.lanes`: independent of the layout, so that positions fit any number of ranks."""
-        ...
-
-    def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
-        """The documents of a lane from a position on (None: from the start), without end: epoch after epoch."""
-
-
-DataSource = Dataset | Stream | Documents | DocumentStream
+DataSource = Dataset | Stream | Documents
 
 
 class SampleRow(NamedTuple):

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class WindowPacking(PackingComponent):
     """Base of packings that concatenate documents and cut them into windows, wherever a document ends.
 
-    A subclass defines `sequence`, and works on documents on disk and on streams alike.
+    A subclass defines `sequence`, and works on documents on disk and on streams of them alike, whose sources make
+    sequences of their own.
     """
 
     def sequence(self, window: Window) -> Sample:

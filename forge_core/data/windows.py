@@ -1,22 +1,12 @@
-"""Windows of S + 1 tokens over concatenated documents: for training, in order for evaluation, and over streams."""
+"""Windows of S + 1 tokens over concatenated documents: for training, and in order for evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from forge_core.contracts.data import (
-    IGNORED_LABEL,
-    Dataset,
-    Documents,
-    DocumentStream,
-    LaneSamples,
-    Sample,
-    StreamedDocument,
-    identity_of,
-)
+from forge_core.contracts.data import IGNORED_LABEL, Dataset, Documents, Sample, identity_of
 from forge_core.data.packing import WindowPacking
 
 
@@ -36,30 +26,22 @@ class Window(NamedTuple):
         return labels if self.learned is None else np.where(self.learned[1:], labels, IGNORED_LABEL)
 
 
-class _Windows:
-    """Base of windows for training, over documents or a stream of them.
+class TrainingWindows:
+    """Sequence i covers tokens [iS, iS + S].
 
     Each window shares one token with the next, the last label of the one and the first input of the other: so every
     token is an input once, and but for the very first a label once.
     """
 
-    def __init__(self, source: Documents | DocumentStream, seq_len: int, packing: WindowPacking) -> None:
-        self._source, self._seq_len, self._packing = source, seq_len, packing
-        held_out = source.held_out
+    def __init__(self, documents: Documents, seq_len: int, packing: WindowPacking) -> None:
+        self._documents, self._seq_len, self._packing = documents, seq_len, packing
+        held_out = documents.held_out
         self.held_out: Dataset | None = None if held_out is None else HeldOutWindows(held_out, seq_len, packing)
         self.bytes_per_token = None if held_out is None else held_out.bytes_per_token
+        self._length = max(len(documents) - 1, 0) // seq_len  # kept: it is asked for at every sequence
 
     def identity(self) -> str:
-        return identity_of(self._source)
-
-
-class TrainingWindows(_Windows):
-    """Sequence i covers tokens [iS, iS + S]."""
-
-    def __init__(self, documents: Documents, seq_len: int, packing: WindowPacking) -> None:
-        super().__init__(documents, seq_len, packing)
-        self._documents = documents
-        self._length = max(len(documents) - 1, 0) // seq_len  # kept: it is asked for at every sequence
+        return identity_of(self._documents)
 
     def __len__(self) -> int:
         return self._length
@@ -103,40 +85,6 @@ class HeldOutWindows:
         bounds = first - 1, first + self._seq_len
         starts = starts_within(self._documents.ends(), *bounds) if self._packing.needs_boundaries else None
         return self._packing.sequence(Window(tokens, starts, learned))
-
-
-class StreamWindows(_Windows):
-    """The windows of each lane of a stream, in order."""
-
-    is_packed: Literal[True] = True
-
-    def __init__(self, stream: DocumentStream, seq_len: int, packing: WindowPacking) -> None:
-        super().__init__(stream, seq_len, packing)
-        self._stream, self.lanes = stream, stream.lanes
-
-    def read(self, lane: int, position: Mapping[str, Any] | None) -> LaneSamples:
-        """See `Stream.read`."""
-        # A position is a document of the stream and the tokens to skip in it: windows end inside documents.
-        start, skip = (None, 0) if position is None else (position["document"], position["skip"])
-        documents = self._stream.read(lane, start)
-        document = next(documents)
-        while True:
-            pieces, missing = [_piece(document, skip, self._seq_len + 1)], self._seq_len + 1
-            while missing := missing - len(pieces[-1].tokens):
-                document, skip = next(documents), 0
-                pieces.append(_piece(document, skip, missing))
-            skip += len(pieces[-1].tokens) - 1  # the next window begins with this one's last token
-            tokens, starts, learned = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-            window = Window(tokens.astype(np.int64), starts, learned)
-            yield self._packing.sequence(window), {"document": document.position, "skip": skip}
-
-
-def _piece(document: StreamedDocument, skip: int, count: int) -> Window:
-    """The tokens of a document from `skip` on, at most `count` of them."""
-    part = slice(skip, skip + count)
-    tokens, learned = document.tokens[part], document.learned
-    starts = np.arange(skip, skip + len(tokens)) == 0
-    return Window(tokens, starts, np.ones(len(tokens), dtype=bool) if learned is None else learned[part])
 
 
 def starts_within(ends: np.ndarray, start: int, stop: int) -> np.ndarray:

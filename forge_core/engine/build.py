@@ -17,15 +17,13 @@ from forge_core.checkpoint.state import model_tensors
 from forge_core.config.mixture import is_drawn
 from forge_core.contracts.components import Component, DatasetComponent, TrainingHook
 from forge_core.contracts.contexts import BuildContext, Evaluation
-from forge_core.contracts.data import Dataset, Documents, DocumentStream, Stream, Tokenizer
+from forge_core.contracts.data import Dataset, Documents, Stream, Tokenizer
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.model import Model, Outline
 from forge_core.contracts.optimizer import NamedParameters, roles_of
 from forge_core.contracts.phase import Phase
 from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 from forge_core.data.loader import held_out
-from forge_core.data.packing import WindowPacking
-from forge_core.data.windows import StreamWindows
 from forge_core.engine.executor import Brought, SplittingExecutor
 from forge_core.engine.groups import Rates, apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
@@ -187,17 +185,9 @@ def build_datasets(job: Job, context: BuildContext) -> list[Dataset | Stream]:
 def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -> Dataset | Stream:
     packing = context.job.data.packing
     built = _build(source, context, path)
-    if isinstance(built, DocumentStream) and not isinstance(built, Stream):
-        if not isinstance(packing, WindowPacking):
-            raise JobError.at(
-                path,
-                "is a stream, and [data.packing] needs all documents at once; "
-                "take another packing, or read the data as a whole",
-            )
-        built = StreamWindows(built, context.job.train.seq_len, packing)
-    elif isinstance(built, Documents):
+    if isinstance(built, Documents):
         return context.build(packing, documents=built)
-    elif not packing.accepts_sequences:
+    if not packing.accepts_sequences and not (isinstance(built, Stream) and built.is_packed):
         raise JobError.at(path, "gives finished sequences, which [data.packing] cannot pack")
     if isinstance(built, Stream):
         if context.layout.run[1] > 1:

@@ -20,8 +20,8 @@ from parts.hooks import Remembering, Seen
 from forge_core import Catalog, Plugin, TrainingHook, hookimpl
 from forge_core.checkpoint.storage import Local, LocalStorage
 from forge_core.contracts.components import DatasetComponent, SchedulerComponent
-from forge_core.contracts.data import StreamedDocument
 from forge_core.job import Phase
+from forge_kit.data.document_streams import StreamedDocument, packed
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 from forge_testing import Numbers, TinyModel
 from forge_testing.laws import Interrupted, resumption_law
@@ -261,7 +261,7 @@ class Reading:
 @frozen(kw_only=True)
 class Lanes(DatasetComponent):
     def build(self, context):
-        return Reading()
+        return packed(Reading(), context)
 
 
 def test_lanes_that_other_ranks_have_read_go_on_where_these_left_off(make_job, train, lines):

@@ -16,10 +16,10 @@ from attrs import frozen
 
 from forge_core.checkpoint.state import Progress
 from forge_core.contracts.components import DatasetComponent, LoaderComponent
-from forge_core.contracts.data import StreamedDocument
 from forge_core.contracts.errors import DataError, JobError, Problem
 from forge_core.contracts.layout import Layout
 from forge_core.data.loader import TrainLoader, evaluation_batches, held_out
+from forge_kit.data.document_streams import StreamedDocument, packed
 from forge_testing import Numbers
 from forge_testing.processes import run_on_ranks
 from forge_testing.refusals import naming, refuses
@@ -203,7 +203,7 @@ class Counting(DatasetComponent):
     lanes: int = 4
 
     def build(self, context):
-        return CountingStream(self.lanes)
+        return packed(CountingStream(self.lanes), context)
 
 
 def rows_of(job, run, count, state=None, context=None):

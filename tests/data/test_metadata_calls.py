@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.errors import JobError
+from forge_core.data.packing import Concatenate
 from forge_core.engine.build import build_context, build_datasets, build_tokenizer
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_huggingface import HuggingFace
@@ -103,7 +104,7 @@ def start(component: DatasetComponent) -> tuple[int, list[int]]:
     """
     tokenizer = ByteTokenizer()
     train = SimpleNamespace(seq_len=4, global_batch_size=2)
-    data = SimpleNamespace(tokenizer=object(), seed=0)
+    data = SimpleNamespace(tokenizer=object(), seed=0, packing=Concatenate())
     job: Any = SimpleNamespace(train=train, data=data, model=SimpleNamespace(vocab_size=0), job=SimpleNamespace(seed=0))
     context: Any = SimpleNamespace(job=job, tokenizer=tokenizer, mesh=init_device_mesh("cpu", (2,)))
     counts = count_calls(Path(component.path))

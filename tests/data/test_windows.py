@@ -12,9 +12,10 @@ from attrs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_core.contracts.data import DocumentStream, Stream, StreamedDocument
+from forge_core.contracts.data import Stream
 from forge_core.data.packing import Concatenate, WindowPacking
-from forge_core.data.windows import HeldOutWindows, StreamWindows, TrainingWindows, Window
+from forge_core.data.windows import HeldOutWindows, TrainingWindows, Window
+from forge_kit.data.document_streams import DocumentStream, StreamedDocument, StreamWindows
 from forge_testing.documents import END, ListedDocuments
 
 IGNORED = -100

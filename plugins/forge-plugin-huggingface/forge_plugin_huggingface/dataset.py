@@ -21,7 +21,7 @@ from forge_plugin_huggingface.source import DescribedSource, Origin
 if TYPE_CHECKING:
     from forge_core.contracts.components import TrainingHook
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Documents, DocumentStream, Tokenizer
+    from forge_core.contracts.data import Documents, Stream, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
     from forge_plugin_huggingface.encoding import Encoder
@@ -106,15 +106,18 @@ class HuggingFace(DatasetComponent):
         fields = [self.prompt, self.completion] if self.prompt else [self.field]
         return texts(self.origin().open(), self.path, self.training_part(), fields, self.streaming)
 
-    def build(self, context: BuildContext) -> Documents | DocumentStream:
-        """Returns the tokenised documents, or a stream of them.
+    def build(self, context: BuildContext) -> Documents | Stream:
+        """Returns the tokenised documents, or the sequences of a stream of them.
 
         Raises:
             JobError: the data cannot be read, or does not match the job's keys.
         """
-        built = self._data(context)
+        from forge_kit.data.document_streams import packed
+        from forge_plugin_huggingface.stream import LaneStream
+
+        built = self.tokenised(context)
         self._built[:] = [built]
-        return built
+        return packed(built, context) if isinstance(built, LaneStream) else built
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Reports in the run's summary how much of the tokens is learned, and which rows are left out."""
@@ -153,7 +156,8 @@ class HuggingFace(DatasetComponent):
         """Whether only a part of the tokens is learned."""
         return bool(self.messages or self.prompt)
 
-    def _data(self, context: BuildContext) -> EncodedRows | LaneStream:
+    def tokenised(self, context: BuildContext) -> EncodedRows | LaneStream:
+        """Returns the documents, or a stream of them; raises as `build`."""
         if context.tokenizer is None:
             raise JobError(NO_TOKENIZER)
         splits = [split for split in (self.split, self.held_out_split) if split]

@@ -19,9 +19,9 @@ import attrs
 import numpy as np
 from attrs import evolve, frozen
 
-from forge_core.contracts.data import StreamedDocument
 from forge_core.contracts.errors import JobError
 from forge_core.data.order import Permutation
+from forge_kit.data.document_streams import StreamedDocument
 from forge_plugin_huggingface.counts import RowCounts
 from forge_plugin_huggingface.encoding import Encoded, Encoder
 from forge_plugin_huggingface.rows import SourceRow, StreamRows
@@ -84,7 +84,7 @@ class LanePosition:
 
 
 class LaneStream:
-    """See `forge_core.contracts.data.DocumentStream`."""
+    """See `forge_kit.data.document_streams.DocumentStream`."""
 
     def __init__(
         self,

@@ -140,7 +140,7 @@ def build_dataset(make_context: Callable[..., Any]) -> Callable[..., Any]:
     """Builds a dataset: path and keys -> documents, or a stream."""
 
     def run(path: str, tokenizer: Any = None, rows: int = 4, seed: int = 42, **keys: Any) -> Any:
-        return HuggingFace(path=path, **keys).build(make_context(tokenizer, rows, seed))
+        return HuggingFace(path=path, **keys).tokenised(make_context(tokenizer, rows, seed))
 
     return run
 

@@ -16,9 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forge_core.contracts.data import DocumentStream, StreamedDocument
 from forge_core.data.packing import Concatenate
-from forge_core.data.windows import StreamWindows
+from forge_kit.data.document_streams import DocumentStream, StreamedDocument, StreamWindows
 from forge_plugin_huggingface import HuggingFace
 from forge_testing.refusals import lacks, refuses
 

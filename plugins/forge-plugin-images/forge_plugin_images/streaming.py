@@ -170,7 +170,7 @@ class ImageStream:
     If documents are kept apart, a row takes those that follow each other for as long as they fit; else each has a row.
     """
 
-    is_packed: Literal[True] = True
+    is_packed = False
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import numpy as np
@@ -24,7 +24,7 @@ TAG = "forge"
 class PipelineStream:
     """See `forge_core.contracts.data.Stream`."""
 
-    is_packed: Literal[True] = True
+    is_packed = False
     bytes_per_token: float | None = None
 
     def __init__(

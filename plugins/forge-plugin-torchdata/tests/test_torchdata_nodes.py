@@ -20,10 +20,10 @@ from forge_core import JobError
 from forge_core.checkpoint.state import Progress
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import DatasetComponent, TrainingHook
-from forge_core.contracts.data import StreamedDocument
 from forge_core.contracts.errors import DataError
 from forge_core.data.loader import TrainLoader
 from forge_core.data.reading import Plain
+from forge_kit.data.document_streams import StreamedDocument, packed
 from forge_plugin_torchdata import Nodes
 from forge_testing import Numbers
 from forge_testing.processes import endanger_forks, exit_code_of_fork
@@ -51,7 +51,7 @@ class CountingStream(DatasetComponent):
     lanes: int = 4
 
     def build(self, context):
-        return Counting(self.lanes)
+        return packed(Counting(self.lanes), context)
 
 
 MAPS = (Numbers(weight=2.0), Numbers(start=100, sequences=9))

@@ -11,7 +11,7 @@ import pytest
 from attrs import frozen
 
 from forge_core.contracts.components import DatasetComponent
-from forge_core.contracts.data import StreamedDocument
+from forge_kit.data.document_streams import StreamedDocument, packed
 from forge_testing import ListedDocuments
 from forge_testing.suites import DatasetSuite
 from forge_testing.tiny import NumberSequences
@@ -28,7 +28,8 @@ def component_of(make):
     @frozen(kw_only=True)
     class Wrong(DatasetComponent):
         def build(self, context):
-            return make()
+            made = make()
+            return packed(made, context) if isinstance(made, Lanes) else made
 
     return Wrong()
 

@@ -18,7 +18,7 @@ import hashlib
 from attrs import frozen
 
 from forge_core.contracts.components import DatasetComponent, TokenizerComponent
-from forge_core.contracts.data import StreamedDocument
+from forge_kit.data.document_streams import StreamedDocument, packed
 from forge_testing import ListedDocuments
 
 END = 31
@@ -85,7 +85,7 @@ class Talk(DatasetComponent):
     """A stream of documents in two lanes."""
 
     def build(self, context):
-        return Lanes()
+        return packed(Lanes(), context)
 
 
 class Lanes:

@@ -17,11 +17,12 @@ from attrs import frozen
 from torch import Tensor
 
 from forge_core.contracts.components import DatasetComponent
-from forge_core.contracts.data import StreamedDocument
 from forge_core.contracts.errors import DataError, JobError
 from forge_core.data.reading import collate
 from forge_core.engine.build import Run
 from forge_core.engine.trainer import Trainer
+from forge_kit.data.document_streams import StreamedDocument
+from forge_kit.data.document_streams import packed as packed_stream
 from forge_plugin_compile import Compile
 from forge_plugin_text.packing import BestFit, Isolate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
@@ -273,8 +274,8 @@ class Endless:
 
 @frozen(kw_only=True)
 class EndlessDocuments(DatasetComponent):
-    def build(self, context: Any) -> Endless:
-        return Endless()
+    def build(self, context: Any) -> Any:
+        return packed_stream(Endless(), context)
 
 
 def test_streams_can_be_isolated_but_not_packed_by_best_fit(
