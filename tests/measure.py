@@ -37,6 +37,7 @@ class Limit(NamedTuple):
 LIMITS: Mapping[str, Limit] = {
     "core: statements": Limit(7_500, 7_500),
     "core: tokens": Limit(90_000, 90_000),
+    "core: tokens, with one for each docstring": Limit(90_000, 90_000),
     "core: files": Limit(120, 120),
     "engine: statements": Limit(1_500, 1_500),
     "core: longest function": Limit(45, 45),
@@ -101,11 +102,15 @@ LAYOUT = {
 """Tokens that a formatter could add or remove."""
 
 
+def texts(folder: Path) -> int:
+    """Docstrings, and strings that document fields."""
+    return sum(is_text(node) for path in modules(folder) for node in ast.walk(tree(path)))
+
+
 def tokens(folder: Path) -> int:
     """Tokens of the source, without docstrings, comments and layout. A string is one token, whatever its length."""
-    count = within = 0
+    count, within = -texts(folder), 0
     for path in modules(folder):
-        count -= sum(map(is_text, ast.walk(tree(path))))
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
             name = tokenize.tok_name[token.type]
             within -= name == "FSTRING_END"
@@ -297,6 +302,7 @@ def figures() -> Mapping[str, float]:
     return {
         "core: statements": statements(CORE),
         "core: tokens": tokens(CORE),
+        "core: tokens, with one for each docstring": tokens(CORE) + texts(CORE),
         "core: lines": total,
         "core: files": len(modules(CORE)),
         "engine: statements": statements(CORE / "engine"),
