@@ -27,8 +27,22 @@ SWAPPED_NAMES = {
 MASKS = ("where", "masked_fill", "masked_fill_", "clamp", "clamp_", "nan_to_num")
 """Methods that return their tensor but for some elements."""
 
-NOT_SWAPPED = ("isinstance", "issubclass", "max", "min")
+NOT_SWAPPED = (
+    "isinstance", "issubclass", "max", "min", "maximum", "minimum", "equal", "isclose", "allclose", "gcd", "lcm",
+    "logaddexp", "transpose", "swapaxes",
+)  # fmt: skip
 """Functions whose arguments have no order, or could not be mistaken for one another."""
+LOOKS = (
+    "indent", "fontsize", "linewidth", "markersize", "dpi", "zorder", "hspace", "wspace", "nbins", "stacklevel", "repr"
+)  # fmt: skip
+"""Arguments that decide how a picture, a file or a warning looks, and not what it holds."""
+SPEED = ("non_blocking", "timeout", "flush", "pin_memory", "slots", "refresh_per_second")
+"""Arguments that decide how fast something is, how long one attempt of many waits, or how an object is stored."""
+NO_DEFAULTS = (*LOOKS, *SPEED, "kw_only", "init")
+"""Arguments without which a program computes the same: nobody gives by position what is given by name, and nobody gives
+a private field."""
+CLOCKS = ("time.time", "time.monotonic", "time.perf_counter")
+"""Two readings of a clock do not differ by just the interval that they are compared with."""
 
 
 @frozen
@@ -87,10 +101,19 @@ def _nodes(node: ast.AST, inside: tuple[str, ...]) -> Iterator[tuple[ast.AST, tu
             skipped = name in ("annotation", "returns", "decorator_list", "exc") or not isinstance(child, ast.AST)
             if skipped or isinstance(child, ast.Import | ast.ImportFrom | ast.JoinedStr) or _is_text(child):
                 continue
+            if _changes_no_result(child):
+                continue
             named = isinstance(child, ast.FunctionDef | ast.ClassDef)
             names = (*inside, child.name) if named else inside  # type: ignore[attr-defined]
             yield child, names
             yield from _nodes(child, names)
+
+
+def _changes_no_result(node: ast.AST) -> bool:
+    """An argument or a call whose value acts on looks or speed only."""
+    if isinstance(node, ast.keyword):
+        return node.arg in (*LOOKS, *SPEED)
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "warnings.warn")
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -104,13 +127,15 @@ def _is_text(node: ast.AST) -> bool:
 # --- operators: from a node to pairs of a node to replace, and its new text ------------------------------------------
 
 Pairs = Iterator[tuple[ast.expr | ast.stmt, str]]
+PRIMARIES = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
+"""Expressions that need no parentheses before a dot."""
 
 
 def off_by_one(node: ast.AST) -> Pairs:
     """`n` becomes `n + 1`, `<` becomes `<=`, and a slice begins one later."""
     if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 1000:
         yield node, str(node.value + 1)
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and not any(c in ast.unparse(node) for c in CLOCKS):
         others = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
         if (other := others.get(type(node.ops[0]))) is not None:
             yield node, ast.unparse(ast.Compare(node.left, [other()], node.comparators))
@@ -126,7 +151,8 @@ def wrong_group(node: ast.AST) -> Pairs:
     if isinstance(node, ast.Name) and node.id in SWAPPED_NAMES and isinstance(node.ctx, ast.Load):
         yield node, SWAPPED_NAMES[node.id]
     if isinstance(node, ast.Attribute) and node.attr in SWAPPED_NAMES and isinstance(node.ctx, ast.Load):
-        yield node, f"{ast.unparse(node.value)}.{SWAPPED_NAMES[node.attr]}"
+        of = ast.unparse(node.value)
+        yield node, f"{of if isinstance(node.value, PRIMARIES) else f'({of})'}.{SWAPPED_NAMES[node.attr]}"
 
 
 def missing_factor(node: ast.AST) -> Pairs:
@@ -142,7 +168,7 @@ def swapped_order(node: ast.AST) -> Pairs:
     if isinstance(node, ast.Call) and len(node.args) == 2 and not node.keywords:
         first, second = node.args
         starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
-        if not starred and ast.unparse(node.func) not in NOT_SWAPPED:
+        if not starred and ast.unparse(node.func).rpartition(".")[2] not in NOT_SWAPPED:
             yield node, f"{ast.unparse(node.func)}({ast.unparse(second)}, {ast.unparse(first)})"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
         yield node, f"({ast.unparse(node.right)} - {ast.unparse(node.left)})"
@@ -177,7 +203,8 @@ def wrong_default(node: ast.AST) -> Pairs:
     if isinstance(node, ast.FunctionDef):
         defaults = [*node.args.defaults, *(value for value in node.args.kw_defaults if value is not None)]
     if isinstance(node, ast.Call):
-        defaults = [keyword.value for keyword in node.keywords]
+        asserts = ast.unparse(node.func) == "zip"  # `strict`: sequences of ours, of one length if nothing else is wrong
+        defaults = [] if asserts else [each.value for each in node.keywords if each.arg not in NO_DEFAULTS]
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         defaults = [node.value]
     for value in defaults:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from forge_plugin_generate.command import load_model_and_tokenizer
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import chat_ids, prompt_ids, stop_ids
 from forge_plugin_generate.stops import Stops
+from forge_plugin_generate.terminal import Conversation
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_testing.refusals import lacks, refuses
 
@@ -166,8 +168,6 @@ def test_chat_is_the_same_conversation_and_its_commands_begin_others(run, capsys
 
 
 def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(run) -> None:
-    from argparse import Namespace
-
     from forge_plugin_generate.chat import Chat
 
     tokenizer = load_model_and_tokenizer(run, "cpu")[1]
@@ -185,6 +185,23 @@ def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(run) -> None:
     turn = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     assert chat.messages == turn * 2
     assert asked[1] == chat_ids(tokenizer, [*turn, turn[0]])
+
+
+def test_ctrl_c_before_a_line_of_a_file_ends_the_command(monkeypatch) -> None:
+    """On a terminal it empties the line that is typed; there is none here, and the command must not read on."""
+    events: list[str | type[BaseException]] = ["first", KeyboardInterrupt, EOFError]
+
+    def interrupted(mark):
+        if isinstance(event := events.pop(0), str):
+            return event
+        raise event
+
+    answered: list[str] = []
+    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(KeyboardInterrupt):
+        Conversation(Namespace(), answered.append, {}).run()
+    assert answered == ["first"]
 
 
 def test_several_prompts_are_answered_apart(run, capsys) -> None:

@@ -61,7 +61,11 @@ LLAMA_MARKED = """{{ bos_token }}
 {%- for message in messages %}
 {{- turn(message) }}
 {%- endfor %}"""
+PLAIN = """{%- for message in messages %}{{- message.role + ':\n' + message.content + '\n\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant:\n' }}{%- endif %}"""
+"""No token ends a turn: it ends with a blank line."""
 STYLES = {
+    "plain": (PLAIN, "\n\n"),
     "chatml": (CHATML, "<|im_end|>"),
     "chatml marked": (CHATML_MARKED, "<|im_end|>"),
     "llama": (LLAMA, "<|eot_id|>"),

@@ -89,6 +89,13 @@ def test_tiles_and_the_overview_are_those_of_llava_next(size):
     assert np.abs(whole - expected).max() < 1e-4
 
 
+@pytest.mark.parametrize(("images", "patches"), [(5, 10), (5, 99), (9, 11)])
+def test_without_a_bound_an_image_has_the_tiles_that_a_row_has_room_for_beside_the_overview(images, patches):
+    seen = tiny_model(8, 16, images_per_sequence=images, patches_per_sequence=patches).image_input()
+    assert ImageText(path="", resize="tiles").tiles(seen) == 4
+    assert ImageText(path="", resize="tiles", overview="none").tiles(seen) == 5
+
+
 def test_the_overview_may_come_last_or_not_at_all_and_is_left_out_beside_a_single_tile():
     def cut(overview, height=64, width=32):
         processor = ImageProcessor(FORM, "tiles", 16, max_tiles=4, overview=overview)

@@ -17,9 +17,9 @@ import pytest
 from forge_core import read_metrics
 from forge_core.checkpoint.run_folder import RunFolder, owned
 from forge_core.cli import main
-from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.contracts.run_end import Cause, End
-from forge_plugin_runs.facts import find_runs, last_records, read_run
+from forge_plugin_runs.facts import demand_run, find_runs, last_records, read_run
 from forge_plugin_runs.words import age_text, count_text, fitted, size_text
 from forge_testing.refusals import lacks
 from forge_testing.tiny import TINY_JOB
@@ -241,6 +241,14 @@ class TestRuns:
         assert forge("runs", "--json")[1] == "[]\n"
         code, out, err = forge("runs", "gone")
         assert (code, out, lacks(err, "gone")) == (ExitCode.BAD_JOB, "", [])
+
+    def test_eight_runs_nearby_are_named_in_place_of_a_folder_that_is_none(self, trained: Path) -> None:
+        for number in range(8):
+            shutil.copytree(trained, trained.with_name(f"run-{number}"))
+        for asked in ("runs", "runs/gone"):
+            with pytest.raises(JobError) as caught:
+                demand_run(Path(asked))
+            assert len(re.findall(r"runs/(tiny|run-\d)", str(caught.value))) == 8
 
     def test_what_cannot_be_read_is_named_and_the_rest_is_shown(self, forge: Forge, trained: Path) -> None:
         (trained / "job.toml").write_text("[train")

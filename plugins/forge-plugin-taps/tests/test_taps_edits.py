@@ -62,6 +62,7 @@ def edits(folder: Path):
         "steer": Add(point="layers.0.resid_post", values=STEER, factor=1.5, positions=(3, 9)),
         "mean": Mean(point="layers.0.z", store=str(folder), heads=(2,)),
         "patch": Replace(point="layers.0.resid_post", store=str(folder), row=1),
+        "patch of one": Replace(point="layers.0.resid_post", store=str(folder), row=1, positions=(6, 9)),
     }
 
 
@@ -89,6 +90,11 @@ def by_hand(name: str, model, batch, stored):
         x[:, [0, 6, 11]] = stored["layers.0.resid_post"][3:]
         return x
 
+    def patch_of_one(x):
+        x = x.clone()
+        x[:, 6] = stored["layers.0.resid_post"][4]  # 9 is not in the store
+        return x
+
     heads = (slice(None), slice(None), [1, 3])
     return {
         "heads": {f"layers.{n}.z": lambda x: zero(x, *heads) for n in range(2)},
@@ -97,6 +103,7 @@ def by_hand(name: str, model, batch, stored):
         "steer": {"layers.0.resid_post": steer},
         "mean": {"layers.0.z": mean},
         "patch": {"layers.0.resid_post": patch},
+        "patch of one": {"layers.0.resid_post": patch_of_one},
     }[name]
 
 

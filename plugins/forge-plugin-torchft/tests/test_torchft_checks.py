@@ -320,6 +320,18 @@ def test_weights_are_compared_at_the_interval_and_not_after_a_skipped_update():
     assert compared == ["after 3", "after 9"]
 
 
+def test_averages_are_of_the_groups_that_began_the_round(monkeypatch):
+    """A newcomer has other weights, which must not enter the mean; it joins before the next round."""
+    session = mock.Mock(takes_part=False)
+    session.anywhere.return_value = False
+    monkeypatch.setattr(LocalSGD, "_session", lambda hook, context: session)
+    context = mock.Mock(step=4, model=torch.nn.Linear(1, 1))
+    context.job.train.steps = 100
+    LocalSGD(sync_every=4).on_step_end(context)
+    of_round, of_newcomers = session.quorum.call_args_list
+    assert (of_round.kwargs, of_newcomers.kwargs) == ({"heal": False, "shrink": True}, {})
+
+
 class TestSession:
     """What groups have to say to each other, with a manager of torchft that says nothing."""
 

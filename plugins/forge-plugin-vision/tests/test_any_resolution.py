@@ -112,6 +112,14 @@ def test_features_of_images_of_any_shape_in_one_row_are_those_of_transformers(ke
     assert output.isfinite().all()
 
 
+def test_a_frame_of_a_single_pooled_feature_is_the_mean_of_its_patches(context, randomised):
+    module = randomised(ONEVISION.build(context, width=WIDTH, dim=DIM))
+    frames = torch.randn(3, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    output = module(frames.reshape(1, 12, WIDTH), Images.of(torch.tensor([[[3, 2, 2]]]), 12))
+    expected = torch.cat([module.projection(frames, None).mean(1), module.newline[None]])
+    assert (output[0, :4] - expected).abs().max() < 1e-12
+
+
 def test_a_row_has_room_for_images_of_which_all_is_shown(module, keys):
     rows, columns = max(keys.arrangements, key=lambda tiles: tiles[0] / tiles[1])
     grid = Grid.of_tiles(rows, columns, (rows * SIDE, columns * SIDE))

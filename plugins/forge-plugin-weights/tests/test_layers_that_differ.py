@@ -376,6 +376,23 @@ def test_positions_that_exaone_does_not_have_so_are_refused(window, rope, facts)
         write_config(ARCHITECTURES["exaone4"], model, CATALOG)
 
 
+@pytest.mark.parametrize(
+    ("heads", "facts"), [({"head_dim": 4}, ["attention.head_dim = 4", "4 heads"]), ({"kinds": True}, ["all layers"])]
+)
+def test_heads_that_are_not_as_wide_as_heliums_are_refused(heads, facts):
+    table = read_config(ARCHITECTURES["helium"], {**SIZES, "head_dim": SIZES["hidden_size"] // 4})
+    attention = table["attention"]
+    if "kinds" in heads:
+        kinds = {"one": attention, "other": {**attention, "head_dim": 4}}
+        pattern = {"type": "forge-plugin-transformer/pattern", "layers": ["one", "other"], "kinds": kinds}
+        table = {**table, "attention": pattern}
+    else:
+        table = {**table, "attention": {**attention, **heads}}
+    model = parse_component(table, "job.toml", ModelComponent, CATALOG)
+    with refuses("", *facts):
+        write_config(ARCHITECTURES["helium"], model, CATALOG)
+
+
 @pytest.mark.parametrize("type_", ARCHITECTURES)
 def test_a_model_of_other_keys_altogether_is_refused_and_not_stumbled_over(type_):
     fields = ARCHITECTURES[type_].fields()

@@ -70,6 +70,7 @@ def written(path: Path, model: Any, arch: str, kind: str = "F32", keys: dict[str
     writer.add_value_length(head_dim)
     for key, value in (keys or {}).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[list] = writer.add_array
         add[type(value)](key, value)
     if (keys or {}).get("tokenizer.ggml.model") is not None:
         writer.add_token_list([piece for piece, _, _ in PIECES])
@@ -437,6 +438,7 @@ def refused(capsys: Any, *words: object) -> str:
         ({"qwen2.rope.scaling.factor": 2.0}, ["rope.scaling.factor"]),
         ({"qwen2.rope.dimension_count": 4}, ["qwen2.rope.dimension_count = 4", "8"]),
         ({"qwen2.expert_count": 4}, ["qwen2.expert_count"]),
+        ({"qwen2.rope.scaling.factor": [2.0, 4.0]}, ["qwen2.rope.scaling.factor = [2.0, 4.0]", "all layers"]),
         ({"general.type": "adapter"}, ["general.type", "adapter"]),
         ({"split.count": 3}, ["one of 3 parts", "llama-gguf-split --merge"]),
         ({"other.key": 3}, ["other.key"]),

@@ -18,10 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_plugin_images.video import Clip, Fps, Middle, Scene, Uniform
+from forge_plugin_images.video.frames import smallest_frame
+from forge_plugin_vision import ImageFormat
 from forge_testing.refusals import at, check_problems
 
 ROOM = 10_000
 SAMPLINGS = (Uniform, Fps, Middle, Scene)
+
+
+@pytest.mark.parametrize(
+    ("form", "least"),
+    [(ImageFormat(patch=4, grid=(2, 3)), 6), (ImageFormat(patch=4), 5), (ImageFormat(patch=4, multiple=3), 9)],
+)
+def test_the_smallest_frame_is_the_grid_or_what_is_joined_or_the_key(form, least):
+    assert smallest_frame(form, 5) == least
 
 
 def steady(frames, rate=25.0, keys=(0,), start=0.0):

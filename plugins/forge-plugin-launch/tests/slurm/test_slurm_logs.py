@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from forge_plugin_launch.slurm.log_facts import facts_of
+from forge_plugin_launch.slurm.log_facts import TAIL, facts_of, read_log
 from forge_plugin_launch.slurm.scheduler import own_job, parse_duration
 
 CANCELLED = "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-25T12:56:53 ***\n"
+FAILURE = "srun: error: Node failure on gpu03\n"
 STEP = "slurmstepd: error: *** STEP 5.0 ON n1 CANCELLED AT 2026-11-25T12:55:33 ***\n"
 
 
@@ -43,6 +44,22 @@ def test_tasks_that_srun_kills_after_another_ones_error_are_no_cause() -> None:
     assert list(
         facts_of("srun: error: b: task 1: Killed\nsrun: error: a: task 0: Exited with exit code 1\n").killed
     ) == [1]
+
+
+@pytest.mark.parametrize(
+    ("log", "offset", "nodes"),
+    [
+        (FAILURE, 0, ("gpu03",)),
+        ("earlier\n" + FAILURE, 8, ("gpu03",)),
+        (FAILURE + "later\n", len(FAILURE), ()),
+        (FAILURE, 10**6, ()),  # truncated since the attempt began: of what is there, nothing is its own for certain
+        (FAILURE + "x" * (TAIL - len(FAILURE)), 0, ("gpu03",)),
+        (FAILURE + "x" * TAIL, 0, ()),
+    ],
+)
+def test_an_attempt_has_the_facts_behind_its_offset_in_the_tail_of_the_log(tmp_path, log, offset, nodes) -> None:
+    (tmp_path / "log").write_text(log)
+    assert read_log(tmp_path / "log", offset).failed_nodes == nodes
 
 
 def test_an_empty_log_has_no_facts() -> None:

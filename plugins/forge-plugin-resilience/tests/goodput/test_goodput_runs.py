@@ -125,7 +125,10 @@ def test_the_command_says_it_in_words_and_as_json(eventful, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert sum(facts["classes"].values()) == pytest.approx(facts["lifetime_s"], abs=1e-3)
     assert facts["failures"]["count"] == 2
-    assert facts["interval"]["best_s"] > facts["interval"]["chosen_s"] > 0
+    interval = facts["interval"]
+    assert interval["best_s"] > interval["chosen_s"] > 0
+    for name in ("best", "chosen"):
+        assert interval[f"{name}_steps"] == max(1, round(interval[f"{name}_s"] / facts["step_s"]))
     assert facts["saves"]["bytes"] > 1000
 
 
