@@ -11,9 +11,15 @@ from attrs.validators import ge, gt
 from forge_core.contracts.components import default_type, when_resumed
 from forge_core.contracts.errors import Problem
 from forge_kit.optim.fields import TRAINING_ONLY
-from forge_plugin_transformer import AttentionComponent, InitStd, RopeComponent
+from forge_plugin_transformer import AttentionBackendComponent, AttentionComponent, InitStd, RopeComponent
 from forge_plugin_transformer.attention_backends import Backend, choose_backend
-from forge_plugin_transformer.document_backends import WayOrAuto, choose_documents, kernel_problems
+from forge_plugin_transformer.document_backends import (
+    WayOrAuto,
+    choose_documents,
+    kernel_problems,
+    plugged_problems,
+)
+from forge_plugin_transformer.scoring import PLAIN
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
+    from forge_plugin_transformer.modules.attention_core import AttentionCore
 
 
 @frozen(kw_only=True)
@@ -97,16 +104,19 @@ class MultiHeadLatentAttention(LatentAttentionComponent):
     section 2.1.1).
     """
 
-    backend: Backend = field(default="auto", metadata=when_resumed("safe"))
-    """Kernel, as for `gqa`. For kernels that take values only as wide as keys (all but math, efficient and gemm),
-    values are padded with zeros."""
+    backend: Backend | AttentionBackendComponent = field(default="auto", metadata=when_resumed("safe"))
+    """Kernel, as for `gqa`: by its name, or a table with the `type` of another one. For kernels that take values only
+    as wide as keys (all but math, efficient and gemm), values are padded with zeros."""
     documents: WayOrAuto = field(default="auto", metadata=when_resumed("safe"))
     """How the documents of a packed sequence are kept apart, as for `gqa`: mask, segments, varlen, or auto."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks heads with tensor parallel, the rotated width, values against keys, and kernels on the device."""
         yield from super().problems(job, layout)
-        yield from kernel_problems(self.backend, self.documents, job)
+        if isinstance(self.backend, AttentionBackendComponent):
+            yield from plugged_problems(self.backend, self.documents)
+        else:
+            yield from kernel_problems(self.backend, self.documents, job)
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Returns a `LatentAttention`. Its kernel is chosen here, for heads of N + P, the device and the dtype.
@@ -115,11 +125,17 @@ class MultiHeadLatentAttention(LatentAttentionComponent):
             JobError: the job sets a kernel, or a way to keep documents apart, that the device or the dtype excludes.
         """
         from forge_plugin_mla.modules.latent_attention import LatentAttention
-        from forge_plugin_transformer.modules.attention_core import AttentionCore
 
-        kernel = choose_backend(self.backend, context, self._head_dim)
-        documents = choose_documents(self.documents, kernel.kernel, context, self._head_dim)
-        return LatentAttention(dim, core=AttentionCore(kernel, documents), **self._latent(context, init))
+        return LatentAttention(dim, core=self._core(context), **self._latent(context, init))
+
+    def _core(self, context: BuildContext) -> AttentionCore:
+        from forge_plugin_transformer.modules.attention_core import AttentionCore, PluggedCore
+
+        if isinstance(self.backend, AttentionBackendComponent):
+            kernel = context.at("backend").build(self.backend, scoring=PLAIN, head_dim=self._head_dim)
+            return PluggedCore(kernel, type(self.backend).__name__)
+        choice = choose_backend(self.backend, context, self._head_dim)
+        return AttentionCore(choice, choose_documents(self.documents, choice.kernel, context, self._head_dim))
 
 
 @frozen(kw_only=True)

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from attrs import frozen
+from torch import Tensor, nn
 
 from forge_core import load_job
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_parallel import ContextParallel, TensorParallel
-from forge_plugin_transformer import PlainRope, Transformer, YarnRope
+from forge_plugin_transformer import AttentionBackendComponent, PlainRope, Transformer, YarnRope
 from forge_testing.refusals import ExpectedProblem, at, check_problems, lacks, problems_of, refuses_all
 
 REST = """
@@ -43,6 +46,43 @@ def load_attention(tmp_path: Path) -> LoadAttention:
         return load_job(path).model.attention
 
     return load
+
+
+class AllPairs(nn.Module):
+    """Scores of all pairs, within documents. Values have the width of keys."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Any, sinks: Tensor | None) -> Tensor:
+        assert v.shape == k.shape
+        ids = batch["document_ids"]
+        hidden = (ids[:, :, None] != ids[:, None]) | torch.ones(q.shape[1], q.shape[1]).triu(1).bool()
+        scores = torch.einsum("bqhe,bkhe->bhqk", q, k) / q.shape[-1] ** 0.5
+        return torch.einsum("bhqk,bkhe->bqhe", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), v)
+
+
+@frozen(kw_only=True)
+class OwnKernel(AttentionBackendComponent):
+    """A stranger's."""
+
+    def build(self, context: Any, scoring: Any, head_dim: int) -> nn.Module:
+        assert head_dim == 12
+        return AllPairs()
+
+
+def test_a_kernel_of_a_stranger_attends_to_the_expanded_keys(
+    make_model: Callable[..., Any], ids: Tensor, load_attention: LoadAttention
+) -> None:
+    sizes = {"heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    own, other = (
+        make_model(MultiHeadLatentAttention(**sizes, backend=backend), precision="fp64")
+        for backend in ("gemm", OwnKernel())
+    )
+    batch = {"input_ids": ids, "document_ids": torch.tensor([[7] * 5 + [3] * 19, [0] * 20 + [1] * 4])}
+    torch.testing.assert_close(other(batch), own(batch), atol=1e-12, rtol=1e-12)
+    assert other.backend_choices(24)[0][:2] == ("attention", "OwnKernel")
+    read = load_attention(f'backend.type = "{__name__}:OwnKernel"')
+    assert type(read.backend).__name__ == "OwnKernel"
+    with refuses_all(at("model.attention.documents", "OwnKernel", "leave this out")):
+        load_attention(f'documents = "mask"\nbackend.type = "{__name__}:OwnKernel"')
 
 
 def test_the_keys_are_deepseeks(load_attention: LoadAttention) -> None:
