@@ -101,23 +101,15 @@ class Mamba2(AttentionComponent):
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Returns a `Mamba2Mixer`."""
-        from forge_plugin_linear_attention.modules.mamba2 import Mamba2Mixer
+        from forge_plugin_linear_attention.modules.mamba2 import Mamba2Mixer, OutputNorm, Sizes, StateSpaceCore
 
         return Mamba2Mixer(
             dim,
-            heads=self.heads,
-            head_dim=self.head_dim or 2 * dim // self.heads,
-            groups=self.groups,
-            state=self.state,
-            conv=self.conv,
+            sizes=Sizes(self.heads, self.head_dim or 2 * dim // self.heads, self.groups, self.state, self.conv),
             conv_bias=self.conv_bias,
             bias=self.bias,
-            norm=self.norm,
-            norm_groups=self.norm_groups or self.groups,
-            norm_eps=self.norm_eps,
-            dt_limit=self.dt_limit,
+            norm=OutputNorm(self.norm, self.norm_groups or self.groups, self.norm_eps),
             multipliers=self.multipliers,
-            chunk=self.chunk,
-            choice=choose_kernel(self.kernel, context),
+            core=StateSpaceCore(self.dt_limit, self.chunk, choose_kernel(self.kernel, context)),
             init=init,
         )

@@ -7,7 +7,7 @@ convolution.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,38 @@ class Skip(PerHead):
         fill.constant(1.0)
 
 
+class Sizes(NamedTuple):
+    """Numbers and widths in a layer."""
+
+    heads: int
+    """H."""
+    width: int
+    """P."""
+    groups: int
+    """G."""
+    state: int
+    """K."""
+    conv: int
+    """W."""
+
+
+class OutputNorm(NamedTuple):
+    """The norm of what the core returns, and where it is."""
+
+    way: str
+    """ "after" or "before" the gate, or "none"."""
+    groups: int
+    """Groups of features that are normalised apart."""
+    eps: float
+    """Added to their mean square."""
+
+    def build(self, features: int) -> nn.Module:
+        """Returns the norm. Ranks divide groups; where there is one, they add up its squares."""
+        if self.groups == 1:
+            return SplitRootMeanSquareNorm(features, eps=self.eps)
+        return GroupedNorm(features, self.groups, eps=self.eps)
+
+
 class Mamba2Mixer(nn.Module):
     """o(norm(core(x(·), b(·), c(·), step(·)) silu(gate(·)))).
 
@@ -125,69 +157,52 @@ class Mamba2Mixer(nn.Module):
         self,
         dim: int,
         *,
-        heads: int,
-        head_dim: int,
-        groups: int,
-        state: int,
-        conv: int,
+        sizes: Sizes,
         conv_bias: bool,
         bias: bool,
-        norm: str,
-        norm_groups: int,
-        norm_eps: float,
-        dt_limit: tuple[float, float],
+        norm: OutputNorm,
         multipliers: tuple[float, ...],
-        chunk: int,
-        choice: KernelChoice,
+        core: StateSpaceCore,
         init: InitStd,
     ) -> None:
         """Set up the layer.
 
         Args:
             dim: D.
-            heads: H.
-            head_dim: P.
-            groups: G.
-            state: K.
-            conv: W.
+            sizes: H, P, G, K and W.
             conv_bias: whether the convolutions have biases.
             bias: whether the projections have some.
-            norm: "after" or "before" the gate, or "none".
-            norm_groups: groups of features that are normalised apart.
-            norm_eps: added to their mean square.
-            dt_limit: bounds of steps; the upper one 0: there is none.
+            norm: of what the core returns.
             multipliers: factors on the projections of gate, x, b, c and step.
-            chunk: positions that are computed at a time.
-            choice: the kernel of the recurrence.
+            core: convolves and mixes positions.
             init: deviations of matrices.
         """
         super().__init__()
-        self.head_dim, self.groups, self.state, self.chunk = head_dim, groups, state, chunk
-        self.norm_way, self.norm_groups = norm, norm_groups
+        self.head_dim, self.groups, self.state, self.chunk = sizes.width, sizes.groups, sizes.state, core.chunk
+        self.norm_way, self.norm_groups = norm.way, norm.groups
         self.multipliers = dict(zip(("gate", *INPUTS, "step"), multipliers, strict=True))
-        inner = heads * head_dim
-        widths = dict(zip(INPUTS, (inner, groups * state, groups * state), strict=True))
+        inner = sizes.heads * sizes.width
+        widths = dict(zip(INPUTS, (inner, *[sizes.groups * sizes.state] * 2), strict=True))
         for name, width in widths.items():
             self.add_module(name, Linear(dim, width, bias=bias, std=init.inner))
         self.gate = Linear(dim, inner, bias=bias, std=init.inner)
-        self.step = Linear(dim, heads, bias=bias, std=init.inner)
+        self.step = Linear(dim, sizes.heads, bias=bias, std=init.inner)
         self.o = Linear(inner, dim, bias=bias, std=init.residual)
+        self._add_filters(widths, sizes.conv, bias=conv_bias)
+        self.log_rate = PerHead(sizes.heads, low=LOG_RATES[0], high=LOG_RATES[1])
+        self.offset = PerHead(sizes.heads, low=OFFSETS[0], high=OFFSETS[1])
+        self.skip = Skip(sizes.heads)
+        if norm.way != "none":
+            self.norm = norm.build(inner)
+        self.core = core
+
+    def _add_filters(self, widths: Mapping[str, int], conv: int, *, bias: bool) -> None:
         bound = conv**-0.5  # as torch draws the weights of a convolution with `conv` inputs
         for name, width in widths.items():
             self.add_module(f"{name}_conv", PerHead(width, conv, low=-bound, high=bound))
-        self.conv_biases = [f"{name}_conv_bias" for name in INPUTS] if conv_bias else []
+        self.conv_biases = [f"{name}_conv_bias" for name in INPUTS] if bias else []
         for name, width in zip(self.conv_biases, widths.values(), strict=False):
             self.add_module(name, PerHead(width, low=-bound, high=bound))
-        self.log_rate = PerHead(heads, low=LOG_RATES[0], high=LOG_RATES[1])
-        self.offset = PerHead(heads, low=OFFSETS[0], high=OFFSETS[1])
-        self.skip = Skip(heads)
-        if norm != "none":
-            # Ranks divide groups; where there is one, they add up its squares
-            one = norm_groups == 1
-            self.norm = (
-                SplitRootMeanSquareNorm(inner, eps=norm_eps) if one else GroupedNorm(inner, norm_groups, eps=norm_eps)
-            )
-        self.core = StateSpaceCore(dt_limit, chunk, choice)
 
     def forward(self, x: Tensor, batch: Batch, cache: StateCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `document_ids`, (B, S)."""
