@@ -44,7 +44,7 @@ HEADING = "extend"
 
 
 def command(argv: list[str]) -> int:
-    """List the installed components.
+    """List the installed components, or check a plugin.
 
     NAME restricts the list to one distribution or type.
     """

@@ -53,7 +53,7 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
 
 
 @frozen
-class Source:
+class MergedCheckpoint:
     """A checkpoint that is merged."""
 
     path: str
@@ -94,7 +94,7 @@ def merge(
     output: Path,
     like: str = "",
     tokenizer: Path | None = None,
-) -> tuple[Path, list[Source]]:
+) -> tuple[Path, list[MergedCheckpoint]]:
     """Write the average of checkpoints as the checkpoint of step 0 in a new folder.
 
     Weights are taken as they are evaluated. Sums are float64 and rounded once, to the dtype that a tensor had. Tensors
@@ -117,7 +117,7 @@ def merge(
     stored = _common_tensors(sources)
     total = math.fsum(weights)
     records = [
-        Source(str(path.resolve()), manifest["step"], manifest_digest(path), weight / total)
+        MergedCheckpoint(str(path.resolve()), manifest["step"], manifest_digest(path), weight / total)
         for (path, manifest), weight in zip(sources, weights, strict=True)
     ]
     newest = sources[-1][1]

@@ -86,7 +86,7 @@ def _check_text(tokenizer: Tokenizer, stop: str) -> None:
     except UnicodeEncodeError as error:
         raise JobError(f"the stop {stop!r} is no text: it has bytes that are not UTF-8") from error
     if special := next(_special_tokens(tokenizer, stop), None):
-        hint = f"name {special!r} by itself, and what is left of the stop too, if it may end a text"
+        hint = f"name {special!r} by itself, and the rest of the stop too, if it may end a text"
         raise JobError(f"the stop {stop!r} holds the special token {special!r}, which has no text; {hint}")
     written = tokenizer.decode(tokenizer.encode(stop))
     # Behind a letter, too, as decoders may leave out a space at the beginning of a text

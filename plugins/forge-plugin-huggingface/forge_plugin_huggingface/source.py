@@ -42,12 +42,12 @@ class Origin:
         folder = Path(self.path)
         return (folder / STATE).is_file() or (folder / SPLITS).is_file()
 
-    def open(self) -> Source:
+    def open(self) -> DatasetSource:
         """Open the source; raises `JobError` if the data does not exist."""
         return Saved(Path(self.path)) if self.is_saved else DataFilesSource(self)
 
 
-class Source(Protocol):
+class DatasetSource(Protocol):
     """A dataset with its splits, not yet read. All methods raise `JobError` if the data cannot be read.
 
     It can be pickled, and what has been found out about files, tables and schemas travels with it.
@@ -79,9 +79,9 @@ class DescribedSource:
     A pickled copy in another process opens only files whose rows it reads.
     """
 
-    source: Source
+    source: DatasetSource
     fingerprints: Mapping[str, str]
-    """See `Source.fingerprint`, by split."""
+    """See `DatasetSource.fingerprint`, by split."""
 
     @classmethod
     def of(cls, origin: Origin, splits: Iterable[str], streamed: Iterable[str] = ()) -> DescribedSource:

@@ -26,7 +26,7 @@ from forge_plugin_huggingface.counts import RowCounts
 from forge_plugin_huggingface.encoding import Encoded, Encoder, LeftOut, text_of
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.rows import SourceRow, TableRows, stream_rows
-from forge_plugin_huggingface.source import DescribedSource, Source
+from forge_plugin_huggingface.source import DatasetSource, DescribedSource
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Documents
@@ -144,7 +144,7 @@ class DocumentSource:
         return list(zip((row.place for row in rows), self.encoder.encode(rows), strict=True))
 
 
-def texts(source: Source, path: str, part: SplitPart, fields: Sequence[str], as_stream: bool) -> Iterator[str]:
+def texts(source: DatasetSource, path: str, part: SplitPart, fields: Sequence[str], as_stream: bool) -> Iterator[str]:
     """Yields the texts of a part, each once: the fields of a row one after the other."""
     dataset = source.stream(part.split) if as_stream else source.table(part.split)
     rows = stream_rows(dataset, fields, _name(path, part))

@@ -23,7 +23,7 @@ from forge_kit.data.cache import cached_folder, digest_of
 from forge_kit.tools.rank_zero import from_rank0
 from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.rows import SourceRow, StreamRows, stream_rows
-from forge_plugin_huggingface.source import DescribedSource, Origin, Source
+from forge_plugin_huggingface.source import DatasetSource, DescribedSource, Origin
 from forge_plugin_huggingface.stream import LaneReader
 from forge_plugin_images.dataset_rows import all_rows, row_format
 from forge_plugin_images.documents import ImageDocuments, Measured
@@ -56,7 +56,7 @@ class StreamedRecords:
     """Where relative paths of images start."""
 
     @classmethod
-    def open(cls, keys: ImageDataset, source: Source, split: str, lanes: int = 1) -> StreamedRecords:
+    def open(cls, keys: ImageDataset, source: DatasetSource, split: str, lanes: int = 1) -> StreamedRecords:
         """Open a split; raises `JobError` if it lacks a key that the job names."""
         name, columns, dataset = f"{keys.path!r}, split {split!r}", keys.columns(), source.stream(split)
         there = dataset.column_names

@@ -14,13 +14,11 @@ from attrs import field, frozen
 from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
+from forge_kit.nn.batches import PLACES
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
-
-PLACES = "places"
-"""Entry (B, s) of batches whose sequences are divided: the place of each position in the sequence."""
 
 
 def shared_groups(context: BuildContext) -> list[dist.ProcessGroup]:

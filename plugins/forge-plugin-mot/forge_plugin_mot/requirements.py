@@ -97,7 +97,7 @@ def _layer_problems(layer: Any, parts: Collection[str], norm_after: bool) -> Ite
 
 
 def _canon() -> Problem:
-    message = "model.language.canon mixes positions before a part, which would see those of its modality only"
+    message = "model.language.canon mixes positions before a part, which would see the positions of its modality only"
     return Problem("", f'{message}; leave that table out, or take type = "joint"')
 
 

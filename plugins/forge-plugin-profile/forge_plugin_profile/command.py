@@ -15,7 +15,7 @@ HEADING = "watch"
 
 
 def command(argv: list[str]) -> int:
-    """Show where step time went.
+    """Show where the time of steps, or of a run, went.
 
     The steps are those of a profile, which the hook `profile` writes. Of two profiles, the command shows which parts
     became slower.

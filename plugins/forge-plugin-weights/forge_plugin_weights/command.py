@@ -30,7 +30,7 @@ HEADING = "use"
 
 
 def command(argv: list[str]) -> int:
-    """Import and export models in the format of Hugging Face."""
+    """Import and export models: Hugging Face, vLLM, GGUF, PEFT."""
     options = _parser().parse_args(argv)
     return int(options.action(options))
 

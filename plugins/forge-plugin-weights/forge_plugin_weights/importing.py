@@ -96,7 +96,7 @@ COMPUTED = "computed.bin"
 
 
 @frozen(kw_only=True)
-class Source:
+class PublishedModel:
     """A published model in a folder, or in a GGUF file."""
 
     folder: Path
@@ -130,7 +130,7 @@ class Source:
         ignore: Collection[str] = (),
         tokenizer: Path | None = None,
         tokenizer_made: bool = False,
-    ) -> Source:
+    ) -> PublishedModel:
         """Read the configuration and the headers of all files.
 
         Args:
@@ -296,7 +296,7 @@ def import_folder(
     with ExitStack() as stack:
         chosen = stack.enter_context(_tokenizer_folder(folder, tokenizer))
         made = folder.is_file() and tokenizer is True
-        source = Source.open(folder, catalog, architecture, ignore, chosen, made)
+        source = PublishedModel.open(folder, catalog, architecture, ignore, chosen, made)
         _import(source, output, copy, tokenizer is not False, catalog)
     return output
 
@@ -316,7 +316,7 @@ def _tokenizer_folder(model: Path, chosen: bool | Path) -> Iterator[Path]:
             yield Path(scratch)
 
 
-def _import(source: Source, output: Path, copy: bool, tokenizer: bool, catalog: Catalog) -> None:
+def _import(source: PublishedModel, output: Path, copy: bool, tokenizer: bool, catalog: Catalog) -> None:
     finite = FiniteCheck(source.places)
     with Reader() as reader:
         # First, since it takes longest: everything else runs in the meantime.
@@ -345,7 +345,7 @@ def _check_name(output: Path) -> None:
         raise JobError(f"--out {str(output)!r}: {message}") from error
 
 
-def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog) -> Job:
+def imported_job(source: PublishedModel, output: Path, tokenizer: bool, catalog: Catalog) -> Job:
     """Returns the job of the run folder: the model and the tokenizer; the rest is of no meaning.
 
     Raises:
@@ -372,7 +372,7 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
 
 
 def _sources(
-    source: Source, images: ImageTable | None, model: Mapping[str, Any], catalog: Catalog
+    source: PublishedModel, images: ImageTable | None, model: Mapping[str, Any], catalog: Catalog
 ) -> Sequence[Mapping[str, Any]]:
     """Returns the table `[[data.sources]]` that shows images, and videos if what shows them is installed."""
     if images is None or source.is_tower:
@@ -410,7 +410,7 @@ def _length(config: Mapping[str, Any], model: Mapping[str, Any]) -> Any:
     return int(min(length, 4096)) if isinstance(length, int | float) else length  # which the check of the job refuses
 
 
-def _tokenizer_table(source: Source) -> dict[str, Any]:
+def _tokenizer_table(source: PublishedModel) -> dict[str, Any]:
     folder, architecture = source.tokenizer, source.architecture
     if not (folder / TOKENIZER_CONFIG).is_file():
         hint = "add the tokenizer's files, name their folder by --tokenizer, or leave it out with --no-tokenizer"
@@ -425,7 +425,7 @@ def _tokenizer_table(source: Source) -> dict[str, Any]:
     return {**table, **({"placeholders": placeholders} if placeholders else {})}
 
 
-def match_model(source: Source, job: Job, catalog: Catalog) -> Match:
+def match_model(source: PublishedModel, job: Job, catalog: Catalog) -> Match:
     """Returns which of the folder's tensors are which of the model's."""
     flat = resolved(source.architecture, flattened(to_toml(job.model, catalog)))
     return match_names(source.architecture.of_files(source.shapes), flat, model_shapes(job, catalog))
@@ -438,7 +438,7 @@ def model_shapes(job: Job, catalog: Catalog) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
 
 
-def check_copies(source: Source, match: Match) -> None:
+def check_copies(source: PublishedModel, match: Match) -> None:
     """Raise a `JobError` if tensors that repeat others, such as tied heads, do not equal them."""
     for name, parts in match.parts.items():
         original = next(part for part in parts if not part.copy)
@@ -461,7 +461,7 @@ class ImportedRun:
     folder: Path
     final: Path
     """The name that the folder gets when it is whole."""
-    source: Source
+    source: PublishedModel
     job: Job
     match: Match
     catalog: Catalog
@@ -572,7 +572,7 @@ def tokenizer_digests(run: Path) -> dict[str, str]:
     return {str(path.relative_to(source)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def start_toml(source: Source, job: Job, folder: Path, catalog: Catalog) -> str:
+def start_toml(source: PublishedModel, job: Job, folder: Path, catalog: Catalog) -> str:
     """Returns the tables by which a job starts from an imported model: the model, its tokenizer and its weights."""
     model = to_toml(job.model, catalog)
     tables = dict(source.architecture.start_tables(model, {"path": str(folder.resolve())}))
@@ -619,7 +619,7 @@ class Computed:
             yield room.bytes_of(block, self.dtype)
 
 
-def checkpoint_index(source: Source, match: Match) -> tuple[dict[str, Any], Sequence[Computed]]:
+def checkpoint_index(source: PublishedModel, match: Match) -> tuple[dict[str, Any], Sequence[Computed]]:
     """Returns the index of the checkpoint, and what its file of computed tensors holds, in order."""
     index, computed, end = {}, [], 0
     for name, parts in match.parts.items():

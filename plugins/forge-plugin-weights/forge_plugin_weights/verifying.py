@@ -30,7 +30,7 @@ from forge_kit.data.tokenizers import begin_of_text
 from forge_kit.tools.checkpoints import evaluated_names, stored_tensors
 from forge_kit.tools.whole_tensors import read_whole
 from forge_plugin_weights.gguf_files import is_gguf
-from forge_plugin_weights.importing import CONFIG, Source, imported_job, match_model, run_of
+from forge_plugin_weights.importing import CONFIG, PublishedModel, imported_job, match_model, run_of
 from forge_plugin_weights.kinds import Part, Shapes
 from forge_plugin_weights.matching import check_tensors
 from forge_plugin_weights.tables import flattened
@@ -62,7 +62,7 @@ class PublishedSide(Side):
     """A published model in a folder, or in a GGUF file."""
 
     def __init__(self, folder: Path, catalog: Catalog, architecture: str, ignore: Collection[str] = ()) -> None:
-        self._source, self._catalog = Source.open(folder, catalog, architecture, ignore), catalog
+        self._source, self._catalog = PublishedModel.open(folder, catalog, architecture, ignore), catalog
         self.job = imported_job(self._source, Path("published"), False, catalog)  # a folder's name may be none of a job
         self.match = match_model(self._source, self.job, catalog)
         check_tensors(self._source.architecture, self.match, self._source.shapes, folder)

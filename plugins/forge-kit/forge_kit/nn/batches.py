@@ -20,6 +20,9 @@ ROW = ("input_ids", "labels")
 """Entries that every batch has."""
 ORIGIN = ("sources", "numbers", "slots")
 """Entries that name the rows which were drawn."""
+PLACES = "places"
+"""Batch entry (B, s), int64, where ranks share sequences: the place of each position in its sequence, from 0. Not
+`positions`, which may count each document by itself."""
 
 
 def zero_batch(job: Job, rows: int, device: torch.device | None = None) -> Batch:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import ForgeError
+from forge_kit.nn.batches import PLACES
 from forge_kit.torch_internals import eagerly
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ ENTRY = "routes."
 """Prefix of the names of batch entries (B, 1, S, K), int: the experts of each token in the layer of that number, -1
 where its router chooses. They have a dimension of 1 at the place of positions, so that a stage that divides sequences
 leaves them whole."""
-PLACES = "places"
-"""Entry (B, s) of batches whose sequences are divided: the place of each position in the sequence."""
 DIFFER = "moe/routes_differ"
 """Count (2,) in each layer: tokens whose router would have chosen other experts, and tokens that are replayed."""
 

@@ -12,13 +12,11 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
+from forge_kit.nn.batches import PLACES
+
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
-
-PLACES = "places"
-"""Batch entry (B, S), int64, where ranks share sequences: the place of each position in its sequence, from 0. Not
-`positions`, which may count each document by itself."""
 
 
 @frozen

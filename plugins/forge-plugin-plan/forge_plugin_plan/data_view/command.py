@@ -23,7 +23,7 @@ HEADING = "start"
 
 
 def command(argv: list[str]) -> int:
-    """Show samples of a job.
+    """Show samples of a job; tokenise files.
 
     The samples are shown as training reads them, with counts per source. The command uses the same tokenizer, sources,
     packing and order as training. It builds no model and creates no run folder. The first call tokenises the data and

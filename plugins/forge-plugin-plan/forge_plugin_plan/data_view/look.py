@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=count, default=SHOWN, metavar="N", help=tokens)
     ranks = "ranks that the job is to run on (1); the samples are the same on any number"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=ranks)
-    add_json(parser, ": what was written, and what is wrong with the sample")
+    add_json(parser, ": the file that was written, and the faults of the sample")
     with_examples(
         parser,
         "forge-run data picture job.toml",

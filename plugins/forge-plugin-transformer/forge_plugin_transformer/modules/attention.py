@@ -480,4 +480,4 @@ class BorrowingAttention(GroupedAttention):
 
     def unscalable(self) -> str:
         """See `forge_kit.nn.attention_scores.ClipsScores`."""
-        return "its keys are those of an earlier layer"
+        return "it reuses the keys of an earlier layer"

@@ -55,7 +55,7 @@ class HeadsOfTheWidth(Field):
         """Raises `Unsupported` for another width of heads."""
         width, heads = config["hidden_size"], config["num_attention_heads"]
         if (given := value_of(config, "head_dim", 128)) * heads != width:
-            raise Unsupported(f"head_dim = {given}, where hidden_size = {width} is that of {heads} heads together")
+            raise Unsupported(f"head_dim = {given}, but {heads} heads together have hidden_size = {width}")
         return {"attention.head_dim": given}
 
     def write(self, model: Flat) -> Config:

@@ -85,7 +85,7 @@ class Qwen35Text(ArchitectureComponent):
         return (
             *hybrid_fields(self.rope, kv_heads=kv_heads, of_rope=self.of_rope),
             Only("attn_output_gate", True, "a gate is behind attention always", write_it=False),
-            Only("output_gate_type", "swish", "that of Gated DeltaNet is silu", also=("silu",), write_it=False),
+            Only("output_gate_type", "swish", "the gate of Gated DeltaNet is silu", also=("silu",), write_it=False),
             Only("mlp_only_layers", [], "feed-forward parts of all layers are alike", write_it=False),
         )
 
