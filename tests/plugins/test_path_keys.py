@@ -41,7 +41,7 @@ NO_PATHS = {
     "best_metric", "branch", "chat_variables", "clip", "colours", "completion", "config", "content",
     "directions", "edits", "end", "end_of_text", "entity", "exclude", "factory", "fault", "field", "freeze",
     "gradients", "group", "held_out", "held_out_split", "host", "image", "image_token", "images", "include",
-    "key", "labels", "layers", "lighthouse", "match", "messages", "name", "names", "options", "overview",
+    "feature_row", "key", "labels", "layers", "lighthouse", "match", "messages", "name", "names", "options", "overview",
     "pattern", "placeholders", "point", "points", "prefix", "project", "prompt", "prompts", "references",
     "revision", "row_end", "segment_format", "segments", "server_url", "shapes", "single", "sink", "sound",
     "space_id", "special_tokens", "split", "start", "stop", "tags", "target", "targets", "text", "tile",

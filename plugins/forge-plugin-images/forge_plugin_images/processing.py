@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     from forge_plugin_images.source import Overview
     from forge_plugin_vision import ImageFormat
 
-Policy = Literal["native", "fill", "stretch", "crop", "pad", "tiles", "aspect", "split", "canvas", "any_resolution"]
-"""How an image gets the size of a grid. `native` (Qwen2-VL's `smart_resize`) and `fill` (SigLIP 2's NaFlex) keep its
-shape nearly; the others make images of one size, as SigLIP (`stretch`), CLIP (`crop`) and LLaVA-1.5 (`pad`) do, or
-several of one size (`tiles`; `aspect`, InternVL; `split`, Idefics3). `canvas` and `any_resolution` make one image of
-several tiles, which the encoder sees together (Llama 3.2 Vision), or which an adapter joins behind it (LLaVA-NeXT,
-LLaVA-OneVision)."""
+Policy = Literal[
+    "native", "fill", "longest", "stretch", "crop", "pad", "tiles", "aspect", "split", "canvas", "any_resolution"
+]
+"""How an image gets the size of a grid. `native` (Qwen2-VL's `smart_resize`), `fill` (SigLIP 2's NaFlex) and `longest`
+(Pixtral) keep its shape nearly; the others make images of one size, as SigLIP (`stretch`), CLIP (`crop`) and LLaVA-1.5
+(`pad`) do, or several of one size (`tiles`; `aspect`, InternVL; `split`, Idefics3). `canvas` and `any_resolution` make
+one image of several tiles, which the encoder sees together (Llama 3.2 Vision), or which an adapter joins behind it
+(LLaVA-NeXT, LLaVA-OneVision)."""
 RESAMPLING = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
@@ -69,7 +71,7 @@ class ImageProcessor:
     max_tiled_images: int = 0
     """For `any_resolution`: images of a document that may be in tiles; 0: all of them."""
     longest_side: int = 0
-    """Pixels of the longer side, for `split`, before an image is stretched to whole tiles."""
+    """Pixels of the longer side, for `split` and `longest`, before an image is stretched to whole tiles or patches."""
     decoder: ImageDecoder = field(factory=ImageDecoder)
     """What opens images."""
 
@@ -156,7 +158,7 @@ class ImageProcessor:
         shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
         # Only what the policy reads, so that other keys do not invalidate measurements in the cache
         tiling: list[object] = [self.max_tiles, self.overview] if self.policy in ("tiles", "aspect", "split") else []
-        tiling += [self.longest_side] if self.policy == "split" else []
+        tiling += [self.longest_side] if self.policy in ("split", "longest") else []
         tiling += [self.max_tiled_images] if self.policy == "any_resolution" else []
         tiling += [form.pixels] if form.pixels else []
         tiling += [form.arrangements] if form.arrangements else []
@@ -188,6 +190,8 @@ class ImageProcessor:
             return native_size(size, self.step, self.min_patches * self.form.patch**2, self._max_pixels)
         if self.policy == "fill":
             return filling_size(size, self.step, self._max_pixels)
+        if self.policy == "longest":
+            return size_within(size, self.step, self.longest_side)
         if self.policy == "canvas":
             rows, columns = canvas_of(size, self.step, self.form.arrangements)
             return rows * self.step, columns * self.step
@@ -239,6 +243,17 @@ def filling_size(size: Size, step: int, max_pixels: int, precision: float = 1e-5
         else:
             high = middle
     return scaled(low)
+
+
+def size_within(size: Size, step: int, longest: int) -> Size:
+    """Returns the image's size, or that of its shape with `longest` pixels at most, rounded up to multiples of `step`.
+
+    This is `get_resize_output_image_size` of Pixtral, but for images so narrow that it leaves none of their width.
+    """
+    height, width = size
+    if (ratio := max(height / longest, width / longest)) > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    return max(1, -(-height // step)) * step, max(1, -(-width // step)) * step
 
 
 def _padded(image: Image.Image, ratio: float, colour: tuple[int, ...]) -> Image.Image:

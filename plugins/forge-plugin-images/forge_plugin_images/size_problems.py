@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from forge_core.contracts.errors import Problem
 from forge_plugin_images.split_problems import split_problems
+from forge_plugin_images.tile_text import feature_sides
+from forge_plugin_vision import Grid
 
 if TYPE_CHECKING:
     from forge_plugin_images.source import ImageDataset
     from forge_plugin_vision import ImageFormat, ImageInput
 
-FIXED, FREE = ("stretch", "crop", "pad", "tiles", "aspect", "split"), ("native", "fill")
+FIXED, FREE = ("stretch", "crop", "pad", "tiles", "aspect", "split"), ("native", "fill", "longest")
 """Policies of encoders with one size of images, and of those with any."""
 
 
@@ -24,6 +26,21 @@ def size_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
     yield from _patch_problems(keys, seen)
     yield from _tile_problems(keys, seen)
     yield from split_problems(keys, seen)
+    yield from _row_problems(keys, seen)
+
+
+def _row_problems(keys: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
+    if keys.tile_text is None or not keys.tile_text.feature_row:
+        return
+    # By example: an adapter declares a count of features, not how they lie.
+    side = seen.format.multiple
+    grids = [Grid(1, side, side), Grid(1, 2 * side, 3 * side)]
+    rows, columns = zip(*(feature_sides(seen, grid) for grid in grids), strict=True)
+    if [seen.positions(grid) for grid in grids] != [rows[0] * columns[0], rows[1] * columns[1]]:
+        adapter, fusion = type(seen.adapter).__name__, type(seen.fusion).__name__
+        message = f"{keys.tile_text.feature_row!r} stands between rows of features"
+        hint = "take adapter and fusion with a position for each square of patches, or leave it out"
+        yield Problem("tile_text.feature_row", f"{message}, which images have not with {adapter} and {fusion}; {hint}")
 
 
 def channel_problems(form: ImageFormat) -> Iterator[Problem]:

@@ -86,10 +86,22 @@ class ImageDataset(DatasetComponent):
     folder: FilePath = ""
     """Where relative paths of images and videos start; empty: beside the file that names them."""
     resize: Literal[
-        "auto", "native", "fill", "stretch", "crop", "pad", "tiles", "aspect", "split", "canvas", "any_resolution"
+        "auto",
+        "native",
+        "fill",
+        "longest",
+        "stretch",
+        "crop",
+        "pad",
+        "tiles",
+        "aspect",
+        "split",
+        "canvas",
+        "any_resolution",
     ] = "auto"
     """How images get their size. For encoders of any size `native` (nearest multiples, smaller only if `max_patches`
-    requires it) or `fill` (as large as `max_patches` allows); for encoders of one size `stretch`, `crop` (the middle),
+    requires it), `fill` (as large as `max_patches` allows) or `longest` (next larger multiples, smaller only if
+    `longest_side` requires it, as Pixtral); for encoders of one size `stretch`, `crop` (the middle),
     `pad` (bars of the mean colour), `tiles` (any-res: several images of that size), `aspect` (likewise, stretched to
     the grid of nearest shape, as in InternVL) or `split` (to whole tiles, as in Idefics3 and SmolVLM). For encoders of
     one image in tiles `canvas`: at the top left of as many as suit it (Llama 3.2 Vision). For adapters that join tiles
@@ -100,7 +112,9 @@ class ImageDataset(DatasetComponent):
     for. With `split`: 1, if images are not cut, but resized in two steps all the same; 0: as many as `longest_side`
     makes."""
     longest_side: int = field(default=0, validator=and_(ge(0), le(LARGEST)))
-    """With `split`: pixels of an image's longer side before it is stretched to whole tiles; 0: four tiles."""
+    """Pixels of an image's longer side. With `split`, before it is stretched to whole tiles; 0: four tiles. With
+    `longest`, at most, before both sides are rounded up; 0: what an image's share of the patches of a sequence makes
+    of a square."""
     tile_text: TileText | None = None
     """`[data.sources.tile_text]`: texts around images and their tiles, such as `<row_1_col_1>`; None: none."""
     overview: Overview = "first"
@@ -293,7 +307,7 @@ class ImageDataset(DatasetComponent):
             self.tiles(seen),
             self.overview,
             self.max_tiled_images,
-            longest_side(self, seen) if self.resize == "split" else 0,
+            longest_side(self, seen) if self.resize in ("split", "longest") else 0,
             ImageDecoder(self.grey_range, self.max_pixels),
         )
 

@@ -1,4 +1,4 @@
-"""What cannot be of a dataset's keys for `resize = "split"`, and of the texts around tiles."""
+"""What cannot be of a dataset's keys for `resize = "split"` and `"longest"`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,21 @@ def tile_size(form: ImageFormat) -> tuple[int, int]:
 
 
 def longest_side(source: ImageDataset, seen: ImageInput) -> int:
-    """Returns the pixels of the longer side of an image before it is stretched to whole tiles."""
+    """Returns the pixels of the longer side of an image before it is stretched to whole tiles or patches."""
+    if source.resize == "longest":
+        share, multiple = seen.patches_per_sequence // seen.images_per_sequence, seen.format.multiple
+        return source.longest_side or max(math.isqrt(share) // multiple, 1) * multiple * seen.format.patch
     return source.longest_side or LONGEST * max(tile_size(seen.format))
 
 
 def split_problems(source: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
     """Yields why images cannot be split as the keys say."""
+    if source.resize == "longest":
+        yield from _longest_problems(source, seen)
+        return
     if source.resize != "split":
         if source.longest_side:
-            message = f'{source.longest_side} is for resize = "split"; set that, or leave it out'
+            message = f'{source.longest_side} is for resize = "split" and "longest"; set one of them, or leave it out'
             yield Problem("longest_side", message)
         return
     if seen.format.grid is None:
@@ -54,3 +60,17 @@ def split_problems(source: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
             has = f"a square image becomes {tiles} tiles{' and an overview' if whole else ''} with {longest}"
             message = f"{has}, which need model.vision.{name} = {needed}, and it is {room}"
             yield Problem("longest_side", f"{message}; raise it, or lower longest_side")
+
+
+def _longest_problems(source: ImageDataset, seen: ImageInput) -> Iterator[Problem]:
+    for key in ("max_patches", "min_patches"):
+        if value := getattr(source, key):
+            yield Problem(key, f'{value}, but with resize = "longest" longest_side bounds images; leave it out')
+    if seen.format.grid or seen.format.arrangements:
+        return  # `resize` is refused
+    longest, multiple = longest_side(source, seen), seen.format.multiple
+    patches = (-(-longest // (multiple * seen.format.patch)) * multiple) ** 2
+    if patches > seen.patches_per_sequence:
+        message = f"a square image of {longest} pixels has {patches} patches"
+        room = f"model.vision.patches_per_sequence = {seen.patches_per_sequence}"
+        yield Problem("longest_side", f"{message}, and a sequence has {room}; raise it, or lower longest_side")

@@ -33,6 +33,8 @@ class TileText:
     """Before an image that is not cut, in place of both."""
     after: str = ""
     """After each image."""
+    feature_row: str = ""
+    """After each row of features but an image's last one, such as `[IMG_BREAK]` of Mistral 3."""
 
     def pieces(self, tiles: tuple[int, int], overview: Overview) -> list[str]:
         """Returns the texts before each grid of an image, and the one behind the last.
@@ -83,13 +85,26 @@ class TileTexts:
             overview: where it stands.
             seen: what the model has as its input.
         """
-        from forge_plugin_images.rows import Footprint, Places
+        from forge_plugin_images.rows import Footprint
 
         first, *following = self.texts.pieces(tiles, overview)
         runs: list[Tokens | Places] = [*self._tokens(first)]
         for grid, text in zip(grids, following, strict=True):
-            runs += [Places(seen.positions(grid)), *self._tokens(text)]
+            runs += [*self._features(grid, seen), *self._tokens(text)]
         return Footprint(runs, grids)
+
+    def _features(self, grid: Grid, seen: ImageInput) -> Iterator[Tokens | Places]:
+        """Yields the positions of a grid, with the text between its rows if there is one."""
+        from forge_plugin_images.rows import Places
+
+        if not self.texts.feature_row:
+            yield Places(seen.positions(grid))
+            return
+        rows, columns = feature_sides(seen, grid)
+        for row in range(rows):
+            if row:
+                yield from self._tokens(self.texts.feature_row)
+            yield Places(columns)
 
     def _tokens(self, text: str) -> list[Tokens]:
         from forge_plugin_images.rows import Tokens
@@ -100,3 +115,9 @@ class TileTexts:
             encode: Callable[[str], list[int]] = getattr(tokenizer, "encode_special", tokenizer.encode)
             self._known[text] = encode(text)
         return [Tokens(self._known[text], False)] if text else []
+
+
+def feature_sides(seen: ImageInput, grid: Grid) -> tuple[int, int]:
+    """Returns rows and columns of an image's features, if its adapter makes one of each square of patches."""
+    features, side = seen.encoder.feature_grid(grid), seen.adapter.multiple
+    return features.rows // side, features.columns // side

@@ -13,12 +13,13 @@ from PIL import Image
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageText
-from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.processing import ImageProcessor, size_within
 from forge_plugin_images.prompts import prompts_with_images
 from forge_plugin_images.splitting import most_tiles, nearest_shape, split_grid, stretched_tiles
 from forge_plugin_images.tile_text import TileText
 from forge_plugin_text import Bytes
-from forge_plugin_vision import IMAGE, ImageFormat
+from forge_plugin_transformer import GroupedQueryAttention
+from forge_plugin_vision import IMAGE, ImageFormat, MultimodalRope, Perceiver
 from forge_testing import job_problems
 from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, naming, problems_of
@@ -174,3 +175,67 @@ def test_tiles_need_not_be_squares() -> None:
     tiles = stretched_tiles(Image.fromarray(pixels), (2, 2), (2, 3), Image.Resampling.NEAREST)
     expected = [pixels[top : top + 2, left : left + 3] for top in (0, 2) for left in (0, 3)]
     assert [np.asarray(tile).tolist() for tile in tiles] == [tile.tolist() for tile in expected]
+
+
+ANY_SIZE = tiny_model(any_size=True, images_per_sequence=2, patches_per_sequence=200)
+BREAKS = TileText(before="<", feature_row="/", after=">")
+
+
+def test_sides_within_the_longest_are_pixtrals() -> None:
+    from transformers.image_utils import ChannelDimension
+    from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+    generator, different = np.random.default_rng(0), set()
+    for _ in range(300):
+        size = tuple(np.exp(generator.uniform(0, 7, 2)).astype(int).tolist())
+        longest, step = int(generator.integers(8, 900)), int(generator.integers(1, 40))
+        expected = get_resize_output_image_size(np.zeros((*size, 3)), longest, step, ChannelDimension.LAST)
+        own = size_within(size, step, longest)
+        assert own == tuple(max(side, step) for side in expected), (size, longest, step)  # theirs may be empty
+        different.add(own)
+    assert len(different) > 200
+
+
+def test_rows_of_features_have_texts_between_that_are_not_learned(path, build, make_job):
+    keys: dict[str, Any] = {"resize": "longest", "longest_side": 30, "tile_text": BREAKS}
+    rows = build(ImageText(path=path, **keys), model=ANY_SIZE, seq_len=64)
+    side = ANY_SIZE.image_input().format
+    [_, down, across] = rows[0]["grids"][0].tolist()
+    assert (down, across) == (-(-15 // side.patch), -(-30 // side.patch))
+    written = "<" + "/".join("#" * across for _ in range(down)) + ">"
+    ids = rows[0]["input_ids"].tolist()
+    assert "".join("#" if id_ == IMAGE else chr(id_) for id_ in ids if id_ < 256).startswith(written + "abc")
+    assert [chr(id_) for id_ in rows[0]["labels"] if 0 <= id_ < 256] == ["a", "b", "c"]
+    job = make_job(ImageText(path=path, **keys), model=ANY_SIZE, seq_len=64)
+    assert not job_problems(job)
+    file = path.replace("pairs.jsonl", "0.png")
+    prompts = prompts_with_images(["a<image>b<image>"], [file, file], job, Bytes().build(None, list))
+    assert "".join("#" if id_ == IMAGE else chr(id_) for id_ in prompts.ids[0]) == f"a{written}b{written}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"longest_side": 500}, at("longest_side", "a square image of 500 pixels", 200)),
+        ({"longest_side": 30, "max_patches": 9}, at("max_patches", 9, "longest_side")),
+        ({"min_patches": 2}, at("min_patches", 2, "longest_side")),
+        ({"resize": "native", "longest_side": 30}, at("longest_side", 30, '"split"', '"longest"')),
+        ({"resize": "stretch"}, at("resize", "'stretch'", "'longest'")),
+    ],
+)
+def test_keys_of_the_longest_side_that_cannot_be_are_refused(path, make_job, keys, expected):
+    job = make_job(ImageText(path=path, **{"resize": "longest", **keys}), model=ANY_SIZE)
+    check_problems(problems_of(job), attrs.evolve(expected, path=f"data.sources.0.{expected.path}"))
+
+
+def test_texts_between_rows_need_rows_of_features(path, make_job):
+    source = ImageText(path=path, tile_text=BREAKS)
+    perceiver = attrs.evolve(MODEL.vision, adapter=Perceiver(latents=4, heads=2, layers=1))
+    feature_row = at("data.sources.0.tile_text.feature_row", "'/'", "rows of features")
+    for model in (attrs.evolve(MODEL, vision=perceiver), attrs.evolve(MODEL, fusion=CrossAttention(every=1))):
+        check_problems(problems_of(make_job(source, model=model)), feature_row)
+    rope = MultimodalRope(sections=(2, 1, 1))
+    attention = GroupedQueryAttention(heads=2, head_dim=8, rope=rope)
+    language = attrs.evolve(ANY_SIZE.language, attention=attention)
+    problems = problems_of(make_job(source, model=attrs.evolve(ANY_SIZE, language=language)))
+    check_problems(problems, at("model.language.attention.rope", "data.sources.0", "'/'", "tile_text.feature_row"))

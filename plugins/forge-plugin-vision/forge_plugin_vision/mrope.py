@@ -53,14 +53,18 @@ class MultimodalRope(PlainRope):
         if self.positions_per_second != 2.0 and self.time != "seconds":
             message = f'{self.positions_per_second} has no meaning with time = "{self.time}"'
             yield Problem("positions_per_second", f'{message}; leave it out, or set time = "seconds"')
-        yield from self._timestamp_problems(job)
+        yield from self._text_problems(job)
 
-    def _timestamp_problems(self, job: Job) -> Iterable[Problem]:
-        """Yields that a source of videos writes timestamps where coordinates have no place for them."""
+    def _text_problems(self, job: Job) -> Iterable[Problem]:
+        """Yields that a source writes texts into images or videos where coordinates have no place for them."""
         for number, source in enumerate(job.data.sources):
             # By name: the components of videos are another distribution's.
             video = getattr(source, "video", source)
             written = getattr(video, "timestamps", "none")
+            if text := getattr(getattr(source, "tile_text", None), "feature_row", ""):
+                message = f"data.sources.{number} writes {text!r} between the rows of an image"
+                hint = "leave tile_text.feature_row out there, or take another position encoding"
+                yield Problem("", f"{message}, which mrope has no coordinates for; {hint}")
             if written == "text" and self.time != "apart":
                 message = f"data.sources.{number} writes the time between the frames of a video"
                 hint = 'set time = "apart", or another timestamps there'

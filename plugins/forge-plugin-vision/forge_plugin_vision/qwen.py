@@ -1,4 +1,4 @@
-"""The encoder `qwen_vit` and the adapter `merger`, as in Qwen2.5-VL (Bai et al. 2025) and Qwen3-VL."""
+"""The encoder `qwen_vit` and the adapter `merger`, as in Qwen2.5-VL (Bai et al. 2025), Qwen3-VL and Pixtral."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class QwenViT(VisionEncoderComponent):
 
     A patch sees the patches of its frame; in blocks with windows, the patches of its window. The tower of Qwen2.5-VL
     has `window = 112` and `full_attention = [7, 15, 23, 31]`; the tower of Qwen3-VL has `patch = 16`,
-    `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true` and `table = 48`.
+    `norm = "layernorm"`, `ffn = "gelu"`, `patch_bias = true` and `table = 48`; Pixtral's (Agrawal et al. 2024) has
+    `frames = 1`, `bias = false`, `pre_norm = true` and `rates_in_turns = true`.
     """
 
     dim: int = field(default=1280, validator=gt(0))
@@ -47,15 +48,19 @@ class QwenViT(VisionEncoderComponent):
     heads: int = field(default=16, validator=gt(0))
     """Attention heads; their width, `dim / heads`, is a multiple of 4."""
     hidden: int = field(default=0, validator=ge(0))
-    """Width between the matrices of the feed-forward part; 0: 8/3 of `dim` for `swiglu`, 4 times `dim` for `gelu`."""
+    """Width between the matrices of the feed-forward part; 0: 8/3 of `dim` with a gate, 4 times `dim` for `gelu`."""
     patch: int = field(default=14, validator=gt(0))
     """Side of a patch in pixels."""
     frames: int = field(default=2, validator=gt(0))
     """Frames of a patch; a still image is repeated that often."""
     norm: Norm = "rmsnorm"
     """Normalisation before attention and before the feed-forward part."""
-    ffn: Literal["swiglu", "gelu"] = "swiglu"
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))) with the tanh approximation."""
+    ffn: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    """down(silu(gate(x)) * up(x)), down(gelu(gate(x)) * up(x)), or down(gelu(up(x))) with the tanh approximation."""
+    bias: bool = True
+    """Whether the matrices of the blocks have biases."""
+    pre_norm: bool = False
+    """Whether patches are normalised before the first block."""
     patch_bias: bool = False
     """Whether the projection of patches has a bias."""
     table: int = field(default=0, validator=ge(0))
@@ -66,6 +71,8 @@ class QwenViT(VisionEncoderComponent):
     """Numbers of the blocks, from 0, that have no windows where others have."""
     theta: float = field(default=10000.0, validator=gt(1))
     """Base of the wavelengths of the rotary encoding."""
+    rates_in_turns: bool = False
+    """Whether the first frequency is for rows, the next one for columns, and so on. Otherwise both have the same."""
     eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
     """Added to the variance or mean square in norms."""
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
@@ -109,7 +116,8 @@ class QwenViT(VisionEncoderComponent):
             [self._block() for _ in range(self.layers)],
             patch=Linear(self.image_format().values, self.dim, bias=self.patch_bias, std=self.init_std),
             table=table if self.table else None,
-            rotary=AxialRotary(self.dim // self.heads, self.theta),
+            rotary=AxialRotary(self.dim // self.heads, self.theta, in_turns=self.rates_in_turns),
+            pre_norm=_norm(self.norm, self.dim, self.eps) if self.pre_norm else None,
             window=self.window // self.patch,
             full_attention=self.full_attention,
             taps=taps,
@@ -118,21 +126,29 @@ class QwenViT(VisionEncoderComponent):
     def _block(self) -> QwenBlock:
         from forge_plugin_transformer.kinds import InitStd
         from forge_plugin_transformer.layer_parts import default_hidden
-        from forge_plugin_transformer.modules.feed_forward import GatedFeedForward, PlainFeedForward
+        from forge_plugin_transformer.modules.feed_forward import (
+            GatedFeedForward,
+            GELUGatedFeedForward,
+            PlainFeedForward,
+        )
         from forge_plugin_vision.modules.qwen_vit import QwenBlock
 
         # Each block writes to the residual stream twice, and its variance should not grow with the depth.
         init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers))
         ffn: nn.Module
+        gated, bias = self.hidden or default_hidden(self.dim), self.bias
         if self.ffn == "swiglu":
-            ffn = GatedFeedForward(self.dim, self.hidden or default_hidden(self.dim), bias=True, init=init)
+            ffn = GatedFeedForward(self.dim, gated, bias=bias, init=init)
+        elif self.ffn == "geglu":
+            ffn = GELUGatedFeedForward(self.dim, gated, bias=bias, approximate="none", init=init)
         else:
-            ffn = PlainFeedForward(self.dim, self.hidden or 4 * self.dim, bias=True, approximate="tanh", init=init)
+            ffn = PlainFeedForward(self.dim, self.hidden or 4 * self.dim, bias=bias, approximate="tanh", init=init)
         return QwenBlock(
             self.dim,
             self.heads,
             norm=lambda: _norm(self.norm, self.dim, self.eps),  # a block has two
             ffn=ffn,
+            bias=bias,
             residual=init.residual,
             std=init.inner,
         )
@@ -150,6 +166,11 @@ class Merger(AdapterComponent):
     """Normalisation before; Qwen3-VL: `layernorm`."""
     norm_over: Literal["patch", "block"] = "patch"
     """Whether each patch is normalised, or the whole block (Qwen3-VL's mergers of DeepStack)."""
+    joined: bool = False
+    """Whether a matrix without bias first takes a block to the encoder's width: down(gelu(up(join(block)))), as in
+    Mistral 3. Its columns are the block's first feature in each patch, then the second feature, and so on."""
+    bias: bool = True
+    """Whether the other two matrices have biases."""
     eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
     """Added to the variance or mean square in the norm."""
     init_std: float = field(default=0.02, validator=gt(0), metadata=when_resumed("safe"))
@@ -176,5 +197,7 @@ class Merger(AdapterComponent):
             side=self.merge,
             norm=_norm(self.norm, block if self.norm_over == "block" else width, self.eps),
             norm_over=self.norm_over,
+            joined=self.joined,
+            bias=self.bias,
             std=self.init_std,
         )

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Idefics3Config, LlavaConfig
+from transformers import Idefics3Config, LlavaConfig, Mistral3Config
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 from transformers.models.molmo2.configuration_molmo2 import Molmo2AdapterConfig
 from transformers.models.molmo2.modeling_molmo2 import Molmo2Adapter
 
@@ -23,6 +24,7 @@ from forge_plugin_vision import (
     AveragePool,
     Grid,
     LinearAdapter,
+    Merger,
     MLPAdapter,
     Perceiver,
     PixelShuffle,
@@ -38,6 +40,8 @@ ADAPTERS = {
     "average_pool_ragged": AveragePool(window=3, ragged=True),
     "attention_pool": AttentionPool(window=2, heads=3),
     "attention_pool_ragged": AttentionPool(window=3, heads=3, ragged=True),
+    "merger": Merger(norm="layernorm", norm_over="block"),
+    "merger_joined": Merger(hidden=7, joined=True, bias=False),
     "perceiver": Perceiver(latents=5, layers=2, heads=2, head_dim=7),
 }
 SIZES = [[(4, 6), (2, 2), (6, 2)], [], [(4, 4)]]
@@ -185,6 +189,23 @@ def test_pixel_shuffle_is_idefics3s(make, positions, randomised, factor):
     assert (positions(adapter, module, [[image], [image, image]])[1] - expected.repeat(2, 1)).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("side", [2, 3])
+def test_a_merger_that_joins_is_mistral3s(make, positions, randomised, side):
+    config = Mistral3Config(
+        vision_config={"model_type": "pixtral", "hidden_size": WIDTH, "num_attention_heads": 1, "patch_size": 1},
+        text_config={"model_type": "mistral", "hidden_size": DIM, "num_attention_heads": 1, "rms_norm_eps": 1e-3},
+        spatial_merge_size=side,
+    )
+    theirs = randomised(Mistral3MultiModalProjector(config))
+    adapter = Merger(merge=side, hidden=DIM, joined=True, bias=False, eps=1e-3)
+    module, sizes = make(adapter), [(2 * side, side), (side, 3 * side)]
+    [images] = images_of([sizes])
+    names = {"norm": theirs.norm, "join": theirs.patch_merger.merging_layer}
+    _copy(module, {**names, "up": theirs.linear_1, "down": theirs.linear_2})
+    expected = theirs(torch.cat([image.flatten(0, 1) for image in images]), torch.tensor(sizes))
+    assert (positions(adapter, module, [images])[0] - expected).abs().max() < 1e-6  # their norm is in float32
+
+
 @pytest.mark.parametrize(("window", "ragged"), [(2, False), (3, True)])
 def test_average_pool_averages_what_is_there(make, positions, window, ragged):
     adapter = AveragePool(window=window, ragged=ragged)
@@ -236,7 +257,9 @@ def _resampled(module: Any, x: Tensor) -> Tensor:
     return module.norm(latents) @ module.project.weight.T
 
 
-@pytest.mark.parametrize("name", ["linear", "mlp", "pixel_shuffle", "average_pool", "attention_pool", "perceiver"])
+@pytest.mark.parametrize(
+    "name", ["linear", "mlp", "pixel_shuffle", "average_pool", "attention_pool", "perceiver", "merger_joined"]
+)
 def test_flops_are_those_of_the_matrix_products(make, packed, name):
     from forge_plugin_vision.modules.vision import flops_of
 

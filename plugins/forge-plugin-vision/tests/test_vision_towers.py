@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from tower_weights import load_published
+from tower_weights import load_pixtral, load_published
 from transformers import (
     CLIPImageProcessorPil,
     CLIPVisionConfig,
     CLIPVisionModel,
+    PixtralVisionConfig,
+    PixtralVisionModel,
     Siglip2ImageProcessorPil,
     Siglip2VisionConfig,
     Siglip2VisionModel,
@@ -27,7 +29,7 @@ from transformers import (
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
 
-from forge_plugin_vision import Grid, ViT
+from forge_plugin_vision import Grid, QwenViT, ViT
 from forge_plugin_vision.modules import positions
 from forge_plugin_vision.modules.images import Images
 from forge_plugin_vision.modules.vision import Normalise
@@ -181,6 +183,19 @@ def test_the_tower_of_idefics3_takes_the_nearest_positions(pair, features):
     rows = images_of([[(5, 5), (3, 4)], [(4, 7)]])
     expected = torch.cat([theirs(each[None]).last_hidden_state[0] for row in rows for each in row])
     assert (features(ours, rows)[0] - expected).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(("ffn", "activation"), [("swiglu", "silu"), ("geglu", "gelu")])
+def test_pixtral_of_several_sizes_in_one_row(context, randomised, features, ffn, activation):
+    theirs = randomised(PixtralVisionModel(PixtralVisionConfig(**THEIRS, hidden_act=activation)))
+    keys = {key: value for key, value in OURS.items() if key != "size"}
+    pixtral = {"frames": 1, "bias": False, "pre_norm": True, "rates_in_turns": True, "eps": 1e-5}
+    ours = randomised(QwenViT(**keys, ffn=ffn, **pixtral).build(context, taps=()))
+    ours.rotary.init_buffers(torch.device("cpu"))
+    load_pixtral(ours, theirs.state_dict())
+    rows = images_of([[(3, 6), (5, 5), (1, 2)], [(7, 2)]])
+    expected = torch.cat([theirs(each[None]).last_hidden_state[0] for row in rows for each in row])
+    assert (features(ours, rows)[0] - expected).abs().max() < 1e-4  # their norms and encoding are in float32
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])

@@ -188,6 +188,32 @@ class AreaPixels(Pixels):
         }
 
 
+@frozen(kw_only=True)
+class LongestPixels(Pixels):
+    """The processing of pixels for a tower with images of any size, whose longer side has a bound (Pixtral)."""
+
+    def read(self, config: Config) -> Flat:
+        """Reads mean and standard deviation; raises `Unsupported` for a patch that differs from `vision_config`."""
+        given = (config.get(PIXELS) or {}).get("patch_size", patch := config.get("patch_size", 16))
+        if (given not in (patch, None)) and _sides(given) != (patch, patch):
+            raise Unsupported(f"patch_size = {given!r} in {PREPROCESSOR}, and vision_config has {patch}")
+        model = dict(super().read(config))
+        if (resample := model.pop(f"{ENCODER}.resample")) != "bicubic":
+            raise Unsupported(f"resample in {PREPROCESSOR} is {resample}; this tower's images are bicubic in Forge")
+        return model
+
+    def write(self, model: Flat) -> Config:
+        """Adds the resampling, which is bicubic always and no key of this encoder."""
+        return super().write({**model, f"{ENCODER}.resample": "bicubic"})
+
+    def further(self, model: Flat) -> Config:
+        """Returns the size of a patch, and the bound that the published models have."""
+        side = setting(model, f"{ENCODER}.patch")
+        return {"patch_size": {"height": side, "width": side}, "size": {"longest_edge": LONGEST_EDGE}}
+
+
+LONGEST_EDGE = 1540
+"""Pixels of the longer side of an image in Mistral Small 3.1 and later."""
 SHARED_SIZES: Mapping[str, str] = {
     "patch_size": "patch_size",
     "temporal_patch_size": "temporal_patch_size",
@@ -314,6 +340,8 @@ def _image_table(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         return _joined(settings, model)
     if "merge_size" in settings:
         return _by_area(settings, model)
+    if f"{ENCODER}.rates_in_turns" in model:
+        return _by_longest_side(settings, model)
     # The encoders of the cases above have no size.
     height, width = model.get(f"{ENCODER}.pixels") or model[f"{ENCODER}.size"]
     if model.get("fusion.prefix"):
@@ -389,6 +417,26 @@ def _by_area(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     if least % area or most % area:
         differences.append(f"their area is {least} to {most} pixels there, which are no whole patches")
     return ImageTable(keys, differences)
+
+
+ROW_TEXT: Mapping[str, str] = {"feature_row": "[IMG_BREAK]", "after": "[IMG_END]"}
+"""Texts between the rows of features of Mistral 3, and behind the last one."""
+PLACE = "[IMG]"
+
+
+def _by_longest_side(settings: Mapping[str, Any], model: Flat) -> ImageTable:
+    """Of Mistral 3."""
+    size, differences = settings.get("size") or {"longest_edge": 1024}, []  # the default of its class
+    longest = size.get("longest_edge") or max(size.values())
+    if "longest_edge" not in size:
+        differences.append(f"their sides have the bounds {size} there, and {longest} both here")
+    step = model[f"{ENCODER}.patch"] * model[f"{ADAPTER}.merge"]
+    patches, room = (-(-longest // step) * model[f"{ADAPTER}.merge"]) ** 2, model["vision.patches_per_sequence"]
+    if patches > room:
+        message = f"they have up to {patches} patches there, and a sequence of this model has room for {room}"
+        differences.append(f"{message}: raise model.vision.patches_per_sequence")
+    keys = {"resize": "longest", "longest_side": longest, "tile_text": ROW_TEXT}
+    return ImageTable(keys, differences, image_token=PLACE)
 
 
 IMG_TEXT: Mapping[str, str] = {"before": "<img>", "after": "</img>"}

@@ -466,3 +466,32 @@ class StackedRows:
             of_ours=whole,
             of_theirs=lambda tensor: tensor[:, start : start + lengths[number]],
         )
+
+
+@frozen
+class SplitRows:
+    """A tensor of ours whose rows are those of several of theirs, one below the other, and equally many of each."""
+
+    ours: str
+    theirs: Sequence[str]
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        """Returns a part for each tensor of theirs, which is the whole of it."""
+        groups = match(self.ours, name)
+        if groups is None:
+            return ()
+        rows, *inner = shapes[name]
+        shape = (rows // len(self.theirs), *inner)
+        return [self._part(name, theirs.format(**groups), number, shape) for number, theirs in enumerate(self.theirs)]
+
+    def _part(self, ours: str, theirs: str, number: int, shape: tuple[int, ...]) -> Part:
+        start = number * shape[0]
+        return Part(
+            ours=ours,
+            theirs=theirs,
+            shape=shape,
+            offsets=(start, *(0 for _ in shape[1:])),
+            sizes=shape,
+            of_ours=lambda tensor: tensor[start : start + shape[0]],
+            of_theirs=whole,
+        )

@@ -262,12 +262,37 @@ def internvls(draw: st.DrawFn) -> dict[str, Any]:
     return {"text_config": text, "vision_config": tower, "downsample_ratio": 1 / factor, TIED: tied, **draw(same)}
 
 
+@st.composite
+def mistrals(draw: st.DrawFn) -> dict[str, Any]:
+    """Mistral 3, with the base of the tower's encoding as either version of `transformers` spells it."""
+    vision = {**draw(vits(st.sampled_from(["silu", "gelu"]))), "model_type": "pixtral"}
+    vision.pop("layer_norm_eps", None)
+    theta, spelling = draw(THETAS), draw(st.sampled_from(SPELLINGS))
+    if spelling != "5":
+        vision["rope_theta"] = theta
+    if spelling != "4":
+        table = {"rope_theta": theta, **draw(some(rope_type=st.sampled_from(["axial", "default"])))}
+        vision["rope_parameters"] = table
+    width = st.just(vision["hidden_size"] // vision["num_attention_heads"])
+    vision |= draw(some(head_dim=width, image_size=st.just(1540)))
+    tied = draw(st.booleans())  # as both versions of `transformers` say it
+    further = some(
+        spatial_merge_size=st.integers(1, 3),
+        multimodal_projector_bias=st.booleans(),
+        projector_hidden_act=st.just("gelu"),
+        vision_feature_layer=st.just(-1),
+    )
+    text = {**draw(configs(draw(st.sampled_from(["mistral", "ministral3"])))), TIED: tied}
+    return {"text_config": text, "vision_config": vision, TIED: tied, **draw(further)}
+
+
 MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "llava": llavas,
     "llava_next": joined,
     "llava_onevision": lambda: joined(onevision=True),
     "paligemma": paligemmas,
     "internvl": internvls,
+    "mistral3": mistrals,
     "idefics3": lambda: shuffled("idefics3_vision"),
     "smolvlm": lambda: shuffled("smolvlm_vision"),
     "mllama": mllamas,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from attrs import frozen
-from published_models import GEMMA, SIZES, WINDOWS, lifted
+from published_models import GEMMA, GROWING, SIZES, WINDOWS, lifted
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -61,6 +61,14 @@ def internvl(language: Any, **keys: Any) -> Any:
 def shuffled(name: str, language: Any, **keys: Any) -> Any:
     settings = {"scale_factor": 2, "image_token_id": PLACEHOLDER, **keys}
     return getattr(transformers, f"{name}Config")(text_config=language, vision_config=dict(TOWER), **settings)
+
+
+def mistral3(language: Any, **keys: Any) -> Any:
+    """Pixtral's tower, and features of 2 x 2 patches; `hidden_act` is of the tower."""
+    tower = {key: value for key, value in TOWER.items() if key != "image_size"} | {"model_type": "pixtral"}
+    tower |= {"hidden_act": keys.pop("hidden_act", "silu"), "image_size": 1540}
+    settings = {"image_token_index": PLACEHOLDER, "tie_word_embeddings": False, **keys}
+    return transformers.Mistral3Config(text_config=language, vision_config=tower, **settings)
 
 
 @frozen
@@ -134,6 +142,20 @@ MODELS: Mapping[str, Seeing] = {
         lambda: shuffled("SmolVLM", text("Llama", tie_word_embeddings=True), tie_word_embeddings=True),
     ),
 }
+MISTRAL3 = "Mistral3ForConditionalGeneration"
+ANY_SIZE: Mapping[str, Seeing] = {
+    "mistral3": Seeing(MISTRAL3, lambda: mistral3(text("Mistral", head_dim=16))),
+    "mistral3, ministral3": Seeing(
+        MISTRAL3,
+        lambda: mistral3(
+            text("Ministral3", head_dim=16, rope_parameters=GROWING, rms_norm_eps=1e-4, tie_word_embeddings=True),
+            hidden_act="gelu",
+            multimodal_projector_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+}
+"""Models whose images have any size."""
 HEAD = ("head.",)
 TOWERS: Mapping[str, Seeing] = {
     "siglip_vision_model": Seeing("SiglipVisionModel", siglip, HEAD),

@@ -62,7 +62,9 @@ def configurations() -> dict[str, str]:
     for file in ("published_configs.json", "published_vision_configs.json"):
         for name, config in json.loads((HERE / file).read_text()).items():
             found = "some keys of a file" if name.endswith("some keys") else "published file"
-            whole = PARTS.get(config["model_type"], config["model_type"])
+            whole = config["model_type"]
+            if whole not in read or file == "published_configs.json":
+                whole = PARTS.get(whole, whole)
             for type_ in (whole, *filter(None, [PARTS_TOO.get(name)])):
                 read[type_] = min(read[type_], found, key=("published file", "some keys of a file", "class").index)
     return read

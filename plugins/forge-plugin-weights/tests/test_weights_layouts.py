@@ -47,7 +47,11 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "pp2": {"pp": {"degree": 2}},
     "ep2": {"fsdp": {}, "ep": {"degree": 2}},
 }
-SEEING = {**published_vision.MODELS, "mllama": published_vision.TILED["mllama"]}
+SEEING = {
+    **published_vision.MODELS,
+    "mllama": published_vision.TILED["mllama"],
+    "mistral3": published_vision.ANY_SIZE["mistral3"],
+}
 MODELS: Mapping[str, Any] = {**LANGUAGE_MODELS, **SEEING}
 TRAINED: Mapping[str, str] = {
     "llama": "fsdp2",
@@ -96,6 +100,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "llava, experts": "ep2",
     "paligemma": "fsdp2",
     "smolvlm": "pp2",
+    "mistral3": "tp2",
 }
 """Models that together have the layers of all other architectures, each under one layout."""
 LIKE_LLAMA = (
@@ -148,6 +153,9 @@ class Imported:
         """Returns the job of `forge-run RUN/start.toml job.toml`."""
         table = tomllib.loads((self.run / START).read_text()) | JOB | tables
         if "vision" in table["model"]:
+            # Less room than of an import for images of any size, which rows of 24 tokens cannot have
+            room = {"images_per_sequence": 4, "patches_per_sequence": 96} if self.name == "mistral3" else {}
+            table["model"]["vision"] |= room
             table["data"] = {"sources": [{"type": IMAGES, "vocabulary": 60, "sequences": 4}]}
         table |= {"job": {"name": run_name(self.name), "output": str(output)}, "parallel": stages}
         return parse_job(tomli_w.dumps(table), "job.toml", Catalog.installed())

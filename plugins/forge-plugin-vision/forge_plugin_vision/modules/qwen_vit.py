@@ -37,22 +37,28 @@ class AxialRotary(nn.Module):
 
     rates: Tensor
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, head_dim: int, theta: float, *, in_turns: bool = False) -> None:
+        """Args: `in_turns`, whether rows have every other rate of E / 2, and columns those between."""
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
-        self.register_buffer("rates", torch.empty(head_dim // 4, dtype=torch.float64), persistent=False)
+        self.head_dim, self.theta, self.in_turns = head_dim, theta, in_turns
+        self.register_buffer("rates", torch.empty(2, head_dim // 4, dtype=torch.float64), persistent=False)
 
     def init_parameter(self, name: str, fill: Fill) -> None:
         raise AssertionError(f"a rotary encoding has no parameter {name}")
 
     def init_buffers(self, device: torch.device) -> None:
-        """Recomputes the rates in float64: theta^(-4 i / E) radians a row or column for pair i of E / 4."""
-        pairs = torch.arange(self.head_dim // 4, dtype=torch.float64, device=device)
-        self.rates.copy_(self.theta ** (-4 * pairs / self.head_dim))
+        """Recomputes the rates in float64: theta^(-4 i / E) radians a row or column for pair i of E / 4.
+
+        In turns, columns have theta^(-(4 i + 2) / E).
+        """
+        pairs = 4 * torch.arange(self.head_dim // 4, dtype=torch.float64, device=device)
+        exponents = torch.stack([pairs, pairs + 2 if self.in_turns else pairs])
+        self.rates.copy_(self.theta ** (-exponents / self.head_dim))
 
     def forward(self, images: Images, dtype: torch.dtype) -> Tensor:
         """Returns cosine and sine (2, B, P, 1, E), in float32 or wider."""
-        angles = torch.cat([place[..., None, None] * self.rates for place in (images.row, images.column)], -1)
+        sides = zip((images.row, images.column), self.rates, strict=True)
+        angles = torch.cat([place[..., None, None] * rates for place, rates in sides], -1)
         cos, sin = angles.cos(), angles.sin()
         # `rotate` pairs dimension i with i + E / 2, and takes the sine negative in the first half.
         tables = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
@@ -157,13 +163,21 @@ class QwenBlock(nn.Module):
     """x + o(attention(qkv(norm(x)))), then x + ffn(norm(x))."""
 
     def __init__(
-        self, width: int, heads: int, *, norm: Callable[[], nn.Module], ffn: nn.Module, residual: float, std: float
+        self,
+        width: int,
+        heads: int,
+        *,
+        norm: Callable[[], nn.Module],
+        ffn: nn.Module,
+        bias: bool,
+        residual: float,
+        std: float,
     ) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm, self.ffn_norm = norm(), norm()
-        self.qkv = Linear(width, 3 * width, bias=True, std=std)
-        self.o = Linear(width, width, bias=True, std=residual)
+        self.qkv = Linear(width, 3 * width, bias=bias, std=std)
+        self.o = Linear(width, width, bias=bias, std=residual)
         self.ffn = ffn
 
     def forward(self, x: Tensor, tables: Tensor, sight: Sight) -> Tensor:
@@ -185,6 +199,7 @@ class QwenVisionTransformer(nn.Module):
         patch: Linear,
         table: PositionTable | None,
         rotary: AxialRotary,
+        pre_norm: nn.Module | None,
         window: int,
         full_attention: Sequence[int],
         taps: Sequence[int],
@@ -194,6 +209,7 @@ class QwenVisionTransformer(nn.Module):
         self.width = patch.out_features
         self.window, self.full_attention, self.taps = window, frozenset(full_attention), frozenset(taps)
         self.patch, self.positions, self.rotary = patch, table, rotary
+        self.pre_norm = pre_norm
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, patches: Tensor, images: Images) -> tuple[Tensor, ...]:
@@ -201,6 +217,8 @@ class QwenVisionTransformer(nn.Module):
         x = self.patch(patches)
         if self.positions is not None:
             x = x + self.positions(images, x.dtype)[0]
+        if self.pre_norm is not None:
+            x = self.pre_norm(x)
         tables, segments = self.rotary(images, x.dtype), frames(images)
         if not self.window:
             return self._blocks(x, tables, [whole_sight(segments)] * len(self.blocks))
