@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,23 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from forge_core import load_job
 from forge_core.contracts.components import Component, DefaultType
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_plugin_transformer import Add, GroupedQueryAttention, PlainRope, RMSNorm, SwiGLU, Transformer
 
+REST = """
+[train]
+steps = 1
+global_batch_size = 2
+seq_len = 16
+device = "cpu"
+[optimizer]
+type = "forge_testing.tiny:TinyAdamW"
+[[data.sources]]
+type = "forge_testing.tiny:Numbers"
+"""
+"""The tables of a job beside `[model]`."""
 DEFAULTS = {
     "forge-plugin-transformer/gqa": GroupedQueryAttention,
     "forge-plugin-transformer/swiglu": SwiGLU,
@@ -77,6 +91,18 @@ def build(component: Any, context: FakeContext, **inputs: Any) -> Any:
     materialise(module, context.device, seed=0)
     check_finite(module)
     return module
+
+
+@pytest.fixture
+def load_model(tmp_path: Path) -> Callable[..., Any]:
+    """load_model(toml, keys=""): the model of a job with these tables, and with `keys` of `[model]`."""
+
+    def load(model: str, keys: str = "") -> Any:
+        path = tmp_path / "job.toml"
+        path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 8\n{keys}\n{model}\n{REST}')
+        return load_job(path).model
+
+    return load
 
 
 @pytest.fixture

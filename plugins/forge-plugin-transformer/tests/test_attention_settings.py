@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from forge_core import load_job
 from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, NoRope, PlainRope
 from forge_plugin_transformer.attention_backends import Measurement, Table, committed_table
 from forge_testing.refusals import ExpectedProblem, at, refuses, refuses_all
 
-REST = """
-[train]
-steps = 1
-global_batch_size = 2
-seq_len = 16
-device = "cpu"
-[optimizer]
-type = "forge_testing.tiny:TinyAdamW"
-[[data.sources]]
-type = "forge_testing.tiny:Numbers"
-"""
 PATTERN = """
 [model.attention]
 type = "pattern"
@@ -39,16 +26,6 @@ type = "gqa"
 heads = 4
 rope.theta = 1e6
 """
-
-
-@pytest.fixture
-def load_model(tmp_path: Path) -> Callable[..., Any]:
-    def load(model: str, keys: str = "") -> Any:
-        path = tmp_path / "job.toml"
-        path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 8\n{keys}\n{model}\n{REST}')
-        return load_job(path).model
-
-    return load
 
 
 def test_a_pattern_of_a_job_file(load_model: Callable[..., Any], make_model: Callable[..., Any]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
 
-from forge_core import load_job
 from forge_core.contracts.errors import JobError
 from forge_plugin_transformer import (
     AttentionPattern,
@@ -25,17 +23,6 @@ from forge_plugin_transformer import (
 from forge_testing.refusals import ExpectedProblem, at, naming, refuses_all
 from forge_testing.suites import ModelSuite
 
-REST = """
-[train]
-steps = 1
-global_batch_size = 2
-seq_len = 16
-device = "cpu"
-[optimizer]
-type = "forge_testing.tiny:TinyAdamW"
-[[data.sources]]
-type = "forge_testing.tiny:Numbers"
-"""
 PATTERNS = """
 [model.attention]
 type = "pattern"
@@ -69,16 +56,6 @@ class TestLayersOfOnePart(ModelSuite):
 class TestLayersOfOnePartThatPredictFurther(ModelSuite):
     component = Transformer(vocab_size=32, dim=16, layers=2, mtp=MultiTokenPrediction(depth=2), **APART)
     layouts = ("pp2",)
-
-
-@pytest.fixture
-def load_model(tmp_path: Path) -> Callable[..., Any]:
-    def load(model: str, keys: str = "") -> Any:
-        path = tmp_path / "job.toml"
-        path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 8\n{keys}\n{model}\n{REST}')
-        return load_job(path).model
-
-    return load
 
 
 def test_a_layer_of_one_part_has_no_tensor_of_the_other(

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from forge_core import load_job
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_plugin_transformer import AltUp, AttentionPattern, GroupedQueryAttention, PerLayerInputs
 from forge_testing.refusals import at, naming, refuses_all
 
 MakeModel = Callable[..., Any]
-REST = """
-[train]
-steps = 1
-global_batch_size = 2
-seq_len = 16
-device = "cpu"
-[optimizer]
-type = "forge_testing.tiny:TinyAdamW"
-[[data.sources]]
-type = "forge_testing.tiny:Numbers"
-"""
 PATTERN = """
 [model.attention]
 type = "pattern"
@@ -41,12 +28,6 @@ KINDS = {
     "near": GroupedQueryAttention(heads=4, kv_heads=2, window=3),
     "full": GroupedQueryAttention(heads=4, kv_heads=2),
 }
-
-
-def load(folder: Path, keys: str, tables: str) -> Any:
-    path = folder / "job.toml"
-    path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 8\nlayers = 6\n{keys}\n{tables}\n{REST}')
-    return load_job(path).model
 
 
 INPUTS = "[model.per_layer_inputs]\ndim = 4\n"
@@ -80,13 +61,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("keys", "tables", "problem"), MISTAKES.values(), ids=MISTAKES)
-def test_what_has_no_keys_to_share_and_no_place_for_inputs_is_refused(tmp_path, keys, tables, problem) -> None:
+def test_what_has_no_keys_to_share_and_no_place_for_inputs_is_refused(load_model, keys, tables, problem) -> None:
     with refuses_all(problem):
-        load(tmp_path, keys, tables)
+        load_model(tables, f"layers = 6\n{keys}")
 
 
-def test_a_job_file_has_both(tmp_path, make_model: MakeModel, ids: Tensor) -> None:
-    component = load(tmp_path, "kv_shared_layers = 3", f"{INPUTS}{PATTERN}")
+def test_a_job_file_has_both(load_model: MakeModel, make_model: MakeModel, ids: Tensor) -> None:
+    component = load_model(f"{INPUTS}{PATTERN}", "layers = 6\nkv_shared_layers = 3")
     assert component.per_layer_inputs == PerLayerInputs(dim=4)
     assert component.kv_sources() == {3: 1, 4: 1, 5: 2}
 
