@@ -26,7 +26,6 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.trained import load_model
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParallel, pipeline_executor
 from forge_plugin_parallel.cuts import balance, ranks_of, sections
-from forge_plugin_parallel.generation import SectionDecode
 from forge_plugin_parallel.pipeline_executor import _StageModule, _Step
 from forge_plugin_parallel.pp import SPLIT_BACKWARD, V_SHAPED, splits_backward
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
@@ -461,10 +460,3 @@ def test_a_loss_whose_model_all_ranks_share_is_refused(tmp_path, make_job, train
         assert whole == []
         [(path, message)] = shared
         assert (path, lacks(message, "ranks 0, 1")) == ("loss", [])
-
-
-def test_a_part_of_a_model_is_not_decoded_alone():
-    """Outside of a joint generation a rank has no section to decode, and the whole model is not there."""
-    decode = SectionDecode(SimpleNamespace(), lambda batch, cache: pytest.fail("the rank's layers alone"))
-    with pytest.raises(ForgeError, match=naming("joint_generation")):
-        decode({}, None)

@@ -13,6 +13,7 @@ from attrs import define, evolve
 from forge_core import TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_profile import Profile, profile
+from forge_plugin_profile.memory import peak_gb
 from forge_testing.refusals import naming
 
 CUDA = torch.device("cuda", 0)
@@ -75,3 +76,10 @@ def test_a_cpu_is_said_to_have_none(train, make_job):
     job = make_job(steps=2, hooks={"profile": Profile(start=1, steps=1, snapshot=True)})
     with pytest.warns(UserWarning, match=naming("GPUs", "CPU")):
         train(evolve(job, train=evolve(job.train, device="auto")))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has this file")
+def test_the_peak_of_a_process_on_a_cpu_is_that_of_its_resident_memory():
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    # About: the kernel updates its two counters at different times
+    assert peak_gb(torch.device("cpu")) == pytest.approx(1024 * int(line.split()[1]) / 1e9, rel=0.5)
