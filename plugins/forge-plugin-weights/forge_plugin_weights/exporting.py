@@ -646,7 +646,8 @@ def _config(
         del text["pad_token_id"]
     if not architecture.table:
         return {**config, **described, TEXT: {**text, **table}}
-    return {**config, **text, **described}  # last, as the longest sequence is part of what some models compute
+    # Behind `text`, as the longest sequence is part of what some models compute
+    return {**config, **text, **described, **architecture.repeated(described)}
 
 
 def _ends_of_text(text: Mapping[str, Any], run: Path | None) -> Collection[int]:

@@ -248,6 +248,14 @@ class ArchitectureComponent(Component[None]):
         tied = [each[TIED] for each in tables if TIED in each]
         return {**self.defaults, **shared, **inner, **({TIED: any(tied)} if tied else {})}
 
+    def repeated(self, config: Config) -> Config:
+        """Returns keys that an export has for llama.cpp or vLLM, and that repeat what others have.
+
+        Args:
+            config: the keys that describe the model.
+        """
+        return {}
+
     def start_tables(self, model: Mapping[str, Any], load: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the tables by which a job starts from an imported model.
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from attrs import frozen
+from other_programs import PROGRAMS, check_other_programs
 from published_models import MODELS, Published, ids_of, logits, ours, wide_logits
 from safetensors.torch import load_file
 
@@ -92,6 +93,7 @@ def test_a_model_comes_in_and_goes_out(trip, name):
     before, after = tensors_of(trip(name).published), tensors_of(out)
     assert after.keys() == before.keys()
     assert all(bytes_of(after[key]) == bytes_of(before[key]) for key in before)
+    check_other_programs(name, out, after)
     again, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(loading.values())
     assert type(again) is type(theirs)
@@ -126,6 +128,11 @@ def test_a_configuration_is_written_as_it_was_read(trip, name):
         compared.pop(key, None)
     assert {key: after.get(key) for key in compared} == compared
     assert read_config(architecture, after) == read_config(architecture, before)
+
+
+def test_other_programs_are_described_for_every_family_of_texts():
+    assert {f"{model.name}{model.head}" for model in MODELS.values()} == {*PROGRAMS}
+    assert sum(isinstance(each["llama.cpp"], dict) for each in PROGRAMS.values()) > 40
 
 
 def test_files_in_which_transformers_renamed_dense_layers_come_in_too(tmp_path, trip):

@@ -21,7 +21,7 @@ from forge_plugin_weights.architectures.dense import (
 from forge_plugin_weights.architectures.glm import QK_EPS, NormEps
 from forge_plugin_weights.architectures.olmo import RopeInWindows
 from forge_plugin_weights.fields import Choice, Fixed, Key, Only, Rope
-from forge_plugin_weights.kinds import ArchitectureComponent, Field, Flat, Rule
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
 from forge_plugin_weights.layer_fields import LayerWindows, every_nth_is_full
 from forge_plugin_weights.rules import RotaryColumns, RotaryRows
 
@@ -127,3 +127,6 @@ class Cohere2(Cohere):
             *(Only(key, value, "the class has it always", write_it=False) for key, value in always.items()),
             Only("use_embedding_sharing", True, "`tie_word_embeddings` ties the head", write_it=False),
         )
+
+    def repeated(self, config: Config) -> Config:
+        return {"rotary_pct": 1.0}

@@ -200,6 +200,9 @@ class DeepSeekV3(ArchitectureComponent):
             Predictions(),
         )
 
+    def repeated(self, config: Config) -> Config:
+        return {"num_key_value_heads": config["num_attention_heads"]}
+
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; a block of multi-token prediction is a further layer there, behind the others."""
         return with_predictions(model, layer_rules())

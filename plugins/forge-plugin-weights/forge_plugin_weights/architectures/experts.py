@@ -292,6 +292,9 @@ class MiniMaxM2(ArchitectureComponent):
             Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
         )
 
+    def repeated(self, config: Config) -> Config:
+        return {ROTARY_WIDTH: round(config[SHARE] * config["head_dim"]), "scoring_func": "sigmoid"}
+
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; the bias of the router is beside its matrix."""
         layer = "model.layers.{layer}.block_sparse_moe"

@@ -79,6 +79,9 @@ class GPT2(ArchitectureComponent):
             Only("add_cross_attention", False, "there is no second sequence"),
         )
 
+    def repeated(self, config: Config) -> Config:
+        return {"n_ctx": config["n_positions"]}
+
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Transposes matrices, which `Conv1D` of `transformers` holds by columns; queries, keys and values are one."""
         ends = {"embedding.weight": "transformer.wte.weight", "positions.weight": "transformer.wpe.weight"}

@@ -142,6 +142,9 @@ class KimiLinear(ArchitectureComponent):
             Only("num_nextn_predict_layers", 0, "there are no blocks of multi-token prediction", write_it=False),
         )
 
+    def repeated(self, config: Config) -> Config:
+        return {"num_key_value_heads": config["num_attention_heads"]}
+
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules of published files, whose layers with experts have another name than dense ones."""
         layer = "model.layers.{layer}.block_sparse_moe"

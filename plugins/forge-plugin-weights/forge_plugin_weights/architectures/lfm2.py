@@ -120,6 +120,9 @@ class Lfm2(ArchitectureComponent):
             Only("block_use_swiglu", True, "feed-forward parts are gated", write_it=False),
         )
 
+    def repeated(self, config: Config) -> Config:
+        return {"block_dim": config["hidden_size"], "conv_dim": config["hidden_size"]}
+
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules of layers of both kinds, each for its layers."""
         layer = "layers.{layer}"

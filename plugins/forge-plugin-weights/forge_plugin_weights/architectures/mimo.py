@@ -223,6 +223,14 @@ class MiMoV2Flash(ArchitectureComponent):
             Key("rms_norm_eps", "norm.eps", 1e-5),
         )
 
+    def repeated(self, config: Config) -> Config:
+        """Returns the keys of published files; shares that differ between layers have none there."""
+        near = {SIZE: WINDOWS.width(config) - 1} if any(WINDOWS.layers(config)) else {}
+        keys = {key: value(config) for key, value in REPEATED.items() if near or key != "attention_chunk_size"}
+        if isinstance(keys["partial_rotary_factor"], list):
+            del keys["partial_rotary_factor"]
+        return {**keys, **near, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the rules; sinks have the name of published files, which `transformers` writes, too."""
         sinks = Same("layers.{layer}.attention.sinks.weight", "model.layers.{layer}.self_attn.attention_sink_bias")
