@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import published_qwen
 import published_vision
 import pytest
 import tomli_w
@@ -21,6 +22,7 @@ from attrs import frozen
 from published_models import MODELS as LANGUAGE_MODELS
 from published_models import ours
 from safetensors.torch import load_file
+from test_published_any_resolution import MODELS as ANY_RESOLUTION
 
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.state import model_tensors
@@ -47,10 +49,12 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "pp2": {"pp": {"degree": 2}},
     "ep2": {"fsdp": {}, "ep": {"degree": 2}},
 }
-SEEING = {
+SEEING: Mapping[str, Any] = {
     **published_vision.MODELS,
     "mllama": published_vision.TILED["mllama"],
     "mistral3": published_vision.ANY_SIZE["mistral3"],
+    # Variants differ by settings alone
+    **{name: each for name, each in {**published_qwen.MODELS, **ANY_RESOLUTION}.items() if "," not in name},
 }
 MODELS: Mapping[str, Any] = {**LANGUAGE_MODELS, **SEEING}
 TRAINED: Mapping[str, str] = {
@@ -101,6 +105,13 @@ TRAINED_TOO: Mapping[str, str] = {
     "paligemma": "fsdp2",
     "smolvlm": "pp2",
     "mistral3": "tp2",
+    "qwen2_5_vl": "tp2",
+    "qwen3_vl": "pp2",
+    "qwen3_vl_moe": "ep2",
+    "qwen3_5": "pp2",
+    "qwen3_5_moe": "ep2",
+    "llava_next": "tp2",
+    "llava_onevision": "fsdp2",
 }
 """Models that together have the layers of all other architectures, each under one layout."""
 LIKE_LLAMA = (
@@ -167,7 +178,7 @@ def run_name(name: str) -> str:
 
 def has_experts(name: str) -> bool:
     if name not in LANGUAGE_MODELS:
-        return "experts" in name
+        return "experts" in name or "moe" in name
     keys = LANGUAGE_MODELS[name].keys
     # Granite 4 without experts has 0 of them
     return any(keys.get(key) for key in ("moe_intermediate_size", "num_local_experts", "num_experts"))
