@@ -26,7 +26,9 @@ def project(folder: Path) -> dict[str, Any]:
     return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
 
 
-PROJECTS = {normalised(folder.name): project(folder) for folder in (ROOT / "plugins").iterdir()} | {CORE: project(ROOT)}
+# By their files: a distribution that is gone may have left a folder with compiled modules
+FOLDERS = [path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml")]
+PROJECTS = {normalised(folder.name): project(folder) for folder in FOLDERS} | {CORE: project(ROOT)}
 
 
 def names(requirements: list[str]) -> Iterator[str]:

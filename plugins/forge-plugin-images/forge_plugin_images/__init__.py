@@ -1,9 +1,9 @@
 """Images, videos and sounds as data for Forge: captions, documents, chats and drawn words.
 
-From files to rows: `listing` finds the files, `records` reads their content, `documents` are made of tokens and images,
-which `decoding` opens and `processing` turns into patches; `index` lists the room that each document needs, `plan` puts
-documents into rows, and `dataset` reads the rows. The subpackage `video` has clips with captions and drawn motion, and
-the readers and samplings of their frames.
+From files to rows: `source_files` finds the files, `records` reads their content, `documents` are made of tokens and
+images, which `decoding` opens and `processing` turns into patches; `index` lists the room that each document needs,
+`plan` puts documents into rows, and `dataset` reads the rows. The subpackage `video` has clips with captions and drawn
+motion, and the readers and samplings of their frames.
 """
 
 from forge_plugin_images.image_chat import ImageChat
