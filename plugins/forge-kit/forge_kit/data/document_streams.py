@@ -72,20 +72,20 @@ class StreamWindows:
     is_packed = True
 
     def __init__(self, stream: DocumentStream, seq_len: int, packing: WindowPacking) -> None:
-        self._stream, self._seq_len, self._packing = stream, seq_len, packing
+        self.stream, self._seq_len, self._packing = stream, seq_len, packing
         self.lanes, held_out = stream.lanes, stream.held_out
         self.held_out: Dataset | None = None if held_out is None else HeldOutWindows(held_out, seq_len, packing)
         self.bytes_per_token = None if held_out is None else held_out.bytes_per_token
 
     def identity(self) -> str:
         """See `forge_core.contracts.data.HasIdentity`."""
-        return identity_of(self._stream)
+        return identity_of(self.stream)
 
     def read(self, lane: int, position: Mapping[str, Any] | None) -> LaneSamples:
         """See `forge_core.contracts.data.Stream`."""
         # A position is a document of the stream and the tokens to skip in it: windows end inside documents.
         start, skip = (None, 0) if position is None else (position["document"], position["skip"])
-        documents = self._stream.read(lane, start)
+        documents = self.stream.read(lane, start)
         document = next(documents)
         while True:
             pieces, missing = [_piece(document, skip, self._seq_len + 1)], self._seq_len + 1

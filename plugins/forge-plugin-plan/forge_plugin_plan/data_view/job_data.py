@@ -25,6 +25,7 @@ from forge_core.engine.build import build_datasets, build_tokenizer
 from forge_core.job import Job
 from forge_core.parallel.initialise import bare_context
 from forge_core.plugins.catalog import Catalog
+from forge_kit.data.document_streams import DocumentStream, StreamWindows
 
 
 @frozen(kw_only=True)
@@ -37,7 +38,7 @@ class JobData:
     datasets: Sequence[Dataset | Stream]
     documents: Mapping[int, Documents]
     """The documents that were packed, by the number of the source; none for streams and finished sequences."""
-    built: Mapping[int, DataSource]
+    built: Mapping[int, DataSource | DocumentStream]
     """What the component of each source built, before it was packed."""
 
     @property
@@ -128,14 +129,16 @@ class _RecordingBuilder:
         self.catalog: Any = context.plugins.catalog
         self._sources = context.job.data.sources
         self.packed: list[tuple[Any, Documents]] = []
-        self.built: dict[int, DataSource] = {}
+        self.built: dict[int, DataSource | DocumentStream] = {}
 
     def build(self, component: Component[Any], context: BuildContext, **inputs: Any) -> Any:
         built = self._plugins.build(component, context, **inputs)
         # By identity, as another component of the job may be equal
         if component is self._packing:
             self.packed.append((built, inputs["documents"]))
-        self.built |= {number: built for number, source in enumerate(self._sources) if source is component}
+        # A component packs a stream of documents itself
+        before = built.stream if isinstance(built, StreamWindows) else built
+        self.built |= {number: before for number, source in enumerate(self._sources) if source is component}
         return built
 
 
