@@ -86,3 +86,5 @@ def test_logits_of_few_rows_are_those_of_many(bias, shape, monkeypatch):
     monkeypatch.setattr(modules, "LARGE_TABLE", 1)
     with torch.no_grad():
         torch.testing.assert_close(head(x), expected, rtol=1e-5, atol=1e-6)
+        # The table comes first where there are 2 to 8 rows: the logits of a token then lie side by side
+        assert bias or head(x).is_contiguous() == (shape in [(1,), (9,)])
