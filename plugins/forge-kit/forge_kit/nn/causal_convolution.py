@@ -87,8 +87,9 @@ class TailCache:
         if "positions" in batch:  # padding has a negative position, and counts as nothing
             x = x * (batch["positions"] >= 0)[..., None]
         width = weight.shape[-1]
-        before = x.new_zeros(len(x), width - 1, x.shape[-1])
-        if self._inputs is not None:
+        if self._inputs is None:
+            before = x.new_zeros(len(x), width - 1, x.shape[-1])
+        else:
             before = self._tail(self._inputs)
         self._inputs, self._newest = torch.cat([before, x], 1), x.shape[1]
         return causal_convolution(x, weight, before=before)
