@@ -58,7 +58,7 @@ _HOMES = {
     "forge_core.launch.progress_beacon": ["report_progress"],
     "forge_core.plugins.catalog": ["Catalog"],
     "forge_kit.tools.metrics": ["read_metrics"],
-    "forge_kit.tools.trained": ["load_model"],
+    "forge_kit.tools.trained_model": ["load_model"],
 }
 """Public names by the module that defines them; all others are of `forge_core.contracts.components`."""
 

@@ -12,12 +12,12 @@ from forge_testing.refusals import naming
 
 
 def test_a_name_of_the_kit_is_the_same_object(monkeypatch) -> None:
-    assert forge_core.load_model is import_module("forge_kit.tools.trained").load_model
+    assert forge_core.load_model is import_module("forge_kit.tools.trained_model").load_model
     for name in [name for name in sys.modules if name.partition(".")[0] == "forge_kit"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [WithoutKit(), *sys.meta_path])
     with pytest.raises(
-        ModuleNotFoundError, match=naming("load_model", "forge_kit.tools.trained", "pip install forge-kit")
+        ModuleNotFoundError, match=naming("load_model", "forge_kit.tools.trained_model", "pip install forge-kit")
     ):
         from forge_core import load_model  # noqa: F401
 

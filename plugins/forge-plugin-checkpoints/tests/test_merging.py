@@ -20,7 +20,7 @@ from forge_core.contracts.errors import ExitCode
 from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.checkpoints import stored_tensors
-from forge_kit.tools.trained import load_model
+from forge_kit.tools.trained_model import load_model
 from forge_kit.tools.whole_tensors import read_whole
 from forge_plugin_checkpoints import merge as merging
 from forge_plugin_checkpoints.merge import SHAPES, decay_weights

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.model import Model
     from forge_core.job import Job
-    from forge_kit.tools.trained import TrainedModel
+    from forge_kit.tools.trained_model import TrainedModel
     from forge_plugin_generate.speculation import Speculated
     from forge_plugin_generate.stops import Stops
 

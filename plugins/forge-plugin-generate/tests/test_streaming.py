@@ -221,7 +221,7 @@ def test_options_that_contradict_each_other_are_refused(forge, arguments, facts)
 
 
 def test_a_chat_without_a_template_offers_what_works_before_the_model_is_loaded(forge, monkeypatch) -> None:
-    monkeypatch.setattr("forge_kit.tools.trained.load_weights", None)  # would fail
+    monkeypatch.setattr("forge_kit.tools.trained_model.load_weights", None)  # would fail
     code, _, err = forge("chat", "runs/run")
     assert code == ExitCode.BAD_JOB
     assert not lacks(err, "tokenizer", "forge-run generate runs/run --interactive")

@@ -111,7 +111,7 @@ class GRPO(LossComponent):
         """Hooks that draw and score completions, compare the sampler with training, and keep the reference the same."""
         from forge_plugin_grpo.agreement import FirstKL, SamplerAgrees
         from forge_plugin_grpo.hook import Rollouts
-        from forge_plugin_losses.same_trained import SameReference
+        from forge_plugin_losses.resumed_models import SameReference
 
         yield Rollouts(loss=self)
         if self.check_first_log_p:

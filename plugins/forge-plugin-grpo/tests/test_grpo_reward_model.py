@@ -17,7 +17,7 @@ from grpo_runs import MODEL, lines_of, logged
 
 from forge_core import Trainer
 from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
-from forge_kit.tools.trained import load_model
+from forge_kit.tools.trained_model import load_model
 from forge_plugin_grpo import Completion, RewardComponent, RewardModel
 from forge_plugin_grpo.model_scores import ModelScorer, scorer_of
 from forge_plugin_grpo.reward_model import LoadsRewardModel

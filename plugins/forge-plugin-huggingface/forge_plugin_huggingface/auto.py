@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
-    from forge_plugin_huggingface.pretrained import Loaded, PretrainedTokenizer
+    from forge_plugin_huggingface.transformers_tokenizer import Loaded, PretrainedTokenizer
 
 GIVEN = (
     *("messages", "tools", "documents", "add_generation_prompt", "conversation", "chat_template", "tokenize"),
@@ -92,7 +92,7 @@ class Auto(TokenizerComponent):
             return None
 
     def _pretrained(self) -> PretrainedTokenizer:
-        from forge_plugin_huggingface.pretrained import load_pretrained
+        from forge_plugin_huggingface.transformers_tokenizer import load_pretrained
 
         template = _read(self.chat_template) if self.chat_template else None
         # Only around the library: errors about our keys name these keys themselves
@@ -102,7 +102,7 @@ class Auto(TokenizerComponent):
 
     def load(self, context: BuildContext, folder: Path) -> PretrainedTokenizer:
         """Loads the files that the run saved, with the job's keys: neither `path` nor the hub is read."""
-        from forge_plugin_huggingface.pretrained import Loaded
+        from forge_plugin_huggingface.transformers_tokenizer import Loaded
 
         with explained(str(folder)):
             loaded = Loaded.of(folder)

@@ -68,7 +68,7 @@ class BaseIsStored(TrainingHook):
             ForgeError: a matrix was not loaded, or a checkpoint could not refer to it.
         """
         from forge_core.checkpoint.state import MODEL
-        from forge_plugin_lora.quantised import in_nf4
+        from forge_plugin_lora.nf4_matrix import in_nf4
 
         referred = (context.model.base or {}).get("tensors", {})
         matrices = dict(in_nf4(context.model))
@@ -100,7 +100,7 @@ def _compare(with_adapters: float, without: float, job: Job) -> None:
 
 def _begin_fresh(job: Job) -> bool:
     """Whether the model comes from `[checkpoint.load]`, and no table of it has adapters."""
-    from forge_plugin_lora.adapted import B
+    from forge_plugin_lora.low_rank import B
 
     tables = list(job.checkpoint.loads.values())
     if any(isinstance(table, PEFTAdapter) for table in tables):

@@ -129,8 +129,8 @@ class LoRA(Plugin):
     def _adapt(self, model: Model, table: str, context: BuildContext) -> None:
         from forge_core.contracts.optimizer import roles_of
         from forge_kit.nn.adapters import SECOND, adapter_names, train_adapters
-        from forge_plugin_lora.adapted import A, B, adapt
-        from forge_plugin_lora.quantised import store
+        from forge_plugin_lora.low_rank import A, B, adapt
+        from forge_plugin_lora.nf4_matrix import store
         from forge_plugin_lora.sharing import with_adapters
         from forge_plugin_lora.targets import select, storable, store_problems, target_problems
 
@@ -200,7 +200,7 @@ class LoRA(Plugin):
         """Reports the adapters in the summary of the run."""
         yield "adapters", self._describe(), self._settings()
         if self._stored:
-            from forge_plugin_lora.quantised import describe, rounding
+            from forge_plugin_lora.nf4_matrix import describe, rounding
 
             yield "base", describe(self._stored, self._left), rounding(self._stored)
 
@@ -208,7 +208,7 @@ class LoRA(Plugin):
         """Reports the adapters to `forge-run plan`; see `forge_plugin_plan.lines.HasPlanLines`."""
         yield "adapters", f"{self._describe()}; {self._settings()}"
         if self._stored:
-            from forge_plugin_lora.quantised import describe
+            from forge_plugin_lora.nf4_matrix import describe
 
             yield "base", describe(self._stored, self._left)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge_core.contracts.errors import JobError, listed
-from forge_plugin_lora.adapted import MAGNITUDE, A, B, Decomposed
+from forge_plugin_lora.low_rank import MAGNITUDE, A, B, Decomposed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

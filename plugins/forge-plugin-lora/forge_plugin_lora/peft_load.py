@@ -108,7 +108,7 @@ class PEFTAdapter(LoadComponent):
 
         from forge_core.parallel.initialise import SeededFill
         from forge_core.parallel.mesh import local_part
-        from forge_plugin_lora.adapted import MAGNITUDE
+        from forge_plugin_lora.low_rank import MAGNITUDE
         from forge_plugin_lora.peft import lengths
 
         whole = _by_our_names(table, found, load_file(found), context, outline)

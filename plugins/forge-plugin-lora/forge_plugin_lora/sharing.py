@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from forge_plugin_lora.adapted import MAGNITUDE, A, B
-from forge_plugin_lora.quantised import ROWS
+from forge_plugin_lora.low_rank import MAGNITUDE, A, B
+from forge_plugin_lora.nf4_matrix import ROWS
 
 WAYS: Mapping[str, tuple[str, str, str]] = {
     "column": ("replicate", "column", "column"),

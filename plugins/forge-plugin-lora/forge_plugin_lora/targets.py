@@ -11,7 +11,7 @@ from forge_core.contracts.model import ROLES
 from forge_core.contracts.optimizer import roles_of
 from forge_kit.nn.adapters import resized
 from forge_plugin_lora.nf4 import BLOCK
-from forge_plugin_lora.quantised import fits
+from forge_plugin_lora.nf4_matrix import fits
 from forge_plugin_lora.sharing import BY_COLUMNS, way_of
 
 if TYPE_CHECKING:

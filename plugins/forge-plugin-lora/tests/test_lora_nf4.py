@@ -27,7 +27,7 @@ from forge_plugin_adamw import AdamW
 from forge_plugin_checkpoints import Parts
 from forge_plugin_lora import LoRA
 from forge_plugin_lora.nf4 import dequantise, pair_table, quantise, stored_bytes
-from forge_plugin_lora.quantised import InNF4, in_nf4
+from forge_plugin_lora.nf4_matrix import InNF4, in_nf4
 from forge_plugin_lowbit import AdamWBF16
 from forge_plugin_lowbit.float8 import Float8
 from forge_plugin_moe import MoE

@@ -14,7 +14,7 @@ import torch
 
 from forge_core.engine.trainer import Trainer
 from forge_kit.nn.adapters import adapter_names, adapters_off, merge_adapters
-from forge_kit.tools.trained import load_model
+from forge_kit.tools.trained_model import load_model
 from forge_plugin_checkpoints import Parts
 from forge_plugin_lora import LoRA
 from forge_plugin_moe import MoE

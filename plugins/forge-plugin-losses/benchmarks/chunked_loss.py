@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from forge_core.losses import cross_entropy_loss
 from forge_kit.nn.modules import LinearHead
-from forge_plugin_losses.chunked import chunked_loss
+from forge_plugin_losses.vocabulary_chunks import chunked_loss
 
 Contender = Callable[[LinearHead, Tensor, Tensor], Tensor]
 

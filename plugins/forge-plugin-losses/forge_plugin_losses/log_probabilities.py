@@ -24,8 +24,8 @@ from forge_core.vocab_parallel import (
     local_labels,
     subtract_at,
 )
-from forge_plugin_losses.chunked import default_chunk_tokens, learned_positions
 from forge_plugin_losses.projections import is_linear, projection_of
+from forge_plugin_losses.vocabulary_chunks import default_chunk_tokens, learned_positions
 from forge_plugin_losses.workspace import Workspace
 
 if TYPE_CHECKING:

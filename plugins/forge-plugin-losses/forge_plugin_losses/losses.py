@@ -11,7 +11,7 @@ from attrs.validators import and_, ge, gt, le, lt
 
 from forge_core.contracts.components import FilePath, LossComponent, TrainingHook, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_losses.same_trained import SameTrained
+from forge_plugin_losses.resumed_models import SameTrained
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -40,7 +40,7 @@ class ChunkedCrossEntropy(LossComponent):
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         """Yields the positions of a chunk. The vocabulary, which may lower their number, is not known here."""
-        from forge_plugin_losses.chunked import most_chunk_tokens
+        from forge_plugin_losses.vocabulary_chunks import most_chunk_tokens
 
         if self.chunk_tokens:
             yield "loss", f"chunks of {self.chunk_tokens} positions", "loss.chunk_tokens"
@@ -50,7 +50,7 @@ class ChunkedCrossEntropy(LossComponent):
 
     def build(self, context: BuildContext) -> LossFunction:
         """Returns the loss; a term whose weight is 0 is neither computed nor logged."""
-        from forge_plugin_losses.chunked import chunked_loss
+        from forge_plugin_losses.vocabulary_chunks import chunked_loss
 
         return chunked_loss(
             self.chunk_tokens, context.auxiliary, label_smoothing=self.label_smoothing, z_loss=self.z_loss
@@ -104,7 +104,7 @@ class Distillation(ChunkedCrossEntropy):
             CheckpointError: there is no intact checkpoint.
             JobError: the teacher has another tokenizer, or its model needs components that are not installed.
         """
-        from forge_plugin_losses.distilled import distillation_loss
+        from forge_plugin_losses.distillation import distillation_loss
         from forge_plugin_losses.teacher import load_trained
 
         teacher = load_trained(Path(self.teacher), context)

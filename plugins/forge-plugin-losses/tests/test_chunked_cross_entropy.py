@@ -24,7 +24,7 @@ from forge_core.contracts.model import VocabShard
 from forge_core.contracts.runtime import LossFunction, LossOutput
 from forge_core.losses import CrossEntropy
 from forge_kit.nn.modules import LinearHead
-from forge_plugin_losses import ChunkedCrossEntropy, chunked
+from forge_plugin_losses import ChunkedCrossEntropy, vocabulary_chunks
 from forge_testing.processes import run_on_ranks
 
 BATCH, SEQUENCE, DIM, VOCAB = 3, 7, 16, 50
@@ -226,14 +226,14 @@ def test_never_holds_more_logits_than_a_chunk_forward_or_backward(head_name: str
 @every_head
 def test_a_large_vocabulary_has_fewer_positions_in_a_chunk(head_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary, bytes_per_chunk = 300_000, 1 << 26
-    monkeypatch.setitem(chunked.LOGITS_BYTES, "cpu", bytes_per_chunk)
+    monkeypatch.setitem(vocabulary_chunks.LOGITS_BYTES, "cpu", bytes_per_chunk)
     head = CappedHead(2, vocabulary) if "capped" in head_name else LinearHead(2, vocabulary)
     torch.nn.init.normal_(head.weight)
     hidden = torch.randn(1, 200, 2, requires_grad=True)
     with Watch() as watch:
         make_loss(chunk_tokens=0)(head, hidden, {"labels": torch.zeros(1, 200, dtype=torch.int64)}).sum.backward()
     assert 0.9 * bytes_per_chunk < 4 * watch.largest <= bytes_per_chunk
-    assert chunked.default_chunk_tokens(torch.device("cpu"), 10**8) == chunked.FEWEST_CHUNK_TOKENS
+    assert vocabulary_chunks.default_chunk_tokens(torch.device("cpu"), 10**8) == vocabulary_chunks.FEWEST_CHUNK_TOKENS
 
 
 def test_computes_three_products_a_chunk_to_train_and_one_to_evaluate() -> None:

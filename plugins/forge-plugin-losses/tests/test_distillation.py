@@ -25,7 +25,7 @@ from forge_core.parallel.stages import Replicate
 from forge_kit.nn.modules import LinearHead
 from forge_kit.tools.checkpoints import stored_tensors
 from forge_plugin_losses import ChunkedCrossEntropy, Distillation
-from forge_plugin_losses.distilled import distillation_loss
+from forge_plugin_losses.distillation import distillation_loss
 from forge_plugin_losses.teacher import find_trained, load_trained
 from forge_plugin_parallel import FSDP
 from forge_plugin_plan.estimate import make_plan

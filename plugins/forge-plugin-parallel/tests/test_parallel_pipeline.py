@@ -23,7 +23,7 @@ from forge_core.engine.build import build_context, build_run
 from forge_core.engine.step import Stepper, metrics
 from forge_core.losses import CrossEntropy
 from forge_core.plugins.catalog import Catalog
-from forge_kit.tools.trained import load_model
+from forge_kit.tools.trained_model import load_model
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParallel, pipeline_executor
 from forge_plugin_parallel.cuts import balance, ranks_of, sections
 from forge_plugin_parallel.pipeline_executor import _StageModule, _Step

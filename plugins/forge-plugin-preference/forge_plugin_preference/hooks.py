@@ -10,7 +10,7 @@ from attrs import define
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_losses.reference_path import ADAPTERS_OFF
-from forge_plugin_losses.same_trained import SameReference
+from forge_plugin_losses.resumed_models import SameReference
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext

@@ -30,7 +30,7 @@ from forge_plugin_taps.store_writer import StoreWriter
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch, Dataset
-    from forge_kit.tools.trained import TrainedModel
+    from forge_kit.tools.trained_model import TrainedModel
 
 
 def extract(trained: TrainedModel, out: Path, *, sequences: int, group: int, edits: Sequence[str] = ()) -> int:

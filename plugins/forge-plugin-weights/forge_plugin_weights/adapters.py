@@ -20,7 +20,7 @@ from forge_core.checkpoint.tensors import TensorWriter
 from forge_core.config.load import dump_job
 from forge_core.contracts.errors import JobError
 from forge_kit.nn.adapters import adapter_names, merge_adapters
-from forge_kit.tools.trained import load_model
+from forge_kit.tools.trained_model import load_model
 from forge_plugin_weights.matching import listed
 
 if TYPE_CHECKING:

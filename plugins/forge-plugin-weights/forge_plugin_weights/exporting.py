@@ -29,7 +29,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.nn.adapters import adapter_names
 from forge_kit.tools.checkpoints import evaluated_names, stored_tensors
 from forge_kit.tools.outputs import free_path
-from forge_kit.tools.trained import load_model
+from forge_kit.tools.trained_model import load_model
 from forge_plugin_weights.adapters import MERGING, Merging, has_adapters, write_adapters
 from forge_plugin_weights.adapters import merge as merge_into
 from forge_plugin_weights.card import write_card

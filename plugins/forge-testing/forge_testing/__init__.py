@@ -1,7 +1,7 @@
 """Tiny models, tiny data and jobs around them, to try a component with."""
 
 from forge_testing.documents import ListedDocuments, RandomDocuments, Sentences
-from forge_testing.routed import RoutedModel
+from forge_testing.router_model import RoutedModel
 from forge_testing.tiny import (
     TINY_JOB,
     Numbers,

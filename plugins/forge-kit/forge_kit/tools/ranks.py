@@ -19,7 +19,7 @@ from forge_kit.tools.supervisor import run_ranks
 
 if TYPE_CHECKING:
     from forge_core.contracts.runtime import Executor
-    from forge_kit.tools.trained import TrainedModel
+    from forge_kit.tools.trained_model import TrainedModel
 
 GRACE_S = 5.0
 """Seconds that ranks have to end after a request to stop: there is nothing to save."""

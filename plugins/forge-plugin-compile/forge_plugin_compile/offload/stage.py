@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.nn.blocks import blocks_of
-from forge_plugin_compile.offload.saved import Mover, Offloaded
+from forge_plugin_compile.offload.saved_tensors import Mover, Offloaded
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_compile import Compile
 from forge_plugin_compile.offload import ActivationOffload
-from forge_plugin_compile.offload import saved as offload
-from forge_plugin_compile.offload.saved import Mover, Offloaded
+from forge_plugin_compile.offload import saved_tensors as offload
+from forge_plugin_compile.offload.saved_tensors import Mover, Offloaded
 from forge_plugin_moe import MoE, SigmoidTopK
 from forge_plugin_parallel import ActivationCheckpointing
 from forge_plugin_parallel.pp import splits_backward

@@ -34,7 +34,7 @@ from forge_plugin_evaluate.harness.requests import Row, batches, rows_of
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch, Tokenizer
     from forge_core.contracts.model import Head, VocabShard
-    from forge_kit.tools.trained import TrainedModel
+    from forge_kit.tools.trained_model import TrainedModel
 
 IN_TURN = 2
 """Micro-batches for each rank of a pipeline that are run at a time: of one alone, all ranks but one would wait."""

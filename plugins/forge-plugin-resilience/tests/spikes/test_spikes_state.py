@@ -20,7 +20,7 @@ from forge_testing import TinyAdamW
 from forge_testing.laws import Interrupted, resumption_law
 from forge_testing.outcomes import Die, PowerCut, Stop
 from forge_testing.refusals import naming
-from forge_testing.routed import RoutedModel
+from forge_testing.router_model import RoutedModel
 
 BACK = AT + 3
 """Step at whose end the run goes back: the third spike in a row."""

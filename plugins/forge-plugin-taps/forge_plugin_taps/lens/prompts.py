@@ -14,7 +14,7 @@ from forge_kit.tools.json_output import add_json
 from forge_kit.tools.outputs import output_file
 
 if TYPE_CHECKING:
-    from forge_kit.tools.trained import TrainedModel
+    from forge_kit.tools.trained_model import TrainedModel
 
 SUFFIXES = (".png",)
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"

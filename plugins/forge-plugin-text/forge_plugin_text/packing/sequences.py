@@ -10,7 +10,7 @@ import numpy as np
 from forge_core.contracts.data import IGNORED_LABEL, identity_of
 from forge_core.data.windows import Window, checked
 from forge_plugin_text.packing.apart import places
-from forge_plugin_text.packing.stored import open_packing, stored_packing
+from forge_plugin_text.packing.packing_cache import open_packing, stored_packing
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Documents

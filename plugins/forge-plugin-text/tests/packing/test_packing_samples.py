@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from forge_core.data.windows import HeldOutWindows, TrainingWindows
 from forge_kit.data.token_file import TokenFile, TokenFileWriter
-from forge_plugin_text.packing import Isolate, stored
+from forge_plugin_text.packing import Isolate, packing_cache
 from forge_plugin_text.packing.sequences import PackedSequences
 from forge_testing.documents import END, ListedDocuments
 
@@ -161,7 +161,7 @@ def test_a_sequence_names_its_pieces() -> None:
 def test_the_packing_is_made_once_for_the_same_lengths(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = PackedSequences(ListedDocuments([[1, 2], [3]]), 4)
     with monkeypatch.context() as patched:
-        patched.setattr(stored, "packed_blocks", lambda *_: pytest.fail("packed again"))
+        patched.setattr(packing_cache, "packed_blocks", lambda *_: pytest.fail("packed again"))
         assert columns(PackedSequences(ListedDocuments([[4, 5], [6]]), 4))["document_ids"] == [0, 0, 1, 2]
         for others in ([[1, 2], [3, 4]], [[1, 2]]):
             with pytest.raises(pytest.fail.Exception, match="packed again"):
@@ -183,8 +183,8 @@ def test_a_damaged_packing_is_made_again(cache: Path) -> None:
 def test_a_corpus_of_several_blocks_is_packed_whole(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = ListedDocuments([[number] * (1 + number % 5) for number in range(1, 12)])
     whole = PackedSequences(listed, 8)
-    monkeypatch.setattr("forge_plugin_text.packing.stored.BLOCK", 4)
-    monkeypatch.setattr("forge_plugin_text.packing.stored.GROUP", "packing in blocks")
+    monkeypatch.setattr("forge_plugin_text.packing.packing_cache.BLOCK", 4)
+    monkeypatch.setattr("forge_plugin_text.packing.packing_cache.GROUP", "packing in blocks")
     blocks = PackedSequences(listed, 8)
     labels = [sorted(int(n) for row in data for n in row["labels"] if n >= 0) for data in (whole, blocks)]
     assert labels[0] == labels[1]

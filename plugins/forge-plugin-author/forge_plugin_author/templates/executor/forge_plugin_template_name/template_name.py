@@ -26,6 +26,6 @@ class TemplateName(ExecutorComponent):
     def build(
         self, context: BuildContext, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]
     ) -> Executor:
-        from forge_plugin_template_name.labelled import LabelledExecutor
+        from forge_plugin_template_name.label_executor import LabelledExecutor
 
         return LabelledExecutor(model, loss, stages, self.label)

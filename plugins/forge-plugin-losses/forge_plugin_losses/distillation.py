@@ -15,8 +15,8 @@ from torch import Tensor
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_losses.chunked import chunked
 from forge_plugin_losses.objectives import Chunk, CrossEntropyObjective, Objective
+from forge_plugin_losses.vocabulary_chunks import chunked
 from forge_plugin_losses.workspace import Workspace
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from forge_core.parallel.mesh import local_part
 from forge_kit.nn.adapters import HasAdapter, put_before, resized
 from forge_kit.nn.modules import cast
 from forge_kit.torch_internals import parameters_of
-from forge_plugin_lora.quantised import InNF4, store
+from forge_plugin_lora.nf4_matrix import InNF4, store
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
