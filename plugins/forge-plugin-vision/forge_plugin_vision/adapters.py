@@ -6,7 +6,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import deep_iterable, ge, gt
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.optim.fields import DEPTH
@@ -60,12 +60,17 @@ class MLPAdapter(AdapterComponent):
 
 @frozen(kw_only=True)
 class PixelShuffle(AdapterComponent):
-    """Joins the features of `factor` x `factor` patches, and projects them with one matrix (Idefics3, SmolVLM)."""
+    """Joins the features of `factor` x `factor` patches, and projects them with one matrix (Idefics3, SmolVLM).
+
+    With `hidden`, further matrices come before it, each followed by GELU (Llama 4).
+    """
 
     factor: int = field(default=2, validator=gt(0))
     """Rows and columns that become one; sizes of images in patches are multiples of it."""
+    hidden: tuple[int, ...] = field(default=(), validator=deep_iterable(gt(0)))
+    """Widths behind further matrices before the last one; Llama 4: `[4096, 4096]`. Empty: there are none."""
     bias: bool = False
-    """Whether the matrix has a bias."""
+    """Whether the matrices have biases."""
 
     @property
     def multiple(self) -> int:
@@ -79,7 +84,7 @@ class PixelShuffle(AdapterComponent):
     def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
         from forge_plugin_vision.modules.pooling import ShuffledProjection
 
-        return ShuffledProjection(width, self.factor, dim, bias=self.bias)
+        return ShuffledProjection(width, self.factor, self.hidden, dim, bias=self.bias)
 
 
 @frozen(kw_only=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class ViT(VisionEncoderComponent):
-    """Vision transformer (Dosovitskiy et al. 2021); by its keys SigLIP, SigLIP 2 with or without NaFlex, or CLIP.
+    """Vision transformer (Dosovitskiy et al. 2021); by its keys that of SigLIP, SigLIP 2, CLIP or Llama 4.
 
     The defaults are SigLIP's base model of 224 x 224 pixels (Zhai et al. 2023).
     """
@@ -60,6 +60,9 @@ class ViT(VisionEncoderComponent):
     """Whether queries and keys are normalised (root mean square), all heads together, as in InternVL's largest."""
     attention_bias: bool = True
     """Whether the projections to queries, keys and values have biases."""
+    rotary_theta: float = field(default=0.0, validator=ge(0))
+    """Base of a rotary encoding of columns and rows in addition to the table, from 1 on, as in Llama 4, which has
+    10000; 0: none."""
     layer_scale: float = field(default=0.0, validator=ge(0))
     """Initial value of a learned factor of each channel of what a block adds; 0: there is none. InternVL: 0.1."""
     norm: bool = True
@@ -82,6 +85,11 @@ class ViT(VisionEncoderComponent):
         """Yields sides and widths that do not divide, and values that leave no block or divide by 0."""
         if self.dim % self.heads:
             yield Problem("heads", f"{self.heads} does not divide dim, which is {self.dim}")
+        elif self.rotary_theta and self.dim // self.heads % 4:
+            message = f"dim / heads = {self.dim // self.heads} is no multiple of 4"
+            yield Problem("heads", f"{message}; with rotary_theta, rows and columns pair dimensions")
+        if 0 < self.rotary_theta <= 1:
+            yield Problem("rotary_theta", f"{self.rotary_theta} is not above 1; take 10000, or 0 for no such encoding")
         if any(side % self.patch or side <= 0 for side in self.size):
             yield Problem("size", f"{list(self.size)} is not divisible by patch, which is {self.patch}")
         if self.pixels is not None:
@@ -144,6 +152,7 @@ class ViT(VisionEncoderComponent):
             pre_norm=self.pre_norm,
             norm=self.norm,
             patch_bias=self.patch_bias,
+            rotary_theta=self.rotary_theta,
             form=BlockForm(
                 activation=self.activation,
                 eps=self.eps,

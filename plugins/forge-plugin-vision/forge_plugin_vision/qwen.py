@@ -107,8 +107,9 @@ class QwenViT(VisionEncoderComponent):
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
         """Build the tower; `window` is converted to patches, and a position table is made only if `table` is set."""
         from forge_kit.nn.modules import Linear
+        from forge_plugin_vision.modules.axial_rotary import AxialRotary
         from forge_plugin_vision.modules.positions import PositionTable
-        from forge_plugin_vision.modules.qwen_vit import AxialRotary, QwenVisionTransformer
+        from forge_plugin_vision.modules.qwen_vit import QwenVisionTransformer
 
         grid, width = (self.table, self.table), self.dim
         table = PositionTable(grid, width, interpolation="aligned", class_token=False, std=self.init_std)  # as Qwen3-VL

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Idefics3Config, LlavaConfig, Mistral3Config
+from transformers import Idefics3Config, Llama4VisionConfig, LlavaConfig, Mistral3Config
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
+from transformers.models.llama4.modeling_llama4 import Llama4VisionPixelShuffleMLP
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 from transformers.models.molmo2.configuration_molmo2 import Molmo2AdapterConfig
@@ -35,7 +36,7 @@ WIDTH, DIM = 12, 10
 ADAPTERS = {
     "linear": LinearAdapter(),
     "mlp": MLPAdapter(activation="silu"),
-    "pixel_shuffle": PixelShuffle(factor=2),
+    "pixel_shuffle": PixelShuffle(factor=2, hidden=(9, 7)),
     "average_pool": AveragePool(window=2),
     "average_pool_ragged": AveragePool(window=3, ragged=True),
     "attention_pool": AttentionPool(window=2, heads=3),
@@ -187,6 +188,16 @@ def test_pixel_shuffle_is_idefics3s(make, positions, randomised, factor):
     _copy(module, {"project": theirs.modality_projection.proj})
     expected = theirs(image.flatten(0, 1)[None])[0]
     assert (positions(adapter, module, [[image], [image, image]])[1] - expected.repeat(2, 1)).abs().max() < 1e-12
+
+
+def test_pixel_shuffle_with_further_matrices_is_llama4s(make, positions, randomised):
+    tower = {"intermediate_size": 4 * WIDTH, "projector_input_dim": 7, "projector_output_dim": 7}
+    theirs = randomised(Llama4VisionPixelShuffleMLP(Llama4VisionConfig(hidden_size=WIDTH, **tower)))
+    adapter = PixelShuffle(factor=2, hidden=(7, 7))
+    module, image = make(adapter), images_of([[(6, 6)]])[0][0]
+    _copy(module, {"hidden.0": theirs.mlp.fc1, "hidden.1": theirs.mlp.fc2})
+    expected = theirs(image.flatten(0, 1)[None])[0] @ module.project.weight.T
+    assert (positions(adapter, module, [[image]])[0] - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("side", [2, 3])

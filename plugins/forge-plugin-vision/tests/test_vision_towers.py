@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from tower_weights import load_pixtral, load_published
+from tower_weights import load_llama4, load_pixtral, load_published
 from transformers import (
     CLIPImageProcessorPil,
     CLIPVisionConfig,
     CLIPVisionModel,
+    Llama4VisionConfig,
+    Llama4VisionModel,
     PixtralVisionConfig,
     PixtralVisionModel,
     Siglip2ImageProcessorPil,
@@ -124,6 +126,26 @@ def test_siglip_of_one_size(pair, features):
     expected = theirs(torch.stack(list(chain(*rows)))).last_hidden_state.flatten(0, 1)
     assert expected.std() > 0.1
     assert (features(ours, rows)[0] - expected).abs().max() < 1e-9
+
+
+def test_llama4_with_its_rotary_encoding_beside_a_class_token(context, randomised, features):
+    wide = {**THEIRS, "intermediate_size": 96, "projector_input_dim": 7, "projector_output_dim": 7}
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    config = Llama4VisionConfig(**wide, image_size=SIDE * PATCH, rope_parameters=rope)
+    theirs = randomised(Llama4VisionModel(config))
+    theirs.vision_adapter = torch.nn.Identity()  # it joins even numbers of patches
+    keys = {**OURS, **CLIP, "hidden": 96, "activation": "gelu", "norm": True}
+    ours, other = (
+        randomised(ViT(**keys, rotary_theta=theta).build(context, taps=()).double()) for theta in (100.0, 10.0)
+    )
+    for tower in (ours, other):
+        tower.rotary.init_buffers(torch.device("cpu"))
+        load_llama4(tower, theirs.state_dict(), config.num_attention_heads)
+    rows = images_of([[(5, 5)] * 3, [], [(5, 5)]])
+    expected = theirs(torch.stack(list(chain(*rows)))).last_hidden_state.flatten(0, 1)
+    assert expected.std() > 0.1
+    assert (features(ours, rows)[0] - expected).abs().max() < 1e-5  # their encoding is in float32
+    assert (features(other, rows)[0] - expected).abs().max() > 1e-3
 
 
 def test_siglip_with_its_table_resized(pair, features):

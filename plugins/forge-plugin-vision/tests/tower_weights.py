@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from forge_plugin_weights.architectures.llama4_vision import tower_rules as llama4_rules
 from forge_plugin_weights.architectures.mistral3 import pixtral_rules
 from forge_plugin_weights.architectures.vision_towers import tower_rules
 from forge_plugin_weights.kinds import Rule
@@ -23,6 +24,12 @@ def load_pixtral(tower: nn.Module, state: Mapping[str, Tensor]) -> None:
     side = state["patch_conv.weight"].shape[-1]
     rules = pixtral_rules({"vision.encoder.patch": side})
     _load(tower, {f"vision_tower.{name}": tensor for name, tensor in state.items()}, rules)
+
+
+def load_llama4(tower: nn.Module, state: Mapping[str, Tensor], heads: int) -> None:
+    """Give `vit` the weights of Llama 4's tower, likewise."""
+    width = state["class_embedding"].shape[0]
+    _load(tower, state, llama4_rules({"vision.encoder.dim": width, "vision.encoder.heads": heads}, ""))
 
 
 def _load(tower: nn.Module, state: Mapping[str, Tensor], rules: Sequence[Rule]) -> None:

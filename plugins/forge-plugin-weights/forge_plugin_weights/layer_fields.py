@@ -136,8 +136,7 @@ class RopeOfSomeLayers(Rope):
         """Returns which layers have the encoding."""
         encoded = config.get("no_rope_layers")
         if encoded is None:
-            interval = value_of(config, "no_rope_layer_interval", self.interval)
-            return [(layer + 1) % interval != 0 for layer in range(depth(config))]
+            return every_other(value_of(config, "no_rope_layer_interval", self.interval), depth(config))
         if len(encoded) != depth(config):
             raise Unsupported(f"no_rope_layers has {len(encoded)} entries, where there are {depth(config)} layers")
         return [bool(entry) for entry in encoded]
@@ -148,12 +147,21 @@ class RopeOfSomeLayers(Rope):
         return merged([rope if encoded else {f"{self.path}.type": NO_ROPE} for encoded in self.layers(config)])
 
     def write(self, model: Flat) -> Config:
-        """Writes the encoding of the layers that have one, and the list of all layers."""
+        """Writes the encoding of the layers that have one, the list of all layers, and their period if there is one."""
         layers = of_layers(model)
         encoded = [layer.get(f"{self.path}.type") != NO_ROPE for layer in layers]
         # Without the other layers, whose keys are absent, which would make each value a `PerLayer`
         own = super().write(merged(list(compress(layers, encoded)))) if any(encoded) else {}
-        return {**own, "no_rope_layers": [*map(int, encoded)]}
+        # The list has precedence; the number is for programs that have a period only.
+        count = len(layers)
+        period = next((period for period in range(1, count + 1) if every_other(period, count) == encoded), 0)
+        named = {"no_rope_layer_interval": period} if period else {}
+        return {**own, "no_rope_layers": [*map(int, encoded)], **named}
+
+
+def every_other(period: int, layers: int) -> list[bool]:
+    """Returns which layers encode positions if the last of each `period` layers does not."""
+    return [(layer + 1) % period != 0 for layer in range(layers)]
 
 
 @frozen(kw_only=True)

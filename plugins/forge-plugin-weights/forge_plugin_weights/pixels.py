@@ -340,6 +340,8 @@ def _image_table(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         return _joined(settings, model)
     if "merge_size" in settings:
         return _by_area(settings, model)
+    if model.get(f"{ENCODER}.rotary_theta"):
+        return _of_tiles(settings, model)
     if f"{ENCODER}.rates_in_turns" in model:
         return _by_longest_side(settings, model)
     # The encoders of the cases above have no size.
@@ -437,6 +439,20 @@ def _by_longest_side(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         differences.append(f"{message}: raise model.vision.patches_per_sequence")
     keys = {"resize": "longest", "longest_side": longest, "tile_text": ROW_TEXT}
     return ImageTable(keys, differences, image_token=PLACE)
+
+
+LLAMA4_TEXT: Mapping[str, str] = {"before": "<|image_start|>", "single": "<|image|>", "after": "<|image_end|>"}
+"""Texts around an image of Llama 4, which no file specifies: its processor writes them."""
+
+
+def _of_tiles(settings: Mapping[str, Any], model: Flat) -> ImageTable:
+    """Of Llama 4."""
+    size, differences = tuple(model[f"{ENCODER}.size"]), []
+    if _sides(settings.get("size")) not in (size, None):
+        differences.append(f"their tiles are {settings['size']} there, and {size} by config.json")
+    if (most := settings.get("max_patches", 16)) > 1:
+        differences.append(f"an image has up to {most} tiles there, with an overview")
+    return ImageTable({"resize": "stretch", "tile_text": LLAMA4_TEXT}, differences, 1, "<|image|>")
 
 
 IMG_TEXT: Mapping[str, str] = {"before": "<img>", "after": "</img>"}

@@ -286,6 +286,28 @@ def mistrals(draw: st.DrawFn) -> dict[str, Any]:
     return {"text_config": text, "vision_config": vision, TIED: tied, **draw(further)}
 
 
+@st.composite
+def llama4s(draw: st.DrawFn) -> dict[str, Any]:
+    """Llama 4, whose tower has one width for joined patches and its feed-forward part, and one for its matrices."""
+    factor, width, vision = draw(st.integers(1, 3)), draw(st.integers(1, 99)), draw(vits(st.just("gelu")))
+    vision.pop("layer_norm_eps", None)
+    theta, spelling = draw(THETAS), draw(st.sampled_from(SPELLINGS))
+    if spelling != "5":
+        vision["rope_theta"] = theta
+    if spelling != "4":
+        vision["rope_parameters"] = {"rope_theta": theta, **draw(some(rope_type=st.just("default")))}
+    vision |= {
+        "intermediate_size": factor**2 * vision["hidden_size"],
+        "image_size": vision["patch_size"] * factor * draw(st.integers(1, 4)),
+        "pixel_shuffle_ratio": 1 / factor,
+        **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), width),
+        **draw(some(norm_eps=st.just(1e-5), vision_feature_layer=st.just(-1), projector_dropout=RATES)),
+        **draw(some(multi_modal_projector_bias=st.just(False), vision_feature_select_strategy=st.just("default"))),
+    }
+    tied = draw(st.booleans())  # as both versions of `transformers` say it
+    return {"text_config": {**draw(configs("llama4_text")), TIED: tied}, "vision_config": vision, TIED: tied}
+
+
 MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "llava": llavas,
     "llava_next": joined,
@@ -293,6 +315,7 @@ MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "paligemma": paligemmas,
     "internvl": internvls,
     "mistral3": mistrals,
+    "llama4": llama4s,
     "idefics3": lambda: shuffled("idefics3_vision"),
     "smolvlm": lambda: shuffled("smolvlm_vision"),
     "mllama": mllamas,

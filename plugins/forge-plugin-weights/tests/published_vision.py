@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import transformers
 from attrs import frozen
-from published_models import GEMMA, GROWING, SIZES, WINDOWS, lifted
+from published_models import GEMMA, GROWING, LLAMA4, SIZES, WINDOWS, lifted
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES
 
@@ -71,6 +72,18 @@ def mistral3(language: Any, **keys: Any) -> Any:
     return transformers.Mistral3Config(text_config=language, vision_config=tower, **settings)
 
 
+# `Llama4ForConditionalGeneration` reads it of what its language model returns, which lacks it (5.24).
+MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]
+
+
+def llama4(**keys: Any) -> Any:
+    """Tiles of `SIDE` x `SIDE` patches, of which 2 x 2 are joined; the feed-forward part has their width."""
+    width = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 20)
+    tower = {**TOWER, "num_hidden_layers": 2, "intermediate_size": 96, **width, **keys}
+    tokens = {"image_token_index": PLACEHOLDER, "boi_token_index": 61, "eoi_token_index": 62}
+    return transformers.Llama4Config(text_config={**SIZES, **LLAMA4}, vision_config=tower, **tokens)
+
+
 @frozen
 class Seeing:
     """A class of `transformers`, and how its configuration is made."""
@@ -87,7 +100,8 @@ class Seeing:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        return model.to(dtype)
+        # Of a model in float32 this would make the complex tables of Llama 4 real numbers, too.
+        return model if dtype == torch.float32 else model.to(dtype)
 
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         """Write the model to a folder, in several files; returns it."""
@@ -136,6 +150,7 @@ MODELS: Mapping[str, Seeing] = {
         "InternVLForConditionalGeneration",
         lambda: internvl(text("Qwen3", head_dim=8), norm_type="rms_norm", use_qk_norm=True, use_mean_pooling=False),
     ),
+    "llama4, experts": Seeing("Llama4ForConditionalGeneration", llama4),
     "idefics3": Seeing("Idefics3ForConditionalGeneration", lambda: shuffled("Idefics3", text("Llama"))),
     "smolvlm": Seeing(
         "SmolVLMForConditionalGeneration",
@@ -233,7 +248,7 @@ def inputs_for(name: str, batch: Mapping[str, Tensor], pixels: Tensor, rows: sli
     if name.startswith("paligemma"):  # the suffix, whose first token is a label of the prefix
         suffix = F.pad(batch["labels"][rows, :-1] >= 0, (1, 0)).cumsum(1) > 0
         return {**placed, "token_type_ids": suffix.long() if rows == slice(None) else torch.zeros_like(ids)}
-    if name.startswith(("llava", "internvl")):
+    if name.startswith(("llava", "internvl", "llama4")):
         return placed
     images = torch.stack([pixels, torch.zeros_like(pixels)])[rows]  # an image of zeros is none
     return {"input_ids": ids.where(ids >= 0, PLACEHOLDER), "pixel_values": images}

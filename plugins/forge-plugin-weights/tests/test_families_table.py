@@ -9,7 +9,7 @@ from pathlib import Path
 
 from drawn_configs import INSTALLED
 from published_models import SIZES, Published
-from test_published_vision import PARTS_TOO
+from test_published_vision import PARTS_TOO, WHOLE_TOO
 from test_weights_layouts import LIKE_LLAMA, MODELS, has_experts
 
 from forge_plugin_weights.fields import ExportedAs
@@ -65,7 +65,8 @@ def configurations() -> dict[str, str]:
             whole = config["model_type"]
             if whole not in read or file == "published_configs.json":
                 whole = PARTS.get(whole, whole)
-            for type_ in (whole, *filter(None, [PARTS_TOO.get(name)])):
+            too = [type_ for type_ in (config["model_type"],) if type_ in WHOLE_TOO]
+            for type_ in (whole, *too, *filter(None, [PARTS_TOO.get(name)])):
                 read[type_] = min(read[type_], found, key=("published file", "some keys of a file", "class").index)
     return read
 

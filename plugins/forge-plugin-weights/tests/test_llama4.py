@@ -1,4 +1,4 @@
-"""Llama 4: the language model of one with images, text past a chunk's end, and keys that Forge does not compute."""
+"""Llama 4: text past a chunk's end, its language model alone, and keys that Forge does not compute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from published_models import LLAMA4, MODELS, SIZES, ids_of, logits, ours, randomised
+from published_models import MODELS, ids_of, logits, ours
+from published_vision import MODELS as SEEING
+from published_vision import llama4
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
@@ -24,15 +26,7 @@ from forge_plugin_weights.tables import load_architecture, read_config, write_co
 CATALOG = Catalog.installed()
 NAME = "llama4_text"
 LLAMA4_TEXT = load_architecture(NAME, CATALOG)
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-    **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16),
-}
+LLAMA4 = load_architecture("llama4", CATALOG)
 
 
 def test_greedy_tokens_are_those_of_transformers_beyond_the_end_of_a_chunk(tmp_path):
@@ -48,16 +42,11 @@ def test_greedy_tokens_are_those_of_transformers_beyond_the_end_of_a_chunk(tmp_p
 
 
 def test_the_language_model_comes_in_and_goes_out_without_its_vision_tower(tmp_path):
-    config = transformers.Llama4Config(
-        text_config={**SIZES, **LLAMA4}, vision_config=VISION, image_token_index=60, boi_token_index=61
-    )
-    torch.manual_seed(0)
-    theirs = randomised(transformers.Llama4ForConditionalGeneration(config))
-    theirs.save_pretrained(tmp_path / "published")
+    theirs = SEEING["llama4, experts"].write(tmp_path / "published")
     run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=NAME)
     ids = ids_of() % 56
     with torch.no_grad():
-        expected = theirs.language_model(ids).logits  # the whole model needs images (transformers 5.24)
+        expected = theirs(ids).logits
     assert expected.std() > 0.1
     assert (logits(ours(run), ids) - expected).abs().max() < 1e-4
     again, loading = transformers.AutoModelForCausalLM.from_pretrained(
@@ -154,3 +143,49 @@ def test_a_mask_is_refused_by_families_without_one():
     model = parse_component(table, "job.toml", ModelComponent, CATALOG)
     with pytest.raises(JobError, match=r"attention\.mask"):
         write_config(load_architecture("llama", CATALOG), model, CATALOG)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image_size": 18}, "image_size = 18, which patch_size = 4 does not divide"),
+        ({"image_size": [16, 20]}, r"image_size = \[16, 20\]; images and patches are squares"),
+        ({"pixel_shuffle_ratio": 0.3}, "pixel_shuffle_ratio = 0.3"),
+        ({"intermediate_size": 40}, "intermediate_size = 40, and hidden_size / pixel_shuffle_ratio² = 96"),
+        ({"vision_output_dim": 24}, "projector_input_dim = 20, projector_output_dim = 20, vision_output_dim = 24"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 9.0}}, "rope_parameters = .*yarn"),
+        ({"hidden_act": "silu"}, "hidden_act = 'silu'"),
+        ({"norm_eps": 1e-6}, "norm_eps = 1e-06"),
+        ({"vision_feature_layer": -2}, "vision_feature_layer = -2"),
+        ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy = 'full'"),
+    ],
+)
+def test_what_its_tower_cannot_be_is_refused_by_key(changes: dict[str, Any], words: str):
+    config = llama4().to_dict()
+    with pytest.raises(JobError, match=words):
+        read_config(LLAMA4, {**config, "vision_config": {**config["vision_config"], **changes}})
+
+
+def test_sides_may_be_pairs_and_the_base_of_the_encoding_may_stand_in_a_table():
+    config = llama4().to_dict()
+    tower = {key: value for key, value in config["vision_config"].items() if key != "rope_parameters"}
+    pairs = {"image_size": [16, 16], "patch_size": (4, 4), "rope_theta": 10000.0, "rope_parameters": None}
+    assert read_config(LLAMA4, {**config, "vision_config": {**tower, **pairs}}) == read_config(LLAMA4, config)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "words"),
+    [
+        ("encoder", {"rotary_theta": 0.0}, "vision.encoder.rotary_theta = 0.0"),
+        ("encoder", {"size": [16, 24]}, r"vision.encoder.size = \[16, 24\], where it is a square"),
+        ("encoder", {"hidden": 40}, "vision.encoder.hidden = 40, where it is 96 with vision.adapter.factor = 2"),
+        ("encoder", {"qk_norm": True}, "vision.encoder.qk_norm"),
+        ("adapter", {"hidden": [20]}, r"vision.adapter.hidden = \[20\]"),
+        ("adapter", {"bias": True}, "vision.adapter.bias = True"),
+    ],
+)
+def test_a_tower_that_it_cannot_describe_is_not_exported_as_one(part: str, changes: dict[str, Any], words: str):
+    table = json.loads(json.dumps(read_config(LLAMA4, llama4().to_dict())))
+    table["vision"][part] |= changes
+    with pytest.raises(JobError, match=words):
+        write_config(LLAMA4, parse_component(table, "job.toml", ModelComponent, CATALOG), CATALOG)

@@ -100,7 +100,7 @@ def test_a_model_that_sees_images_comes_in_and_goes_out(tmp_path, name):
 
 
 def positions_of(name: str) -> int:
-    return SIDE**2 // 4 if name.startswith(("idefics3", "smolvlm", "internvl")) else SIDE**2
+    return SIDE**2 // 4 if name.startswith(("idefics3", "smolvlm", "internvl", "llama4")) else SIDE**2
 
 
 def logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -282,7 +282,14 @@ def ours_at_start(path: Path) -> Mapping[str, Tensor]:
     return weights
 
 
-CONFIGS: Mapping[str, Any] = json.loads(Path(__file__).with_name("published_vision_configs.json").read_text())
+HERE = Path(__file__).parent
+WHOLE_TOO = ("llama4",)
+"""Models whose configurations stand among those of language models, which are parts of them."""
+LANGUAGE_CONFIGS: Mapping[str, Any] = json.loads((HERE / "published_configs.json").read_text())
+CONFIGS: Mapping[str, Any] = {
+    **json.loads((HERE / "published_vision_configs.json").read_text()),
+    **{name: config for name, config in LANGUAGE_CONFIGS.items() if config["model_type"] in WHOLE_TOO},
+}
 PARTS = {"siglip": "siglip_vision_model", "siglip2": "siglip2_vision_model", "clip": "clip_vision_model"}
 """Architectures that read a part of a model, by its `model_type`."""
 PARTS_TOO: Mapping[str, str] = {

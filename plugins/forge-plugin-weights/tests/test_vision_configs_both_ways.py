@@ -9,7 +9,7 @@ from drawn_configs import INSTALLED, MANY
 from drawn_vision_configs import DRAWN, keys_that_are_read, vision_configs
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
-from test_configs_both_ways import BY_MEANING, CATALOG, PHASES, by_transformers
+from test_configs_both_ways import BY_MEANING, CATALOG, OWN_SPELLINGS, PHASES, by_transformers
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
@@ -19,8 +19,9 @@ from forge_plugin_weights.tables import read_config, write_config
 INNER = ("text_config", "vision_config")
 SPELT_OTHERWISE = {
     *BY_MEANING,
+    *OWN_SPELLINGS["llama4_text"],
     *("vision_feature_layer", "attention_heads", "num_attention_heads", "tie_word_embeddings", "vision_use_head"),
-    *("model_type", "attention_dropout", "hidden_dropout_prob", "projection_dropout"),
+    *("model_type", "attention_dropout", "hidden_dropout_prob", "projection_dropout", "projector_dropout"),
 }
 """Keys for which there are several ways to say one thing, or that say nothing of what is computed."""
 FIRST = settings(max_examples=30, phases=[Phase.generate], derandomize=True, database=None)

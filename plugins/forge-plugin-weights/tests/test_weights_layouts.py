@@ -102,6 +102,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "hunyuan_v1_dense": "tp2",
     "ministral3": "pp2",
     "llava, experts": "ep2",
+    "llama4, experts": "tp2",
     "paligemma": "fsdp2",
     "smolvlm": "pp2",
     "mistral3": "tp2",

@@ -6,6 +6,8 @@ encoder, D of the language model, H heads, E width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -71,20 +73,28 @@ def taken(features: Tensor, index: Tensor, there: Tensor) -> Tensor:
 
 
 class ShuffledProjection(nn.Module):
-    """One matrix on the features of a window, joined row by row: (B, P, W) to (B, M, D)."""
+    """One matrix on the features of a window, joined row by row: (B, P, W) to (B, M, D).
 
-    def __init__(self, width: int, factor: int, dim: int, *, bias: bool) -> None:
+    Before it come matrices to the widths of `hidden`, each followed by GELU.
+    """
+
+    def __init__(self, width: int, factor: int, hidden: Sequence[int], dim: int, *, bias: bool) -> None:
         super().__init__()
         self.windows = Windows(factor, factor, ragged=False)
-        self.project = Linear(factor**2 * width, dim, bias=bias)
+        widths = [factor**2 * width, *hidden]
+        self.hidden = nn.ModuleList(Linear(*pair, bias=bias) for pair in pairwise(widths))
+        self.project = Linear(widths[-1], dim, bias=bias)
 
     def forward(self, features: Tensor, images: Images) -> Tensor:
-        projected: Tensor = self.project(taken(features, *self.windows.members(images)).flatten(2))
+        x = taken(features, *self.windows.members(images)).flatten(2)
+        for matrix in self.hidden:
+            x = F.gelu(matrix(x))
+        projected: Tensor = self.project(x)
         return projected
 
     def flops(self, grid: Grid) -> float:
         """Counts 6 a weight and window."""
-        return 6.0 * self.windows.count(grid) * self.project.weight.numel()
+        return 6.0 * self.windows.count(grid) * _matrices(self)
 
 
 class AveragedWindows(nn.Module):

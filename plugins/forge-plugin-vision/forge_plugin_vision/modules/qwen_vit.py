@@ -26,43 +26,10 @@ from forge_plugin_vision.modules.vit import attend as apart
 from forge_plugin_vision.modules.vit import is_known
 
 if TYPE_CHECKING:
-    from forge_core.contracts.model import Fill
     from forge_plugin_vision.kinds import Grid
+    from forge_plugin_vision.modules.axial_rotary import AxialRotary
     from forge_plugin_vision.modules.images import Images
     from forge_plugin_vision.modules.positions import PositionTable
-
-
-class AxialRotary(nn.Module):
-    """Tables of `rotate` for patches: the first half of the pairs turns with the row, the second with the column."""
-
-    rates: Tensor
-
-    def __init__(self, head_dim: int, theta: float, *, in_turns: bool = False) -> None:
-        """Args: `in_turns`, whether rows have every other rate of E / 2, and columns those between."""
-        super().__init__()
-        self.head_dim, self.theta, self.in_turns = head_dim, theta, in_turns
-        self.register_buffer("rates", torch.empty(2, head_dim // 4, dtype=torch.float64), persistent=False)
-
-    def init_parameter(self, name: str, fill: Fill) -> None:
-        raise AssertionError(f"a rotary encoding has no parameter {name}")
-
-    def init_buffers(self, device: torch.device) -> None:
-        """Recomputes the rates in float64: theta^(-4 i / E) radians a row or column for pair i of E / 4.
-
-        In turns, columns have theta^(-(4 i + 2) / E).
-        """
-        pairs = 4 * torch.arange(self.head_dim // 4, dtype=torch.float64, device=device)
-        exponents = torch.stack([pairs, pairs + 2 if self.in_turns else pairs])
-        self.rates.copy_(self.theta ** (-exponents / self.head_dim))
-
-    def forward(self, images: Images, dtype: torch.dtype) -> Tensor:
-        """Returns cosine and sine (2, B, P, 1, E), in float32 or wider."""
-        sides = zip((images.row, images.column), self.rates, strict=True)
-        angles = torch.cat([place[..., None, None] * rates for place, rates in sides], -1)
-        cos, sin = angles.cos(), angles.sin()
-        # `rotate` pairs dimension i with i + E / 2, and takes the sine negative in the first half.
-        tables = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
-        return tables.to(torch.promote_types(dtype, torch.float32))
 
 
 class Order(NamedTuple):

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from forge_core.contracts.model import Role
 from forge_kit.nn.modules import LayerNorm, Linear
 from forge_kit.nn.taps import TapPoint
+from forge_plugin_transformer.modules.rotary import rotate
 from forge_plugin_vision.modules.activations import ACTIVATIONS
+from forge_plugin_vision.modules.axial_rotary import CountedRotary
 from forge_plugin_vision.modules.positions import PositionTable
 from forge_plugin_vision.modules.tower_points import PLAIN, tower_points
 
@@ -201,11 +203,14 @@ class EncoderBlock(nn.Module):
         self.down = Linear(hidden, width, bias=True, std=form.std)
         self.attention_scale, self.ffn_scale = form.new_scale(width), form.new_scale(width)
 
-    def forward(self, x: Tensor, segments: Tensor | None) -> Tensor:
-        """(B, P, W) -> (B, P, W); `segments` as in `Arrangement`."""
+    def forward(self, x: Tensor, segments: Tensor | None, tables: Tensor | None) -> Tensor:
+        """(B, P, W) -> (B, P, W); `segments` as in `Arrangement`, `tables` (2, B, P, 1, E) for `rotate`, if any."""
         h = self.attention_norm(x)
         whole = self.q_norm(self.q(h)), self.k_norm(self.k(h)), self.v(h)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in whole)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in whole)
+        if tables is not None:
+            q, k = (rotate(part, tables[0], tables[1]) for part in (q, k))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         x = x + self.attention_scale(self.o(attend(q, k, v, segments).transpose(1, 2).flatten(2)))
         mixed: Tensor = x + self.ffn_scale(self.down(self.activation(self.up(self.ffn_norm(x)))))
         return mixed
@@ -228,6 +233,7 @@ class VisionTransformer(nn.Module):
         pre_norm: bool,
         norm: bool,
         patch_bias: bool,
+        rotary_theta: float,
         form: BlockForm,
         taps: Sequence[int],
     ) -> None:
@@ -239,6 +245,7 @@ class VisionTransformer(nn.Module):
         self.patch = Linear(values, width, bias=patch_bias, std=std)
         self.class_token = nn.Parameter(torch.empty(width)) if class_token else None
         self.positions = PositionTable(grid, width, interpolation=interpolation, class_token=class_token, std=std)
+        self.rotary = CountedRotary(width // heads, rotary_theta) if rotary_theta else None
         self.pre_norm = LayerNorm(width, eps=eps) if pre_norm else None
         self.blocks = nn.ModuleList(EncoderBlock(width, heads, hidden, form) for _ in range(layers))
         self.norm = LayerNorm(width, eps=eps) if norm else None
@@ -259,13 +266,22 @@ class VisionTransformer(nn.Module):
         token = None if self.class_token is None else self.class_token.to(x.dtype) + first
         x = arrangement.arrange(x + places, token)
         x = x if self.pre_norm is None else self.pre_norm(x)
+        tables = None if self.rotary is None else self._tables(self.rotary, images, arrangement, x.dtype)
         tapped = []
         for number, block in enumerate(self.blocks):
-            x = block(x, arrangement.segments)
+            x = block(x, arrangement.segments, tables)
             if number in self.taps:
                 tapped.append(arrangement.restore(x))
         x = arrangement.restore(x)
         return (x if self.norm is None else self.norm(x), *tapped)
+
+    def _tables(self, rotary: CountedRotary, images: Images, arrangement: Arrangement, dtype: torch.dtype) -> Tensor:
+        """Returns cosine and sine (2, sequences, length, 1, E) of the sequences; class tokens are not rotated."""
+        parts = []
+        for table, still in zip(rotary(images, dtype).squeeze(3).unbind(), (1.0, 0.0), strict=True):
+            token = None if self.class_token is None else table.new_full((table.shape[-1],), still)
+            parts.append(arrangement.arrange(table, token))
+        return torch.stack(parts).unsqueeze(3)
 
     def _arrangement(self, images: Images) -> Arrangement:
         if self.one_size:
