@@ -76,8 +76,11 @@ def test_a_run_that_crashes_and_continues_is_one_run(make_job, train, lines, ser
 
 def test_a_sqlite_file_and_a_run_that_is_to_be_continued(make_job, train, project):
     uri = database()
-    train(make_job(steps=4, loggers={"mlflow": MLflow(project=project, tracking_uri=uri, interval=2)}), Stops())
+    job = make_job(steps=4, loggers={"mlflow": MLflow(project=project, tracking_uri=uri, interval=2)})
+    train(job, Stops())
     client = client_of(uri)
+    # Beside the run folders and not among them: a database has no place for files
+    assert client.get_experiment_by_name(project).artifact_location == Path(job.job.output, "mlflow-files").as_uri()
     [run] = runs_of(client, project)
     assert (run.info.status, run.data.tags["forge.ended"]) == ("SCHEDULED", "time is over")
     assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [2]

@@ -10,7 +10,7 @@ import pytest
 from proxy import Rule
 
 from forge_core.contracts.errors import CheckpointError
-from forge_plugin_checkpoints.objects.bucket import Bucket
+from forge_plugin_checkpoints.objects.bucket import LEAST_RATE, Bucket
 from forge_plugin_checkpoints.objects.storage import ObjectStorage
 from forge_testing.refusals import naming
 
@@ -115,16 +115,23 @@ def test_attempts_come_at_growing_distance(bucket, proxy, large, monkeypatch):
 
 @pytest.mark.parametrize(("parallel", "threads", "at_once"), [(8, 1, 8), (8, 3, 2), (2, 4, 1)])
 def test_parts_on_their_way_at_a_time_are_shared_among_files(bucket, large, monkeypatch, parallel, threads, at_once):
-    ours, asked = bucket(parallel=parallel), []
-    put = ours._fs._put_file
+    ours, asked, limits = bucket(parallel=parallel, timeout_s=5.0), [], []
+    put, call = ours._fs._put_file, ours._call
 
     async def watched(local, remote, chunksize=0, max_concurrency=0, **settings):
         asked.append((chunksize, max_concurrency))
         await put(local, remote, chunksize=chunksize, max_concurrency=max_concurrency, **settings)
 
+    def limited(name, *arguments, limit_s=0, **settings):
+        limits.extend([limit_s] * (name == "put_file"))
+        return call(name, *arguments, limit_s=limit_s, **settings)
+
     monkeypatch.setattr(ours._fs, "_put_file", watched)
+    monkeypatch.setattr(ours, "_call", limited)
     ours.upload(large, "large", threads=threads)
     assert asked == [(PART, at_once)]
+    first_bytes = min(large.stat().st_size, PART * at_once)  # nothing moves until parts of so many have arrived
+    assert limits == [pytest.approx(5.0 + first_bytes / LEAST_RATE)]
 
 
 @pytest.mark.parametrize(("parallel", "items", "at_once"), [(3, 12, 3), (8, 2, 2), (0, 2, 1)])
