@@ -24,6 +24,7 @@ def centred(rewards: Tensor) -> Tensor:
 
 def left_out(rewards: Tensor) -> Tensor:
     """Rewards minus the mean of the others of their group (RLOO, Ahmadian et al. 2024, equation 7)."""
+    # r - (sum - r) / (G - 1) is (r - mean) G / (G - 1)
     size = rewards.shape[1]
     return centred(rewards) * (size / (size - 1))
 

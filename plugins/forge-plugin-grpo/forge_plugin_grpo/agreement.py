@@ -40,7 +40,9 @@ def first_mean(context: StepContext, name: str) -> float | None:
     # A run that continues has compared before; of several runs that train one model, each has a part of the mean
     if context.step != 1 or build.layout.run[1] > 1:
         return None
+    # Ranks of a pipeline without the loss have no such entry, and add 0 below
     total = build.auxiliary.totals().get(name, torch.zeros(()))
+    # A copy: reductions are in place, and the counter itself is still to be logged
     mean = total.detach().to(build.device, torch.float64).clone()
     pipeline = mesh.pipeline_group(build.mesh)
     if pipeline is not None:  # only its last rank has log-probabilities
@@ -95,6 +97,7 @@ class FirstKL(TrainingHook):
         if not policy_loss_of(context.build.auxiliary).starts_as_reference:
             return
         mean, allowed = first_mean(context, KL), tolerance(context.job, KL_TOLERANCE)
+        # Not a number is not <= either, and ends the run
         if mean is None or mean <= allowed:
             return
         message = (

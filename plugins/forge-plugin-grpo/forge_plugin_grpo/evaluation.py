@@ -66,6 +66,7 @@ class Rewards(EvaluationComponent):
             loss.max_tokens,
             scorer.stops,
             Sampling(temperature=self.temperature),
+            # By the number of the prompt, not by rank: every layout draws the same
             [seed_of(f"{context.job.job.seed}:evaluation:{number}") for number in own or [0]],
         )
         scores = scorer(drawn, chosen)

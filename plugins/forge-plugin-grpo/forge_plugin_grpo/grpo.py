@@ -116,6 +116,7 @@ class GRPO(LossComponent):
         yield Rollouts(loss=self)
         if self.check_first_log_p:
             yield SamplerAgrees()
+        # With its adapters off, the reference is in the checkpoints of the run itself
         if self.reference not in ("", ADAPTERS_OFF):
             yield SameReference(reference=self.reference)
         if self.reference and self.check_first_kl:

@@ -210,6 +210,7 @@ class Rollouts(TrainingHook):
         """
         group = self.loss.group
         redraws = torch.zeros((), dtype=torch.float64)
+        # Of all ranks, so that all leave the loop after the same draw: the next one is collective
         share = self._mean(_equal(rewards))
         for attempt in range(1, self.loss.dynamic_sampling + 1):
             if not share:
@@ -228,6 +229,7 @@ class Rollouts(TrainingHook):
                 rewards[row] = scores[number]
             redraws += len(rows)
             share = self._mean(_equal(rewards))
+        # Spread over this rank's rows: `_mean` divides by the rows of all ranks
         context.log("redraws", self._mean(redraws.expand(len(prompts)) / len(prompts)))
         context.log("redraws/equal", share)
         return share
@@ -283,6 +285,7 @@ class Rollouts(TrainingHook):
     ) -> Mapping[str, Tensor]:
         """Log means over all ranks, and return them. Collective."""
         sums = {
+            # Everything is divided by the number of completions: values of a group count `group` times
             "reward": rewards.sum(),
             **{f"reward/{name}": scores.sum() for name, scores in parts.items()},
             "reward/std": rewards.std(1).sum() * self.loss.group,
@@ -305,6 +308,7 @@ class Rollouts(TrainingHook):
         """Returns the rows of the whole global batch, as tensors, between two updates on them. Collective then."""
         if not self._rows:
             return {}
+        # On the CPU: a pickled tensor comes back on the device it was on, which is another rank's GPU
         own = {name: torch.cat([rows[name] for rows in self._rows]).cpu() for name in self._rows[0]}
         of_ranks: dict[int, dict[str, Tensor]] = {}
         for rank, entries in mesh.gather_objects((self._sample_rank, own)):

@@ -123,6 +123,7 @@ def _total(loss: GRPO, values: Tensor, valid: Tensor) -> Tensor:
     if loss.algorithm == "dr_grpo":
         # By a constant, so that a long wrong completion weighs as much per token as a short one
         return values.sum() / loss.max_tokens
+    # Clamped: a completion without a label has length 0, and 0 / 0 would spoil the sum
     return (values.sum(-1) / valid.sum(-1).clamp(min=1)).sum()
 
 
@@ -130,6 +131,7 @@ def _clipped(loss: GRPO, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Ten
     """min(r A, clip(r) A) (Schulman et al. 2017, equation 7), and where it is constant."""
     bounded = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     plain, limited = ratio * advantages, bounded * advantages
+    # Strictly less: within the bounds both are equal, and the gradient is not 0
     return torch.minimum(plain, limited), limited < plain
 
 
@@ -223,6 +225,7 @@ class PolicyLoss:
     def _old(self, log_p: Tensor, batch: Batch) -> Tensor:
         """(B, S): log-probabilities before the first update on these rows."""
         if OLD in batch:
+            # The hook stores float64 in a pipeline, whatever dtype the loss computes in
             return batch[OLD].view_as(log_p).to(log_p.dtype)
         if self.loss.updates > 1:
             self.old_log_p.append(log_p.detach())

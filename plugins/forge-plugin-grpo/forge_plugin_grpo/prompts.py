@@ -60,6 +60,7 @@ class Prompts(DatasetComponent):
     def _first_fault(self, job: Job) -> str:
         """What is wrong with the first line; the others are read when the data are built."""
         rewards: Mapping[str, RewardComponent] = getattr(job.loss, "rewards", {})
+        # Only \n ends a line, as in `read_lines`: the numbers in errors must agree
         with Path(self.path).open(encoding="utf-8-sig", newline="\n") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():

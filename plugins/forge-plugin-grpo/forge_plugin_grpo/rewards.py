@@ -53,7 +53,9 @@ class Answer(RewardComponent):
             matches = list(re.finditer(self.pattern, text))
             if not matches:
                 return 0.0
+            # A group that took no part in the match is None
             text = matches[-1][1] or ""
+        # A completion that was cut may have a part of its answer: `12` of `120`
         return float(completion.ended and _same(text, str(completion.row[self.key])))
 
 

@@ -72,6 +72,7 @@ def _scored(name: str, reward: RewardComponent, completions: Sequence[Completion
 
 def _scored_together(name: str, reward: RewardComponent, group: Sequence[Completion]) -> list[float]:
     try:
+        # `float` inside of the try: what is no number is reported with its completion, like a failure
         scores = [float(score) for score in reward.scores(group)]
     except Exception as error:
         place = f"the completion {group[0].text!r:.60} of {group[0].prompt!r:.60}"

@@ -38,12 +38,15 @@ def in_slots(
     for number, one in enumerate(drawn):
         prompt = prompts[number // group]
         ids = torch.tensor([*prompt, *one.ids])
+        # The last token is only a label. So a slot of W positions holds W + 1 tokens.
         rows[number, : len(ids) - 1] = ids[:-1]
+        # Labels are one place ahead: the prompt's last token predicts the first of the completion
         labels[number, len(prompt) - 1 : len(ids) - 1] = ids[len(prompt) :]
         sampled[number, len(prompt) - 1 : len(ids) - 1] = torch.tensor(one.log_p, dtype=torch.float64)
     return {
         "input_ids": rows.view(size, -1),
         "labels": labels.view(size, -1),
+        # A document each, so that completions in a row do not see each other
         "document_ids": torch.arange(group).repeat_interleave(width).expand(size, -1),
         "positions": torch.arange(width).repeat(group).expand(size, -1),
         "examples": torch.full((size,), group),

@@ -154,6 +154,7 @@ class LoRA(Plugin):
         model.tensor_parallel_plan = plan  # type: ignore[method-assign]
         narrow = self._narrowed(context.job, roles_of(model))
         further = {name for name in names if any(fnmatchcase(name, pattern) for pattern in self.train)}
+        # Before the adapters are there, which stay in float32
         for name, parameter in model.named_parameters():
             if name in narrow and name not in further:
                 parameter.data = parameter.data.bfloat16()

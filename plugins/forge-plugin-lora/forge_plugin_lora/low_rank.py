@@ -115,9 +115,11 @@ class Decomposed(LowRank):
         """(out,): m over the norm of each row, in float32 or wider."""
         with torch.no_grad():
             weight, update = self._wide()
+            # Stacked, so that ranks of columns reduce once for both norms
             squares = torch.stack([weight.square().sum(-1), (weight + update).square().sum(-1)])
             before, after = self._over_columns(squares).sqrt()
         magnitude: Tensor = self.lora_magnitude()
+        # A row of zeros has the norm 0, and 0 / 0 would be no number
         return (before + magnitude.to(before.dtype)) / after.clamp(min=torch.finfo(after.dtype).tiny)
 
     def row_norms(self) -> Tensor:

@@ -335,7 +335,9 @@ def store(module: Any) -> None:
     elements = shape.numel()
     module.weight = Stored.of((*rows, inputs // BLOCK * BYTES), elements, stored_bytes(shape) / elements)
     module.nf4_rows = Rows(rows)
+    # Not in checkpoints: a constant of the format
     module.register_buffer("nf4_pairs", torch.empty(256, 2, device="meta"), persistent=False)
+    # Read here, as `put_before` derives a class with another `forward`
     module.nf4_plain = type(module).forward in (Linear.forward, nn.Linear.forward)
     module.nf4_shape = shape
     module.nf4_written = 0

@@ -52,6 +52,7 @@ def _iterate(x: Tensor, coefficients: tuple[float, float, float], steps: int, ep
     x = x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps))
     for _ in range(steps):
         gram = x @ x.mT
+        # a X + (b G + c G²) X with G = X Xᵀ: each sum is computed within its product
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 

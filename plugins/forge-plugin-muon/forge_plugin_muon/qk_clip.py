@@ -128,6 +128,7 @@ class Clip(TrainingHook):
 
     def _factors(self, scores: Tensor) -> Tensor:
         """T / S of heads above the threshold, 1 of others: (H,), from the largest scores (H,)."""
+        # An infinite score would give the factor 0, and erase the head
         return (self.threshold / scores).where((scores > self.threshold) & scores.isfinite(), 1.0)
 
     def _summary(self, rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:

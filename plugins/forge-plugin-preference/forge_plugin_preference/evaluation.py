@@ -50,6 +50,7 @@ class Preferences(EvaluationComponent):
         objective = objective_of(context.build.auxiliary)
         z = self._baseline(context, objective) if objective.loss.wants_mismatched else None
         means = self._means(context, objective, z)
+        # Single answers have no partner to subtract: the means of the two kinds are compared
         if "rewards/margin" not in means:
             means["rewards/margin"] = means["rewards/chosen"] - means["rewards/rejected"]
         return {f"{self.prefix}/{name}": value for name, value in means.items()}

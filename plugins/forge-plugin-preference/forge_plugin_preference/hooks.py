@@ -86,6 +86,7 @@ class FirstLoss(TrainingHook):
             return
         found, name = metrics.get(self.loss.metric), self.loss.metric
         tolerance = TOLERANCE[context.job.train.precision]
+        # Not `>`: a loss that is not a number must fail, too
         if found is None or not abs(found - known) <= tolerance * known:
             why = objective_of(build.auxiliary).known_start
             message = (

@@ -69,6 +69,7 @@ def read_preferences(path: str, *, with_reference: bool = False, with_margin: bo
             preferences.append(parse(text, number, with_reference=with_reference, with_margin=with_margin))
         except Malformed as error:
             problems.append(f"{path}, line {number}: {error}")
+    # Reversed, so that the line kept for each form is its first one
     forms = {len(each.answers): each for each in reversed(preferences)}
     if len(forms) > 1:
         lines = " and ".join(f"line {forms[size].number} has {size}" for size in sorted(forms))
@@ -155,6 +156,7 @@ def _shared_messages(answers: tuple[Text, ...]) -> tuple[Text, tuple[Text, ...]]
     if len(chats) < 2:
         raise Malformed("has no 'prompt'; only 'chosen' and 'rejected' that are whole conversations do without one")
     length = 0
+    # At least one message stays as the answer, even of two conversations that are equal
     while all(len(chat) > length + 1 for chat in chats) and chats[0][length] == chats[1][length]:
         length += 1
     if not length:
@@ -164,6 +166,7 @@ def _shared_messages(answers: tuple[Text, ...]) -> tuple[Text, tuple[Text, ...]]
 
 def _label(entries: Mapping[str, Any]) -> bool:
     label = entries["label"]
+    # 1 and 0 are equal to true and false, and accepted
     if label not in (True, False):
         raise Malformed(f"'label' is {json.dumps(label)[:60]}; it is true for a desirable answer, or false")
     return bool(label)
@@ -173,6 +176,7 @@ def _reference(entries: Mapping[str, Any], keys: Sequence[str]) -> tuple[float, 
     names = [f"reference_{key}" for key in keys]
     for name in names:
         value = entries.get(name)
+        # In Python, bool is a subclass of int
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value > 0:
             seen = f"is {json.dumps(value)[:60]}" if name in entries else "is missing"
             message = f"{name!r} {seen}; without loss.reference it is the log-probability of that answer, in nats"

@@ -303,8 +303,10 @@ class Rows:
         parts = [self._sum(log_p), self.count_labels(log_p.dtype)]
         if reference is not None and reference is not self.stored:
             parts.append(self._sum(reference))
+        # Stacked, so that ranks which share rows reduce once
         stacked = torch.stack(parts)
         sums, tokens, *rest = sum_over_ranks(stacked, groups) if groups else stacked
+        # Values from the data are of whole answers: a sum over ranks would count them several times
         if reference is not None and reference is self.stored:
             rest = [reference.to(sums.dtype)]
         # An evaluation fills its last batch with rows whose labels are all ignored
@@ -344,6 +346,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _summed(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    # Reduced in place, and neither autograd's input nor its gradient may change
     values = values.clone(memory_format=torch.contiguous_format)
     for group in groups:
         dist.all_reduce(values, group=group)

@@ -156,6 +156,7 @@ class Pairs(DatasetComponent):
         if not fitted.examples:
             message = f"no line of {self.path} fits into a row of train.seq_len = {length} tokens"
             raise JobError([Problem("path", f"{message}; raise it")])
+        # After `fit`, so that examples it dropped lend no answers
         if getattr(job.loss, "wants_mismatched", False):
             fitted.examples = with_mismatched(fitted.examples, length)
         rows = pack(fitted.examples, length, self._row_places()[0])

@@ -88,6 +88,7 @@ def _shortened(example: Example, over: int, begin: int) -> Example | None:
     """The example without the first tokens of its prompt; None if what is left is still too long."""
     # All answers of an example lose the same tokens: they answer the same prompt
     cut = -(-over // len(example.documents))
+    # One token has to stay before the answer, to predict its first one from
     if any(document.prompt - cut < max(begin, 1) for document in example.documents):
         return None
     documents = tuple(document.without(begin, begin + cut) for document in example.documents)

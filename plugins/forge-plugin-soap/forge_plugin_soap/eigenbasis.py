@@ -31,6 +31,7 @@ def next_columns(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         `basis`: largest estimated eigenvalue first.
     """
     product = matrix @ basis
+    # Stable: equal estimates leave columns where they are, on every device
     order = torch.argsort((basis * product).sum(0), descending=True, stable=True)
     return product[:, order], order
 
@@ -45,6 +46,7 @@ def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
     # `contiguous` below: LAPACK returns bases in column order and checkpoints restore them in row order, and products
     # with the two are rounded differently, so that a resumed run would differ.
     bases, lost = zip(*map(_decompose, matrices), strict=True)
+    # A planned step has no values to read
     if isinstance(matrices[0], FakeTensor):
         return [basis.contiguous() for basis in bases]
     # From a column of zeros, Householder's method makes the image of the unit vector under its earlier reflections. A

@@ -135,6 +135,7 @@ class SOAPOptimizer(MatrixOptimizer):
             # After the update: the basis that a gradient is rotated by must not have been fitted to it.
             own.follow(gradient, betas[2])
         state |= own.slots(suffix)
+        # Also at the first gradient, which has no bases yet
         if (state[STEP] - 1) % group["precondition_frequency"] == 0:
             self._due.append((state, suffix))
         return update

@@ -54,6 +54,7 @@ class BPE(TokenizerComponent):
             JobError: there are no documents, or they change while they are read.
         """
         sample = Sample(documents(), self.max_bytes)
+        # Reads all documents, and with them computes the digest below
         if not sum(map(len, sample)):
             raise JobError("bpe is trained on the corpus, but no source has any text")
         expected = sample.digest()

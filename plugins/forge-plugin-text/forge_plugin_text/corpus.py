@@ -116,6 +116,7 @@ def _index_of(files: Sequence[TextFile]) -> Path:
 
 def _update(path: Path, files: Sequence[TextFile]) -> dict[str, Entry]:
     """Hash the files that the index lacks, and write it with those whose entries can be trusted later."""
+    # Files that are gone would otherwise stay in the index for good
     index = {name: entry for name, entry in _read_index(path).items() if os.path.exists(name)}
     entries = _current(files, index)  # another process may have read some meanwhile
     # Before the first read: an entry is trusted only if its file was last changed well before that.

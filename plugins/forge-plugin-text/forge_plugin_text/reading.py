@@ -90,6 +90,7 @@ class Reading:
             text.encode()
         except UnicodeEncodeError as error:
             if self.errors == "replace":
+                # Through UTF-16, which has surrogates: `encode(errors="replace")` would write `?` and not U+FFFD
                 return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             raise JobError(
                 f"{where}: character {error.start} of {self.field!r} is half a surrogate pair, which UTF-8 cannot "

@@ -93,6 +93,7 @@ class JsonTokenizer:
     def _check_unspellable(self, key: str, text: str, consequence: str) -> None:
         """Raise if text can spell a token: some models (Unigram) have special tokens as ordinary pieces."""
         id_ = self._tokenizer.token_to_id(text)
+        # Alone, within a word and between spaces, which pre-tokenizers treat differently
         if any(id_ in ids for ids in self.encode_batch([text, f"a{text}b", f" {text} "])):
             raise JobError(
                 f"this tokenizer encodes the characters {text!r} in a text as its {key.replace('_', '-')}, id {id_}, "

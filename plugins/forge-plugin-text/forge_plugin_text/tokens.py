@@ -138,6 +138,7 @@ def _part_end(text: str, start: int) -> int:
     limit = start + PART_CHARACTERS
     if limit >= len(text):
         return len(text)
+    # After the start: a part that begins with a break would be empty
     line_break = text.rfind("\n", start + 1, limit)
     return line_break if line_break > 0 else limit
 

@@ -35,6 +35,7 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._rest:
+            # Nothing left means the end of the file to `BufferedReader`, so pieces are never empty
             self._rest = memoryview(next(self._chunks, b""))
         taken, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
         buffer[: len(taken)] = taken

@@ -50,6 +50,7 @@ class StateCache:
         arguments = zip(tensors, filters, self.tails, biases or [None] * len(filters), strict=True)
         found = [convolve(x, weight, None, tail, bias) for x, weight, tail, bias in arguments]
         whole = [torch.cat([t, x], 1) for x, t in zip(tensors, self.tails, strict=True)]
+        # Not from -W + 1: of a convolution of one position this is -0, which would keep everything
         self.tails = [x[:, x.shape[1] - t.shape[1] :] for x, t in zip(whole, self.tails, strict=True)]
         return found
 

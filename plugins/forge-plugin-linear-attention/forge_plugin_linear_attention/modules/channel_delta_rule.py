@@ -58,6 +58,7 @@ def channel_delta_rule(
     earlier = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     seen, before, to_end, through = parts_of_chunks(documents, more, chunk, earlier)
     of_keys, scores = (products * seen for products in _decayed_products((k, q), k, total))
+    # Strictly below the diagonal, as a position corrects what earlier ones wrote; the diagonal is 1, and implied
     system = (beta[..., None] * of_keys).tril(-1)
     since = total.exp() if before is None else total.exp() * before[..., None]
     right = torch.cat([beta[..., None] * v, beta[..., None] * since * k], -1)

@@ -86,6 +86,7 @@ def parts_of_chunks(
     # The last document goes on, so that the state after the padding is its own
     numbers = torch.cat([documents, documents[:, -1:].expand(-1, more)], 1).unflatten(1, (-1, chunk))[:, None]
     last = numbers[..., -1]  # (B, 1, N)
+    # The state before the first chunk belongs to document 0
     previous = F.pad(last[..., :-1], (1, 0))
     seen = earlier & (numbers[..., :, None] == numbers[..., None, :])
     return seen, numbers == previous[..., None], numbers == last[..., None], last == previous

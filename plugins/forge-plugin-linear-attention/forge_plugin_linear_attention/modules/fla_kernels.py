@@ -42,6 +42,7 @@ def read_by_fla(
     if documents is not None:  # all rows as one, in which documents are sequences
         bounds = _bounds(documents)
         arguments = {name: x.flatten(0, 1).unsqueeze(0) for name, x in arguments.items()}
+    # Queries have their factor already; by default, kernels would multiply by K^-0.5 once more
     read, _ = _kernel(rule)(**arguments, scale=1.0, cu_seqlens=bounds)
     return read.view(v.shape)
 

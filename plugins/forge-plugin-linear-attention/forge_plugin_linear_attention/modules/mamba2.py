@@ -81,6 +81,7 @@ class StateSpaceCore(nn.Module):
         rate = log_rate.to(wide).exp()
         if cache is None and self.choice.kernel == "fla":
             b, c = (part.repeat_interleave(x.shape[2] // part.shape[2], 2) for part in (b, c))
+            # Mamba-2 is this rule with q = c, k = b, v = Δ x and log α = -rate Δ
             read = read_by_fla("simple_gla", c, b, (inner * step[..., None]).to(x.dtype), -rate * step, batch).to(wide)
         else:
             state = None if cache is None else cache.state

@@ -216,6 +216,7 @@ class LatentAttention(nn.Module):
 
     def flops(self, seq_len: int) -> float:
         """6 per weight, and for the causal half 3 per key and element of the heads, of scores (E) and of mixing (V)."""
+        # Matrices alone: the gain of a norm multiplies element by element
         weights = sum(parameter.numel() for parameter in self.parameters() if parameter.ndim > 1)
         return 6.0 * weights + 3.0 * self.heads * (self.widths.key + self.widths.value) * seq_len
 
@@ -233,6 +234,7 @@ class LatentAttention(nn.Module):
         """See `forge_kit.nn.attention_scores.ClipsScores`. All heads share r: their queries take its whole factor."""
         widths, factors = self.widths, factors[:, None]
         queries = [(factors**query_share).expand(-1, widths.nope), factors.expand(-1, widths.rope)]
+        # Scores do not depend on the rows of values
         values = torch.ones_like(factors).expand(-1, widths.value)
         keys = [(factors ** (1 - query_share)).expand(-1, widths.nope), values]
         scale_rows(self.q_up if widths.q_latent else self.q, torch.cat(queries, 1).flatten())

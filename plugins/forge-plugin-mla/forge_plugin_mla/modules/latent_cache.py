@@ -71,6 +71,7 @@ def absorbs(new: int, cached: int, widths: Widths) -> bool:
     """
     up = widths.kv_latent * (widths.nope + widths.value)
     # Multiplications for each head and row
+    # Twice the whole width: latents are the values as well, and the mixed P of them are dropped
     absorbed = new * up + new * cached * 2 * (widths.kv_latent + widths.rope)
     expanded = cached * up + new * cached * 2 * widths.key
     return absorbed < expanded

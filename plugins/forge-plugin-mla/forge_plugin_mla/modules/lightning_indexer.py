@@ -209,6 +209,7 @@ class _IndexLoss(torch.autograd.Function):
             logs = scores.log_softmax(-1)
             # 0 where p is 0, and hidden keys have a logarithm of -inf
             total += (torch.xlogy(target, target) - target * logs.masked_fill(~attended, 0.0)).sum()
+            # The derivative of the divergence by the scores, as each row of p sums to 1
             grad = logs.exp() - target
             grads[2][:, own] = torch.einsum("brit,brt->bri", positive, grad)
             inner = grad[:, :, None] * weights[:, own, :, None] * (products > 0)

@@ -248,6 +248,7 @@ def _load_metrics(name: str, loads: Sequence[Tensor]) -> dict[str, Tensor]:
         fullest.append(shares.max() * len(load))
         # Relative to the entropy of equal shares, so that 1 is balance for any number of experts
         entropy = -torch.xlogy(shares, shares).sum()
+        # The logarithm of 1 is 0: a single expert is balanced as soon as it is used
         entropies.append(entropy / math.log(len(load)) if len(load) > 1 else used[-1].to(entropy))
     return {
         f"{name}/dead_experts": torch.stack(dead).sum(),

@@ -30,6 +30,7 @@ def places(starts: np.ndarray) -> dict[str, np.ndarray]:
     Args:
         starts: (S,) bool, where a document begins; the first position counts as one in any case.
     """
+    # A copy: callers pass a slice of a window, which would change with it
     starts = starts.copy()
     starts[0] = True
     index = np.arange(len(starts))

@@ -44,6 +44,7 @@ def _write(folder: Path, ends: np.ndarray, seq_len: int) -> dict[str, Any]:
         files = {name: stack.enter_context((folder / name).open("wb")) for name in FILES}
         files["bounds"].write(np.zeros(1, FILES["bounds"]).data)
         for (starts, lengths), bounds in packed_blocks(ends, seq_len, BLOCK):
+            # A block counts its own pieces from 0, which is where the block before it ended
             arrays = {"starts": starts, "lengths": lengths, "bounds": bounds[1:] + pieces}
             for name, array in arrays.items():
                 files[name].write(np.ascontiguousarray(array, FILES[name]).data)
