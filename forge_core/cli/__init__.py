@@ -25,8 +25,8 @@ usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
        forge-run COMMAND …
 
 Trains a job. Job files are layered from left to right; overrides come last.
-COMMAND --help describes a command, --version lists what is installed. Words in
-brackets make commands of their own: forge-run inside lens.
+COMMAND --help describes a command, --version lists what is installed. A word in
+brackets follows that of its line: forge-run inside lens.
 
 """
 
@@ -122,10 +122,10 @@ def help_text(catalog: Catalog, group: str = "") -> str:
         if not offer.type.startswith(group):
             continue
         name, _, member = offer.type.removeprefix(group).partition(" ")
-        heading, text = command_summary(offer.value)
+        heading, text, of_group = command_summary(offer.value)
         commands = sections.setdefault(heading, {})
         if member:
-            text = f"{commands.get(name, '')}[{member}]"
+            text = f"{of_group} {commands.get(name, '')}[{member}]".lstrip()
         elif offer.distribution.name not in (CORE, first_party()["command"].get(offer.type)):
             text += f" (from {offer.distribution})"
         commands[name] = f"{text} "
@@ -137,24 +137,24 @@ def help_text(catalog: Catalog, group: str = "") -> str:
     return listed if group else USAGE + listed
 
 
-def command_summary(value: str) -> tuple[str, str]:
-    """Heading and summary of the command that an entry point names; empty if there are none.
+def command_summary(value: str) -> tuple[str, str, str]:
+    """Heading and summary of the command that an entry point names, and the summary of its group; empty without.
 
-    They are the constant `HEADING` of its module and the first line of its docstring, read from the source without
-    importing anything.
+    They are the constant `HEADING` of its module, the first line of its docstring, and the constant `GROUP`, which one
+    command of a group has. They are read from the source without importing anything.
     """
     module, _, function = value.partition(":")
     package, *names = module.split(".")
     spec = find_spec(package)  # of the package alone: find_spec("a.b") would import a
     for name in names:
         spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations)
-    heading = summary = ""
+    summary, constants = "", {"HEADING": "", "GROUP": ""}
     for node in ast.parse(Path(spec.origin).read_text("utf-8")).body if spec and spec.origin else ():
         if isinstance(node, ast.FunctionDef) and node.name == function:
             summary = (ast.get_docstring(node) or "").partition("\n")[0]
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HEADING":
-            heading = ast.literal_eval(node.value)
-    return heading, summary
+        elif isinstance(node, ast.Assign) and (name := ast.unparse(node.targets[0])) in constants:
+            constants[name] = ast.literal_eval(node.value)
+    return constants["HEADING"], summary, constants["GROUP"]
 
 
 def version_text(catalog: Catalog) -> str:

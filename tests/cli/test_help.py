@@ -30,7 +30,7 @@ PLACES = {"--out": {"DIR", "FOLDER", "FILE", "PATH", "RUN"}, "--json": {None}, "
 @pytest.mark.parametrize("offer", OFFERS, ids=lambda offer: offer.type)
 class TestEachCommand:
     def test_its_summary_is_a_short_sentence(self, offer: Offer) -> None:
-        heading, summary = command_summary(offer.value)
+        heading, summary, _ = command_summary(offer.value)
         assert heading in HEADINGS
         assert summary[0].isupper()
         assert summary.endswith((".", "`."))

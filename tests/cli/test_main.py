@@ -206,9 +206,16 @@ class TestHelpAndVersion:
         check = Offer("command", "check", "forge_kit.tools.check:command", CORE)
         merge = Offer("command", "merge", "forge_plugin_lora.gone:merge", LORA)
         text = help_text(Catalog([merge, check]))
-        heading, summary = command_summary("forge_kit.tools.check:command")
+        heading, summary, _ = command_summary("forge_kit.tools.check:command")
         assert f"{heading}:\n  check         {summary}\n" in text
         assert text.endswith("more:\n  merge          (from forge-plugin-lora 1.2.0)")
+
+    def test_a_group_has_the_sentence_that_one_of_its_commands_states(self) -> None:
+        module = "forge_plugin_taps.lens"
+        lens = Offer("command", "inside lens", f"{module}.lens_command:command", CORE)
+        attention = Offer("command", "inside attention", f"{module}.attention_command:command", CORE)
+        assert help_text(Catalog([lens, attention])).endswith("use:\n  inside        Study a model. [attention] [lens]")
+        assert help_text(Catalog([lens])).endswith("use:\n  inside        [lens]")
 
     @pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])
     def test_help_is_printed(self, argv: list[str], forge_run: Run) -> None:

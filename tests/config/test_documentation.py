@@ -84,12 +84,12 @@ class TestDocs:
         assert field_docs(made["Made"]) == {}
 
     def test_function_summaries_are_read_without_importing(self) -> None:
-        heading, summary = command_summary("forge_kit.tools.check:command")
+        heading, summary, _ = command_summary("forge_kit.tools.check:command")
         assert heading == "start"
         assert summary.startswith("Check a job")
-        assert command_summary("forge_kit.tools.check:nothing") == ("start", "")
-        assert command_summary("forge_core.no_such_module:command") == ("", "")
-        assert command_summary("no_such_package.a.b:command") == ("", "")
+        assert command_summary("forge_kit.tools.check:nothing") == ("start", "", "")
+        assert command_summary("forge_core.no_such_module:command") == ("", "", "")
+        assert command_summary("no_such_package.a.b:command") == ("", "", "")
 
     def test_the_first_paragraph_is_put_on_one_line(self) -> None:
         assert one_paragraph("a\n b\n\nc") == "a b"

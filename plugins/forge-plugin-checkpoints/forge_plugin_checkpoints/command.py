@@ -35,7 +35,7 @@ HEADING = "keep"
 
 
 def command(argv: list[str]) -> int:
-    """List, verify, compare, prune, export or merge checkpoints."""
+    """List, verify, compare, prune, export, or average checkpoints."""
     options = _parser().parse_args(_with_action(argv))
     return int(options.action(options))
 

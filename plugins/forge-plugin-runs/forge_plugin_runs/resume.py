@@ -21,7 +21,7 @@ HEADING = "train"
 
 
 def command(argv: list[str]) -> int:
-    """Continue a run from its newest checkpoint; keys may change."""
+    """Continue a run from its newest checkpoint; you may change keys."""
     parser = argparse.ArgumentParser("forge-run resume", description=command.__doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run folder")

@@ -14,6 +14,7 @@ from forge_kit.tools.ranks import ranks_asked_for
 from forge_kit.tools.supervisor import run_ranks
 
 HEADING = "train"
+GROUP = "Start ranks here; restart them."
 STDIN = "/dev/stdin"
 """What `-` stands for among job files."""
 

@@ -23,7 +23,7 @@ HEADING = "start"
 
 
 def command(argv: list[str]) -> int:
-    """Check this machine: disks, network, GPUs.
+    """Check disks, network and GPUs; rehearse faults.
 
     The command checks versions, devices, file systems, limits, network, ranks and scheduler, and a job if one is given.
     Each line shows what was found and, for a problem, how to fix it. The exit code is 1 if a check failed. Nothing is

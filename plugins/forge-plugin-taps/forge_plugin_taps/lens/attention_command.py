@@ -42,6 +42,7 @@ def numbers(text: str) -> list[int]:
 
 
 HEADING = "use"
+GROUP = "Study a model."
 
 
 def command(argv: list[str]) -> int:
