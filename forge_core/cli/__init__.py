@@ -25,13 +25,13 @@ usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
        forge-run COMMAND …
 
 Trains a job. Job files are layered from left to right; overrides come last.
-COMMAND --help describes a command, --version lists what is installed. A word in
-brackets follows that of its line: forge-run inside lens.
+COMMAND --help describes a command, --version lists installed packages. A word in
+brackets follows the command of its line: forge-run inside lens.
 
 """
 
 HEADINGS = ("start", "train", "watch", "use", "keep", "extend")
-"""Headings of the list of commands, in order. A module names that of its command by a constant `HEADING`."""
+"""Headings of the list of commands, in order. A module names its heading by a constant `HEADING`."""
 
 _python_format = warnings.formatwarning
 

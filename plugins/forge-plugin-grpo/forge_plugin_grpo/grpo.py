@@ -36,7 +36,7 @@ class GRPO(LossComponent):
     """
 
     draws_completions: ClassVar[bool] = True
-    """Tells sources of prompts that completions of them are learned."""
+    """Informs sources of prompts that completions of them are learned."""
 
     rewards: Mapping[str, RewardComponent] = field(validator=min_len(1))
     """`[loss.rewards.NAME]`: what scores completions; the weighted sum of all is learned, and each is logged."""

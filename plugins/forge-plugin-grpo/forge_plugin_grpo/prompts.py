@@ -151,7 +151,7 @@ def _refuse(path: str, problems: Sequence[Problem]) -> None:
 
 
 def _encoded(tokenizer: Tokenizer, line: Line, room: int) -> tuple[list[int], str]:
-    """The ids of a line's prompt, and what is wrong with them."""
+    """The ids of a line's prompt, and their faults."""
     try:
         ids = encode_prompt(tokenizer, line["prompt"])
     except JobError as error:

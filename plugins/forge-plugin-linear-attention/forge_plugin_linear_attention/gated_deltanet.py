@@ -63,7 +63,7 @@ class GatedDeltaNet(AttentionComponent):
             yield Problem(name, f"{keys} does not divide by the tensor-parallel degree {layout.tp}")
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
-        """Checks that a width follows from that of the model, unless there is `head_dim`."""
+        """Checks that a width follows from the model's, unless there is `head_dim`."""
         if not self.head_dim and dim % self.heads:
             yield Problem("heads", f"{self.heads} does not divide the width of the model, {dim}; set head_dim")
 

@@ -93,7 +93,7 @@ class Mamba2(AttentionComponent):
             yield Problem("norm_groups", f"{apart} is neither 1 nor divisible by {ranks}")
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
-        """Checks that a width follows from that of the model, unless there is `head_dim`."""
+        """Checks that a width follows from the model's, unless there is `head_dim`."""
         if not self.head_dim and 2 * dim % self.heads:
             yield Problem(
                 "heads", f"{self.heads} does not divide twice the width of the model, {2 * dim}; set head_dim"

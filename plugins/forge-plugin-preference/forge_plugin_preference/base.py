@@ -34,7 +34,7 @@ class AnswerLoss(LossComponent):
     name: ClassVar[str] = ""
     """Name of the loss in metrics; by default the class's in small letters."""
     reads_answers: ClassVar[bool] = True
-    """Tells a dataset of answers that they are learned as such: `pairs` refuses a loss without it."""
+    """Informs a dataset of answers that they are learned as such: `pairs` refuses a loss without it."""
     paired: ClassVar[bool] = True
     """Whether an example is a pair; else it is one answer, which is desirable or not."""
     uses_reference: ClassVar[bool] = False

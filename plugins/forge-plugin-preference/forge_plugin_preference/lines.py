@@ -21,7 +21,7 @@ Text = str | tuple[Mapping[str, Any], ...]
 
 
 class Malformed(Exception):
-    """What is wrong with a line."""
+    """The fault of a line."""
 
 
 @frozen

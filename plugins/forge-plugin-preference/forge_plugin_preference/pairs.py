@@ -41,7 +41,7 @@ class Pairs(DatasetComponent):
     """
 
     gives_answers: ClassVar[bool] = True
-    """Tells preference losses that rows have the entries of `forge_plugin_preference.answers`."""
+    """Informs preference losses that rows have the entries of `forge_plugin_preference.answers`."""
 
     path: FilePath
     """A JSONL file."""

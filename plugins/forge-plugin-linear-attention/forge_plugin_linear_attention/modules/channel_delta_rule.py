@@ -37,7 +37,7 @@ def channel_delta_rule(
     """Returns what each position reads, (B, H, S, V), and the state after the last one, (B, H, K, V).
 
     Args:
-        q: (B, H, S, K), with any factor on what is read.
+        q: (B, H, S, K), with any factor on the output.
         k: (B, H, S, K), of length 1 or 0.
         v: (B, H, S, V).
         log_decay: (B, H, S, K), log α ≤ 0.

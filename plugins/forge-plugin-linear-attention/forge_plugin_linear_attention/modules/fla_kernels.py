@@ -27,7 +27,7 @@ def read_by_fla(
 
     Args:
         rule: the recurrence.
-        q: (B, S, H, K), with any factor on what is read.
+        q: (B, S, H, K), with any factor on the output.
         k: (B, S, H, K).
         v: (B, S, H, V).
         log_decay: (B, S, H), of `kda` (B, S, H, K).
