@@ -246,6 +246,7 @@ def _rows(storage: Storage, method: How) -> Iterator[Row]:
     for step in storage.steps():
         with suppress(FileNotFoundError):  # a running job may delete it meanwhile
             row = Row.of(storage, step, method, bases)
+            # What a running job has deleted while it was checked is not damaged
             if step in storage.steps():
                 yield row
 
@@ -439,6 +440,7 @@ def merge_checkpoints(options: argparse.Namespace) -> int:
         raise JobError(f"{PROGRAM}: --weights has {len(weights)} numbers for the {len(options.steps)} of --steps")
     for step in options.steps:
         _demand_step(step, storage.steps(), options.run)
+    # In order of steps, as `decay_weights` takes them; each weight goes with its step
     pairs = sorted(zip(options.steps, weights, strict=True))
     steps = [step for step, _ in pairs]
     weights = decay_weights(steps, options.like) if options.like else [weight for _, weight in pairs]

@@ -69,6 +69,7 @@ def _difference(name: str, one: Tensor, other: Tensor) -> Difference:
     # A difference of bfloat16 numbers would be rounded, one of float16 may overflow
     one, other = one.double(), other.double()
     largest = float((one - other).abs().max())
+    # Never by 0: the two differ somewhere
     return Difference(name, largest, largest / max(float(one.abs().max()), float(other.abs().max())))
 
 

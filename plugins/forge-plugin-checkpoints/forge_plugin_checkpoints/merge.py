@@ -176,6 +176,7 @@ def _merged(
                 else:
                     sums[name] = tensor.double().mul_(weight)
         for name in part:
+            # Popped: what is written need not stay in memory until the part is done
             yield sums.pop(name).to(stored[name][1])
 
 

@@ -127,6 +127,7 @@ def _pairs(old: Table, new: Table) -> Iterator[tuple[str, Table, Table]]:
     places = {part["type"]: path for path, part in news.items()}
     done: list[str] = []
     for path, part in olds.items():
+        # Of a type that occurs twice, the wrong pair might be compared
         once = all(count[part["type"]] == 1 for count in counts)
         if once and not any(path.startswith(f"{outer}.") for outer in done):
             done.append(path)

@@ -62,6 +62,7 @@ class Answer(RewardComponent):
 def _same(one: str, other: str) -> bool:
     one, other = one.strip(), other.strip()
     try:
+        # Commas separate thousands, as in the answers of GSM8K
         return float(one.replace(",", "")) == float(other.replace(",", ""))
     except ValueError:
         return one == other

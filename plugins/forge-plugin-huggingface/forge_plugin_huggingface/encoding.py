@@ -185,6 +185,7 @@ class CompletionEncoder:
         apart = [*prompt, *completion]
         if list(joined[: len(prompt)]) != list(prompt) and self._decoded(apart) == self._decoded(joined):
             joined = apart
+        # Where the two first differ: a token that reaches into the completion is learned
         given = next((n for n, pair in enumerate(zip(prompt, joined, strict=False)) if pair[0] != pair[1]), len(prompt))
         ids = np.array([*self._begin, *joined], np.int64)
         return Encoded(ids, np.arange(len(ids)) >= len(self._begin) + given, 0)

@@ -66,6 +66,7 @@ class RowSample:
 
 def _first_rows(rows: StreamRows, part: SplitPart) -> Iterator[tuple[list[SourceRow], bool]]:
     """Yields the first rows of some files, and whether a file has no more."""
+    # A set, as numbers repeat where there are fewer files
     files = sorted({number * rows.files // FILES for number in range(FILES)})
     each = -(-ROWS // len(files))
     for file in files:

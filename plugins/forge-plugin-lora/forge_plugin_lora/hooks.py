@@ -86,6 +86,7 @@ def _compare(with_adapters: float, without: float, job: Job) -> None:
     # Of a base whose loss is no number, `train.non_finite` decides what happens
     both_nan = math.isnan(with_adapters) and math.isnan(without)
     tolerance = TOLERANCE[job.train.precision] * abs(without)
+    # By == first: of two infinite losses the difference is no number
     if both_nan or with_adapters == without or abs(with_adapters - without) <= tolerance:
         return
     table = next(f"plugins.{name}" for name, plugin in job.plugins.items() if isinstance(plugin, LoRA))

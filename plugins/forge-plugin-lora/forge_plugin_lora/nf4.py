@@ -73,6 +73,7 @@ def quantise(weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     furthest = apart.abs().amax(-1, keepdim=True)
     # Equal scales, such as a single one, are their mean
     factor = torch.where(furthest > 0, 128 / furthest, 1.0)
+    # The scale furthest above the mean becomes 128, one more than int8 holds
     in_eight = (apart * factor).round().clamp(-128, 127).to(torch.int8)
     # A block of zeros has no scale to divide by; zero is one of the values
     scaled = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)

@@ -240,6 +240,7 @@ def _stand_in(weight: Tensor, dtype: torch.dtype) -> Tensor:
     Bytes at random are no numbers, so its stand-in for W itself takes their place.
     """
     shape = (*weight.shape[:-1], weight.shape[-1] // BYTES * BLOCK)
+    # With strides of 1, indices reach no further than the sum of the sizes
     line = torch.randn(sum(shape), generator=torch.Generator().manual_seed(0)) / shape[-1] ** 0.5
     values = line.to(weight.device, dtype).as_strided(shape, [1] * len(shape))
     # Products of stacks refuse such strides; of large models, the probe multiplies itself

@@ -32,6 +32,7 @@ def adaptable(model: Model) -> dict[str, Role]:
     return {
         name: roles[f"{name}.weight"]
         for name, module in model.named_modules()
+        # The widths do not matter: only whether the module can be made with others
         if f"{name}.weight" in roles and module not in head and resized(module, 1, 1, std=0.0) is not None
     }
 
@@ -43,6 +44,7 @@ def select(model: Model, targets: Sequence[str], rank: int) -> list[str]:
         name
         for name, role in known.items()
         if any(_fits(target, name, role) for target in targets if target != ALL)
+        # Else the adapter would have more parameters than the matrix
         or (ALL in targets and role not in LEFT_OUT and min(_shape(model, name)[-2:]) > rank)
     ]
 

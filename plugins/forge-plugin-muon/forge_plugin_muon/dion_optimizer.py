@@ -123,6 +123,7 @@ class DionOptimizer(MatrixOptimizer):
         right = self._owned.get(matrix, RIGHT, lambda: self._first_factor(matrix, gradient))
         wide = torch.promote_types(torch.float32, gradient.dtype)
         momentum.add_(gradient)
+        # In float32: torch has no QR decomposition in 16 bits
         left = torch.linalg.qr((momentum @ right).to(wide))[0].to(gradient.dtype)
         projected = momentum.mT @ left
         momentum.addmm_(left, projected.mT, alpha=group["momentum"] - 1)

@@ -72,6 +72,7 @@ def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float
             value = cost(stage, start, len(costs))
             return _objective([value], limit), (len(costs),)
         candidates = []
+        # At least one layer is left for each later stage
         for end in range(start + 1, len(costs) - (stages - 1 - stage) + 1):
             rest, ends = best(stage + 1, end, limit)
             own = _objective([cost(stage, start, end)], limit)

@@ -83,6 +83,7 @@ class SendChoices(torch.autograd.Function):
         ctx: Any, weights: Tensor, chosen: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         ctx.back = back
+        # As wide as the weights, whose dtype the bits borrow
         integers = torch.int64 if weights.dtype == torch.float64 else torch.int32
         arrived = there(torch.cat([weights, chosen.to(integers).view(weights.dtype)], 1))
         weights, bits = (part.contiguous() for part in arrived.chunk(2, 1))

@@ -48,6 +48,7 @@ class ShardedGeneration(JointGeneration):
     def all_done(self, done: bool) -> bool:
         """Collective: a minimum over the ranks, which end together."""
         # A rank that stopped would leave the others waiting for its shards.
+        # NCCL reduces on GPUs alone
         device = next(self.model.parameters()).device if dist.get_backend(self._group) == "nccl" else "cpu"
         flag = torch.tensor(int(self.inner.all_done(done)), device=device)
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)

@@ -235,6 +235,7 @@ def _batch(model: Model, context: BuildContext) -> Batch:
     if layout.cp > 1:
         own, divided = job.train.seq_len // layout.cp, {"input_ids", "labels", *(model.sequence_entries() or ())}
         batch |= {name: tensor[:, :own] for name, tensor in batch.items() if name in divided}
+        # Shapes count here, not values
         batch["positions"] = batch["input_ids"]
         batch["places"] = torch.arange(own, device=context.device).expand_as(batch["input_ids"])
     return model.prepare(batch)

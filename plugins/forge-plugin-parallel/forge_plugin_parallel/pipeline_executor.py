@@ -128,6 +128,7 @@ class PipelineExecutor:
         step = self._step
         assert step is not None
         output = self._loss(self._model.head, hidden, step.next_batch("loss", number))
+        # Detached: kept to the end of the step, a sum would keep the graph of its micro-batch
         step.outputs.append(output._replace(sum=output.sum.detach()))
         return output.sum / step.denominator
 

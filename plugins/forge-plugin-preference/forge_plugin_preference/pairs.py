@@ -72,6 +72,7 @@ class Pairs(DatasetComponent):
             yield Problem("path", f"{self.path!r} does not exist; give a JSONL file of preferences")
             return
         try:
+            # The first line alone: all are read when the data are built
             number, text = next(numbered_lines(self.path), (0, ""))
             first = _parsed(text, number, job) if number else None
         except JobError as error:

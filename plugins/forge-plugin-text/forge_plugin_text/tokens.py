@@ -110,6 +110,7 @@ def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, size: i
             done += len(batch)
             report_progress("encoding text", encoded, size)  # other ranks wait for this one
             if progress.is_due:
+                # `sync` first: the state must not count parts that the disk does not have
                 progress.save({"parts": done, TRAIN: train.sync(), HELD_OUT: held_out.sync()})
     progress.finish()
     return {TRAIN: _counts(train.header()), HELD_OUT: _counts(held_out.header())}

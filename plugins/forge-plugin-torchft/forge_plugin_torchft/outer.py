@@ -96,6 +96,7 @@ class Outer(TrainingHook):
                     self.commits += 1
                     break
         context.log("participants", session.participants if done else 0)
+        # No round follows, for which others would wait
         if context.step >= context.job.train.steps:
             return
         if session.anywhere(bool(context.requests.stop)):

@@ -254,6 +254,7 @@ class Session:
         return bool(self._manager_.is_participating())
 
     def _ask(self, commits: int, heal: bool, shrink: bool, limit_s: float) -> None:
+        # torchft counts steps, and decides by its count which group is behind: it gets ours
         self._manager_.load_state_dict({"step": commits, "batches_committed": 0})
         try:
             self._manager_.start_quorum(allow_heal=heal, shrink_only=shrink, timeout=timedelta(seconds=limit_s))
@@ -309,6 +310,7 @@ class Session:
         if self._fed:
             self.sum(sums)
             return self.participants
+        # A place for each group, so that one sum shows the tokens of each
         table = torch.zeros(self._settings.groups, dtype=sums.dtype, device=sums.device)
         table[self._settings.number] = sums[0]
         self.sum(table)

@@ -61,6 +61,7 @@ def check_architecture(
     amiss = {what: names for what, names in loading.items() if names}
     assert not amiss, f"transformers loads the export with {amiss}"
     assert type(loaded) is type(theirs), f"the export is a {type(loaded).__name__}, and not a {type(theirs).__name__}"
+    # To the bit: one class computes with equal weights
     assert torch.equal(_logits(loaded.eval(), ids), expected), "config.json of the export is of another model"
 
 
@@ -82,6 +83,7 @@ def _logits_of_run(run: Path, ids: Tensor) -> Tensor:
     catalog = Catalog.installed()
     checkpoint, manifest = locate(run, "full")
     job = parse_job(manifest["job"], "manifest.json", catalog)
+    # As the other model, whatever precision the import has put into the job
     job = attrs.evolve(job, train=attrs.evolve(job.train, precision="fp32"))
     model: Any = build_model(job, build_context(job, catalog, run)).model
     load_model(checkpoint, model)

@@ -42,6 +42,7 @@ class Objects(StorageComponent):
     default `checkpoints` in the run folder. `{job}` is the name of the run. Ranks of one machine may share it."""
     parallel: int = field(default=8, validator=[ge(1), le(256)])
     """Requests that a rank makes at a time: files, and parts of a large one."""
+    # S3 takes parts of 5 MiB to 5 GiB
     part_mb: int = field(default=64, validator=[ge(5), le(5000)])
     """Files of at least two such parts, in MiB, are uploaded in parts. `parallel` of them are held in memory."""
     retries: int = field(default=5, validator=ge(0))

@@ -314,6 +314,7 @@ def _stored_md5(info: Mapping[str, Any]) -> str:
 def _md5(local: Path, part: int, in_parts: bool) -> str:
     """The MD5 of a file; with `in_parts`, the MD5 of the MD5s of its parts, as S3 computes it."""
     digests: list[Any] = []
+    # One byte more than there is, so that a whole file is a single part
     limit = part if in_parts else local.stat().st_size + 1
     with local.open("rb") as file:
         taken = limit
@@ -323,6 +324,7 @@ def _md5(local: Path, part: int, in_parts: bool) -> str:
                 digest.update(block)
                 taken += len(block)
                 report_progress("checking an upload")
+            # Behind a whole number of parts comes an empty one, which S3 does not count
             if taken or not digests:
                 digests.append(digest)
     if not in_parts:

@@ -36,6 +36,7 @@ class ObjectStorage(SpreadStorage):
 
     def join(self, gather: Callable[[Any], list[Any]]) -> None:
         """Check that each rank can write to the bucket; raises a `CheckpointError` on all ranks if one cannot."""
+        # A unique mark: what is gathered comes in the order of ranks, and shows this rank's number
         mark, fault = uuid.uuid4().hex, ""
         try:
             self._bucket.check_access()

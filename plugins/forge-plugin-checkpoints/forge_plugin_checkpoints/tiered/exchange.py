@@ -66,6 +66,7 @@ class Exchange:
             def handle(self) -> None:
                 # Bounded, as the other side has not shown the secret yet
                 request = json.loads(self.rfile.readline(1 << 16))
+                # In constant time, which does not show how much of a guess is right
                 if not hmac.compare_digest(request["secret"], secret):
                     return
                 step, name = int(request["step"]), own_file(request["name"])

@@ -168,6 +168,7 @@ class Teacher(NamedTuple):
         wide = torch.promote_types(self.q.dtype, torch.float32)
         q, k = self.q[:, own].to(wide), self.k[:, :stop].to(wide)
         scores = torch.einsum("brhe,bthe->bhrt", q, k) * q.shape[-1] ** -0.5
+        # Divided by the heads of all ranks: the sum over ranks then is the mean
         weights = scores.masked_fill(~attended[:, None], -torch.inf).softmax(-1).sum(1) / self.heads
         for group in self.groups:
             dist.all_reduce(weights, group=group)

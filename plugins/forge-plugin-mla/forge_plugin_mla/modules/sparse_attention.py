@@ -86,6 +86,7 @@ class SparseCore(nn.Module):
         q, k, v, packed = tensors
         how, length = self.choosing, q.shape[1]
         index = Index.unpacked(packed, how.heads, how.head_dim)
+        # Numbered by their starts: an id may occur again for another document
         documents = document_starts(batch["document_ids"]).cumsum(1) if "document_ids" in batch else None
         mask = None if how.warm_up or length <= how.top_k else chosen(index, documents, how.top_k)
         if mask is not None:
@@ -135,6 +136,7 @@ class SparseLatentAttention(LatentAttention):
         k, v = self._expanded(*self._compressed(x, turns))
         q = self._queries(latent, turns)
         self._watch(q, k, batch)
+        # All heads need the index: expanded, so that each rank of `cp` has it once heads are exchanged
         packed = self.indexer(x, latent, turns).packed().expand(-1, -1, sharing_ranks(self.core), -1)
         return self.o(self.core([q, k, v, packed], [], batch).flatten(2))  # type: ignore[no-any-return]
 

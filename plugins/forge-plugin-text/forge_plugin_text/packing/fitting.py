@@ -68,6 +68,7 @@ def cut(ends: np.ndarray, seq_len: int) -> DocumentPieces:
     positions = np.diff(ends, prepend=0) - 1
     counts = -(-positions // seq_len)
     document = np.repeat(np.arange(len(positions)), counts)
+    # All pieces numbered, less those before the document: the number of each within its own
     begin = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
     lengths = np.minimum(seq_len, positions[document] - begin).astype(np.int32)
     return DocumentPieces((ends - positions - 1)[document] + begin, lengths)
@@ -157,6 +158,7 @@ def _in_order(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     by_first = np.argsort(order[starts])
     sizes = sizes[by_first]
     bounds = np.concatenate([[0], np.cumsum(sizes)])
+    # Each sequence's range of `order`, moved from its old start to the new one
     return order[np.arange(len(order)) + np.repeat(starts[by_first] - bounds[:-1], sizes)], bounds
 
 

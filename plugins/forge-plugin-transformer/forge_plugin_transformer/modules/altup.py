@@ -75,6 +75,7 @@ class AlternatingUpdate(nn.Module):
     def modalities(self, x: Tensor) -> Tensor:
         """(B, S, D) to (B, S, n), between -1 and 1."""
         routed = F.linear(self.norm(x) / self.dim, cast(self.router, x.dtype))
+        # tanh in float32 or wider, as in Gemma 3n's code
         return cast(torch.tanh(cast(routed, torch.promote_types(x.dtype, torch.float32))), x.dtype)
 
     def _clipped(self, weight: Tensor, x: Tensor) -> Tensor:

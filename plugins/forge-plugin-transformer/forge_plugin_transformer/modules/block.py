@@ -259,6 +259,7 @@ class CarryingBlock(Block):
             if self.reads_input:
                 reader: Any = self.layer_input
                 added = reader.added(active, further[-1][:, :, self.number])
+                # To all streams but the first, as in Gemma 3n
                 x = torch.cat([x[..., :1, :], x[..., 1:, :] + added.unsqueeze(-2)], -2)
         else:
             (x,) = super().forward((x,), batch, place)

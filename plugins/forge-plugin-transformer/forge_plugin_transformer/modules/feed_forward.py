@@ -125,6 +125,7 @@ class GaussianTopK(nn.Module):
         """(…, all features, or a rank's) to the same; mean and deviation are of all."""
         wide = cast(x, torch.promote_types(x.dtype, torch.float32))
         centred = wide - self.sum_features(wide) / self.features
+        # The deviation without Bessel's correction, as in Gemma 3n
         deviation = (self.sum_features(centred.square()) / self.features).sqrt()
         return cast(F.relu(centred - deviation * self.deviations), x.dtype)
 
@@ -210,6 +211,7 @@ class XIELUActivation(nn.Module):
 
     def init_parameter(self, name: str, fill: Fill) -> None:
         """Fills both so that a and c are 0.8."""
+        # The inverse of softplus
         fill.constant(math.log(math.expm1(0.8 if name == "alpha_p" else 0.8 - BETA)))
 
     def init_buffers(self, device: torch.device) -> None:
@@ -222,6 +224,7 @@ class XIELUActivation(nn.Module):
         wide = cast(x, torch.promote_types(x.dtype, torch.float32))
         beta, eps = cast(self.beta, wide.dtype), cast(self.eps, wide.dtype)
         rising = F.softplus(cast(self.alpha_p, wide.dtype)) * wide.square()
+        # Bounded, as both branches are computed: exp of a large x is infinite, and its gradient times 0 no number
         falling = (beta + F.softplus(cast(self.alpha_n, wide.dtype))) * (torch.expm1(torch.minimum(wide, eps)) - wide)
         return cast(torch.where(wide > 0, rising, falling) + beta * wide, x.dtype)
 

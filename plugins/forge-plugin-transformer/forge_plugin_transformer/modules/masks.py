@@ -38,6 +38,7 @@ def pair_mask(mask: AttentionMaskComponent, document_ids: Tensor, window: int = 
     """
     places = places_in_documents(document_ids)
     seen = mask.sees(places[:, :, None], places[:, None, :]).expand(*places.shape, -1)
+    # Each position sees itself in any case: a softmax over nothing is no number
     seen = seen | torch.eye(places.shape[1], dtype=torch.bool, device=seen.device)
     numbers = document_starts(document_ids).cumsum(1)
     if mask.causal:
@@ -115,6 +116,7 @@ def check_mask(mask: AttentionMaskComponent, path: str) -> None:
         JobError: `sees` returns something else than bool of both shapes, or `reach` or `hides` is wrong.
     """
     reach = mask.reach()
+    # Around `reach`, from where on a mask hides, and short ones
     lengths = {1, 2, 33, reach, reach + 1, 2 * reach + 1}
     with torch.device("cpu"):
         for length in sorted(length for length in lengths if 0 < length <= CHECKED):

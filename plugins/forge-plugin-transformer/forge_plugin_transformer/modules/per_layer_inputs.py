@@ -45,6 +45,7 @@ class LayerInputs(nn.Module):
 
     def forward(self, ids: Tensor, x: Tensor) -> Tensor:
         """(B, S) int64 and (B, S, D) to (B, S, L, P)."""
+        # Ids of other media are beyond the table, and read its first row, as in Gemma 3n
         own = self.table(ids.where(ids < self.rows, 0)).unflatten(-1, (-1, self.width))
         read = (self.projection(x) * self.scale).unflatten(-1, (-1, self.width))
         inputs: Tensor = (self.norm(read) + own) * 2.0**-0.5

@@ -152,7 +152,9 @@ class ManifoldHyperConnection(nn.Module):
         n = self.streams
         eye = torch.eye(n, dtype=self.start.dtype, device=device)
         post = torch.zeros_like(eye[0])
+        # The softmax of a row then has KEPT on the diagonal: e / (e + n - 1) = KEPT
         mix = eye * math.log(KEPT / (1 - KEPT) * (n - 1))
+        # The sigmoid of -log(n - 1) is 1 / n, and twice the one of 0 is 1
         self.start = torch.cat([post - math.log(n - 1), post, mix.flatten()])
 
     def forward(self, x: Tensor, branch: Branch) -> Tensor:
@@ -173,6 +175,7 @@ class ManifoldHyperConnection(nn.Module):
 
     def doubly_stochastic(self, logits: Tensor) -> Tensor:
         """Returns exp(logits) (…, n, n) with rows and columns that sum to 1, which the iterations approach."""
+        # softmax is exp with its rows normalised, the first half of an iteration, and cannot overflow
         matrix = logits.softmax(-1) + self.eps
         matrix = matrix / (matrix.sum(-2, keepdim=True) + self.eps)
         for _ in range(self.iterations - 1):

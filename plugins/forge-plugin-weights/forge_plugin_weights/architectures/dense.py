@@ -118,6 +118,7 @@ QKV_BIASES: Mapping[bool, Flat] = {
 
 def late_windows(config: Config) -> Sequence[bool]:
     """Returns which layers of Qwen2 and Qwen3 have a window if no list specifies them: all from a number on."""
+    # As `Qwen2Config` makes `layer_types`; 28 is its default
     first = config.get("max_window_layers", 28)
     return [layer >= first for layer in range(depth(config))]
 
@@ -210,6 +211,7 @@ class Qwen3(ArchitectureComponent):
     def fields(self) -> Sequence[Field]:
         return (
             *shape_fields(),
+            # `Qwen3Config` has heads of 128, whatever the width
             *attention_fields(head_dim=128, kv_heads=32),
             QWEN_WINDOWS,
             all_biases(),

@@ -25,6 +25,7 @@ NORMED = "norm_topk_prob"
 
 def windows_after(config: Config) -> Sequence[bool]:
     """Returns which layers have a window where no list specifies them: all from a number on."""
+    # As `Dots1Config` makes `layer_types`; 62 is its default
     first = config.get("max_window_layers", 62)
     return [layer >= first for layer in range(depth(config))]
 

@@ -98,6 +98,7 @@ class Glm(ArchitectureComponent):
             *attention_fields(head_dim=128, kv_heads=2, rope=Rope(share=0.5)),
             Choice("attention_bias", QKV_BIASES, True),
             *swiglu_fields(),
+            # An unusual number, and the default of `GlmConfig`
             Key("rms_norm_eps", "norm.eps", 1.5625e-7),
         )
 

@@ -39,6 +39,7 @@ class AlphaRope(Rope):
             table = {name: value for name, value in config[key].items() if name not in WITHOUT_EFFECT}
             if table.pop("rope_type", table.pop("type", "dynamic")) == "dynamic":
                 table.pop("type", None)
+                # As `compute_ntk_alpha_rope_parameters` of transformers: only the base changes
                 alpha, width = table.pop(ALPHA), self.width(config)
                 base = table.get(self.theta_key, value_of(config, self.theta_key, self.theta))
                 plain[key] = {**table, "rope_type": "default", self.theta_key: base * alpha ** (width / (width - 2))}

@@ -244,6 +244,7 @@ def own_layers(crossing: Sequence[int], depth: int) -> list[int]:
         depth: all layers.
     """
     crossing = sorted(crossing)
+    # So many blocks stand before it, which are no layers of the language model
     own = [number - before for before, number in enumerate(crossing)]
     # Two blocks in a row, or one behind the last layer: here each stands before a layer.
     behind = [number for number in crossing if number + 1 in crossing or not 0 <= number < depth - 1]
@@ -350,6 +351,7 @@ class Renumbered:
         return self.body + moved
 
     def _number(self, layer: int) -> int:
+        # A block stands before its layer, which has moved by it as well
         return layer + sum(other <= layer for other in self.crossing)
 
 

@@ -38,6 +38,7 @@ class Phi(ArchitectureComponent):
     def fields(self) -> Sequence[Field]:
         return (
             Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/layernorm"}),
+            # Without the first field, which fixes RMS norms
             *shape_fields()[1:],
             Fixed({"residual": "parallel", "norm_placement": "shared", "norm.bias": True, "head_bias": True}),
             *attention_fields(rope=Rope(share=0.5)),
@@ -53,6 +54,7 @@ class Phi(ArchitectureComponent):
         """Returns the rules; the last norm has another name than in Llama, and the head a bias, tied or not."""
         modules = {"attention.o": "self_attn.dense", "ffn.up": "mlp.fc1", "ffn.down": "mlp.fc2"}
         return (
+            # Of the ends, the embedding alone has Llama's name
             ENDS[0],
             Same("norm.{tensor}", "model.final_layernorm.{tensor}"),
             Same("head.{tensor}", "lm_head.{tensor}"),
