@@ -128,6 +128,7 @@ class SeededDraws:
 
     def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """(B, V) logits of the rows of these numbers -> (B,) tokens."""
+        # As wide as in training, with whose log-probabilities these are compared
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         log_p = logits.log_softmax(-1)
         if self._sampling.temperature == 0:
@@ -147,6 +148,7 @@ class SeededDraws:
 
     def _uniform(self, rows: Sequence[int], like: Tensor) -> Tensor:
         """(B,) numbers in [0, 1), by each row's generator."""
+        # On the host in float64, so that devices and dtypes draw the same numbers
         numbers = [torch.rand((), generator=self._generators[number], dtype=torch.float64) for number in rows]
         return torch.stack(numbers).to(like.device, like.dtype)
 

@@ -277,6 +277,7 @@ class Rollouts(TrainingHook):
             made[ADVANTAGES] = advantages[done : done + size]
             if self.loss.replay_routes:
                 made |= routes_in_slots(own, group, length, type(self.loss.rollout).__name__)
+            # Of expanded entries all rows share memory; in a batch, each has a part of it
             yield {name: entry.contiguous().to(device) for name, entry in made.items()}
             done += size
 

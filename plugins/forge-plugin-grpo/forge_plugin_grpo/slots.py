@@ -34,6 +34,7 @@ def in_slots(
     size, width = len(prompts), length // group
     rows = torch.full((size * group, width), padding, dtype=torch.int64)
     labels = torch.full_like(rows, IGNORED_LABEL)
+    # Holds what samplers give in any precision
     sampled = torch.zeros(rows.shape, dtype=torch.float64)
     for number, one in enumerate(drawn):
         prompt = prompts[number // group]

@@ -159,6 +159,7 @@ class InNF4(nn.Module):
         spans = [(max(a, c), min(b, d)) for (a, b), c, d in zip(place[:-1], first, ends, strict=False)]
         if any(start >= end for start, end in spans):
             return
+        # Spans are without the last dimension, of which rows are whole
         given = values[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(spans, place, strict=False))]
         own = tuple(slice(a - start, b - start) for (a, b), start in zip(spans, first, strict=False))
         parts = given, weight[own], rows[own]

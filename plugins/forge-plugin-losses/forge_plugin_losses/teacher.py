@@ -54,6 +54,7 @@ def find_trained(source: Path) -> tuple[Path, Mapping[str, Any]]:
         return locate(source, "sizes")
     try:
         table = tomllib.loads(source.read_text()).get("job", {})
+        # These keys alone: the rest of the job may need plugins that are not installed
         section = JobSection(**{key: table[key] for key in ("name", "output") if key in table})
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{source} cannot be read as a job file: {error}") from error

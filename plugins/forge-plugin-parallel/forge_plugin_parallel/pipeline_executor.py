@@ -146,6 +146,7 @@ class PipelineExecutor:
                 carry = self._model(batch, carry, section)
                 if not section.last and owners[number + 1] != rank:
                     for tensor in carry:
+                        # Messages from rank to rank have to be contiguous
                         dist.send(tensor.contiguous(), group_dst=owners[number + 1], group=self._pipeline.group)
         return [loss(self._model.head, carry, batch)] if rank == self._last else []
 

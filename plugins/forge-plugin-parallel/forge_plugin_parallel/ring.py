@@ -179,6 +179,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         queries = _grouped(q, k.shape[2])
+        # Each block rescales the results before it, which 16 bits would round each time
         wide = torch.promote_types(q.dtype, torch.float32)
         out = queries.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=wide)
         logsumexp = queries.new_full(queries.shape[:-1], -torch.inf, dtype=wide)

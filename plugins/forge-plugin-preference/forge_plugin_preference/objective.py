@@ -458,6 +458,7 @@ def mismatched(batch: Batch) -> Batch:
 
 def mean_ratio(total: Tensor, batches: Sequence[Batch], mesh: DeviceMesh | None) -> Tensor:
     """(): the mean over examples of log-ratios that add up to `total` () on this rank. Collective."""
+    # A copy, as the reduction is in place
     total = mesh_of_run.all_reduce_tokens(total.detach().double().reshape(1).clone(), mesh)
     # An evaluation fills its last batch with rows whose labels are all ignored
     counts = [(batch["examples"] * (batch["labels"] != IGNORED_LABEL).any(1)).sum() for batch in batches]

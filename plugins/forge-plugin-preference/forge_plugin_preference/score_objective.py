@@ -126,6 +126,7 @@ class ScoreObjective(Objective):
         ids = torch.arange(rows.kinds.shape[1], device=positions.device)
         numbers = positions[:, None, :].where(rows.documents[:, None, :] == ids[:, None], -1)
         own, places = numbers.max(-1)
+        # Reduced in place, and compared with this rank's numbers
         last = own.clone()
         for group in self.groups:
             dist.all_reduce(last, op=dist.ReduceOp.MAX, group=group)

@@ -104,6 +104,7 @@ class BatchTopKActivation(Activation):
 
     def threshold_of(self, latents: int) -> Tensor:
         """Returns the one threshold for each of the latents (F): JumpReLU in SAELens has one each."""
+        # Copied: safetensors refuses tensors whose elements share memory
         return self.threshold.expand(latents).clone()
 
 

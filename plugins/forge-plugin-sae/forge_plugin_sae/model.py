@@ -181,6 +181,7 @@ def _activation(kind: str, config: Mapping[str, Any], threshold: Tensor | None) 
 
 def _refuse(folder: Path, config: Mapping[str, Any], name: str) -> None:
     """Raise for settings of SAELens that would change what the weights mean."""
+    # A transcoder's decoder is for another point, whose bias has no meaning at the input
     shift = name not in TRANSCODER.values()
     wanted = {
         "normalize_activations": ("none", None),

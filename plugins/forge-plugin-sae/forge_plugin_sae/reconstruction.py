@@ -38,6 +38,7 @@ class Steer(Edit):
             self.coders[where.point] = self._load(where.point)
         coder, flat = self.coders[where.point], x.flatten(2)
         latents = coder.encode(flat)
+        # A copy: with `keep_error`, the error is what the unchanged latents leave out
         changed = latents.clone()
         for number, value in self.settings.latents.items():
             changed[..., int(number)] = value

@@ -229,6 +229,7 @@ class Trainer:
             # Adam counts its steps on the CPU
             own = {slot: value.to("cpu" if slot == "step" else parameter.device) for slot, value in slots.items()}
             if own:
+                # Copied: the optimizer changes its state in place, and the one given is the caller's
                 self.optimizer.state[parameter] = {slot: value.clone() for slot, value in own.items()}
         waiting, self.updates, self.rows, self.quality.rows = state["counts"].tolist()
         self.waiting = state["waiting"][:waiting].to(self.buffer.rows)

@@ -34,6 +34,7 @@ class ExactModes(torch.optim.Optimizer):
         if self._trained:  # parameters are x already
             return
         for parameter, average in self._averages():
+            # Kept aside, to be put back when training continues
             self._trained[parameter] = parameter.detach().clone()
             parameter.copy_(average)
 

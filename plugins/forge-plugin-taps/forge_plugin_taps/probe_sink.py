@@ -126,6 +126,7 @@ class LinearProbe:
         self.weight = torch.zeros(classes, width, device=device, requires_grad=True)
         self.bias = torch.zeros(classes, device=device, requires_grad=True)
         self.optimizer = torch.optim.Adam([self.weight, self.bias], settings.lr, weight_decay=settings.weight_decay)
+        # Over many steps, a float32 mean would stop moving
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.mean, self.squares = (torch.zeros(width, dtype=torch.float64, device=device) for _ in range(2))
         """Mean of each feature, and sum of the squared distances from it."""

@@ -229,6 +229,7 @@ class Recorder:
         """Returns the parts of all ranks, by point."""
         # Once, and again when they change on some rank: a large model has thousands of points.
         before, every = self._parts
+        # Parts seldom change: a flag is exchanged in place of all of them
         if any_rank([own != before])[0]:
             every = {}
             for parts in gather_objects(own):
@@ -322,6 +323,7 @@ class Recorder:
 
     def _columns(self, batch: Batch, inside: Tensor) -> tuple[Mapping[str, Tensor], torch.cuda.Event | None]:
         """Copies the facts about the sampled tokens to the host, without a wait: (B, n) each."""
+        # Places of other ranks are -1; what is read for them is dropped
         at = inside.clamp(min=0)
         entries = {"id": "input_ids", "label": "labels", "document": "document_ids"}
         columns = {name: batch[entry].gather(1, at) for name, entry in entries.items() if entry in batch}

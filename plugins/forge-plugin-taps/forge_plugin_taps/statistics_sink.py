@@ -80,6 +80,7 @@ class StatisticsSink(Sink):
         self.logged = {f"taps/{name}/{key}": points[name][0][at] for name in names for key, at in chosen}
         if self._lines is not None:
             figures = torch.stack([torch.cat(parts) for parts in points.values()])
+            # Read in `settle`: the step does not wait for the copy
             self._pending = sample.step, names, figures.to("cpu", non_blocking=True)
 
     def settle(self) -> None:
@@ -148,6 +149,7 @@ class StatisticsSink(Sink):
         for name, row in zip(names, figures.tolist(), strict=True):
             scalars = dict(zip(SCALARS, row[: len(SCALARS)], strict=True))
             lines[name] = {
+                # JSON has no number that is infinite or NaN
                 **{key: value if math.isfinite(value) else str(value) for key, value in scalars.items()},
                 "histogram": [int(number) for number in row[len(SCALARS) :]],
             }

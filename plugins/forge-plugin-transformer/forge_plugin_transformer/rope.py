@@ -296,6 +296,7 @@ class DynamicRope(PlainRope):
 
     def base_at(self, head_dim: int, lengths: Tensor) -> Tensor:
         """Returns the base for sequences of `lengths` (B,) positions."""
+        # Up to the length of training, nothing is stretched
         return self._base(head_dim, lengths.clamp(min=self.original_max_position_embeddings))
 
     def _base(self, head_dim: int, length: Any) -> Any:

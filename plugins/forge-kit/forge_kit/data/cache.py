@@ -295,12 +295,14 @@ def _remove_abandoned(folder: Path) -> None:
 def _acquire(file: BinaryIO, path: Path) -> bool:
     """Returns whether there are locks."""
     try:
+        # First without waiting, so that a wait is announced
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         logger.info("waiting for another process that makes %s", path)
         report_progress("waiting for another process that makes it")
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
+        # On file systems without locks, such as some network ones
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
         logger.warning("no file locks on %s (%s): several processes may do the same work", path, error.strerror)

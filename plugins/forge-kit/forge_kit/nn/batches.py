@@ -67,6 +67,7 @@ def replace_rows(context: StepContext, batches: Sequence[Batch]) -> None:
     assert context.build is not None, "the run loop calls hooks with it"
     shapes, others = ([tuple(batch[name].shape) for batch in of for name in ROW] for of in (context.batches, batches))
     fault = "" if shapes == others else f"rows of the shapes {others} in place of {shapes}"
+    # Sums in place of the rows, which would have to be sent to all ranks
     content = [batch[name].double().sum().item() for batch in batches for name in ROW]
     own = sample_rank(context.build.mesh, context.build.layout), content, fault
     contents: dict[int, list[float]] = {}

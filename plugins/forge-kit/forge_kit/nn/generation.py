@@ -240,5 +240,6 @@ def whole_logits(head: Any, hidden: Tensor) -> Tensor:
     if shard is None:
         return logits  # type: ignore[no-any-return]
     slices = [torch.empty_like(logits) for _ in range(dist.get_world_size(shard.group))]
+    # Collectives take contiguous tensors only
     dist.all_gather(slices, logits.contiguous(), group=shard.group)
     return torch.cat(slices, -1)

@@ -125,6 +125,7 @@ class _Rows(torch.autograd.Function):
         return F.embedding(ids, table)
 
     @staticmethod
+    # The gradient has none itself: a second derivative is an error, and not wrong
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (ids,) = ctx.saved_tensors
@@ -140,6 +141,7 @@ def _sums_by_id(rows: Tensor, ids: Tensor, size: int) -> Tensor:
     total = rows.new_zeros(size, rows.shape[1])
     if not len(ids):
         return total
+    # Stable, so that rows of one id are added up in their order on every device
     ordered, order = ids.sort(stable=True)
     # Number of the distinct id of each row, ascending
     bag = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0)

@@ -310,6 +310,7 @@ class _Probe:
         prepared = model.prepare(batch)
         carry = model.embed(prepared)
         if not model.batch_fields:
+            # A copy: results are compared with the batch as it was
             other = {**batch, "input_ids": batch["input_ids"].clone()}
             other["input_ids"][:, changed] = IDS - 1 - other["input_ids"][:, changed]
             for name, method in (

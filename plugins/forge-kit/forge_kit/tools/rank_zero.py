@@ -43,6 +43,7 @@ def from_rank0(context: BuildContext, describe: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             outcome[0] = describe()
+        # Of any kind: the other ranks wait for an outcome
         except Exception as error:
             outcome[1] = error.problems if isinstance(error, JobError) else str(error) or type(error).__name__
             dist.broadcast_object_list(outcome)  # else the others would wait for ever

@@ -80,6 +80,7 @@ class TrainedModel:
         hidden = self.model({"input_ids": rows.long().reshape(-1, rows.shape[-1])})
         with self.model.head.whole(hidden.dtype):
             logits = self.model.head.logits(hidden)
+        # As wide as in training, where losses are computed so
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(*rows.shape, -1)
 
     def __getattr__(self, name: str) -> Any:

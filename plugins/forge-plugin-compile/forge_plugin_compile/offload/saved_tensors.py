@@ -66,6 +66,7 @@ class Mover:
     def to_host(self, tensor: Tensor) -> Tensor:
         """Returns a contiguous copy; within `aside`."""
         pinned = self._device.type not in NO_STREAMS
+        # Pinned, as only such copies run beside the computation
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         host.copy_(tensor, non_blocking=pinned)
         if pinned:

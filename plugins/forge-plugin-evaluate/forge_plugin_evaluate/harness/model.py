@@ -204,6 +204,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         """Returns the length for rows with which all their positions are of a size whose products are fast."""
         # In float32 that depends on the library of products; others are multiplied by oneDNN on any CPU.
         multiple = size_multiple(torch.float32) if self._device.type == "cpu" else 1
+        # Of the product with the number of rows, which has a part of it already
         multiple //= math.gcd(multiple, rows)
         return min(-(-length // multiple) * multiple, max(self._length, length))
 

@@ -179,6 +179,7 @@ def scored(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Te
     right = combine_gathered(logits.gather(-1, index[:, None])[:, 0], inside, shard)
     normaliser = combine_logsumexp(logits.logsumexp(-1), shard)
     own_top = logits.amax(-1)
+    # Reduced in place, and this rank's part is compared with it below
     top = own_top.clone()
     if shard is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)

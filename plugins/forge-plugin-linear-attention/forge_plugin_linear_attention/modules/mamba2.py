@@ -202,6 +202,7 @@ class Mamba2Mixer(nn.Module):
         for name, width in widths.items():
             self.add_module(f"{name}_conv", PerHead(width, conv, low=-bound, high=bound))
         self.conv_biases = [f"{name}_conv_bias" for name in INPUTS] if bias else []
+        # Not strict: without biases there are no names
         for name, width in zip(self.conv_biases, widths.values(), strict=False):
             self.add_module(name, PerHead(width, low=-bound, high=bound))
 

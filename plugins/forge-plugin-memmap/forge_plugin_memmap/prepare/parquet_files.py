@@ -116,6 +116,7 @@ def parquet_fault(path: str, field: str) -> str:
     if field not in schema.names:
         return f"{path}: no column {field!r}, but {', '.join(schema.names)}; choose one with --field"
     type_ = schema.field(field).type
+    # Few different values are stored as a dictionary, as pandas writes categories
     value = type_.value_type if pyarrow.types.is_dictionary(type_) else type_
     is_text = pyarrow.types.is_string(value) or pyarrow.types.is_large_string(value)
     return "" if is_text else f"{path}: column {field!r} holds {type_}, not strings; choose another with --field"

@@ -220,6 +220,7 @@ class _IndexLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    # Gradients were computed with the loss, and have no graph
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *(tensor * grad.to(tensor.dtype) for tensor in ctx.saved_tensors), None, None, None

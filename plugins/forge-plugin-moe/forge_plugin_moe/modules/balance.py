@@ -66,6 +66,7 @@ class Balance(nn.Module):
         self._counted = counted or component.batch_balance > 0
         self._chosen = context.auxiliary.counter(CHOSEN, self._layer)
         if component.batch_balance:
+            # float32 has whole numbers up to 2^24 only, and a batch may have more choices
             self.register_buffer("load", torch.empty(experts, dtype=torch.float64))
 
     def init_buffers(self, device: torch.device) -> None:

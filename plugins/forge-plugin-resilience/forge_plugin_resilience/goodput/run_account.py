@@ -126,6 +126,7 @@ def _step_lines(path: Path) -> StepLines | None:
             if "loss" not in record or "time" not in record or "step_seconds" not in record:
                 continue
             seconds = float(record["step_seconds"])
+            # A line is written at the end of its step
             began = began or record["time"] - seconds
             ended = max(ended, record["time"])
             waited = seconds * min(1.0, float(record.get("data_wait", 0.0)))

@@ -226,6 +226,7 @@ def slow_links(links: Sequence[Link], part: float, least: float) -> list[str]:
     texts = []
     for measured in kinds.values():
         median = statistics.median(link.gigabytes_per_s for link in measured) if measured else 0.0
+        # The median of one or two links does not show which is slow
         limit = max(part * median if len(measured) > 2 else 0.0, least)
         slow = [link for link in measured if link.gigabytes_per_s < limit]
         for link in slow:

@@ -212,6 +212,7 @@ class Noise:
         for rank, look in enumerate(looks):
             product, own = of_others(looks, rank)
             now.append((_log(look.matmul_ms, product), _log(look.own_s, own)))
+        # Not strict: the first looks have none before them
         for before, after in zip(self._before, now, strict=False):
             for changes, one, other in zip(self._changes, before, after, strict=True):
                 changes.append(abs(other - one))

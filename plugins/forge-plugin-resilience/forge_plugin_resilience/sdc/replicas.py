@@ -109,6 +109,7 @@ def _tensors(context: StepContext) -> dict[str, Tensor]:
     from forge_core.contracts.optimizer import PlacesState
 
     tensors: dict[str, Tensor] = dict(context.model.named_parameters())
+    # Such an optimizer has the state of a matrix on one rank, so that replicas have other parts
     if isinstance(context.optimizer, PlacesState):
         return tensors
     names = {id(parameter): name for name, parameter in tensors.items()}

@@ -94,6 +94,7 @@ def _section(
             raise TypeError(
                 f"it made a {type(others[0]).__name__}; blocks must come from forge_kit.tools.report_sections"
             )
+    # Sections are code of any plugin: one that fails must not cost the others
     except Exception as error:
         cause = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
         message = f"section {offer.type} of {offer.distribution} could not be made: {cause}"

@@ -163,7 +163,9 @@ class QueryGrowth(NamedTuple):
             if q.shape[1] + self.offset <= self.length:  # the factor of all is 1
                 return q
             positions = torch.arange(q.shape[1], device=q.device)
+        # 16 bits would round large positions
         wide = torch.promote_types(q.dtype, torch.float32)
+        # Padding has the position -1 in generation
         steps = ((positions.clamp(min=0) + self.offset) // self.length).to(wide)
         return cast(cast(q, wide) * (1 + self.rate * torch.log1p(steps))[..., None, None], q.dtype)
 

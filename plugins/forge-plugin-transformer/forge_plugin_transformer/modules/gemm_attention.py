@@ -139,6 +139,7 @@ def attend_backward(
     # Contiguous whatever the layout of q, as blocks of positions are written into it by `out`
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(2, (groups, -1))
     grad, q, k, v = (_fold(tensor, groups) for tensor in (grad, q, k, v))
+    # Sums over blocks, which 16 bits would round each time
     grad_k, grad_v = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
     by_group = _by_group(sinks, groups)
     for block in blocks:

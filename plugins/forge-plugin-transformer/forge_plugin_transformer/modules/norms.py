@@ -157,6 +157,7 @@ def normed_without_gain(x: Tensor, eps: float) -> Tensor:
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the norm of x (…, D), and the factor on each row (…, 1), float32 or wider."""
+    # Squares of float16 overflow, and a sum of bfloat16 has 8 bits
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()

@@ -66,6 +66,7 @@ class HyperConnection(nn.Module):
         self.dynamic = nn.Parameter(torch.empty(streams + 2, dim)) if dynamic else None
         self.scale = nn.Parameter(torch.empty(2)) if dynamic else None
         """Factors on the tanh: of A_m and A_r, and of B."""
+        # Not in checkpoints: constants, which `init_buffers` makes again
         self.register_buffer("start", torch.empty(streams, streams + 2, dtype=_wide(dtype)), persistent=False)
 
     def init_parameter(self, name: str, fill: Fill) -> None:

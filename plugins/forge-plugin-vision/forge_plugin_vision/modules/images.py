@@ -39,6 +39,7 @@ class Images(NamedTuple):
         plain = plain_grids(grids)
         sizes = plain.prod(-1)
         ends = sizes.cumsum(1)
+        # searchsorted warns of expanded values, and copies them itself
         index = torch.arange(patches, device=grids.device).expand(len(grids), -1).contiguous()
         # To the right of equal ends, so that an image without patches is skipped
         number = torch.searchsorted(ends, index, right=True)
