@@ -1,9 +1,9 @@
 """Images, videos and sounds as data for Forge: captions, documents, chats and drawn words.
 
 From files to rows: `source_files` finds the files, `records` reads their content, `documents` are made of tokens and
-images, which `decoding` opens and `processing` turns into patches; `index` lists the room that each document needs,
-`plan` puts documents into rows, and `dataset` reads the rows. The subpackage `video` has clips with captions and drawn
-motion, and the readers and samplings of their frames.
+images, which `decoding` opens, `resize` gives a size and `processing` turns into patches; `index` lists the room that
+each document needs, `plan` puts documents into rows, and `dataset` reads the rows. The subpackage `video` has clips
+with captions and drawn motion, and the readers and samplings of their frames.
 """
 
 from forge_plugin_images.image_chat import ImageChat
@@ -11,6 +11,7 @@ from forge_plugin_images.image_prompts import ImagePrompts
 from forge_plugin_images.image_text import ImageText
 from forge_plugin_images.interleaved import Interleaved
 from forge_plugin_images.rendered_text import RenderedText
+from forge_plugin_images.resize import ResizeComponent, Resizer
 from forge_plugin_images.sound_text import SoundText
 from forge_plugin_images.source import ImageDataset
 from forge_plugin_images.video_kind import Span, VideoComponent, Videos
@@ -22,6 +23,8 @@ __all__ = [
     "ImageText",
     "Interleaved",
     "RenderedText",
+    "ResizeComponent",
+    "Resizer",
     "SoundText",
     "Span",
     "VideoComponent",

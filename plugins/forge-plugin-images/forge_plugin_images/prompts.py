@@ -22,8 +22,9 @@ from forge_plugin_images.content import MARKS, Kind
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.image_file import BrokenImage, ImageFile
 from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.resize import AutoResize
 from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens
-from forge_plugin_images.source import ImageDataset, default_policy
+from forge_plugin_images.source import ImageDataset
 from forge_plugin_images.video_kind import Span, VideoComponent, Videos
 from forge_plugin_images.visuals import ImageVisual, Visual
 from forge_plugin_vision import image_input
@@ -130,9 +131,7 @@ def _processing(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> tuple[Image
             return source.processor(seen), source.tile_texts(tokenizer)
         if isinstance(source, Unavailable):  # its keys may set how images are resized
             raise JobError(problem.below(f"data.sources.{number}") for problem in source.error.problems)
-    # As the default of `max_patches` in a source
-    most = seen.patches_per_sequence // seen.images_per_sequence
-    return ImageProcessor(seen.format, default_policy(seen.format), most), None
+    return ImageProcessor(AutoResize().build(seen)), None
 
 
 def _row(

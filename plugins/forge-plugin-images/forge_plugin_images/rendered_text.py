@@ -12,7 +12,7 @@ from attrs.validators import and_, deep_iterable, ge, gt, le, min_len
 from forge_core.contracts.components import DatasetComponent, FilePath
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.rank_zero import is_checked_elsewhere
-from forge_plugin_images.size_problems import channel_problems
+from forge_plugin_images.image_file import channel_problems
 from forge_plugin_vision import Grid, image_input
 
 if TYPE_CHECKING:

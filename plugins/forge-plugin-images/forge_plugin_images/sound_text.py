@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from forge_plugin_images.visuals import VisualSource
     from forge_plugin_vision import ImageInput
 
-OF_IMAGES = (
-    "resize", "max_tiles", "longest_side", "tile_text", "overview", "max_tiled_images", "min_patches", "grey_range",
-    "max_pixels",
-)  # fmt: skip
+OF_IMAGES = ("resize", "tile_text", "grey_range", "max_pixels")
 """Keys that mean nothing for sounds."""
 
 
@@ -50,6 +47,9 @@ class SoundText(ImageDataset):
     """The key of a record with its text."""
     prompt: str = ""
     """The key of a record with a text between sound and text that is not learned, like a question; empty: none."""
+    max_patches: int = field(default=0, validator=ge(0))
+    """Patches of an image at most, for encoders of any size: a longer sound is several. 0: the model's for a sequence,
+    shared by its images."""
     bands: int = field(default=0, validator=ge(0))
     """Mel bands: the height of the image, a multiple of the encoder's patch. 0: the encoder's height, or 64 where it
     has none."""
@@ -112,8 +112,9 @@ class SoundText(ImageDataset):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Checks that keys of images are left out, and that spectrograms fit the encoder and the fusion."""
         yield from super().problems(job, layout)
+        plain = SoundText(path="")
         for key in OF_IMAGES:
-            if (value := getattr(self, key)) != getattr(attrs.fields(type(self)), key).default:
+            if (value := getattr(self, key)) != getattr(plain, key):
                 yield Problem(key, f"{value!r} is for images, and these are sounds; leave it out")
         try:
             seen = image_input(job)
@@ -135,6 +136,11 @@ class SoundText(ImageDataset):
             size = form.pixels or (form.grid[0] * form.patch, form.grid[1] * form.patch)
             hint = "leave it out" if not form.pixels else "take an encoder whose patches cover its images"
             yield Problem("bands", f"{height}, and the encoder takes images of {size[0]} x {size[1]} pixels; {hint}")
+        elif form.grid and self.max_patches:
+            yield Problem("max_patches", f"{self.max_patches}, but the encoder takes images of one size; leave it out")
+        elif self.max_patches > (room := seen.patches_per_sequence):
+            message = f"{self.max_patches}, and a sequence has model.vision.patches_per_sequence = {room}"
+            yield Problem("max_patches", f"{message}; lower the one or raise the other")
         elif height % step:
             yield Problem("bands", f"{height} is not divisible by {step}, the pixels of a patch of encoder and adapter")
         elif not self.spectra(seen):

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import and_, ge, gt, le, lt, optional
+from attrs.validators import and_, ge, gt, lt, optional
 
 from forge_core.contracts.components import DatasetComponent, FilePath, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.tools.rank_zero import from_rank0, is_checked_elsewhere
-from forge_plugin_images.image_file import MAX_PIXELS, GreyRange
-from forge_plugin_images.size_problems import size_problems
+from forge_plugin_images.image_file import MAX_PIXELS, GreyRange, channel_problems
+from forge_plugin_images.resize import AutoResize, ResizeComponent
 from forge_plugin_images.source_files import files_of, find_source, is_saved, open_records
-from forge_plugin_images.split_problems import longest_side
-from forge_plugin_images.splitting import LARGEST
 from forge_plugin_images.stream_problems import stream_problems
-from forge_plugin_images.tile_text import TileText, TileTexts
+from forge_plugin_images.tile_text import TileText, TileTexts, row_problems
 from forge_plugin_vision import image_input
-
-Overview = Literal["first", "last", "none"]
-"""Where the whole image stands among its tiles."""
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -34,11 +28,11 @@ if TYPE_CHECKING:
     from forge_kit.data.budgets import Budgets
     from forge_kit.data.damage import Decodable
     from forge_plugin_images.documents import ImageDocuments, Part
-    from forge_plugin_images.processing import ImageProcessor, Policy
+    from forge_plugin_images.processing import ImageProcessor
     from forge_plugin_images.records import ImageSource, Record, Records
     from forge_plugin_images.video_kind import VideoComponent
     from forge_plugin_images.visuals import VisualSource
-    from forge_plugin_vision import ImageFormat, ImageInput
+    from forge_plugin_vision import ImageInput
 
 NO_TOKENIZER = 'texts need a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'
 
@@ -85,49 +79,10 @@ class ImageDataset(DatasetComponent):
     """Of a stream or a table, Parquet or `save_to_disk`: the split to train on."""
     folder: FilePath = ""
     """Where relative paths of images and videos start; empty: beside the file that names them."""
-    resize: Literal[
-        "auto",
-        "native",
-        "fill",
-        "longest",
-        "stretch",
-        "crop",
-        "pad",
-        "tiles",
-        "aspect",
-        "split",
-        "canvas",
-        "any_resolution",
-    ] = "auto"
-    """How images get their size. For encoders of any size `native` (nearest multiples, smaller only if `max_patches`
-    requires it), `fill` (as large as `max_patches` allows) or `longest` (next larger multiples, smaller only if
-    `longest_side` requires it, as Pixtral); for encoders of one size `stretch`, `crop` (the middle),
-    `pad` (bars of the mean colour), `tiles` (any-res: several images of that size), `aspect` (likewise, stretched to
-    the grid of nearest shape, as in InternVL) or `split` (to whole tiles, as in Idefics3 and SmolVLM). For encoders of
-    one image in tiles `canvas`: at the top left of as many as suit it (Llama 3.2 Vision). For adapters that join tiles
-    `any_resolution` (LLaVA-NeXT, LLaVA-OneVision), or a policy for encoders of one size. auto: `native`, `stretch`,
-    `canvas` or `any_resolution`."""
-    max_tiles: int = field(default=0, validator=ge(0))
-    """With `tiles` and `aspect`: tiles of an image at most, without the overview; 0: as many as a sequence has room
-    for. With `split`: 1, if images are not cut, but resized in two steps all the same; 0: as many as `longest_side`
-    makes."""
-    longest_side: int = field(default=0, validator=and_(ge(0), le(LARGEST)))
-    """Pixels of an image's longer side. With `split`, before it is stretched to whole tiles; 0: four tiles. With
-    `longest`, at most, before both sides are rounded up; 0: what an image's share of the patches of a sequence makes
-    of a square."""
+    resize: ResizeComponent = field(factory=AutoResize)
+    """`[data.sources.resize]`: how images get their size."""
     tile_text: TileText | None = None
     """`[data.sources.tile_text]`: texts around images and their tiles, such as `<row_1_col_1>`; None: none."""
-    overview: Overview = "first"
-    """With `tiles`, `aspect` and `split`: where the whole image stands, as one more image of the encoder's size. first:
-    before its tiles, as in LLaVA-NeXT; last: after them, as in Idefics3, SmolVLM and InternVL; none: nowhere, as in
-    Llama 3.2 Vision. An image that fits into one tile has no overview."""
-    max_tiled_images: int = field(default=0, validator=ge(0))
-    """With `any_resolution`: images of a document that may be in tiles; if it has more, each is in one tile, in the
-    middle of a square of the mean colour. LLaVA-OneVision has 1. 0: any number is in tiles."""
-    max_patches: int = field(default=0, validator=ge(0))
-    """Patches of an image at most, for `native` and `fill`; 0: the model's for a sequence, shared by its images."""
-    min_patches: int = field(default=0, validator=ge(0))
-    """With `native`: smaller images are enlarged to as many patches."""
     grey_range: GreyRange | None = field(default=None, validator=optional(_black_below_white))
     """In greys of more than 8 bits: the values that are black and white, such as [0, 4095] for 12 bits. Left out: the
     values that the file declares, if any; 16 bits lose the lower 8, and others are refused."""
@@ -298,37 +253,14 @@ class ImageDataset(DatasetComponent):
         from forge_plugin_images.decoding import ImageDecoder
         from forge_plugin_images.processing import ImageProcessor
 
-        most = self.max_patches or seen.patches_per_sequence // seen.images_per_sequence
-        return ImageProcessor(
-            seen.format,
-            self.policy(seen),
-            most,
-            self.min_patches,
-            self.tiles(seen),
-            self.overview,
-            self.max_tiled_images,
-            longest_side(self, seen) if self.resize in ("split", "longest") else 0,
-            ImageDecoder(self.grey_range, self.max_pixels),
-        )
-
-    def policy(self, seen: ImageInput) -> Policy:
-        """Returns how images get their size, whatever the key `resize` leaves open."""
-        return default_policy(seen.format) if self.resize == "auto" else self.resize
-
-    def tiles(self, seen: ImageInput) -> int:
-        """Returns how many tiles an image may have; 0 where it is no key that bounds them."""
-        if self.resize not in ("tiles", "aspect") or seen.format.grid is None:
-            return self.max_tiles
-        room = min(seen.images_per_sequence, seen.patches_per_sequence // math.prod(seen.format.grid))
-        # The overview takes a place of its image's tiles
-        return self.max_tiles or room - (self.overview != "none")
+        return ImageProcessor(self.resize.build(seen), ImageDecoder(self.grey_range, self.max_pixels))
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        """Checks the tokenizer, resizing for the model's encoder, keys of streams, and that the files are there."""
+        """Checks the tokenizer, the model's encoder, keys of streams, and that the files are there."""
         if job.data.tokenizer is None:
             yield Problem("", NO_TOKENIZER)
         try:
-            yield from size_problems(self, image_input(job))
+            yield from self.image_problems(image_input(job))
         except JobError as error:
             yield Problem("", error.problems[0].message)
         yield from stream_problems(self, job)
@@ -344,6 +276,13 @@ class ImageDataset(DatasetComponent):
                 "held_out_list", f"{self.held_out_list!r} does not exist (looked from {Path.cwd()}); correct the path"
             )
 
+    def image_problems(self, seen: ImageInput) -> Iterator[Problem]:
+        """Yields what images of files cannot be for a model that has `seen` as its input."""
+        yield from channel_problems(seen.format)
+        yield from (problem.below("resize") for problem in self.resize.share_problems(seen))
+        if self.tile_text is not None:
+            yield from (problem.below("tile_text") for problem in row_problems(self.tile_text, seen))
+
     @property
     def _patterns(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path
@@ -356,15 +295,6 @@ class ImageDataset(DatasetComponent):
             return
         if self.split != "train" and not takes_split:
             yield Problem("split", f"{self.split!r}, but only tables have splits; leave it out, or name other files")
-
-
-def default_policy(form: ImageFormat) -> Policy:
-    """Returns how images get their size where no key sets it."""
-    if form.joins_tiles:
-        return "any_resolution"
-    if form.arrangements:
-        return "canvas"
-    return "stretch" if form.grid else "native"
 
 
 def _names(path: str) -> frozenset[str]:

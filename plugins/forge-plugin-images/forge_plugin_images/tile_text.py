@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
+from forge_core.contracts.errors import Problem
+from forge_plugin_vision import Grid
+
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
+    from forge_plugin_images.resize.kinds import Overview
     from forge_plugin_images.rows import Footprint, Places, Tokens
-    from forge_plugin_images.source import Overview
-    from forge_plugin_vision import Grid, ImageInput
+    from forge_plugin_vision import ImageInput
 
 
 @frozen(kw_only=True)
@@ -121,3 +124,18 @@ def feature_sides(seen: ImageInput, grid: Grid) -> tuple[int, int]:
     """Returns rows and columns of an image's features, if its adapter makes one of each square of patches."""
     features, side = seen.encoder.feature_grid(grid), seen.adapter.multiple
     return features.rows // side, features.columns // side
+
+
+def row_problems(texts: TileText, seen: ImageInput) -> Iterator[Problem]:
+    """Yields why no text can stand between rows of features; paths are relative to the table of texts."""
+    if not texts.feature_row:
+        return
+    # By example: an adapter declares a count of features, not how they lie.
+    side = seen.format.multiple
+    grids = [Grid(1, side, side), Grid(1, 2 * side, 3 * side)]
+    rows, columns = zip(*(feature_sides(seen, grid) for grid in grids), strict=True)
+    if [seen.positions(grid) for grid in grids] != [rows[0] * columns[0], rows[1] * columns[1]]:
+        adapter, fusion = type(seen.adapter).__name__, type(seen.fusion).__name__
+        message = f"{texts.feature_row!r} stands between rows of features"
+        hint = "take adapter and fusion with a position for each square of patches, or leave it out"
+        yield Problem("feature_row", f"{message}, which images have not with {adapter} and {fusion}; {hint}")

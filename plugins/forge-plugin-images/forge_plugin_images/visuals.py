@@ -84,13 +84,14 @@ class ImageVisual:
     """None: there are none."""
 
     def measure(self) -> Footprint:
-        """Reads the size from the image's header, and computes its grids by the policy."""
+        """Reads the size from the image's header, and computes its grids."""
         size = self.processor.decoder.size(self.file)
         grids = self.processor.grids(size)
         if self.texts is None:
             return Footprint.of_images(grids, self.seen)
-        tiles = self.processor.tiles(size) if len(grids) > 1 else (1, 1)  # joined tiles have no texts between
-        return self.texts.footprint(grids, tiles, self.processor.overview, self.seen)
+        resizer = self.processor.resizer
+        tiles = resizer.tiles(size) if len(grids) > 1 else (1, 1)  # joined tiles have no texts between
+        return self.texts.footprint(grids, tiles, resizer.overview, self.seen)
 
     def read(self) -> np.ndarray:
         """Decodes the image, and resizes it to the grids of `measure`."""

@@ -15,6 +15,7 @@ from forge_core.cli import main
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageText, RenderedText
 from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_images.resize import CanvasResize, NativeResize, TilesResize
 from forge_plugin_images.tiling import canvas_of, fitted_size
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE, LinearAdapter, PixelShuffle, TiledViT, VisionPart
@@ -75,7 +76,7 @@ def test_a_row_has_one_image_of_all_tiles(build, path):
 
 
 def test_a_model_learns_from_canvases_and_generates(make_job, catalog, path, tmp_path):
-    job = make_job(ImageText(path=path, resize="canvas"), model=MODEL, global_batch_size=3, steps=2)
+    job = make_job(ImageText(path=path, resize=CanvasResize()), model=MODEL, global_batch_size=3, steps=2)
     folder = str(Trainer(job, catalog=catalog).run().folder)
     assert main(["generate", folder, "--image", f"{tmp_path}/0.png", "--prompt", "x", "--max-tokens", "2"]) == 0
     prompts = prompts_with_images(["x<image>"], [f"{tmp_path}/2.png"], job, Bytes().build(None, list))
@@ -86,17 +87,16 @@ def test_a_model_learns_from_canvases_and_generates(make_job, catalog, path, tmp
     ("source", "model", "message"),
     [
         (
-            ImageText(path="", resize="tiles"),
+            ImageText(path="", resize=TilesResize()),
             MODEL,
             "resize: 'tiles', but the encoder takes images in tiles; take 'can",
         ),
-        (ImageText(path="", resize="native"), MODEL, "resize: 'native', but the encoder takes images in tiles"),
+        (ImageText(path="", resize=NativeResize()), MODEL, "resize: 'native', but the encoder takes images in tiles"),
         (
-            ImageText(path="", resize="canvas"),
+            ImageText(path="", resize=CanvasResize()),
             tiny_model(),
             "resize: 'canvas' is for encoders of images in tiles; take",
         ),
-        (ImageText(path="", max_patches=9), MODEL, "max_patches: 9, but all images of this encoder have the sizes of"),
         (RenderedText(size=(16, 16)), MODEL, r"size: \[16, 16\], but the encoder takes images in tiles, of one of"),
         (
             ImageText(path=""),

@@ -16,6 +16,7 @@ from PIL import Image
 from forge_core import JobError
 from forge_core.contracts.errors import DataError
 from forge_plugin_images import ImageText
+from forge_plugin_images.resize import NativeResize
 from forge_plugin_text import Bytes
 from forge_plugin_vision import IMAGE, PixelShuffle
 from forge_testing import job_problems
@@ -187,8 +188,7 @@ def test_an_image_that_was_exchanged_for_one_of_another_size_is_noticed(build, t
     ("keys", "message"),
     [
         ({"path": "nowhere.jsonl"}, r"path: 'nowhere.jsonl' does not exist"),
-        ({"resize": "native"}, r"resize: 'native', but the encoder takes images of 8 x 48 pixels"),
-        ({"max_patches": 3}, "max_patches: 3, but all images of this encoder have one size; leave it out"),
+        ({"resize": NativeResize()}, r"resize: 'native', but the encoder takes images of 8 x 48 pixels"),
         ({"held_out_list": "none.txt"}, "held_out_list: 'none.txt' does not exist"),
         ({"held_out_list": "none.txt", "held_out_every": 3}, "held_out_list: held_out_every = 3 is set as well"),
     ],
@@ -218,13 +218,15 @@ def test_a_model_that_sees_no_images_is_refused(make_job, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "path", "facts"),
     [
-        ({"max_patches": 3}, "max_patches", (3, 4)),  # the adapter joins each square of four
-        ({"max_patches": 13}, "max_patches", (13, "model.vision.patches_per_sequence = 12")),
-        ({"max_patches": 8, "min_patches": 9}, "min_patches", (9, 8)),
+        ({"max_patches": 3}, ".max_patches", (3, 4)),  # the adapter joins each square of four
+        ({"max_patches": 13}, ".max_patches", (13, "model.vision.patches_per_sequence = 12")),
+        ({"max_patches": 8, "min_patches": 9}, ".min_patches", (9, 8)),
     ],
 )
 def test_bounds_on_patches_are_checked_with_the_job(make_job, tmp_path, keys, path, facts):
     model = tiny_model(any_size=True, patches_per_sequence=12)
     model = evolve(model, vision=evolve(model.vision, adapter=PixelShuffle(factor=2)))
-    [problem] = job_problems(make_job(ImageText(path=str(write_pairs(tmp_path)), **keys), model=model))
-    assert not lacks(problem, f"data.sources.0.{path}", *facts)
+    [problem] = job_problems(
+        make_job(ImageText(path=str(write_pairs(tmp_path)), resize=NativeResize(**keys)), model=model)
+    )
+    assert not lacks(problem, f"data.sources.0.resize{path}", *facts)

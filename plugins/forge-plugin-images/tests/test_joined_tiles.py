@@ -18,6 +18,8 @@ from forge_core.parallel.mesh import leave_group
 from forge_plugin_images import ImageText, Interleaved
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_images.resize import AnyResolutionResize, CanvasResize, StretchResize, TilesResize
+from forge_plugin_images.resize.joined import AnyResolutionResizer
 from forge_plugin_images.tiling import best_tiles, shown_part, tile_grids
 from forge_plugin_text import Bytes
 from forge_plugin_text.packing import BestFit
@@ -91,7 +93,7 @@ def test_what_is_shown_of_tiles_is_what_llava_next_leaves_of_them():
 def test_the_pixels_of_an_image_are_those_of_the_published_processors(size):
     from transformers import LlavaNextImageProcessorPil, LlavaOnevisionImageProcessorPil
 
-    processor = ImageProcessor(FORM, "any_resolution", 16)
+    processor = ImageProcessor(AnyResolutionResizer(FORM))
     [grid] = processor.grids(size)
     patches = processor.patches(noise(*size))
     crop = {"crop_size": {"height": PIXELS, "width": PIXELS}, "do_center_crop": True}
@@ -106,7 +108,7 @@ def test_the_pixels_of_one_image_of_several_are_llava_onevisions():
 
     reference = LlavaOnevisionImageProcessorPil(**SETTINGS)
     form = attrs.evolve(FORM, mean=(0.0, 0.2, 0.5))
-    processor = ImageProcessor(form, "any_resolution", 16, max_tiled_images=1)
+    processor = ImageProcessor(AnyResolutionResizer(form, 1))
     assert processor.among(1) is processor
     for size in SIZES:
         expected = patches_of(reference([[noise(*size), noise(8, 8)]])["pixel_values"][0])
@@ -126,7 +128,7 @@ def patches_of(tiles: np.ndarray) -> np.ndarray:
 
 def test_rows_and_prompts_have_images_in_tiles_and_several_of_a_document_in_one(build, make_job, path, tmp_path):
     keys = {"model": MODEL, "seq_len": 60}
-    data = build(Interleaved(path=path, max_tiled_images=1), **keys)
+    data = build(Interleaved(path=path, resize=AnyResolutionResize(max_tiled_images=1)), **keys)
     first, second = Grid.of_tiles(1, 2, (2, 4)), Grid.of_tiles(2, 2, (4, 2))
     assert [data[row]["grids"][:2].tolist() for row in (0, 1, 3)] == [
         [[*first], [0, 0, 0]],
@@ -138,10 +140,12 @@ def test_rows_and_prompts_have_images_in_tiles_and_several_of_a_document_in_one(
     assert list(data[3]["input_ids"][:12]) == [*[IMAGE] * 5, *b"a", *[IMAGE] * 5, *b"b"]
     assert [data.cost(row) for row in range(4)] == [12, 20, 16, 8]
     assert build(Interleaved(path=path), **keys).cost(3) == 32
-    packed = build(Interleaved(path=path, max_tiled_images=1), **keys, data={"packing": BestFit()})
+    packed = build(
+        Interleaved(path=path, resize=AnyResolutionResize(max_tiled_images=1)), **keys, data={"packing": BestFit()}
+    )
     assert sorted(packed.cost(row) for row in range(len(packed)))[-1] > 20
 
-    job = make_job(Interleaved(path=path, max_tiled_images=1), **keys)
+    job = make_job(Interleaved(path=path, resize=AnyResolutionResize(max_tiled_images=1)), **keys)
     files = [f"{tmp_path}/{number}.png" for number in (0, 0, 1)]
     prompts = prompts_with_images(["<image>x", "<image><image>"], files, job, Bytes().build(None, list))
     assert prompts.ids == [[IMAGE] * 14 + [ord("x")], [IMAGE] * 10]
@@ -165,7 +169,9 @@ def test_a_job_is_planned_trains_and_generates(path, tmp_path):
         "data": {
             "tokenizer": {"type": "bytes"},
             "packing": {"type": "best_fit"},
-            "sources": [{"type": "interleaved", "path": path, "max_tiled_images": 1}],
+            "sources": [
+                {"type": "interleaved", "path": path, "resize": {"type": "any_resolution", "max_tiled_images": 1}}
+            ],
         },
         "optimizer": {"type": "adamw"},
     }
@@ -190,11 +196,9 @@ def test_a_job_is_planned_trains_and_generates(path, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "model", "message"),
     [
-        ({"resize": "tiles"}, MODEL, "'tiles' makes each tile an image, but the adapter joins an image's tiles; take"),
-        ({"resize": "canvas"}, MODEL, "'canvas' is for encoders of images in tiles"),
-        ({"resize": "any_resolution"}, PLAIN, "'any_resolution' is for adapters that join an image's tiles; take"),
-        ({"max_tiled_images": 1}, PLAIN, 'max_tiled_images: 1 is for resize = "any_resolution"; set that, or leave'),
-        ({"resize": "pad", "max_tiled_images": 1}, MODEL, 'max_tiled_images: 1 is for resize = "any_resolution"'),
+        ({"resize": TilesResize()}, MODEL, "'tiles' makes each tile an image, but the adapter joins an image's tiles"),
+        ({"resize": CanvasResize()}, MODEL, "'canvas' is for encoders of images in tiles"),
+        ({"resize": AnyResolutionResize()}, PLAIN, "'any_resolution' is for adapters that join an image's tiles; take"),
         ({}, attrs.evolve(tiny_model(8, 16), vision=attrs.evolve(tiny_model(8, 16).vision, adapter=AnyResolution())),
          "model.vision.adapter: it joins tiles, which are squares of the encoder's one size, and this encoder has "
          "images of 1 x 2 patches; take another encoder"),
@@ -213,6 +217,6 @@ def test_what_cannot_be_is_refused_with_the_job(make_job, path, keys, model, mes
 
 
 def test_images_in_one_tile_may_have_any_policy_of_one_size(build, path):
-    data = build(Interleaved(path=path, resize="stretch"), model=MODEL)
+    data = build(Interleaved(path=path, resize=StretchResize()), model=MODEL)
     assert data[3]["grids"].tolist() == [[1, 2, 2], [1, 2, 2], [0, 0, 0]]
     assert MLPAdapter().arrangements == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from forge_plugin_images import ImageText
 from forge_plugin_images.decoding import BytesImage, ImageDecoder
 from forge_plugin_images.image_file import BrokenImage
 from forge_plugin_images.patches import frames_of, patches_of
-from forge_plugin_images.processing import ImageProcessor, native_size
+from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.resize.any_size import FillResizer, NativeResizer, native_size
+from forge_plugin_images.resize.one_size import CropResizer, PadResizer, StretchResizer
+from forge_plugin_images.resize.tiles import TilesResizer
 from forge_plugin_vision import ImageFormat, ViT
 from forge_testing.images import tiny_model
 from forge_testing.refusals import at, check_problems, naming
@@ -55,7 +59,7 @@ def test_stretched_images_are_those_of_siglip(size):
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     reference = SiglipImageProcessorPil(size={"height": 32, "width": 48}, resample=3)
-    ours = ImageProcessor(ImageFormat(patch=16, grid=(2, 3)), "stretch", 6)
+    ours = ImageProcessor(StretchResizer(ImageFormat(patch=16, grid=(2, 3))))
     expected = unscaled(reference(photo(*size))["pixel_values"][0], reference)
     assert np.abs(whole(ours.patches(photo(*size)), 2, 3, 16) - expected).max() < 1e-4
     assert ours.grids(size) == ((1, 2, 3),)
@@ -66,7 +70,7 @@ def test_cropped_images_are_those_of_clip(size):
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     reference = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    ours = ImageProcessor(ImageFormat(patch=8, grid=(4, 4)), "crop", 16)
+    ours = ImageProcessor(CropResizer(ImageFormat(patch=8, grid=(4, 4))))
     expected = unscaled(reference(photo(*size))["pixel_values"][0], reference)
     assert np.abs(whole(ours.patches(photo(*size)), 4, 4, 8) - expected).max() < 1e-4
 
@@ -78,7 +82,7 @@ def test_native_images_are_those_of_qwen(size, least, most):
 
     pixels = {"shortest_edge": least * 16, "longest_edge": most * 16}
     reference = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=pixels)
-    ours = ImageProcessor(ImageFormat(patch=4, frames=2, multiple=2), "native", most, least)
+    ours = ImageProcessor(NativeResizer(ImageFormat(patch=4, frames=2, multiple=2), most, least))
     expected = reference(photo(*size))
     grid = ours.grids(size)[0]
     assert list(grid) == expected["image_grid_thw"][0].tolist()
@@ -95,7 +99,7 @@ def test_filling_images_are_those_of_siglip_2(size):
     from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
     reference = Siglip2ImageProcessorPil(patch_size=8, max_num_patches=30)
-    ours = ImageProcessor(ImageFormat(patch=8, resample="bilinear"), "fill", 30)
+    ours = ImageProcessor(FillResizer(ImageFormat(patch=8, resample="bilinear"), 30))
     expected = reference(photo(*size))
     grid = ours.grids(size)[0]
     assert [grid.rows, grid.columns] == np.asarray(expected["spatial_shapes"])[0].tolist()
@@ -115,7 +119,7 @@ def test_padded_images_are_those_of_llava(grid, padded, place):
     canvas = Image.new("RGB", padded, tuple(int(255 * mean) for mean in form.mean))
     canvas.paste(image, place)
     resized = canvas.resize((8 * grid[1], 8 * grid[0]), Image.Resampling.BICUBIC)
-    patches = ImageProcessor(form, "pad", grid[0] * grid[1]).patches(image)
+    patches = ImageProcessor(PadResizer(form)).patches(image)
     assert (whole(patches, *grid, 8) == np.asarray(resized).transpose(2, 0, 1)).all()
 
 
@@ -133,15 +137,23 @@ def test_a_damaged_image_is_named(kept):
         ImageDecoder().decode(BytesImage("half", file.data[: len(file.data) * kept // 100]))
 
 
-@pytest.mark.parametrize("policy", ["stretch", "crop", "pad", "tiles", "native"])
-def test_an_encoder_of_one_channel_sees_greys(policy):
-    grid = None if policy == "native" else (4, 4)
+@pytest.mark.parametrize(
+    ("grid", "resizer"),
+    [
+        ((4, 4), StretchResizer),
+        ((4, 4), CropResizer),
+        ((4, 4), PadResizer),
+        ((4, 4), partial(TilesResizer, max_tiles=4)),
+        (None, partial(NativeResizer, max_patches=16)),
+    ],
+)
+def test_an_encoder_of_one_channel_sees_greys(grid, resizer):
     one, three = ImageFormat(patch=8, grid=grid, channels=1), ImageFormat(patch=8, grid=grid)
     assert one.mean == one.std == (0.5,)
-    grey = ImageProcessor(one, policy, 16, max_tiles=4).patches(photo(50, 90))
-    colours = ImageProcessor(three, policy, 16, max_tiles=4).patches(photo(50, 90, "L").convert("RGB"))
+    grey = ImageProcessor(resizer(one)).patches(photo(50, 90))
+    colours = ImageProcessor(resizer(three)).patches(photo(50, 90, "L").convert("RGB"))
     assert (grey == colours.reshape(len(grey), 3, 64)[:, 1]).all()
-    assert (ImageProcessor(one, policy, 16, max_tiles=4).read(encoded(photo(50, 90))) == grey).all()
+    assert (ImageProcessor(resizer(one)).read(encoded(photo(50, 90))) == grey).all()
 
 
 def test_a_format_has_a_mean_for_each_channel():

@@ -136,6 +136,10 @@ def test_keys_of_images_and_models_that_see_no_sounds_are_refused(make_job, fold
     tiled = attrs.evolve(model, vision=VisionPart(encoder=tower, adapter=LinearAdapter(), images_per_sequence=2))
     check_problems(problems(tiled), at("", "tiles"))
     check_problems(problems(tiny_model(32, 16, True, patches_per_sequence=32), bands=12), at("bands", 12, 8))
+    check_problems(problems(model, max_patches=8), at("max_patches", 8, "one size"))
+    check_problems(
+        problems(tiny_model(32, 16, True, patches_per_sequence=32), max_patches=33), at("max_patches", 33, 32)
+    )
     check_problems(
         problems(tiny_model(32, 16, True, patches_per_sequence=3)),
         at("max_patches", "8 patches", "model.vision.patches_per_sequence"),

@@ -13,8 +13,11 @@ from PIL import Image
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageText
-from forge_plugin_images.processing import ImageProcessor, size_within
+from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_images.resize import LongestResize, NativeResize, SplitResize, StretchResize
+from forge_plugin_images.resize.any_size import size_within
+from forge_plugin_images.resize.tiles import AspectResizer, SplitResizer
 from forge_plugin_images.splitting import most_tiles, nearest_shape, split_grid, stretched_tiles
 from forge_plugin_images.tile_text import TileText
 from forge_plugin_text import Bytes
@@ -61,7 +64,7 @@ def test_the_grid_is_idefics3s_choice(reference):
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_tiles_and_the_overview_are_those_of_idefics3(reference, size, is_cut):
     form = ImageFormat(patch=8, grid=(2, 2), resample="lanczos")
-    processor = ImageProcessor(form, "split", 4, max_tiles=int(not is_cut), overview="last", longest_side=50)
+    processor = ImageProcessor(SplitResizer(form, "last", longest_side=50, is_cut=is_cut))
     image = noise(*size)
     patches = processor.patches(image)
     expected = reference(image, do_image_splitting=is_cut, return_tensors="np")["pixel_values"][0]
@@ -95,7 +98,7 @@ def test_the_nearest_shape_is_internvls_choice(internvl):
 @pytest.mark.parametrize("size", [(40, 70), (100, 33), (64, 64), (9, 9)])
 def test_stretched_tiles_and_the_overview_are_those_of_internvl(internvl, size):
     form = ImageFormat(patch=8, grid=(2, 2))
-    processor = ImageProcessor(form, "aspect", 4, max_tiles=6, overview="last")
+    processor = ImageProcessor(AspectResizer(form, "last", max_tiles=6))
     image = noise(*size)
     expected = np.stack(internvl(image, max_patches=6)["pixel_values"])
     tiles = np.round(expected * 255).astype(np.uint8).reshape(-1, 3, 2, 8, 2, 8)
@@ -113,7 +116,7 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("overview", ["first", "last", "none"])
 def test_texts_stand_around_tiles_in_rows_and_in_prompts_and_are_not_learned(path, build, make_job, overview):
-    keys: dict[str, Any] = {"resize": "split", "longest_side": 32, "overview": overview, "tile_text": TEXTS}
+    keys: dict[str, Any] = {"resize": SplitResize(longest_side=32, overview=overview), "tile_text": TEXTS}
     rows = build(ImageText(path=path, **keys), model=MODEL, seq_len=64)
     written = {"first": "<=####1.1####1.2####/>", "last": "<1.1####1.2####/=####>", "none": "<1.1####1.2####/>"}
     ids = rows[0]["input_ids"].tolist()
@@ -135,7 +138,7 @@ def test_neighbouring_texts_are_encoded_as_one():
 
 
 def test_a_prompt_with_too_many_tiles_is_refused(path, make_job):
-    job = make_job(ImageText(path=path, resize="split", longest_side=64, overview="last"), model=MODEL)
+    job = make_job(ImageText(path=path, resize=SplitResize(longest_side=64, overview="last")), model=MODEL)
     with pytest.raises(ForgeError, match=naming("1 images", "9 tiles", "36 patches", "5 images", "20 patches")):
         prompts_with_images(["What?"], [path.replace("pairs.jsonl", "0.png")], job, Bytes().build(None, list))
 
@@ -143,28 +146,30 @@ def test_a_prompt_with_too_many_tiles_is_refused(path, make_job):
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"longest_side": 64, "resize": "stretch"}, 'longest_side: 64 is for resize = "split"'),
-        ({"max_tiles": 3}, "max_tiles: 3, but longest_side determines how many tiles an image has"),
-        ({"longest_side": 64}, "longest_side: a square image becomes 16 tiles and an overview with 64, which need"),
+        ({"cut": False, "overview": "last"}, "overview: 'last', but with cut = false no image has one; leave it out"),
+        (
+            {"longest_side": 64},
+            "longest_side: a square image of 64 pixels becomes 16 tiles and an overview, which need",
+        ),
     ],
 )
 def test_keys_that_cannot_be_are_refused(path, make_job, keys, problem):
-    job = make_job(ImageText(path=path, **{"resize": "split", **keys}), model=MODEL)
+    job = make_job(ImageText(path=path, resize=SplitResize(**keys)), model=MODEL)
     assert any(problem in each for each in job_problems(job))
-    fitting = ImageText(path=path, resize="split", longest_side=32)
+    fitting = ImageText(path=path, resize=SplitResize(longest_side=32))
     assert not job_problems(make_job(fitting, model=MODEL))
 
 
 def test_a_fusion_that_sees_one_image_at_a_time_is_refused(path, make_job):
     model = attrs.evolve(MODEL, fusion=CrossAttention(sees="last"))
-    job = make_job(ImageText(path=path, resize="split", longest_side=32), model=model)
+    job = make_job(ImageText(path=path, resize=SplitResize(longest_side=32)), model=model)
     resize = at("data.sources.0.resize", "'split'", 'model.fusion.sees = "last"', '"together"', '"all"')
     check_problems(problems_of(job), resize, at("model.fusion.every", 4, 1))
 
 
 def test_what_a_row_needs_is_known_without_decoding(tmp_path):
     form = ImageFormat(patch=8, grid=(2, 2), resample="lanczos")
-    processor = ImageProcessor(form, "split", 4, overview="last", longest_side=50)
+    processor = ImageProcessor(SplitResizer(form, "last", longest_side=50))
     for size in ((37, 80), (80, 37), (50, 50), (1, 99)):
         image = Image.new("RGB", (size[1], size[0]))
         assert sum(grid.patches for grid in processor.grids(size)) == len(processor.patches(image))
@@ -197,7 +202,7 @@ def test_sides_within_the_longest_are_pixtrals() -> None:
 
 
 def test_rows_of_features_have_texts_between_that_are_not_learned(path, build, make_job):
-    keys: dict[str, Any] = {"resize": "longest", "longest_side": 30, "tile_text": BREAKS}
+    keys: dict[str, Any] = {"resize": LongestResize(longest_side=30), "tile_text": BREAKS}
     rows = build(ImageText(path=path, **keys), model=ANY_SIZE, seq_len=64)
     side = ANY_SIZE.image_input().format
     [_, down, across] = rows[0]["grids"][0].tolist()
@@ -214,18 +219,20 @@ def test_rows_of_features_have_texts_between_that_are_not_learned(path, build, m
 
 
 @pytest.mark.parametrize(
-    ("keys", "expected"),
+    ("resize", "model", "expected"),
     [
-        ({"longest_side": 500}, at("longest_side", "a square image of 500 pixels", 200)),
-        ({"longest_side": 30, "max_patches": 9}, at("max_patches", 9, "longest_side")),
-        ({"min_patches": 2}, at("min_patches", 2, "longest_side")),
-        ({"resize": "native", "longest_side": 30}, at("longest_side", 30, '"split"', '"longest"')),
-        ({"resize": "stretch"}, at("resize", "'stretch'", "'longest'")),
+        (LongestResize(longest_side=500), ANY_SIZE, at("longest_side", "a square image of 500 pixels", 200)),
+        (LongestResize(), MODEL, at("", "'longest'", "16 x 16 pixels", "'stretch'")),
+        (StretchResize(), ANY_SIZE, at("", "'stretch'", "any size", "'native'")),
+        (NativeResize(max_patches=201), ANY_SIZE, at("max_patches", 201, "model.vision.patches_per_sequence = 200")),
+        (NativeResize(max_patches=8, min_patches=9), ANY_SIZE, at("min_patches", 9, "max_patches", 8)),
+        (NativeResize(min_patches=101), ANY_SIZE, at("min_patches", 101, 100)),
     ],
 )
-def test_keys_of_the_longest_side_that_cannot_be_are_refused(path, make_job, keys, expected):
-    job = make_job(ImageText(path=path, **{"resize": "longest", **keys}), model=ANY_SIZE)
-    check_problems(problems_of(job), attrs.evolve(expected, path=f"data.sources.0.{expected.path}"))
+def test_types_that_an_encoder_or_a_sequence_does_not_suit_are_refused(path, make_job, resize, model, expected):
+    job = make_job(ImageText(path=path, resize=resize), model=model)
+    table = "data.sources.0.resize"
+    check_problems(problems_of(job), attrs.evolve(expected, path=".".join(filter(None, (table, expected.path)))))
 
 
 def test_texts_between_rows_need_rows_of_features(path, make_job):

@@ -25,6 +25,7 @@ from forge_core.contracts.errors import DataError
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_datasets, build_tokenizer
 from forge_plugin_images import ImageChat, ImageText, Interleaved
+from forge_plugin_images.resize import TilesResize
 from forge_plugin_text import Bytes
 from forge_plugin_text.packing import BestFit, Isolate
 from forge_plugin_vision import IMAGE
@@ -166,8 +167,8 @@ def test_lanes_have_the_rows_of_the_data_read_whole_each_once(build, tmp_path, w
 
 def test_streamed_images_are_tiled_too(build, tmp_path):
     keys, model = write_parquet(tmp_path), tiny_model(8, 8, images_per_sequence=3)
-    whole = build(ImageText(path=str(tmp_path), resize="tiles"), model=model, seq_len=30)
-    stream = build(ImageText(**keys, streaming=True, lanes=1, resize="tiles"), model=model, seq_len=30)
+    whole = build(ImageText(path=str(tmp_path), resize=TilesResize()), model=model, seq_len=30)
+    stream = build(ImageText(**keys, streaming=True, lanes=1, resize=TilesResize()), model=model, seq_len=30)
     rows = epoch_of(stream, 0)
     assert [int((row["grids"].prod(-1) > 0).sum()) for row in rows] == [3] * COUNT
     assert all((row[name] == whole[number][name]).all() for number, row in enumerate(rows) for name in row)

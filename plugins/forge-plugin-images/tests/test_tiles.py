@@ -17,6 +17,9 @@ from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageChat, ImageText, Interleaved
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_images.resize import TilesResize
+from forge_plugin_images.resize.one_size import StretchResizer
+from forge_plugin_images.resize.tiles import TilesResizer
 from forge_plugin_images.tiling import tile_grid, tile_grids
 from forge_plugin_text import Bytes
 from forge_plugin_text.packing import BestFit
@@ -81,7 +84,7 @@ def test_tiles_and_the_overview_are_those_of_llava_next(size):
         image_grid_pinpoints=pinpoints, image_mean=mean, image_std=std, resample=3, **sizes
     )
     expected = np.asarray(reference(noise(*size))["pixel_values"][0]) * 255
-    ours = ImageProcessor(FORM, "tiles", 16, max_tiles=6)
+    ours = ImageProcessor(TilesResizer(FORM, max_tiles=6))
     patches = ours.patches(noise(*size))
     assert len(ours.grids(size)) == len(expected) > 2
     assert len(patches) == sum(grid.patches for grid in ours.grids(size))
@@ -92,18 +95,18 @@ def test_tiles_and_the_overview_are_those_of_llava_next(size):
 @pytest.mark.parametrize(("images", "patches"), [(5, 10), (5, 99), (9, 11)])
 def test_without_a_bound_an_image_has_the_tiles_that_a_row_has_room_for_beside_the_overview(images, patches):
     seen = tiny_model(8, 16, images_per_sequence=images, patches_per_sequence=patches).image_input()
-    assert ImageText(path="", resize="tiles").tiles(seen) == 4
-    assert ImageText(path="", resize="tiles", overview="none").tiles(seen) == 5
+    assert TilesResize().most(seen) == 4
+    assert TilesResize(overview="none").most(seen) == 5
 
 
 def test_the_overview_may_come_last_or_not_at_all_and_is_left_out_beside_a_single_tile():
     def cut(overview, height=64, width=32):
-        processor = ImageProcessor(FORM, "tiles", 16, max_tiles=4, overview=overview)
+        processor = ImageProcessor(TilesResizer(FORM, overview, max_tiles=4))
         assert set(processor.grids((height, width))) == {Grid(1, 4, 4)}
         return processor.patches(noise(height, width)).reshape(-1, 16, 192)
 
     tiles = cut("none")
-    whole = ImageProcessor(FORM, "stretch", 16).patches(noise(64, 32))
+    whole = ImageProcessor(StretchResizer(FORM)).patches(noise(64, 32))
     assert len(tiles) == 2
     assert (cut("first") == [whole, *tiles]).all()
     assert (cut("last") == [*tiles, whole]).all()
@@ -114,7 +117,7 @@ def test_the_overview_may_come_last_or_not_at_all_and_is_left_out_beside_a_singl
 
 
 def test_a_row_has_all_tiles_of_its_image_as_images_of_their_own(build, path):
-    data = build(ImageText(path=path, resize="tiles"), model=MODEL)
+    data = build(ImageText(path=path, resize=TilesResize()), model=MODEL)
     assert [tiles_of_row(data[row]) for row in range(3)] == [5, 1, 3]
     assert [data.cost(row) for row in range(3)] == [10, 2, 6]
     row = data[0]
@@ -128,9 +131,9 @@ def test_a_row_has_all_tiles_of_its_image_as_images_of_their_own(build, path):
 
 def test_documents_of_tiles_are_packed_by_the_index_alone(build, path, monkeypatch):
     keys = {"model": tiny_model(8, 16, images_per_sequence=6), "data": {"packing": BestFit()}}
-    build(ImageText(path=path, resize="tiles"), **keys)
+    build(ImageText(path=path, resize=TilesResize()), **keys)
     monkeypatch.setattr("forge_plugin_images.decoding.ImageDecoder.size", lambda *_: pytest.fail("measured again"))
-    data = build(ImageText(path=path, resize="tiles"), **keys)
+    data = build(ImageText(path=path, resize=TilesResize()), **keys)
     assert sorted(data.cost(row) for row in range(len(data))) == [6, 12]
     monkeypatch.undo()
     assert sorted(tiles_of_row(data[row]) for row in range(len(data))) == [3, 6]
@@ -138,7 +141,7 @@ def test_documents_of_tiles_are_packed_by_the_index_alone(build, path, monkeypat
 
 def test_other_tiles_are_another_index(build, path):
     def costs(**keys):
-        data = build(ImageText(path=path, resize="tiles", **keys), model=MODEL)
+        data = build(ImageText(path=path, resize=TilesResize(**keys)), model=MODEL)
         return [data.cost(row) for row in range(3)]
 
     assert costs() == [10, 2, 6]
@@ -149,7 +152,8 @@ def test_other_tiles_are_another_index(build, path):
 
 def test_no_document_is_cut_within_the_tiles_of_an_image(build, path, tmp_path):
     (tmp_path / "two.jsonl").write_text(json.dumps({"content": "a<image>b<image>c", "images": ["2.png", "2.png"]}))
-    data = build(Interleaved(path=f"{tmp_path}/two.jsonl", resize="tiles", too_long="cut", max_tiles=4), model=MODEL)
+    dataset = Interleaved(path=f"{tmp_path}/two.jsonl", resize=TilesResize(max_tiles=4), too_long="cut")
+    data = build(dataset, model=MODEL)
     assert tiles_of_row(data[0]) == 3
     assert list(data[0]["input_ids"][:7]) == [*b"a", *[IMAGE] * 6]
     assert list(data[0]["labels"][6:8]) == [*b"b", -100]  # nothing of the second image
@@ -160,7 +164,7 @@ def test_a_chat_has_all_tiles_where_its_template_writes_the_image(build, path, t
     record = {"messages": [message, {"role": "assistant", "content": "red"}], "images": ["2.png"]}
     (tmp_path / "chats.jsonl").write_text(json.dumps(record))
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    chats = ImageChat(path=f"{tmp_path}/chats.jsonl", resize="tiles")
+    chats = ImageChat(path=f"{tmp_path}/chats.jsonl", resize=TilesResize())
     row = build(chats, model=MODEL, seq_len=40, data={"tokenizer": tokenizer(template)})[0]
     assert (row["input_ids"][:6] == IMAGE).all()
     assert tiles_of_row(row) == 3
@@ -168,7 +172,7 @@ def test_a_chat_has_all_tiles_where_its_template_writes_the_image(build, path, t
 
 
 def test_a_prompt_has_the_tiles_that_its_images_had_in_training(make_job, path, tmp_path):
-    job = make_job(ImageText(path=path, resize="tiles"), model=MODEL)
+    job = make_job(ImageText(path=path, resize=TilesResize()), model=MODEL)
     tokenizer = Bytes().build(None, list)
     prompts = prompts_with_images(["x<image>", "<image>y"], [f"{tmp_path}/{n}.png" for n in (0, 2)], job, tokenizer)
     assert prompts.ids == [[ord("x"), *[IMAGE] * 10], [*[IMAGE] * 6, ord("y")]]
@@ -180,7 +184,7 @@ def test_a_prompt_has_the_tiles_that_its_images_had_in_training(make_job, path, 
 def test_a_model_learns_from_tiles_and_generates(make_job, catalog, path, tmp_path):
     from forge_core.cli import main
 
-    job = make_job(ImageText(path=path, resize="tiles"), model=MODEL, global_batch_size=3, steps=2)
+    job = make_job(ImageText(path=path, resize=TilesResize()), model=MODEL, global_batch_size=3, steps=2)
     folder = str(Trainer(job, catalog=catalog).run().folder)
     lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     assert [line["vision/patches_per_sequence"] for line in lines] == [6.0, 6.0]
@@ -196,7 +200,7 @@ def test_with_cross_attention_a_text_sees_all_tiles_of_its_image(build, path):
     from forge_plugin_cross_attention.modules.sight import visible_images
 
     fusion = CrossAttention(every=1, sees="together", heads=4)
-    row = build(ImageText(path=path, resize="tiles"), model=attrs.evolve(MODEL, fusion=fusion))[0]
+    row = build(ImageText(path=path, resize=TilesResize()), model=attrs.evolve(MODEL, fusion=fusion))[0]
     assert list(row["input_ids"][:6]) == [IMAGE] * 5 + [*b"a"]
     visible = visible_images(torch.from_numpy(row["input_ids"])[None], None, "together")
     assert visible[0, 5].tolist() == [0, 5]
@@ -218,12 +222,10 @@ def test_with_cross_attention_a_text_sees_all_tiles_of_its_image(build, path):
         ({}, attrs.evolve(MODEL, fusion=CrossAttention(every=1, heads=4)),
          "resize: 'tiles' makes several images of one, and with model.fusion.sees = \"last\" a position sees the last "
          'of them only; set it to "together" or "all"'),
-        ({"resize": "pad", "max_tiles": 3}, MODEL, 'max_tiles: 3 is for resize = "tiles"; set that, or leave it out'),
-        ({"resize": "pad", "overview": "last"}, MODEL, "overview: 'last' is for resize = \"tiles\""),
     ],
 )  # fmt: skip
 def test_tiles_that_cannot_be_are_refused_with_the_job(make_job, path, keys, model, message):
-    found = "\n".join(job_problems(make_job(ImageText(**{"path": path, "resize": "tiles", **keys}), model=model)))
+    found = "\n".join(job_problems(make_job(ImageText(path=path, resize=TilesResize(**keys)), model=model)))
     assert re.search(message, found), found
 
 
@@ -232,4 +234,4 @@ def test_an_image_in_more_tiles_than_a_row_has_room_for_beside_another_is_named(
     with refuses(
         "data.sources.0.too_long", "two.jsonl:1", "16 patches", "8 images", 10, 5, "model.vision.images_per_sequence"
     ):
-        build(Interleaved(path=f"{tmp_path}/two.jsonl", resize="tiles"), model=MODEL)
+        build(Interleaved(path=f"{tmp_path}/two.jsonl", resize=TilesResize()), model=MODEL)

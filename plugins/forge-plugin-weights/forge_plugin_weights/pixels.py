@@ -1,7 +1,7 @@
 """What a published model's image processor does, and the keys of a Forge job that do the same.
 
 A folder has the processor's settings in `preprocessor_config.json`, or in `processor_config.json` under
-`image_processor`. Mean, standard deviation and resampling are the encoder's here; how an image gets its size is a key
+`image_processor`. Mean, standard deviation and resampling are the encoder's here; how an image gets its size is a table
 of the dataset.
 """
 
@@ -263,32 +263,32 @@ def _channels(settings: Mapping[str, Any], key: str, default: Sequence[float]) -
 
 @frozen
 class ImageTable:
-    """How a job's images become those that the published model saw: keys of each table `[[data.sources]]`."""
+    """How a job's images become those that the published model saw: tables below each `[[data.sources]]`."""
 
-    keys: Mapping[str, Any]
+    resize: Mapping[str, Any]
+    """The table `resize`, with its type."""
     differences: Sequence[str] = ()
     """What Forge's images differ in all the same."""
+    texts: Mapping[str, str] = field(factory=dict)
+    """The table `tile_text`; empty: it has none."""
     images: int = 1
     """Images that one becomes at most."""
     image_token: str = ""
     """The text that the chat template writes for an image, if it is known to write one."""
 
     def source(self) -> Mapping[str, Any]:
-        """Returns a table `[[data.sources]]` with these keys, of which the path is anything."""
-        return {"type": "forge-plugin-images/image_text", "path": "images.jsonl", **self.keys}
+        """Returns a table `[[data.sources]]` with these tables, of which the path is anything."""
+        texts = {"tile_text": self.texts} if self.texts else {}
+        return {"type": "forge-plugin-images/image_text", "path": "images.jsonl", "resize": self.resize, **texts}
 
     def lines(self) -> Sequence[str]:
         """Returns what a user has to know, a line each."""
-        plain = {key: value for key, value in self.keys.items() if not isinstance(value, Mapping)}
         nearly = "nearly " if self.differences else ""
-        first = f"Images are {nearly}as the published model's with, in each table [[data.sources]]: {_settings(plain)}"
-        tables = [
-            f"and below it [data.sources.{key}] with {_settings(value)}"
-            for key, value in self.keys.items()
-            if isinstance(value, Mapping)
-        ]
+        table = f"resize = {{ {_settings(self.resize)} }}"
+        first = f"Images are {nearly}as the published model's with, in each table [[data.sources]]: {table}"
+        texts = [f"and below it [data.sources.tile_text] with {_settings(self.texts)}"] if self.texts else []
         chats = [f'and for chats image_token = "{self.image_token}"'] if self.image_token else []
-        return [first, *tables, *chats, *(f"but {difference}" for difference in self.differences)]
+        return [first, *texts, *chats, *(f"but {difference}" for difference in self.differences)]
 
 
 def _settings(keys: Mapping[str, Any]) -> str:
@@ -347,9 +347,9 @@ def _image_table(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     # The encoders of the cases above have no size.
     height, width = model.get(f"{ENCODER}.pixels") or model[f"{ENCODER}.size"]
     if model.get("fusion.prefix"):
-        return ImageTable({"resize": "stretch", "tile_text": BEGIN_BEHIND})
+        return ImageTable({"type": "stretch"}, texts=BEGIN_BEHIND)
     if "max_num_patches" in settings:
-        return ImageTable({"resize": "fill", "max_patches": settings["max_num_patches"]})
+        return ImageTable({"type": "fill", "max_patches": settings["max_num_patches"]})
     if "crop_to_patches" in settings:
         return _by_aspect(settings, (height, width))
     if "max_image_size" in settings:
@@ -367,14 +367,14 @@ def _of_one_size(settings: Mapping[str, Any], sides: tuple[int, int]) -> ImageTa
     if not settings.get("do_resize", True):
         differences.append("they are not resized there")
     if settings.get("do_pad"):
-        return ImageTable({"resize": "pad"}, differences)
+        return ImageTable({"type": "pad"}, differences)
     if settings.get("do_center_crop"):
         given = settings.get("size")
         short = given.get("shortest_edge") if isinstance(given, Mapping) else given
         if short != height or height != width:
             differences.append(f"their shorter side becomes {short} before the middle is taken")
-        return ImageTable({"resize": "crop"}, differences)
-    return ImageTable({"resize": "stretch"}, differences)
+        return ImageTable({"type": "crop"}, differences)
+    return ImageTable({"type": "stretch"}, differences)
 
 
 def _joined(settings: Mapping[str, Any], model: Flat) -> ImageTable:
@@ -388,7 +388,7 @@ def _joined(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         differences.append(f"{PINPOINTS} are others there than in config.json, by which features are joined")
     # LLaVA-OneVision: its processor cuts an image into tiles only if the prompt has no other.
     several = {"max_tiled_images": 1} if model[f"{ADAPTER}.max_feature_tiles"] else {}
-    return ImageTable({"resize": "any_resolution", **several}, differences)
+    return ImageTable({"type": "any_resolution", **several}, differences)
 
 
 def _tiled(settings: Mapping[str, Any], model: Flat) -> ImageTable:
@@ -400,7 +400,7 @@ def _tiled(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     pairs = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
     if [*map(tuple, model[f"{ENCODER}.arrangements"])] != pairs:
         differences.append(f"they have all arrangements of {most} tiles there, which config.json has not")
-    return ImageTable({"resize": "canvas"}, differences)
+    return ImageTable({"type": "canvas"}, differences)
 
 
 def _by_area(settings: Mapping[str, Any], model: Flat) -> ImageTable:
@@ -411,7 +411,7 @@ def _by_area(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     most = settings.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
     room = model["vision.patches_per_sequence"]
     # Rounded inwards, so that both bounds hold
-    keys = {"resize": "native", "min_patches": -(-least // area), "max_patches": min(most // area, room)}
+    keys = {"type": "native", "min_patches": -(-least // area), "max_patches": min(most // area, room)}
     differences = []
     if most // area > room:
         message = f"they have up to {most // area} patches there, and a sequence of this model has room for {room}"
@@ -437,8 +437,7 @@ def _by_longest_side(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     if patches > room:
         message = f"they have up to {patches} patches there, and a sequence of this model has room for {room}"
         differences.append(f"{message}: raise model.vision.patches_per_sequence")
-    keys = {"resize": "longest", "longest_side": longest, "tile_text": ROW_TEXT}
-    return ImageTable(keys, differences, image_token=PLACE)
+    return ImageTable({"type": "longest", "longest_side": longest}, differences, ROW_TEXT, image_token=PLACE)
 
 
 LLAMA4_TEXT: Mapping[str, str] = {"before": "<|image_start|>", "single": "<|image|>", "after": "<|image_end|>"}
@@ -452,7 +451,7 @@ def _of_tiles(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         differences.append(f"their tiles are {settings['size']} there, and {size} by config.json")
     if (most := settings.get("max_patches", 16)) > 1:
         differences.append(f"an image has up to {most} tiles there, with an overview")
-    return ImageTable({"resize": "stretch", "tile_text": LLAMA4_TEXT}, differences, 1, "<|image|>")
+    return ImageTable({"type": "stretch"}, differences, LLAMA4_TEXT, 1, "<|image|>")
 
 
 IMG_TEXT: Mapping[str, str] = {"before": "<img>", "after": "</img>"}
@@ -473,15 +472,14 @@ SPLIT_TEXT: Mapping[str, str] = {
 def _split(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
     """Of Idefics3 and SmolVLM."""
     longest = (settings.get("size") or {}).get("longest_edge", 4 * 364)  # of `Idefics3ImageProcessor`
-    keys: dict[str, Any] = {"resize": "split", "longest_side": longest, "overview": "last"}
     tile, differences = settings["max_image_size"].get("longest_edge"), []
-    if not settings.get("do_image_splitting", True):
-        keys["max_tiles"] = 1
+    is_cut = settings.get("do_image_splitting", True)
+    keys = {"type": "split", "longest_side": longest, **({"overview": "last"} if is_cut else {"cut": False})}
     if (tile, tile) != size:
         differences.append(f"they are {settings['max_image_size']} there, and {size} by config.json")
     side = -(-(longest + longest % 2) // min(size))  # rounded up to an even number there
-    images = 1 if "max_tiles" in keys else side**2 + (side > 1)  # and the overview, if it is not the only tile
-    return ImageTable({**keys, "tile_text": SPLIT_TEXT}, differences, images, "<image>")
+    images = side**2 + (side > 1) if is_cut else 1  # and the overview, if it is not the only tile
+    return ImageTable(keys, differences, SPLIT_TEXT, images, "<image>")
 
 
 def _by_aspect(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
@@ -492,9 +490,9 @@ def _by_aspect(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable
     if settings.get("min_patches", 1) != 1:
         differences.append(f"they have at least {settings['min_patches']} tiles there")
     if most < 2:  # one tile, without an overview
-        return ImageTable({"resize": "stretch", "tile_text": IMG_TEXT}, differences, image_token=IMG_TOKEN)
-    keys = {"resize": "aspect", "max_tiles": most, "overview": "last", "tile_text": IMG_TEXT}
-    return ImageTable(keys, differences, most + 1, IMG_TOKEN)  # and the overview
+        return ImageTable({"type": "stretch"}, differences, IMG_TEXT, image_token=IMG_TOKEN)
+    keys = {"type": "aspect", "max_tiles": most, "overview": "last"}
+    return ImageTable(keys, differences, IMG_TEXT, most + 1, IMG_TOKEN)  # and the overview
 
 
 def _sides(size: Any) -> tuple[int, int] | None:

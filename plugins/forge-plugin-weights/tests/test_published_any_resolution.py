@@ -23,6 +23,8 @@ from forge_core.cli import main
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.resize.joined import AnyResolutionResizer
+from forge_plugin_images.resize.one_size import CropResizer
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Grid
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
@@ -118,7 +120,7 @@ def in_float64(theirs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
 def test_logits_and_tokens_with_images_of_several_shapes_are_those_of_transformers(published):
     _, theirs, run, _ = published
     model, model64 = ours(run), ours(run, "fp64")
-    processor = ImageProcessor(model.vision.image_input.format, "any_resolution", 0)
+    processor = ImageProcessor(AnyResolutionResizer(model.vision.image_input.format))
     images = [photo(*size) for size in SIZES]
     shown = [
         (*processor.grids(size), processor.patches(image), IMAGE) for size, image in zip(SIZES, images, strict=True)
@@ -168,7 +170,7 @@ def test_several_images_in_one_tile_and_a_video_in_one_prompt_are_onevisions(pub
     _, theirs, run, _ = published
     model = ours(run, "fp64")
     form, side = model.vision.image_input.format, theirs.config.vision_config.image_size
-    processor = ImageProcessor(form, "any_resolution", 0, max_tiled_images=1).among(2)
+    processor = ImageProcessor(AnyResolutionResizer(form, 1)).among(2)
     frames = np.random.default_rng(0).integers(0, 256, (FRAMES * SIDE**2, form.values), np.uint8)
     images = [(*processor.grids(size), processor.patches(photo(*size)), IMAGE) for size in SIZES[:2]]
     batch = prompt(model, [images[0], (Grid(FRAMES, SIDE, SIDE), frames, VIDEO), images[1]])
@@ -198,9 +200,9 @@ def test_it_goes_out_as_it_came_in(published, tmp_path):
     check_table(before, after, {*architecture.harmless, "vision_use_head"} - {*architecture.kept})
     assert read_config(architecture, after) == read_config(architecture, before)
     assert {*read_json(out / "preprocessor_config.json")} - HARMLESS
-    keys = ', "max_tiled_images = 1' if name == "llava_onevision" else ""
-    line = '# Images are as the published model\'s with, in each table [[data.sources]]: resize = "any_resolution"'
-    assert line + keys.replace('"', "") in (run / "start.toml").read_text()
+    keys = ", max_tiled_images = 1" if name == "llava_onevision" else ""
+    line = f'published model\'s with, in each table [[data.sources]]: resize = {{ type = "any_resolution"{keys} }}\n'
+    assert line in (run / "start.toml").read_text()
 
 
 # --- processors ------------------------------------------------------------------------------------------------------
@@ -247,9 +249,9 @@ def test_an_export_has_a_processor_that_makes_as_many_positions(tmp_path, tokens
     assert after["image_token_index"] == ids["<image>"]
     assert after.get("video_token_index", ids["<video>"]) == ids["<video>"]
     processor = processor_from(out, class_.replace("ForConditionalGeneration", "Processor"))
-    policy = "crop" if name == "llava" else "any_resolution"
+    resizer = (CropResizer if name == "llava" else AnyResolutionResizer)(form.format)
     for size in SIZES:
-        [grid] = ImageProcessor(form.format, policy, 0).grids(size)
+        [grid] = resizer.grids(size)
         inputs = processor(text="<image>x", images=photo(*size), return_tensors="pt")
         assert int((inputs["input_ids"] == ids["<image>"]).sum()) == form.positions(grid), size
     if name == "llava_onevision":

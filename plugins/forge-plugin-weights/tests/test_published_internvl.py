@@ -35,7 +35,7 @@ def test_a_prompt_has_the_tiles_that_its_processor_makes_and_its_logits(tmp_path
     processor.save_pretrained(tmp_path / "published")
     run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
     start = (run / "start.toml").read_text()
-    assert not lacks(start, "[[data.sources]]", 'resize = "aspect", max_tiles = 4, overview = "last"')
+    assert not lacks(start, "[[data.sources]]", 'resize = { type = "aspect", max_tiles = 4, overview = "last" }')
     assert not lacks(start, "[data.sources.tile_text]", 'before = "<img>", after = "</img>"')
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 44, 3), np.uint8))
     picture.save(tmp_path / "a.png")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from forge_core.config.load import parse_job
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_images import ImageText
 from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.resize import CropResize, Resizer
+from forge_plugin_images.resize.any_size import FillResizer
+from forge_plugin_images.resize.one_size import CropResizer, PadResizer, StretchResizer
+from forge_plugin_vision import ImageFormat
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
 from forge_testing.refusals import lacks
@@ -29,23 +34,29 @@ from forge_testing.refusals import lacks
 SIDES = {"height": PATCH * SIDE, "width": PATCH * SIDE}
 ODD = {"height": PATCH * SIDE + REST, "width": PATCH * SIDE + REST}
 CROP: Mapping[str, Any] = {"size": {"shortest_edge": PATCH * SIDE}, "crop_size": SIDES}
-CASES: Mapping[str, tuple[str, str, Mapping[str, Any], Mapping[str, Any]]] = {
-    "crop": ("llava", "CLIP", CROP, {"resize": "crop"}),
-    "pad": ("llava", "Llava", {**CROP, "do_pad": True}, {"resize": "pad"}),
+CASES: Mapping[str, tuple[str, str, Mapping[str, Any], str]] = {
+    "crop": ("llava", "CLIP", CROP, 'type = "crop"'),
+    "pad": ("llava", "Llava", {**CROP, "do_pad": True}, 'type = "pad"'),
     "stretch": (
         "llava, siglip",
         "Siglip",
         {"size": ODD, "resample": 2, "image_mean": [0.4, 0.5, 0.6]},
-        {"resize": "stretch"},
+        'type = "stretch"',
     ),
     "fill": (
         "siglip2_vision_model",
         "Siglip2",
         {"patch_size": PATCH, "max_num_patches": 20},
-        {"resize": "fill", "max_patches": 20},
+        'type = "fill", max_patches = 20',
     ),
 }
-"""By the policy: model, processor, its settings, keys of a dataset."""
+"""By the type of `resize`: model, processor, its settings, keys of the table."""
+RESIZERS: Mapping[str, Callable[[ImageFormat], Resizer]] = {
+    "crop": CropResizer,
+    "pad": PadResizer,
+    "stretch": StretchResizer,
+    "fill": partial(FillResizer, max_patches=20),
+}
 SHUFFLED = {"max_image_size": {"longest_edge": PATCH * SIDE}, "size": {"longest_edge": 4 * PATCH * SIDE}}
 
 
@@ -70,23 +81,22 @@ def patches_of(pixels: torch.Tensor) -> torch.Tensor:
     return cut.permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("policy", CASES)
+@pytest.mark.parametrize("resize", CASES)
 @pytest.mark.parametrize("size", [(37, 61), (100, 33), (16, 16), (15, 40)])
-def test_pixels_are_those_of_the_published_processor(tmp_path, policy, size):
-    model, name, settings, keys = CASES[policy]
+def test_pixels_are_those_of_the_published_processor(tmp_path, resize, size):
+    model, name, settings, keys = CASES[resize]
     reference = processor_of(name, settings)
     run = written(tmp_path, model, reference)
     [line] = [line for line in (run / "start.toml").read_text().splitlines() if "[[data.sources]]" in line]
-    assert line.endswith(f" [[data.sources]]: {shown(keys)}")
+    assert line.endswith(f" [[data.sources]]: resize = {{ {keys} }}")
 
     loaded: Any = ours(run)
     vision: Any = loaded.vision
-    normalise = vision.normalise if policy != "fill" else vision["normalise"]
-    source = ImageText(path="none", **keys)
-    processor = ImageProcessor(normalise.form, source.resize, source.max_patches)
+    normalise = vision.normalise if resize != "fill" else vision["normalise"]
+    processor = ImageProcessor(RESIZERS[resize](normalise.form))
     actual = normalise(torch.from_numpy(processor.patches(photo(*size))))
     expected = reference(photo(*size), return_tensors="pt")["pixel_values"][0]
-    if policy == "fill":
+    if resize == "fill":
         expected = expected[: len(actual)].view(-1, PATCH, PATCH, 3).permute(0, 3, 1, 2).flatten(1)
     else:
         expected = patches_of(expected[:, : PATCH * SIDE, : PATCH * SIDE])
@@ -94,24 +104,20 @@ def test_pixels_are_those_of_the_published_processor(tmp_path, policy, size):
     assert (actual - expected).abs().max() < 1e-6
 
 
-def shown(keys: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
-
-
 def test_a_prompt_of_the_imported_model_has_its_images_likewise(tmp_path):
     run = written(tmp_path, "llava", processor_of("CLIP", CROP))
     _, manifest = locate(run, "full")
     [source] = parse_job(manifest["job"], "job.toml", Catalog.installed()).data.sources
     assert isinstance(source, ImageText)
-    assert source.resize == "crop"
+    assert source.resize == CropResize()
 
 
 @pytest.mark.parametrize("splitting", [True, False])
 def test_how_images_are_split_is_said_and_a_prompt_has_room_for_it(tmp_path, capsys, splitting):
     run = written(tmp_path, "idefics3", processor_of("Idefics3", {**SHUFFLED, "do_image_splitting": splitting}))
     start = (run / "start.toml").read_text()
-    keys = {"resize": "split", "longest_side": 64, "overview": "last", **({} if splitting else {"max_tiles": 1})}
-    assert f" [[data.sources]]: {shown(keys)}\n" in start
+    keys = 'overview = "last"' if splitting else "cut = false"
+    assert f' [[data.sources]]: resize = {{ type = "split", longest_side = 64, {keys} }}\n' in start
     tile = '"<fake_token_around_image><row_{row}_col_{column}>"'
     assert not lacks(start, "[data.sources.tile_text]", f"tile = {tile}")
     vision = tomllib.loads(start)["model"]["vision"]
@@ -119,7 +125,7 @@ def test_how_images_are_split_is_said_and_a_prompt_has_room_for_it(tmp_path, cap
     assert vision["images_per_sequence"] == (17 if splitting else 1)
     assert main(["weights", "inspect", str(tmp_path / "published")]) == 0
     shown_by_inspect = capsys.readouterr().out
-    assert 'resize = "split"' in shown_by_inspect
+    assert 'resize = { type = "split"' in shown_by_inspect
     assert "NOT" not in shown_by_inspect
 
 

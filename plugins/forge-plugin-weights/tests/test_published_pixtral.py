@@ -29,6 +29,7 @@ from forge_plugin_generate.command import load_trained
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_images.resize.any_size import LongestResizer
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Grid
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
@@ -153,11 +154,11 @@ def test_pixels_are_those_of_the_published_processor_and_its_file_travels(tmp_pa
     PixtralImageProcessorPil(**SETTINGS).save_pretrained(folder)
     run = import_folder(folder, tmp_path / "run", tokenizer=False)
     start = (run / "start.toml").read_text()
-    assert ' [[data.sources]]: resize = "longest", longest_side = 40\n' in start
+    assert ' [[data.sources]]: resize = { type = "longest", longest_side = 40 }\n' in start
     assert ' [data.sources.tile_text] with feature_row = "[IMG_BREAK]", after = "[IMG_END]"\n' in start
     vision: Any = ours(run).vision
     processor, reference = (
-        ImageProcessor(vision.normalise.form, "longest", 100, longest_side=40),
+        ImageProcessor(LongestResizer(vision.normalise.form, 40)),
         published_processor(**SETTINGS),
     )
     for size in SIZES_OF_IMAGES:

@@ -24,6 +24,8 @@ from forge_core.config.load import parse_job
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.resize import NativeResize
+from forge_plugin_images.resize.any_size import NativeResizer
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
 from forge_plugin_weights.tables import architecture_of, load_architecture, read_config, write_config
@@ -129,15 +131,16 @@ def test_pixels_are_those_of_the_published_processor_and_its_files_travel(tmp_pa
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
     run = import_folder(folder, tmp_path / "run", tokenizer=False)
-    keys = 'resize = "native", min_patches = 16, max_patches = 160'
+    keys = 'resize = { type = "native", min_patches = 16, max_patches = 160 }'
     start = (run / "start.toml").read_text()
     assert f" [[data.sources]]: {keys}\n" in start
     assert f" [data.sources.video]: {VIDEOS[name]}\n" in start
     [source] = parse_job(locate(run, "full")[1]["job"], "job.toml", Catalog.installed()).data.sources
-    assert (source.resize, source.video.timestamps, source.video.sampling.fps) == ("native", TIMESTAMPS[name], 2.0)
+    assert source.resize == NativeResize(min_patches=16, max_patches=160)
+    assert (source.video.timestamps, source.video.sampling.fps) == (TIMESTAMPS[name], 2.0)
     model: Any = ours(run)
     reference = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
-    processor = ImageProcessor(model.vision.normalise.form, "native", 160, 16)
+    processor = ImageProcessor(NativeResizer(model.vision.normalise.form, 160, 16))
     for size in ((37, 61), (100, 33), (9, 12), (160, 90)):
         photo = Image.fromarray(np.random.default_rng(size).integers(0, 256, (*size, 3), np.uint8))
         expected, [grid] = processor.patches(photo), processor.grids(size)

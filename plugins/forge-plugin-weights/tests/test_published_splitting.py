@@ -99,7 +99,7 @@ def keys_of(start: str) -> dict[str, Any]:
         if "Images are as" in line or "below it" in line
     }
     plain = said.pop("").split("[[data.sources]]: ")[-1]
-    table = tomllib.loads("\n".join(each.strip() for each in plain.split(", ")))
+    table = tomllib.loads(plain)
     return table | {name: tomllib.loads(f"x = {{{settings}}}")["x"] for name, settings in said.items()}
 
 

@@ -30,6 +30,7 @@ from forge_kit.tools.commands import parse_component
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_huggingface import Auto
 from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.resize.joined import CanvasResizer
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
@@ -191,11 +192,11 @@ def photo(height: int, width: int) -> Image.Image:
 
 def test_pixels_are_those_of_the_published_processor(tmp_path):
     run = with_pixels(tmp_path, "mllama_vision_model")
-    line = '# Images are as the published model\'s with, in each table [[data.sources]]: resize = "canvas"'
+    line = '# Images are as the published model\'s with, in each table [[data.sources]]: resize = { type = "canvas" }'
     assert line in (run / "start.toml").read_text().splitlines()
     model: Any = ours(run)
     normalise, seen = model.vision["normalise"], set()
-    ours_of = ImageProcessor(normalise.form, "canvas", 0)
+    ours_of = ImageProcessor(CanvasResizer(normalise.form))
     for size in ((8, 8), (5, 3), (7, 30), (40, 11), (16, 15), (100, 90), (9, 17), (15, 8), (8, 13), (24, 7), (6, 24)):
         image = photo(*size)
         theirs = processor()(image, return_tensors="pt")

@@ -16,7 +16,6 @@ from PIL import Image
 
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.rows import Footprint, Places, Tokens
-from forge_plugin_images.video.frames import smallest_frame
 from forge_plugin_images.video.kinds import BrokenVideo, Clip, FrameSamplingComponent, VideoReader
 from forge_plugin_images.video.throughput import decoding
 from forge_plugin_images.video.timestamps import texts_between
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_plugin_images import Span
     from forge_plugin_images.image_file import ImageFile
-    from forge_plugin_images.processing import Policy
+    from forge_plugin_images.resize import ResizeComponent
     from forge_plugin_vision import ImageFormat, ImageInput
 
 BYTES_AT_ONCE = 2**25
@@ -54,11 +53,10 @@ class ClipSource:
     sampling: FrameSamplingComponent
     seen: ImageInput
     tokenizer: Tokenizer
-    policy: Policy
+    resize: ResizeComponent
+    """How frames get their size."""
     max_patches: int
     """Of a clip."""
-    frame_patches: tuple[int, int]
-    """Of a frame, least and most; 0: no bound."""
     timestamp_format: str
     """Empty: no times are written."""
     _probed: deque[tuple[ImageFile, Clip]] = field(factory=lambda: deque(maxlen=PROBED), eq=False, repr=False)
@@ -85,7 +83,7 @@ class ClipSource:
         seconds = clip.times - clip.times[0]
         first, part = _part(file, clip, seconds, span)
         # In frames, of which an entry of the time axis has `form.frames` in the patches of one
-        budget = self.max_patches // smallest_frame(form, self.frame_patches[0]) * form.frames
+        budget = self.max_patches // self.resize.smallest(form) * form.frames
         random = None if draw is None else Random(draw)  # noqa: S311  (a text seeds it by SHA-512, equal everywhere)
         chosen = self.sampling.choose(part, budget, random)
         numbers = [first + number for number in chosen]
@@ -98,10 +96,9 @@ class ClipSource:
 
         As many pixels as its budget has are shared by all entries: `max_pixels` of Qwen3-VL's video processor.
         """
-        least, most = self.frame_patches
-        share = self.max_patches / entries
         # Frame by frame; `joined` puts the frames of a patch together.
-        return ImageProcessor(evolve(self.seen.format, frames=1), self.policy, min(share, most or share), least)
+        seen = evolve(self.seen, format=evolve(self.seen.format, frames=1))
+        return ImageProcessor(self.resize.build(seen, self.max_patches / entries))
 
     def footprint(self, choice: Choice) -> Footprint:
         """Returns what a clip takes in a row."""

@@ -10,7 +10,8 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import default_type
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_images.size_problems import channel_problems
+from forge_plugin_images.image_file import channel_problems
+from forge_plugin_images.resize import AutoResize, ResizeComponent
 from forge_plugin_images.video.kinds import FrameSamplingComponent, VideoReaderComponent
 from forge_plugin_images.video.timestamps import format_problem
 from forge_plugin_images.video_kind import VideoComponent
@@ -21,10 +22,8 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
     from forge_plugin_images import Videos
-    from forge_plugin_vision import ImageFormat, ImageInput
+    from forge_plugin_vision import ImageInput
 
-FIXED, FREE = ("stretch", "crop", "pad"), ("native", "fill")
-"""Policies of encoders with one size of images, and of those with any."""
 POSITIONS_IN_SECONDS = 'set type = "mrope" with time = "seconds" for the rope of the language model'
 
 
@@ -48,16 +47,13 @@ class Frames(VideoComponent):
     averaged over the frames in a patch. The frames stand at `{frame}`, by default at the end:
     `<{seconds:.1f} seconds><|vision_start|>{frame}<|vision_end|>` is Qwen3-VL's. Special tokens of the tokenizer are
     special tokens."""
-    resize: Literal["auto", "native", "fill", "stretch", "crop", "pad"] = "auto"
-    """How frames get their size, as with the key of the same name for images. auto: `native`, or `stretch` for encoders
-    of one size."""
+    resize: ResizeComponent = field(factory=AutoResize)
+    """`[data.sources.video.resize]`: how frames get their size, as with the table of the same name for images, by a
+    type that makes one image of a frame: `native` or `fill`, or for encoders of one size `stretch`, `crop` or `pad`.
+    Its bounds apply to a frame."""
     max_patches: int = field(default=0, validator=ge(0))
     """Patches of a clip at most. Frames are made smaller until all of them fit, and only where that is not enough,
     fewer are chosen. 0: the model's for a sequence, shared by its images."""
-    min_frame_patches: int = field(default=0, validator=ge(0))
-    """With `native`: smaller frames are enlarged to as many patches, and no frame is made smaller than that."""
-    max_frame_patches: int = field(default=0, validator=ge(0))
-    """With `native` and `fill`: patches of a frame at most; 0: as many as fit."""
 
     def build(self, seen: ImageInput, tokenizer: Tokenizer) -> Videos:
         """Builds the reader, too, which raises `JobError` if PyAV is missing."""
@@ -68,17 +64,10 @@ class Frames(VideoComponent):
             sampling=self.sampling,
             seen=seen,
             tokenizer=tokenizer,
-            policy=self.policy(seen.format),
+            resize=self.resize,
             max_patches=self.clip_patches(seen),
-            frame_patches=(self.min_frame_patches, self.max_frame_patches),
             timestamp_format=self.timestamp_format if self.timestamps == "text" else "",
         )
-
-    def policy(self, form: ImageFormat) -> Literal["native", "fill", "stretch", "crop", "pad"]:
-        """Returns how frames get their size."""
-        if self.resize == "auto":
-            return "stretch" if form.grid else "native"
-        return self.resize
 
     def clip_patches(self, seen: ImageInput) -> int:
         """Returns the patches of a clip at most."""
@@ -86,9 +75,8 @@ class Frames(VideoComponent):
 
     def key(self) -> list[object]:
         """Includes the reader, whose `max_duration` decides which clips are refused."""
-        sizes = [self.resize, self.max_patches, self.min_frame_patches, self.max_frame_patches]
         written = self.timestamp_format if self.timestamps == "text" else ""
-        return ["frames", repr(self.sampling), repr(self.reader), written, *sizes]
+        return ["frames", repr(self.sampling), repr(self.reader), written, repr(self.resize), self.max_patches]
 
     @property
     def draws(self) -> bool:
@@ -118,14 +106,11 @@ class Frames(VideoComponent):
         if form.arrangements and not form.joins_tiles:
             yield Problem("", "the encoder takes images in tiles, and no videos; take another encoder")
             return
-        allowed = FIXED if form.grid else FREE
-        if self.resize not in ("auto", *allowed):
-            size = "one size" if form.grid else "any size"
-            yield Problem("resize", f"{self.resize!r}, but the encoder takes images of {size}; take one of {allowed}")
-        for key in ("min_frame_patches", "max_frame_patches"):
-            if form.grid and (value := getattr(self, key)):
-                yield Problem(key, f"{value}, but the encoder takes images of one size; leave it out")
-        most, least = self.clip_patches(seen), smallest_frame(form, self.min_frame_patches)
+        if not self.resize.suits_frames:
+            types = "'stretch', 'crop' or 'pad'" if form.grid else "'native' or 'fill'"
+            message = "a frame is one image, of no more patches than its share of the clip's"
+            yield Problem("resize", f"{message}, which this type does not make; take {types}")
+        most, least = self.clip_patches(seen), self.resize.smallest(form)
         if most < least:
             message = f"{most} patches, and a frame has {least} at least"
             yield Problem(
@@ -134,8 +119,6 @@ class Frames(VideoComponent):
         if most > seen.patches_per_sequence:
             room = f"model.vision.patches_per_sequence = {seen.patches_per_sequence}"
             yield Problem("max_patches", f"{most}, and a sequence has {room}; lower the one or raise the other")
-        if 0 < self.max_frame_patches < least:
-            yield Problem("max_frame_patches", f"{self.max_frame_patches}, and a frame has {least} at least; raise it")
 
     def _order_problems(self, seen: ImageInput) -> Iterator[Problem]:
         """Yields that a model would see the frames of a clip in no order: one position stands for all of them."""
@@ -162,13 +145,6 @@ class Frames(VideoComponent):
             yield Problem(
                 "timestamps", f"'text' stands between the frames of a clip, and with this model {takes}; {hint}"
             )
-
-
-def smallest_frame(form: ImageFormat, min_patches: int) -> int:
-    """Returns the patches of the smallest frame that a clip may have."""
-    if form.grid:
-        return form.grid[0] * form.grid[1]
-    return max(min_patches, form.multiple**2)
 
 
 def _has_positions_in_seconds(model: object) -> bool:

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forge_plugin_images.resize import NativeResize
 from forge_plugin_images.video import Clip, Fps, Middle, Scene, Uniform
-from forge_plugin_images.video.frames import smallest_frame
 from forge_plugin_vision import ImageFormat
 from forge_testing.refusals import at, check_problems
 
@@ -31,7 +31,7 @@ SAMPLINGS = (Uniform, Fps, Middle, Scene)
     [(ImageFormat(patch=4, grid=(2, 3)), 6), (ImageFormat(patch=4), 5), (ImageFormat(patch=4, multiple=3), 9)],
 )
 def test_the_smallest_frame_is_the_grid_or_what_is_joined_or_the_key(form, least):
-    assert smallest_frame(form, 5) == least
+    assert NativeResize(min_patches=5).smallest(form) == least
 
 
 def steady(frames, rate=25.0, keys=(0,), start=0.0):

@@ -20,6 +20,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import Span
 from forge_plugin_images.decoding import FileImage
+from forge_plugin_images.resize import FillResize, LongestResize, NativeResize, StretchResize
 from forge_plugin_images.rows import Places
 from forge_plugin_images.video import Frames, PyAV, Uniform, VideoText
 from forge_plugin_text import Bytes
@@ -116,7 +117,7 @@ def test_frames_shrink_until_a_clip_fits_and_then_become_fewer(build, clips):
     path = lines(clips, {"video": "a.mp4", "text": "hi"})
     row = build(VideoText(path=path, video=frames(8, max_patches=24)))[0]
     assert row["grids"].tolist()[0] == [8, 1, 3]
-    row = build(VideoText(path=path, video=frames(8, max_patches=24, min_frame_patches=12)))[0]
+    row = build(VideoText(path=path, video=frames(8, max_patches=24, resize=NativeResize(min_patches=12))))[0]
     assert shown(row) == [[0, 15]]
 
 
@@ -236,18 +237,20 @@ def test_what_cannot_go_together_is_refused_when_the_job_is_checked(make_job, cl
         "{frame}{frame}{seconds}": ["'{frame}{frame}{seconds}'", "{frame} twice"],
     }.items():
         found(MODEL, frames(timestamps="text", timestamp_format=form), "timestamp_format", *facts)
-    found(MODEL, frames(resize="stretch"), "resize", "'stretch'", "('native', 'fill')")
+    found(MODEL, frames(resize=StretchResize()), "resize", "'stretch'", "'native' or 'fill'")
     room = ("3 patches", 8, "model.vision.patches_per_sequence")
-    found(MODEL, frames(max_patches=3, min_frame_patches=8), "max_patches", *room)
-    found(MODEL, frames(max_patches=7, min_frame_patches=8), "max_patches", 7, 8)
-    found(MODEL, frames(max_patches=8, min_frame_patches=8))
+    found(MODEL, frames(max_patches=3, resize=NativeResize(min_patches=8)), "max_patches", *room)
+    found(MODEL, frames(max_patches=7, resize=NativeResize(min_patches=8)), "max_patches", 7, 8)
+    found(MODEL, frames(max_patches=8, resize=NativeResize(min_patches=8)))
     found(MODEL, frames(max_patches=145), "max_patches", 145, "model.vision.patches_per_sequence = 144")
     found(MODEL, frames(max_patches=144))
-    found(MODEL, frames(min_frame_patches=8, max_frame_patches=7), "max_frame_patches", 7, 8)
-    found(MODEL, frames(min_frame_patches=8, max_frame_patches=8))
+    # More than an image's share of a sequence, of which a clip may have all
+    found(MODEL, frames(max_patches=144, resize=NativeResize(min_patches=49)))
+    found(MODEL, frames(resize=NativeResize(min_patches=8, max_patches=7)), "resize.min_patches", 8, 7)
+    found(MODEL, frames(resize=NativeResize(min_patches=8, max_patches=8)))
+    found(MODEL, frames(resize=LongestResize()), "resize", "one image", "'native' or 'fill'")
     one_size = tiny_model(16, 48, images_per_sequence=3, patches_per_sequence=144)
-    found(one_size, frames(min_frame_patches=12), "min_frame_patches", 12, "one size")
-    found(one_size, frames(max_frame_patches=12), "max_frame_patches", 12, "one size")
+    found(one_size, frames(resize=FillResize(max_patches=12)), "resize", "'fill'", "16 x 48 pixels")
     found(one_size, frames())
     tiles = TiledViT(
         dim=16, layers=1, global_layers=1, heads=2, patch=8, tile=16, arrangements=((1, 1),), intermediate=(0,)

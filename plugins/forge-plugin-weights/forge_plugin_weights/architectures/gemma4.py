@@ -298,7 +298,7 @@ class PerLayerEmbeddings(Field):
         return ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 
     def read(self, config: Config) -> Flat:
-        """Reads width and rows; the activation is that of feed-forward parts."""
+        """Reads width and rows; the activation is the one of feed-forward parts."""
         width = value_of(config, "hidden_size_per_layer_input", self.default)
         if not width:
             return {}

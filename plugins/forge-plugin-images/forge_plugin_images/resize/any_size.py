@@ -1,0 +1,220 @@
+"""The types `native`, `fill` and `longest`, for encoders whose images have any size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import field, frozen
+from attrs.validators import and_, ge, le
+
+from forge_core.contracts.errors import Problem
+from forge_plugin_images.resize.kinds import (
+    ResizeComponent,
+    Resizer,
+    Size,
+    any_size_problems,
+    share_of,
+    smallest_problems,
+)
+from forge_plugin_images.splitting import LARGEST
+
+if TYPE_CHECKING:
+    from forge_plugin_vision import ImageFormat, ImageInput
+
+
+@frozen
+class NativeResizer(Resizer):
+    """Gives an image the nearest size of whole patches, within bounds of its area."""
+
+    max_patches: float
+    min_patches: int = 0
+    """Smaller images are enlarged to as many."""
+
+    def target(self, size: Size) -> Size:
+        """Returns `native_size`."""
+        area = self.form.patch**2
+        return native_size(size, self.step, self.min_patches * area, int(self.max_patches * area))
+
+
+@frozen
+class FillResizer(Resizer):
+    """Makes an image as large as a bound of its area allows."""
+
+    max_patches: float
+
+    def target(self, size: Size) -> Size:
+        """Returns `filling_size`."""
+        return filling_size(size, self.step, int(self.max_patches * self.form.patch**2))
+
+
+@frozen
+class LongestResizer(Resizer):
+    """Gives an image the next larger size of whole patches, if its longer side is within a bound."""
+
+    longest_side: int
+    """Pixels at most, before both sides are rounded up."""
+
+    def target(self, size: Size) -> Size:
+        """Returns `size_within`."""
+        return size_within(size, self.step, self.longest_side)
+
+
+@frozen(kw_only=True)
+class FillResize(ResizeComponent):
+    """As large as `max_patches` allows, in the image's shape, as in SigLIP 2 NaFlex."""
+
+    title: ClassVar[str] = "fill"
+    """The name in messages."""
+    suits_frames: ClassVar[bool] = True
+
+    max_patches: int = field(default=0, validator=ge(0))
+    """Patches of an image at most; 0: the model's for a sequence, shared by its images. Of a frame of a video at most;
+    0: as many as fit."""
+
+    def build(self, seen: ImageInput, patches: float | None = None) -> Resizer:
+        """Builds it with the smaller of both bounds."""
+        return FillResizer(seen.format, self.bound(seen, patches))
+
+    def bound(self, seen: ImageInput, patches: float | None) -> float:
+        """Returns the patches of an image at most, of which there may be a fraction where frames share a clip's."""
+        if patches is None:
+            return self.max_patches or share_of(seen)
+        return min(patches, self.max_patches or patches)
+
+    def size_problems(self, seen: ImageInput) -> Iterator[Problem]:
+        """Checks the encoder, and the bound against a sequence and the smallest image."""
+        if problems := list(any_size_problems(self.title, seen.format)):
+            yield from problems
+            return
+        most, least = self.max_patches, seen.format.multiple**2
+        if 0 < most < least:
+            yield Problem("max_patches", f"{most}, and the smallest image has {least} with this adapter; raise it")
+        if most > seen.patches_per_sequence:
+            room = f"model.vision.patches_per_sequence = {seen.patches_per_sequence}"
+            yield Problem("max_patches", f"{most}, and a sequence has {room}; lower the one or raise the other")
+
+    def share_problems(self, seen: ImageInput) -> Iterator[Problem]:
+        """Checks the smallest image, if no key bounds images."""
+        if not self.max_patches:
+            yield from smallest_problems(seen)
+
+
+@frozen(kw_only=True)
+class NativeResize(FillResize):
+    """The nearest size whose sides are whole patches; smaller only where `max_patches` requires it (Qwen2-VL)."""
+
+    title: ClassVar[str] = "native"
+
+    min_patches: int = field(default=0, validator=ge(0))
+    """Smaller images are enlarged to as many patches. No frame of a video is made smaller than that: fewer frames are
+    chosen instead."""
+
+    def build(self, seen: ImageInput, patches: float | None = None) -> Resizer:
+        """Builds it with the smaller of both upper bounds."""
+        return NativeResizer(seen.format, self.bound(seen, patches), self.min_patches)
+
+    def smallest(self, form: ImageFormat) -> int:
+        """Returns `min_patches` if they are more than the adapter merges."""
+        return max(self.min_patches, super().smallest(form))
+
+    def size_problems(self, seen: ImageInput) -> Iterator[Problem]:
+        """Checks the lower bound, too."""
+        yield from super().size_problems(seen)
+        if 0 < self.max_patches < self.min_patches:
+            yield Problem("min_patches", f"{self.min_patches} is more than max_patches, which is {self.max_patches}")
+
+    def share_problems(self, seen: ImageInput) -> Iterator[Problem]:
+        """Checks the lower bound, too."""
+        yield from super().share_problems(seen)
+        if not self.max_patches and self.min_patches > (most := share_of(seen)):
+            yield Problem("min_patches", f"{self.min_patches} is more than an image's share of a sequence, {most}")
+
+
+@frozen(kw_only=True)
+class LongestResize(ResizeComponent):
+    """The next larger size whose sides are whole patches; smaller only where `longest_side` requires it (Pixtral)."""
+
+    title: ClassVar[str] = "longest"
+    """The name in messages."""
+
+    longest_side: int = field(default=0, validator=and_(ge(0), le(LARGEST)))
+    """Pixels of an image's longer side at most, before both sides are rounded up; 0: what an image's share of the
+    patches of a sequence makes of a square."""
+
+    def build(self, seen: ImageInput, patches: float | None = None) -> Resizer:
+        """Builds it with the bound of a side; one by `patches` it does not have."""
+        return LongestResizer(seen.format, self.longest(seen))
+
+    def longest(self, seen: ImageInput) -> int:
+        """Returns the pixels of the longer side at most."""
+        multiple = seen.format.multiple
+        return self.longest_side or max(math.isqrt(share_of(seen)) // multiple, 1) * multiple * seen.format.patch
+
+    def size_problems(self, seen: ImageInput) -> Iterable[Problem]:
+        """Checks the encoder, and that a sequence has room for a square image."""
+        if problems := list(any_size_problems(self.title, seen.format)):
+            yield from problems
+            return
+        longest, multiple = self.longest(seen), seen.format.multiple
+        patches = (-(-longest // (multiple * seen.format.patch)) * multiple) ** 2
+        if patches > seen.patches_per_sequence:
+            message = f"a square image of {longest} pixels has {patches} patches"
+            room = f"model.vision.patches_per_sequence = {seen.patches_per_sequence}"
+            yield Problem("longest_side", f"{message}, and a sequence has {room}; raise it, or lower longest_side")
+
+    def share_problems(self, seen: ImageInput) -> Iterable[Problem]:
+        """Checks the smallest image, if no key bounds images."""
+        return () if self.longest_side else smallest_problems(seen)
+
+
+def native_size(size: Size, step: int, min_pixels: int, max_pixels: int) -> Size:
+    """Returns the nearest size whose sides are multiples of `step`, within these bounds of its area.
+
+    This is `smart_resize` of Qwen2-VL, but for very long images, which it refuses: here the area holds for them too.
+    """
+    height, width = size
+    rows, columns = max(1, round(height / step)), max(1, round(width / step))
+    if rows * columns * step**2 > max_pixels:
+        ratio = math.sqrt(height * width / max_pixels)
+        rows, columns = max(1, math.floor(height / ratio / step)), max(1, math.floor(width / ratio / step))
+        most = max_pixels // step**2
+        # Rounding up to one row or column may exceed the bound again, for very long images.
+        rows, columns = min(rows, most // columns or 1), min(columns, most)
+    elif rows * columns * step**2 < min_pixels:
+        ratio = math.sqrt(min_pixels / (height * width))
+        rows, columns = math.ceil(height * ratio / step), math.ceil(width * ratio / step)
+    return rows * step, columns * step
+
+
+def filling_size(size: Size, step: int, max_pixels: int, precision: float = 1e-5) -> Size:
+    """Returns the largest size of the image's shape, sides rounded up to multiples of `step`, within `max_pixels`.
+
+    This is `get_image_size_for_max_num_patches` of SigLIP 2, which looks for the scale by bisection.
+    """
+
+    def scaled(scale: float) -> Size:
+        height, width = (max(step, math.ceil(side * scale / step) * step) for side in size)
+        return height, width
+
+    # The bounds of the reference, on which the last step of the bisection depends
+    low, high = precision / 10, 100.0
+    while high - low >= precision:
+        middle = (low + high) / 2
+        if math.prod(scaled(middle)) <= max_pixels:
+            low = middle
+        else:
+            high = middle
+    return scaled(low)
+
+
+def size_within(size: Size, step: int, longest: int) -> Size:
+    """Returns the image's size, with a longer side of `longest` pixels at most, rounded up to multiples of `step`.
+
+    This is `get_resize_output_image_size` of Pixtral, but for images so narrow that it leaves none of their width.
+    """
+    height, width = size
+    if (ratio := max(height / longest, width / longest)) > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    return max(1, -(-height // step)) * step, max(1, -(-width // step)) * step
