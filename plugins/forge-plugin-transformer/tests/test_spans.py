@@ -106,10 +106,11 @@ def test_without_a_span_gradients_are_those_without_spans_to_the_bit(make: Any) 
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("window", [0, WINDOW])
-def test_a_cache_sees_spans(make: Any, window: int) -> None:
+@pytest.mark.parametrize(("window", "bounded"), [(0, False), (WINDOW, False), (WINDOW, True)])
+def test_a_cache_sees_spans(make: Any, window: int, bounded: bool) -> None:
     """A prompt at once, in rows that are padded on the left, then the rest."""
     attention, prompt = make(window=window), 8
+    attention.spans_in_windows = bounded
     x = torch.randn(3, S, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     spans = torch.tensor(SPANS)
     spans[:, prompt:] = -1
@@ -128,17 +129,18 @@ def test_a_cache_sees_spans(make: Any, window: int) -> None:
         assert (hidden[row, skipped : skipped + S] - expected[row]).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("documents", "bounded"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "scale": 0.4}], ids=["", "sinks"])
 @pytest.mark.parametrize(("backend", "way"), [("flash", "segments"), ("gemm", "mask"), ("math", "mask")])
 def test_a_span_is_seen_whole_and_else_the_window(
-    make_part: Any, backend: str, way: str, options: dict[str, Any], documents: bool
+    make_part: Any, backend: str, way: str, options: dict[str, Any], documents: bool, bounded: bool
 ) -> None:
-    """As in Gemma 3: the images' mask is joined to that of the window."""
+    """As in Gemma 3: the images' mask is joined to that of the window. In Gemma 4 the window bounds both."""
     keys = {"heads": 4, "kv_heads": 2, "backend": backend, "documents": way, "window": WINDOW}
     attention = make_part(
         GroupedQueryAttention(**keys, **options), dtype=torch.float64, seq_len=S, dim=16, init=InitStd(0.5, 0.5)
     )
+    attention.spans_in_windows = bounded
     x = torch.randn(3, S, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     out = attention(x, attention.prepare(batch_of(torch.tensor(SPANS), documents)))
     q, k, v = attention.project(x, {})
@@ -147,7 +149,7 @@ def test_a_span_is_seen_whole_and_else_the_window(
     mask &= torch.ones(S, S, dtype=torch.bool).triu(1 - WINDOW) | torch.tensor(
         [[[SPANS[row][i] >= 0 and SPANS[row][i] == SPANS[row][j] and together(row, i, j) for j in range(S)]
           for i in range(S)] for row in range(3)]
-    )  # fmt: skip
+    ) & (not bounded)  # fmt: skip
     sinks = attention.sinks(torch.float64) if options else None
     mixed = softmax_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask[:, None], attention.scoring, sinks)
     assert (out - attention.o(mixed.flatten(2))).abs().max() < 1e-12
@@ -166,6 +168,16 @@ def test_compiled_layers_attend_in_spans(make_part: Any, backend: str, options: 
     torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), x) for out in results))
 
 
+def test_a_layer_without_a_window_ignores_spans_that_are_for_others(make: Any) -> None:
+    attention = make()
+    x = torch.randn(3, S, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batch = batch_of(torch.tensor(SPANS), documents=False)
+    seeing = attention(x, attention.prepare(batch))
+    attention.spans_in_windows = True
+    assert torch.equal(attention(x, attention.prepare(batch)), attention(x, {}))
+    assert not torch.equal(seeing, attention(x, {}))
+
+
 def together(row: int, i: int, j: int) -> bool:
     return all(SPANS[row][n] == SPANS[row][i] for n in range(min(i, j), max(i, j) + 1))
 
@@ -180,8 +192,8 @@ def test_positions_in_spans_come_first_and_none_twice() -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("window", [0, WINDOW])
-def test_the_largest_scores_are_those_of_pairs_that_see_each_other(monkeypatch, window, documents):
+@pytest.mark.parametrize(("window", "bounded"), [(0, False), (WINDOW, False), (WINDOW, True)])
+def test_the_largest_scores_are_those_of_pairs_that_see_each_other(monkeypatch, window, bounded, documents):
     """In blocks of queries, of which one ends within a span."""
     monkeypatch.setattr(largest_scores, "FEWEST_ROWS", 5)
     q = torch.randn(len(SPANS), S, 4, 8, dtype=torch.float64)
@@ -191,9 +203,10 @@ def test_the_largest_scores_are_those_of_pairs_that_see_each_other(monkeypatch, 
         spans = torch.tensor(SPANS)
         in_span = torch.tensor([may_attend(row, documents) for row in range(len(SPANS))]).triu(1)
         near = torch.ones(S, S, dtype=torch.bool).triu(1 - window)
-        mask &= near | in_span | in_span.mT | ((spans[:, :, None] >= 0) & torch.eye(S, dtype=torch.bool))
+        whole = in_span.mT | ((spans[:, :, None] >= 0) & torch.eye(S, dtype=torch.bool))
+        mask &= near | in_span | (whole & (not bounded))
     scores = torch.einsum("bshe,bthe->bhst", q, k.repeat_interleave(2, 2)) / 8**0.5
     expected = scores.masked_fill(~mask[:, None], -torch.inf).amax((0, 2, 3))
     batch = batch_of(torch.tensor(SPANS), documents)
-    found = largest_scores.largest_scores(q, k, batch, Scoring(window=window))
+    found = largest_scores.largest_scores(q, k, batch, Scoring(window=window), bounded=bounded)
     torch.testing.assert_close(found, expected)

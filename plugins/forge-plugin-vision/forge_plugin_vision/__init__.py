@@ -6,6 +6,7 @@ The subpackage `features` keeps the features of a frozen encoder on disk.
 from forge_plugin_vision.adapters import AttentionPool, AveragePool, LinearAdapter, MLPAdapter, Perceiver, PixelShuffle
 from forge_plugin_vision.any_resolution import AnyResolution
 from forge_plugin_vision.encoders import ViT
+from forge_plugin_vision.gemma import GemmaViT, ScaledPool
 from forge_plugin_vision.kinds import (
     BROKEN,
     GRIDS,
@@ -41,6 +42,7 @@ __all__ = [
     "AttentionPool",
     "AveragePool",
     "FusionComponent",
+    "GemmaViT",
     "Grid",
     "HasImageInput",
     "ImageFormat",
@@ -53,6 +55,7 @@ __all__ = [
     "Perceiver",
     "PixelShuffle",
     "QwenViT",
+    "ScaledPool",
     "TiledViT",
     "TowerPart",
     "ViT",

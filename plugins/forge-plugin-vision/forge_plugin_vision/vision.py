@@ -171,6 +171,8 @@ class Joint(FusionComponent):
     """Whether positions of an image (or of a video, all its frames, unless text stands between them) attend to each
     other in both directions, as in Gemma 3; everything else is causal. The language model's attention must be able to:
     `gqa` is."""
+    bidirectional_in_windows: bool = False
+    """With `bidirectional`: only layers with a window attend so, within the window, as in Gemma 4."""
     prefix: bool = False
     """Whether all positions of a document before its first learned token attend to each other in both directions, as in
     PaliGemma: images and the prompt, of which nothing is learned. What follows is causal. In generation the prompt is
@@ -187,6 +189,9 @@ class Joint(FusionComponent):
             if getattr(self, key) and layout.cp > 1:
                 message = f"cp of degree {layout.cp} divides sequences, and its attention is causal over the ranks"
                 yield Problem(key, f"{message}; leave [parallel.cp] out, or set {key} = false")
+        if self.bidirectional_in_windows and not self.bidirectional:
+            message = "true has no meaning without bidirectional; set that, or leave this out"
+            yield Problem("bidirectional_in_windows", message)
         if self.bidirectional and self.prefix:
             yield Problem(
                 "prefix", "bidirectional is set as well, and a prefix has its images within; keep one of the two"
@@ -234,7 +239,7 @@ class Joint(FusionComponent):
         # Each puts a mixin before the class so far, whose `prepare_sequences` runs first.
         add_spatial_positions(grafted, vision.image_input)
         if self.bidirectional:
-            add_image_spans(grafted)
+            add_image_spans(grafted, in_windows=self.bidirectional_in_windows)
         if self.prefix:
             add_prefix_spans(grafted)
         return grafted

@@ -29,9 +29,19 @@ from forge_plugin_transformer import (
 )
 from forge_plugin_transformer.huggingface_names import to_huggingface
 from forge_plugin_transformer.modules.spans import SPANS
-from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Joint, VisionLanguage
+from forge_plugin_vision import (
+    GRIDS,
+    IMAGE,
+    PATCHES,
+    VIDEO,
+    GemmaViT,
+    Joint,
+    ScaledPool,
+    VisionLanguage,
+    VisionPart,
+)
 from forge_plugin_vision.modules.grafting import PLACES
-from forge_testing import TinyModel, job_problems
+from forge_testing import TinyModel, job_problems, tiny_job
 from forge_testing.refusals import at, check_problems, problems_of
 from forge_testing.suites.vision import VisionModelSuite
 from forge_testing.vision import tiny_language, tiny_vision
@@ -73,10 +83,38 @@ WINDOWS = AttentionPattern(
 
 
 class TestBidirectionalWithWindows(VisionModelSuite):
+    """With the encoder and the adapter of Gemma 4, whose images see themselves in windows alone."""
+
     component = VisionLanguage(
-        language=evolve(LANGUAGE, attention=WINDOWS), vision=tiny_vision(), fusion=Joint(bidirectional=True)
+        language=evolve(LANGUAGE, attention=WINDOWS),
+        vision=VisionPart(
+            encoder=GemmaViT(dim=16, layers=2, heads=2, head_dim=8, hidden=24, patch=2, positions=32),
+            adapter=ScaledPool(window=2, standardise=True),
+            images_per_sequence=2,
+            patches_per_sequence=64,
+        ),
+        fusion=Joint(bidirectional=True, bidirectional_in_windows=True),
     )
-    layouts = ("tp2", "traced")
+    layouts = ("fsdp2", "tp2", "pp2", "traced")
+
+
+GEMMA = TestBidirectionalWithWindows.component
+
+
+@pytest.mark.parametrize(
+    ("encoder", "fusion", "expected"),
+    [
+        ({"head_dim": 6}, {}, at("vision.encoder.head_dim", 6, 4)),
+        ({"positions": 31}, {}, at("vision.encoder.positions", 31, 64, 32)),
+        ({"std": (0.5, 0.0, 0.5)}, {}, at("vision.encoder.std", "[0.5, 0.0, 0.5]", 0)),
+        ({}, {"bidirectional": False}, at("fusion.bidirectional_in_windows", "bidirectional")),
+    ],
+)
+def test_keys_of_gemma_that_cannot_be_are_refused_when_the_job_is_checked(tmp_path, encoder, fusion, expected):
+    vision = evolve(GEMMA.vision, encoder=evolve(GEMMA.vision.encoder, **encoder))
+    model = evolve(GEMMA, vision=vision, fusion=evolve(GEMMA.fusion, **fusion))
+    wanted = evolve(expected, path=f"model.{expected.path}")
+    check_problems(problems_of(tiny_job(str(tmp_path), model=model)), wanted)
 
 
 @pytest.fixture

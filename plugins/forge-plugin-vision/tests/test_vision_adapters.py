@@ -29,6 +29,7 @@ from forge_plugin_vision import (
     MLPAdapter,
     Perceiver,
     PixelShuffle,
+    ScaledPool,
 )
 from forge_plugin_vision.modules.images import Images
 
@@ -43,6 +44,7 @@ ADAPTERS = {
     "attention_pool_ragged": AttentionPool(window=3, heads=3, ragged=True),
     "merger": Merger(norm="layernorm", norm_over="block"),
     "merger_joined": Merger(hidden=7, joined=True, bias=False),
+    "scaled_pool": ScaledPool(window=2, standardise=True),
     "perceiver": Perceiver(latents=5, layers=2, heads=2, head_dim=7),
 }
 SIZES = [[(4, 6), (2, 2), (6, 2)], [], [(4, 4)]]
@@ -269,7 +271,8 @@ def _resampled(module: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["linear", "mlp", "pixel_shuffle", "average_pool", "attention_pool", "perceiver", "merger_joined"]
+    "name",
+    ["linear", "mlp", "pixel_shuffle", "average_pool", "attention_pool", "perceiver", "merger_joined", "scaled_pool"],
 )
 def test_flops_are_those_of_the_matrix_products(make, packed, name):
     from forge_plugin_vision.modules.vision import flops_of

@@ -212,6 +212,50 @@ class LongestPixels(Pixels):
         return {"patch_size": {"height": side, "width": side}, "size": {"longest_edge": LONGEST_EDGE}}
 
 
+@frozen(kw_only=True)
+class BudgetPixels(Pixels):
+    """The processing of pixels for a tower whose images fill a number of patches (Gemma 4).
+
+    The processor does not normalise: pixels from 0 to 1 become those from -1 to 1 in the model.
+    """
+
+    known: Collection[str] = ("max_soft_tokens", "pooling_kernel_size", "image_seq_length")
+
+    def read(self, config: Config) -> Flat:
+        """Reads mean and standard deviation behind the model's own; raises `Unsupported` for other sizes of patches."""
+        settings: Mapping[str, Any] = config.get(PIXELS) or {}
+        for key, default in (("patch_size", 16), ("pooling_kernel_size", 3)):
+            if key in settings and settings[key] != (own := config.get(key, default)):
+                raise Unsupported(f"{key} = {settings[key]} in {PREPROCESSOR}, and vision_config has {own}")
+        model = dict(super().read({**config, PIXELS: {"do_normalize": False, **settings}}))
+        if (resample := model.pop(f"{ENCODER}.resample")) != "bicubic":
+            raise Unsupported(f"resample in {PREPROCESSOR} is {resample}; this tower's images are bicubic in Forge")
+        # 2 ((x - mean) / std - 0.5) = (x - mean - std / 2) / (std / 2)
+        halves = [deviation / 2 for deviation in model[f"{ENCODER}.std"]]
+        mean = [mean + half for mean, half in zip(model[f"{ENCODER}.mean"], halves, strict=True)]
+        return {f"{ENCODER}.mean": mean, f"{ENCODER}.std": halves}
+
+    def write(self, model: Flat) -> Config:
+        """Adds the resampling, which is bicubic always and no key of this encoder."""
+        halves = setting(model, f"{ENCODER}.std")
+        mean = [mean - half for mean, half in zip(setting(model, f"{ENCODER}.mean"), halves, strict=True)]
+        std = [2 * half for half in halves]
+        own = {f"{ENCODER}.mean": mean, f"{ENCODER}.std": std, f"{ENCODER}.resample": "bicubic"}
+        config = super().write({**model, **own})
+        plain = mean == [0.0] * 3 and std == [1.0] * 3
+        return {PIXELS: {**config[PIXELS], "do_normalize": not plain}}
+
+    def further(self, model: Flat) -> Config:
+        """Returns the sizes of patches and windows, and the most features of an image in published models."""
+        return {
+            "patch_size": setting(model, f"{ENCODER}.patch"),
+            "pooling_kernel_size": setting(model, f"{ADAPTER}.window"),
+            "max_soft_tokens": SOFT_TOKENS,
+        }
+
+
+SOFT_TOKENS = 280
+"""Features of an image at most in Gemma 4."""
 LONGEST_EDGE = 1540
 """Pixels of the longer side of an image in Mistral Small 3.1 and later."""
 SHARED_SIZES: Mapping[str, str] = {
@@ -342,6 +386,8 @@ def _image_table(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         return _by_area(settings, model)
     if model.get(f"{ENCODER}.rotary_theta"):
         return _of_tiles(settings, model)
+    if f"{ADAPTER}.standardise" in model:
+        return _by_budget(settings, model)
     if f"{ENCODER}.rates_in_turns" in model:
         return _by_longest_side(settings, model)
     # The encoders of the cases above have no size.
@@ -438,6 +484,21 @@ def _by_longest_side(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         message = f"they have up to {patches} patches there, and a sequence of this model has room for {room}"
         differences.append(f"{message}: raise model.vision.patches_per_sequence")
     return ImageTable({"type": "longest", "longest_side": longest}, differences, ROW_TEXT, image_token=PLACE)
+
+
+GEMMA4_TEXT: Mapping[str, str] = {"before": "<|image>", "after": "<image|>"}
+"""Texts around an image of Gemma 4, which its processor writes."""
+
+
+def _by_budget(settings: Mapping[str, Any], model: Flat) -> ImageTable:
+    """Of Gemma 4."""
+    most = settings.get("max_soft_tokens", SOFT_TOKENS) * model[f"{ADAPTER}.window"] ** 2
+    differences, room = [], model["vision.patches_per_sequence"]
+    if most > room:
+        message = f"they have up to {most} patches there, and a sequence of this model has room for {room}"
+        differences.append(f"{message}: raise model.vision.patches_per_sequence")
+    differences.append("their sides are rounded down to whole windows there, and up here")
+    return ImageTable({"resize": "fill", "max_patches": most, "tile_text": GEMMA4_TEXT}, differences, 1, "<|image|>")
 
 
 LLAMA4_TEXT: Mapping[str, str] = {"before": "<|image_start|>", "single": "<|image|>", "after": "<|image_end|>"}

@@ -308,6 +308,29 @@ def llama4s(draw: st.DrawFn) -> dict[str, Any]:
     return {"text_config": {**draw(configs("llama4_text")), TIED: tied}, "vision_config": vision, TIED: tied}
 
 
+@st.composite
+def gemma4s(draw: st.DrawFn) -> dict[str, Any]:
+    """Gemma 4 without inputs of layers and sounds."""
+    vision = draw(vits(st.just("gelu_pytorch_tanh")))
+    eps = vision.pop("layer_norm_eps", None)
+    vision |= {"hidden_activation": vision.pop("hidden_act")} if "hidden_act" in vision else {}
+    vision.pop("num_channels", None)
+    rope = st.builds(lambda base, type_: {"rope_theta": base, "rope_type": type_}, THETAS, st.just("axial"))
+    width = draw(st.sampled_from([4, 8]))
+    vision |= {
+        "num_key_value_heads": vision["num_attention_heads"],
+        "head_dim": width,
+        "pooling_kernel_size": draw(st.integers(1, 4)),
+        **({} if eps is None else {"rms_norm_eps": eps}),
+        **draw(some(standardize=st.booleans(), position_embedding_size=st.integers(1, 9999), rope_parameters=rope)),
+        **draw(some(attention_bias=st.just(False), use_clipped_linears=st.just(False), global_head_dim=st.just(width))),
+    }
+    tied = draw(st.booleans())  # as both versions of `transformers` say it
+    own = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": draw(st.sampled_from([None, "vision"]))}
+    text = {**draw(configs("gemma4_text")), **own, TIED: tied}
+    return {"text_config": text, "vision_config": vision, TIED: tied, **draw(some(audio_config=st.none()))}
+
+
 MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "llava": llavas,
     "llava_next": joined,
@@ -316,6 +339,7 @@ MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
     "internvl": internvls,
     "mistral3": mistrals,
     "llama4": llama4s,
+    "gemma4": gemma4s,
     "idefics3": lambda: shuffled("idefics3_vision"),
     "smolvlm": lambda: shuffled("smolvlm_vision"),
     "mllama": mllamas,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from attrs import frozen
-from published_models import GEMMA, GROWING, LLAMA4, SIZES, WINDOWS, lifted
+from published_models import GEMMA, GEMMA4, GROWING, LLAMA4, SIZES, WINDOWS, lifted
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -84,6 +84,19 @@ def llama4(**keys: Any) -> Any:
     return transformers.Llama4Config(text_config={**SIZES, **LLAMA4}, vision_config=tower, **tokens)
 
 
+GEMMA4_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id", "boa_token_id")
+
+
+def gemma4(*, both_ways: str | None = "vision", **keys: Any) -> Any:
+    """Windows of 2 x 2 patches; images have more positions than the window of the language model's first layers."""
+    tower = {key: value for key, value in TOWER.items() if key != "image_size"}
+    tower |= {"num_key_value_heads": 3, "head_dim": 4, "position_embedding_size": 48, "pooling_kernel_size": 2, **keys}
+    text_ = {**SIZES, **GEMMA4, "sliding_window": 4, "use_bidirectional_attention": both_ways}
+    # Behind the vocabulary, as its class takes each of them for padding, in what it has generated, too
+    tokens = {name: 1000 + number for number, name in enumerate(GEMMA4_TOKENS)} | {"image_token_id": PLACEHOLDER}
+    return transformers.Gemma4Config(text_config=text_, vision_config=tower, **tokens)
+
+
 @frozen
 class Seeing:
     """A class of `transformers`, and how its configuration is made."""
@@ -100,6 +113,9 @@ class Seeing:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            for name, buffer in model.named_buffers():  # Gemma 4's, which its class leaves uninitialised
+                if name.endswith(("std_bias", "std_scale")):
+                    buffer.copy_(torch.rand_like(buffer) + 0.5)
         # Of a model in float32 this would make the complex tables of Llama 4 real numbers, too.
         return model if dtype == torch.float32 else model.to(dtype)
 
@@ -171,6 +187,11 @@ ANY_SIZE: Mapping[str, Seeing] = {
     ),
 }
 """Models whose images have any size."""
+BUDGETED: Mapping[str, Seeing] = {
+    "gemma4": Seeing("Gemma4ForConditionalGeneration", lambda: gemma4(standardize=True)),
+    "gemma4, causal": Seeing("Gemma4ForConditionalGeneration", lambda: gemma4(both_ways=None)),
+}
+"""Models whose images fill a number of patches."""
 HEAD = ("head.",)
 TOWERS: Mapping[str, Seeing] = {
     "siglip_vision_model": Seeing("SiglipVisionModel", siglip, HEAD),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from published_models import GEMMA4, MODELS, SIZES, ids_of, logits, ours, randomised, rewrite
+from published_models import GEMMA4, MODELS, ids_of, logits, ours, rewrite
+from published_vision import BUDGETED
 
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
@@ -17,8 +18,6 @@ from forge_plugin_weights.importing import import_folder
 from forge_plugin_weights.tables import load_architecture, read_config
 
 NAME = "gemma4_text"
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
-MARKS = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id", "boa_token_id")
 
 
 def test_matrices_of_keys_that_nothing_is_computed_with_are_left_out(tmp_path):
@@ -41,13 +40,7 @@ def test_matrices_of_keys_that_nothing_is_computed_with_are_left_out(tmp_path):
 
 
 def test_the_language_model_comes_in_and_goes_out_without_its_vision_tower(tmp_path):
-    text = {**SIZES, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
-    vision = {**VISION, "num_key_value_heads": 2, "position_embedding_size": 16}
-    marks = {name: 58 + number for number, name in enumerate(MARKS)}
-    config = transformers.Gemma4Config(text_config=text, vision_config=vision, **marks)
-    torch.manual_seed(0)
-    theirs = randomised(transformers.Gemma4ForConditionalGeneration(config))
-    theirs.save_pretrained(tmp_path / "published")
+    theirs = BUDGETED["gemma4"].write(tmp_path / "published")
     run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=NAME)
     ids = ids_of() % 56
     with torch.no_grad():

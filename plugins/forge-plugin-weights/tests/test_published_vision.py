@@ -283,12 +283,18 @@ def ours_at_start(path: Path) -> Mapping[str, Tensor]:
 
 
 HERE = Path(__file__).parent
-WHOLE_TOO = ("llama4",)
+WHOLE_TOO = ("llama4", "gemma4")
 """Models whose configurations stand among those of language models, which are parts of them."""
+IN_PARTS = ("google/gemma-4-E2B-it, some keys",)
+"""Such ones of which the language model alone comes in."""
 LANGUAGE_CONFIGS: Mapping[str, Any] = json.loads((HERE / "published_configs.json").read_text())
 CONFIGS: Mapping[str, Any] = {
     **json.loads((HERE / "published_vision_configs.json").read_text()),
-    **{name: config for name, config in LANGUAGE_CONFIGS.items() if config["model_type"] in WHOLE_TOO},
+    **{
+        name: config
+        for name, config in LANGUAGE_CONFIGS.items()
+        if config["model_type"] in WHOLE_TOO and name not in IN_PARTS
+    },
 }
 PARTS = {"siglip": "siglip_vision_model", "siglip2": "siglip2_vision_model", "clip": "clip_vision_model"}
 """Architectures that read a part of a model, by its `model_type`."""
@@ -318,7 +324,7 @@ def test_a_published_configuration_means_what_version_5_makes_of_it(tmp_path, ca
     back = read_config(architecture, write_config(architecture, component, catalog))
     # A language model may be written as another, plainer type, whose table says more.
     assert parse_component(back, name, ModelComponent, catalog) == component
-    if not part.endswith("_text"):
+    if not part.endswith("_text") and config["model_type"] != "gemma4":  # which needs a job to find problems
         assert not [problem for problem in encoder_problems(component) if "pixels" in problem or "size" in problem]
 
 

@@ -20,6 +20,7 @@ INNER = ("text_config", "vision_config")
 SPELT_OTHERWISE = {
     *BY_MEANING,
     *OWN_SPELLINGS["llama4_text"],
+    *OWN_SPELLINGS["gemma4_text"],
     *("vision_feature_layer", "attention_heads", "num_attention_heads", "tie_word_embeddings", "vision_use_head"),
     *("model_type", "attention_dropout", "hidden_dropout_prob", "projection_dropout", "projector_dropout"),
 }

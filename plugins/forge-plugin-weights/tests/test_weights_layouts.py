@@ -53,6 +53,7 @@ SEEING: Mapping[str, Any] = {
     **published_vision.MODELS,
     "mllama": published_vision.TILED["mllama"],
     "mistral3": published_vision.ANY_SIZE["mistral3"],
+    "gemma4": published_vision.BUDGETED["gemma4"],
     # Variants differ by settings alone
     **{name: each for name, each in {**published_qwen.MODELS, **ANY_RESOLUTION}.items() if "," not in name},
 }
@@ -106,6 +107,7 @@ TRAINED_TOO: Mapping[str, str] = {
     "paligemma": "fsdp2",
     "smolvlm": "pp2",
     "mistral3": "tp2",
+    "gemma4": "pp2",
     "qwen2_5_vl": "tp2",
     "qwen3_vl": "pp2",
     "qwen3_vl_moe": "ep2",
@@ -120,6 +122,7 @@ LIKE_LLAMA = (
     *("gemma", "gemma2", "gemma3_text"),
 )
 """Architectures with Llama's matrices, by the same names and rules."""
+ANY_SIZE = ("mistral3", "gemma4")
 IMAGES = "forge_testing.vision:RandomImages"
 JOB: Mapping[str, Any] = {
     "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 24, "precision": "fp32"},
@@ -166,7 +169,7 @@ class Imported:
         table = tomllib.loads((self.run / START).read_text()) | JOB | tables
         if "vision" in table["model"]:
             # Less room than of an import for images of any size, which rows of 24 tokens cannot have
-            room = {"images_per_sequence": 4, "patches_per_sequence": 96} if self.name == "mistral3" else {}
+            room = {"images_per_sequence": 4, "patches_per_sequence": 96} if self.name in ANY_SIZE else {}
             table["model"]["vision"] |= room
             table["data"] = {"sources": [{"type": IMAGES, "vocabulary": 60, "sequences": 4}]}
         table |= {"job": {"name": run_name(self.name), "output": str(output)}, "parallel": stages}

@@ -30,7 +30,7 @@ from forge_plugin_transformer.modules.rotary import (
 )
 from forge_plugin_transformer.modules.sinks import HeadSinks
 from forge_plugin_transformer.modules.softmax_attention import WHOLE
-from forge_plugin_transformer.modules.spans import attend_in_spans, see_spans, with_span_mask
+from forge_plugin_transformer.modules.spans import SPANS, attend_in_spans, see_spans, with_span_mask
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -194,6 +194,8 @@ class GroupedAttention(nn.Module):
     """o(attention(q(x), k(x), v(x))): see `AttentionComponent` for the contract."""
 
     attends_spans = True
+    spans_in_windows = False
+    """Whether positions of a span see each other within the window only: in a layer without one, not at all."""
     score_watch: ScoreWatch | None = None
     lends = False
     """Whether later layers attend to its keys and values."""
@@ -261,7 +263,15 @@ class GroupedAttention(nn.Module):
 
     def prepare(self, batch: Batch) -> Batch:
         """Adds the entries of the core, a mask of spans, and the tables of positions if the encoding has a `key`."""
-        return self.core.prepare(with_span_mask(with_tables(self.rotary, batch), self.scoring))
+        batch = with_tables(self.rotary, batch)
+        if not self._ignores_spans:
+            batch = with_span_mask(batch, self.scoring, bounded=self.spans_in_windows)
+        return self.core.prepare(batch)
+
+    @property
+    def _ignores_spans(self) -> bool:
+        """Whether spans are for other layers."""
+        return self.spans_in_windows and not self.scoring.window
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache | KVExchange | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
@@ -285,11 +295,14 @@ class GroupedAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Queries (B, S, H, E), keys and values (B, S, K, E or V), as the core takes them -> (B, S, H, V)."""
         if self.score_watch is not None and self.training:
-            self.score_watch.add(largest_scores(q, k, batch, self.scoring))
+            own = {key: value for key, value in batch.items() if key != SPANS} if self._ignores_spans else batch
+            self.score_watch.add(largest_scores(q, k, own, self.scoring, bounded=self.spans_in_windows))
         sinks = self._sinks(q)
         # A core that a stage has put in need not take sinks, unless there are any
         mixed: Tensor = self.core(q, k, v, batch) if sinks is None else self.core(q, k, v, batch, sinks)
-        return attend_in_spans(q, k, v, mixed, batch, self.scoring, sinks)
+        if self._ignores_spans:
+            return mixed
+        return attend_in_spans(q, k, v, mixed, batch, self.scoring, sinks, bounded=self.spans_in_windows)
 
     def _projected(self, mixed: Tensor, x: Tensor, batch: Batch) -> Tensor:
         """The mixed values (B, S, H, V), and what the layer reads, x (B, S, D) -> (B, S, D)."""
@@ -337,7 +350,8 @@ class GroupedAttention(nn.Module):
 
     def _attend_all(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, batch: Batch) -> Tensor:
         """Queries (B, S, H, E) attend to keys and values (B, T, K, E or V) by a mask (B, 1, S, T)."""
-        mask = see_spans(mask, batch)
+        if not self._ignores_spans:
+            mask = see_spans(mask, batch, self.scoring.window if self.spans_in_windows else 0)
         q, keys, values = self.qkv(q, keys, values)
         sinks = self._sinks(q)
         if isinstance(self.core, AttentionCore):  # so that what hangs on it sees heads here, too

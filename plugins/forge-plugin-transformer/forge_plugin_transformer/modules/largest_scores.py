@@ -23,7 +23,7 @@ MOST_BLOCKS = 16
 
 
 @torch.no_grad()
-def largest_scores(q: Tensor, k: Tensor, batch: Batch, scoring: Scoring) -> Tensor:
+def largest_scores(q: Tensor, k: Tensor, batch: Batch, scoring: Scoring, *, bounded: bool = False) -> Tensor:
     """Returns the largest scaled product of a query and a key that it sees, for each head: (H,), in the dtype of q.
 
     Block by block of queries, S / 16 of them at a time, or 128: half of the products of causal attention.
@@ -33,6 +33,7 @@ def largest_scores(q: Tensor, k: Tensor, batch: Batch, scoring: Scoring) -> Tens
         k: (B, S, K, E).
         batch: `document_ids` and spans decide what a position sees, beside window and mask.
         scoring: factor, window and mask; a cap does not apply.
+        bounded: whether positions of a span see each other within the window only.
     """
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
     rows = max(FEWEST_ROWS, -(-length // MOST_BLOCKS))
@@ -56,6 +57,8 @@ def largest_scores(q: Tensor, k: Tensor, batch: Batch, scoring: Scoring) -> Tens
             seen = seen & (documents[:, None, :stop] == documents[:, own, None])
         if spans is not None:
             within = spans[:, None, :stop] == spans[:, own, None]
+            if window and bounded:
+                within = within & (positions[:stop] > positions[own, None] - window)
             seen = seen | (within & (batch[SPANS][:, own, None] >= 0))
         scores = torch.einsum("brkge,btke->kgbrt", q[:, own].unflatten(2, (-1, groups)), k[:, :stop])
         peaks = scores.masked_fill(~seen, -torch.inf).amax((2, 3, 4)).flatten()

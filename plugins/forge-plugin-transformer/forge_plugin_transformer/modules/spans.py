@@ -50,20 +50,21 @@ def with_spans(batch: Batch, spans: Tensor, at_most: int) -> Batch:
     return {**batch, SPANS: spans, SPAN_POSITIONS: first[:, :at_most]}
 
 
-def _mask_entry(window: int) -> str:
+def _mask_entry(window: int, bounded: bool) -> str:
     """Returns the name of the mask of layers with this window."""
-    return f"{SPAN_MASK} within {window}" if window else SPAN_MASK
+    return f"{SPAN_MASK} {'bounded' if bounded else 'within'} {window}" if window else SPAN_MASK
 
 
-def with_span_mask(batch: Batch, scoring: Scoring = PLAIN) -> Batch:
+def with_span_mask(batch: Batch, scoring: Scoring = PLAIN, *, bounded: bool = False) -> Batch:
     """Returns the batch with the mask of its spans, made once for all layers; unchanged if it has no spans.
 
-    A position of a span sees the whole span, including positions outside of its window, as in Gemma 3.
+    A position of a span sees the whole span, including positions outside of its window, as in Gemma 3. With `bounded`,
+    it sees those that the window reaches back to, and all later ones, as in Gemma 4.
     """
     if SPANS not in batch:
         return batch
     window = scoring.window_in(batch[SPANS].shape[1])
-    if _mask_entry(window) in batch:
+    if (entry := _mask_entry(window, bounded)) in batch:
         return batch
     rows, numbers = batch[SPAN_POSITIONS], span_numbers(batch)
     index = torch.arange(numbers.shape[1], device=numbers.device)
@@ -74,7 +75,9 @@ def with_span_mask(batch: Batch, scoring: Scoring = PLAIN) -> Batch:
         documents = document_starts(batch["document_ids"]).cumsum(1)
         causal &= documents.gather(1, rows).unsqueeze(2) == documents.unsqueeze(1)
     within = numbers.gather(1, rows).unsqueeze(2) == numbers.unsqueeze(1)  # rows of no span are computed, not used
-    return {**batch, _mask_entry(window): (causal | within).unsqueeze(1)}
+    if window and bounded:
+        within &= index > rows.unsqueeze(2) - window
+    return {**batch, entry: (causal | within).unsqueeze(1)}
 
 
 def attend_in_spans(
@@ -85,6 +88,8 @@ def attend_in_spans(
     batch: Batch,
     scoring: Scoring = PLAIN,
     sinks: Tensor | None = None,
+    *,
+    bounded: bool = False,
 ) -> Tensor:
     """Replace the mixed values of positions in spans; returns `mixed` if the batch has none.
 
@@ -96,11 +101,12 @@ def attend_in_spans(
         batch: with or without spans.
         scoring: the scoring of causal attention.
         sinks: (H,), if there are any.
+        bounded: see `with_span_mask`.
     """
     if SPANS not in batch:
         return mixed
-    batch = with_span_mask(batch, scoring)
-    mask = batch[_mask_entry(scoring.window_in(q.shape[1]))]
+    batch = with_span_mask(batch, scoring, bounded=bounded)
+    mask = batch[_mask_entry(scoring.window_in(q.shape[1]), bounded)]
     rows = batch[SPAN_POSITIONS]
     is_within = batch[SPANS].gather(1, rows) >= 0
     index = rows[..., None, None].expand(-1, -1, *q.shape[2:])
@@ -110,13 +116,22 @@ def attend_in_spans(
     return mixed.scatter(1, index, both.where(is_within[..., None, None], mixed.gather(1, index)))
 
 
-def see_spans(mask: Tensor, batch: Batch) -> Tensor:
-    """Returns the mask (B, 1, S, T) of a cache with the spans of the S new positions, which are the last of T."""
+def see_spans(mask: Tensor, batch: Batch, reach: int = 0) -> Tensor:
+    """Returns the mask (B, 1, S, T) of a cache with the spans of the S new positions, which are the last of T.
+
+    Args:
+        mask: without spans.
+        batch: with spans or without.
+        reach: positions of a span that one sees at most, itself and those before it; 0: all.
+    """
     if SPANS not in batch or mask is WHOLE:
         return mask
     spans = batch[SPANS]
     numbers = span_numbers({SPANS: spans})  # a row with a cache is one document
     within = (numbers.unsqueeze(2) == numbers.unsqueeze(1)) & (spans >= 0).unsqueeze(1)
+    if reach:
+        index = torch.arange(spans.shape[1], device=spans.device)
+        within &= index > index.unsqueeze(1) - reach
     return mask | F.pad(within, (mask.shape[-1] - spans.shape[1], 0)).unsqueeze(1)
 
 
@@ -126,6 +141,20 @@ def span_numbers(batch: Batch) -> Tensor:
     if "document_ids" in batch:
         starts = starts | document_starts(batch["document_ids"])
     return starts.cumsum(1)
+
+
+def bound_spans(model: Model) -> str | None:
+    """Have positions of a span see each other within windows only, and not at all in layers without one (Gemma 4).
+
+    Returns:
+        Why a bare model cannot; None if it does from now on.
+    """
+    for name, layer in model.layers.items():
+        attention: Any = getattr(layer, "attention", layer)
+        if not hasattr(attention, "spans_in_windows"):
+            return f"{type(attention).__name__}, the attention of layers.{name}, has no windows"
+        attention.spans_in_windows = True
+    return None
 
 
 def spans_problem(model: Model) -> str | None:

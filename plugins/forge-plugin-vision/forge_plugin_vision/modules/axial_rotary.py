@@ -52,6 +52,18 @@ class AxialRotary(nn.Module):
         return tables.to(torch.promote_types(dtype, torch.float32))
 
 
+class ApartRotary(AxialRotary):
+    """Columns in the first half of a head, rows in the second, each of which is rotated as a head (Gemma 4)."""
+
+    def forward(self, images: Images, dtype: torch.dtype) -> Tensor:
+        """Returns cosine and sine (2, B, P, 1, 2, E / 2), in float32 or wider, of the halves of a head."""
+        sides = zip((images.column, images.row), self.rates, strict=True)
+        angles = torch.stack([place[..., None, None] * rates for place, rates in sides], -2)
+        cos, sin = angles.cos(), angles.sin()
+        tables = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+        return tables.to(torch.promote_types(dtype, torch.float32))
+
+
 class CountedRotary(AxialRotary):
     """Columns first, and both counted from 1, since a class token stands at 0 (Llama 4)."""
 

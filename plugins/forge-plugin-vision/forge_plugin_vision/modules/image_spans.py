@@ -14,7 +14,7 @@ from attrs import frozen
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Model
 from forge_kit.nn.derived_class import derived
-from forge_plugin_transformer.modules.spans import SPANS, spans_problem, with_spans
+from forge_plugin_transformer.modules.spans import SPANS, bound_spans, spans_problem, with_spans
 from forge_plugin_vision.kinds import GRIDS, PATCHES, Grid, ImageInput
 from forge_plugin_vision.modules.grafting import PLACES
 from forge_plugin_vision.modules.vision import feature_count
@@ -69,13 +69,17 @@ class BidirectionalModel(Base):
         return {}
 
 
-def add_image_spans(model: Any) -> None:
+def add_image_spans(model: Any, *, in_windows: bool) -> None:
     """Has positions of an image attend to each other in a model with fusion `joint`.
+
+    Args:
+        model: with the vision part.
+        in_windows: whether only layers with a window do, within it.
 
     Raises:
         JobError: an attention of the language model is causal everywhere.
     """
-    if problem := spans_problem(model):
+    if problem := spans_problem(model) or (bound_spans(model) if in_windows else None):
         hint = "take another language model or attention, such as gqa without mtp, or set bidirectional = false"
         raise JobError([Problem("model.fusion.bidirectional", f"{problem}; {hint}")])
     vision = model.vision

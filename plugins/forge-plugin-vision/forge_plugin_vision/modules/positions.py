@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
@@ -120,3 +121,30 @@ class PositionTable(nn.Module):
         places = (images.row.to(wide), images.column.to(wide))
         rows, columns = map(self.coefficients, places, sides, self.grid)
         return (rows.unsqueeze(-1) * columns.unsqueeze(-2)).flatten(-2).to(dtype) @ table
+
+
+class AxisTables(nn.Module):
+    """The sum of a learned vector (W) for a patch's column, and of another for its row (Gemma 4)."""
+
+    def __init__(self, places: int, width: int, *, std: float) -> None:
+        """Args: `places`, columns and rows of an image at most."""
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(2, places, width))
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        """Draw all vectors from N(0, std²)."""
+        fill.normal(self.std)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def forward(self, images: Images, dtype: torch.dtype) -> tuple[Tensor, None]:
+        """Returns (B, P, W); there is no class token."""
+        # What fills a row has places behind its last image, which the tables need not have.
+        last = self.weight.shape[1] - 1
+        columns, rows = (
+            F.embedding(place.clamp(max=last), table)
+            for place, table in zip((images.column, images.row), self.weight.unbind(), strict=True)
+        )
+        return columns.to(dtype) + rows.to(dtype), None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forge_plugin_vision.kinds import Grid
     from forge_plugin_vision.modules.axial_rotary import AxialRotary
     from forge_plugin_vision.modules.images import Images
-    from forge_plugin_vision.modules.positions import PositionTable
+    from forge_plugin_vision.modules.positions import AxisTables, PositionTable
 
 
 class Order(NamedTuple):
@@ -161,10 +161,10 @@ class QwenVisionTransformer(nn.Module):
 
     def __init__(
         self,
-        blocks: Sequence[QwenBlock],
+        blocks: Sequence[nn.Module],
         *,
         patch: Linear,
-        table: PositionTable | None,
+        table: PositionTable | AxisTables | None,
         rotary: AxialRotary,
         pre_norm: nn.Module | None,
         window: int,
