@@ -50,6 +50,7 @@ from forge_plugin_vision import (
     AnyResolution,
     AttentionPool,
     AveragePool,
+    GemmaViT,
     Joint,
     LinearAdapter,
     Merger,
@@ -57,6 +58,7 @@ from forge_plugin_vision import (
     Perceiver,
     PixelShuffle,
     QwenViT,
+    ScaledPool,
     TiledViT,
     VisionLanguage,
     VisionTower,
@@ -88,6 +90,7 @@ def looking(encoder: Any = None, adapter: Any = None, fusion: Any = None, model:
 
 
 QWEN = QwenViT(dim=16, layers=1, heads=2, hidden=24, patch=2, table=3, patch_bias=True)
+GEMMA = GemmaViT(dim=16, layers=1, heads=2, head_dim=8, hidden=8, patch=2, positions=32)
 TILED = TiledViT(
     dim=16,
     layers=2,
@@ -128,6 +131,7 @@ MODELS = {
     "expert_choice": routed(ExpertChoice()),
     "joint": looking(),
     "qwen_vit": looking(QWEN, Merger()),
+    "gemma_vit": looking(GEMMA, ScaledPool(standardise=True)),
     "tiled_vit": looking(TILED, LinearAdapter(), CrossAttention(every=1, heads=4, kv_heads=2, qk_norm=True)),
     "mot": looking(fusion=MixtureOfTransformers()),
     "moma": looking(model=routed(MoMa(experts={"text": 2, "image": 2}, top_k=1))),
