@@ -498,7 +498,7 @@ def _by_budget(settings: Mapping[str, Any], model: Flat) -> ImageTable:
         message = f"they have up to {most} patches there, and a sequence of this model has room for {room}"
         differences.append(f"{message}: raise model.vision.patches_per_sequence")
     differences.append("their sides are rounded down to whole windows there, and up here")
-    return ImageTable({"resize": "fill", "max_patches": most, "tile_text": GEMMA4_TEXT}, differences, 1, "<|image|>")
+    return ImageTable({"type": "fill", "max_patches": most}, differences, GEMMA4_TEXT, 1, "<|image|>")
 
 
 LLAMA4_TEXT: Mapping[str, str] = {"before": "<|image_start|>", "single": "<|image|>", "after": "<|image_end|>"}
