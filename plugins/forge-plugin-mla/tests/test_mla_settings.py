@@ -16,17 +16,10 @@ from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_parallel import ContextParallel, TensorParallel
 from forge_plugin_transformer import AttentionBackendComponent, PlainRope, Transformer, YarnRope
 from forge_testing.refusals import ExpectedProblem, at, check_problems, lacks, problems_of, refuses_all
+from forge_testing.tiny import BESIDE_MODEL
 
-REST = """
-[train]
-steps = 1
-global_batch_size = 2
-seq_len = 16
-device = "cpu"
-[optimizer]
-type = "forge_testing.tiny:TinyAdamW"
-[[data.sources]]
-type = "forge_testing.tiny:Numbers"
+REST = f"""
+{BESIDE_MODEL}
 [model]
 type = "transformer"
 vocab_size = 32

@@ -17,19 +17,8 @@ from forge_core import load_job
 from forge_core.contracts.components import Component, DefaultType
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_plugin_transformer import Add, GroupedQueryAttention, PlainRope, RMSNorm, SwiGLU, Transformer
+from forge_testing.tiny import BESIDE_MODEL
 
-REST = """
-[train]
-steps = 1
-global_batch_size = 2
-seq_len = 16
-device = "cpu"
-[optimizer]
-type = "forge_testing.tiny:TinyAdamW"
-[[data.sources]]
-type = "forge_testing.tiny:Numbers"
-"""
-"""The tables of a job beside `[model]`."""
 DEFAULTS = {
     "forge-plugin-transformer/gqa": GroupedQueryAttention,
     "forge-plugin-transformer/swiglu": SwiGLU,
@@ -99,7 +88,7 @@ def load_model(tmp_path: Path) -> Callable[..., Any]:
 
     def load(model: str, keys: str = "") -> Any:
         path = tmp_path / "job.toml"
-        path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 8\n{keys}\n{model}\n{REST}')
+        path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 8\n{keys}\n{model}\n{BESIDE_MODEL}')
         return load_job(path).model
 
     return load

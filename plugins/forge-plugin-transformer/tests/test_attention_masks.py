@@ -43,7 +43,7 @@ from forge_testing.refusals import at, check_problems
 from forge_testing.runs import advance, tiny_run
 from forge_testing.suites import ModelSuite
 from forge_testing.suites.parity import ParitySuite
-from forge_testing.tiny import TinyAdamW
+from forge_testing.tiny import BESIDE_MODEL, TinyAdamW
 
 MakeModel = Callable[..., Any]
 HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2}
@@ -284,17 +284,6 @@ class Dilated(AttentionMaskComponent):
     def reach(self):
         return self.step * (self.count - 1) + 1
 '''
-REST = """
-[train]
-steps = 1
-global_batch_size = 2
-seq_len = 16
-device = "cpu"
-[optimizer]
-type = "forge_testing.tiny:TinyAdamW"
-[[data.sources]]
-type = "forge_testing.tiny:Numbers"
-"""
 
 
 def job_of(folder: Path, attention: str, more: str = "") -> Any:
@@ -304,7 +293,7 @@ def job_of(folder: Path, attention: str, more: str = "") -> Any:
         "@frozen(kw_only=True)\nclass Encoder(CrossEntropy):\n    predicts_next_token: ClassVar[bool] = False\n"
     )
     path = folder / "job.toml"
-    text = f'[model]\ntype = "transformer"\nvocab_size = 32\n[model.attention]\n{attention}\n{more}\n{REST}'
+    text = f'[model]\ntype = "transformer"\nvocab_size = 32\n[model.attention]\n{attention}\n{more}\n{BESIDE_MODEL}'
     path.write_text(text.replace("./", f"{folder}/"))
     return load_job(path)
 

@@ -22,6 +22,7 @@ from forge_testing.catalogs import installed, with_components
 from forge_testing.documents import RandomDocuments
 from forge_testing.refusals import at, check_problems
 from forge_testing.suites.parity import ParitySuite
+from forge_testing.tiny import BESIDE_MODEL
 
 MakeModel = Callable[..., Any]
 
@@ -130,22 +131,9 @@ class TestAKernelOfAStranger(ParitySuite):
         return {"model": model, "data": {"sources": (RandomDocuments(held_out=5),), "packing": Isolate()}}
 
 
-REST = """
-[train]
-steps = 1
-global_batch_size = 2
-seq_len = 16
-device = "cpu"
-[optimizer]
-type = "forge_testing.tiny:TinyAdamW"
-[[data.sources]]
-type = "forge_testing.tiny:Numbers"
-"""
-
-
 def job_of(folder: Path, attention: str) -> Any:
     path = folder / "job.toml"
-    path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 32\n[model.attention]\n{attention}\n{REST}')
+    path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 32\n[model.attention]\n{attention}\n{BESIDE_MODEL}')
     return load_job(path, catalog=CATALOG)
 
 

@@ -26,6 +26,7 @@ from forge_plugin_transformer import (
 )
 from forge_plugin_transformer.modules.residual import KEPT, HyperConnection, ManifoldHyperConnection
 from forge_testing.refusals import at, refuses
+from forge_testing.tiny import BESIDE_MODEL
 
 MakeModel = Callable[..., Any]
 WIDE = torch.float64
@@ -228,17 +229,6 @@ def test_roles_leave_only_matrices_to_weight_decay(make_model: MakeModel) -> Non
 
 # --- jobs ----------------------------------------------------------------------------------------------------------
 
-REST = """
-[train]
-steps = 1
-global_batch_size = 2
-seq_len = 16
-device = "cpu"
-[optimizer]
-type = "forge_testing.tiny:TinyAdamW"
-[[data.sources]]
-type = "forge_testing.tiny:Numbers"
-"""
 SCALED = '''
 from attrs import field, frozen
 
@@ -276,7 +266,7 @@ class Scaled(ResidualComponent):
 
 def job_of(folder: Path, text: str) -> Any:
     path = folder / "job.toml"
-    path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 32\n{text}\n{REST}')
+    path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 32\n{text}\n{BESIDE_MODEL}')
     return load_job(path)
 
 

@@ -26,18 +26,8 @@ from forge_plugin_transformer.attention_backends import Measurement, Table, choo
 from forge_plugin_transformer.document_backends import DocumentMeasurement, DocumentTable
 from forge_plugin_transformer.scoring import Scoring
 from forge_testing.refusals import ExpectedProblem, at, check_problems, lacks, refuses, refuses_all
+from forge_testing.tiny import BESIDE_MODEL
 
-REST = """
-[train]
-steps = 1
-global_batch_size = 2
-seq_len = 16
-device = "cpu"
-[optimizer]
-type = "forge_testing.tiny:TinyAdamW"
-[[data.sources]]
-type = "forge_testing.tiny:Numbers"
-"""
 LoadModel = Callable[[str], Transformer]
 
 
@@ -47,7 +37,7 @@ def load_model(tmp_path: Path) -> LoadModel:
 
     def load(model: str) -> Transformer:
         path = tmp_path / "job.toml"
-        path.write_text(f'[model]\ntype = "transformer"\n{model}\n{REST}')
+        path.write_text(f'[model]\ntype = "transformer"\n{model}\n{BESIDE_MODEL}')
         job: Job = load_job(path)
         return job.model
 

@@ -47,6 +47,18 @@ type = "forge_testing:Numbers"
 type = "forge_testing:TinyAdamW"
 """
 """A job file with the components of this module; lines appended to it belong to `[optimizer]`."""
+BESIDE_MODEL = """
+[train]
+steps = 1
+global_batch_size = 2
+seq_len = 16
+device = "cpu"
+[optimizer]
+type = "forge_testing.tiny:TinyAdamW"
+[[data.sources]]
+type = "forge_testing.tiny:Numbers"
+"""
+"""The tables of a job file beside `[model]`, for tests of how a model's keys are read and checked."""
 
 
 @frozen(kw_only=True)
