@@ -45,7 +45,7 @@ class CompileStage(ParallelStage):
             keep_random_numbers()
         for block in blocks:
             self._compile(block)
-            # Every token of a generation has a different sequence length, and each length would need a separate graph.
+        # Every token of a generation has a different sequence length, and each length would need a separate graph.
         if isinstance(model, Generates):
             model.decode = Eager(model.decode)  # type: ignore[method-assign]
         return model

@@ -192,5 +192,6 @@ def digest(tensor: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
+    # Apart from the default generator, whose draws an audit must not change
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(-(2**62), 2**62, (CHUNK,), generator=generator) | 1).to(device)

@@ -131,10 +131,12 @@ class _Row:
                 {"input_ids": torch.tensor([new], device=device), "positions": positions}, self._cache
             )
             self._counts.calls += 1
+            # From the last known token on: logits for each proposal, and for one token more
             accepted = self._take(whole_logits(self._model.head, hidden[:, -1 - len(drafts) :]), drafts)
             if accepted is None:
                 break
             self._cache.forget(len(drafts) - accepted)
+            # The last token was drawn just now, and no cache has its position
             read = len(self._ids) - 1
             # Behind the last token that may be written, none counts
             room = self._end.max_tokens - (len(self._ids) - self._start) - 1

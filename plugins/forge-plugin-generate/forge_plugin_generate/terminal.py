@@ -135,6 +135,7 @@ def _history(on_terminal: bool) -> Iterator[None]:
     except ImportError:  # a Python without it: lines are typed plainly
         yield
         return
+    # Where the XDG base directories have the state of programs
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     path = state / "forge-run" / "chat_history"
     readline.set_history_length(HISTORY)

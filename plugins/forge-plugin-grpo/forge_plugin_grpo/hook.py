@@ -238,6 +238,7 @@ class Rollouts(TrainingHook):
         """A line of the same source, drawn by step and place alone: the same one in every layout."""
         sources: Any = context.job.data.sources
         lines = sources[source].lines()
+        # A seed has 63 bits, so its remainder is as good as uniform
         return lines[seed_of(f"{context.job.job.seed}:redraw:{context.step}:{place}:{attempt}") % len(lines)]
 
     def _mean(self, values: Tensor) -> float:

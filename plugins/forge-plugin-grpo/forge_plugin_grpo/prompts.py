@@ -48,6 +48,7 @@ class Prompts(DatasetComponent):
             yield Problem("path", f"the file {self.path!r} does not exist; give a JSONL file of prompts")
         if job.data.tokenizer is None:
             yield Problem("", 'prompts are texts; add [data.tokenizer], such as type = "auto"')
+        # By an attribute: losses of other plugins may draw completions, too
         if not getattr(type(job.loss), "draws_completions", False):
             yield Problem(
                 "", f'[loss] is {type(job.loss).__name__}, and prompts alone teach nothing; take type = "grpo"'

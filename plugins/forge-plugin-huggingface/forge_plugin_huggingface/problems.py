@@ -62,6 +62,7 @@ def _saved_problems(dataset: HuggingFace, saved: Saved) -> Iterator[Problem]:
 def _content_problems(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
     if job.data.tokenizer is None:
         yield Problem("", NO_TOKENIZER)
+    # By an attribute, as tokenizers of other plugins may have templates, too
     elif dataset.messages and not getattr(job.data.tokenizer, "chats", False):
         yield Problem("messages", 'chats need a tokenizer with a template; set [data.tokenizer] type = "auto"')
     yield from _choice_problems(dataset)

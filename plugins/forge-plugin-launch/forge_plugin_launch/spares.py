@@ -75,6 +75,7 @@ class Spares:
         threads = max(1, len(os.sched_getaffinity(0)) // self._ranks)
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ, SOCKET: str(theirs.fileno())}
         with theirs:
+            # In a separate session, as ranks are: the terminal's Ctrl-C comes to the supervisor alone
             process = subprocess.Popen(
                 [sys.executable, "-m", "forge_plugin_launch.spares"],
                 env=environment,

@@ -122,6 +122,7 @@ class LionOptimizer(torch.optim.Optimizer):
         counts = []
         for part in parts:
             dtype = torch.promote_types(part.parameter.dtype, torch.float32)
+            # float32 counts no further than 2^24, and a parameter has more elements
             count = torch.zeros((), dtype=torch.float64, device=part.parameter.device)
             for batch in _batches([part]):
                 gradients, momenta = [piece.gradient for piece in batch], [piece.momentum for piece in batch]
@@ -185,6 +186,7 @@ def _add_over_ranks(parameters: Sequence[nn.Parameter], counts: Sequence[Tensor]
             groups = tuple(parameter.device_mesh.get_group(i) for i, at in placements if not at.is_replicate())
             split[groups].append(count)
     for groups, own in split.items():
+        # Stacked, so that each group of ranks reduces once
         total = torch.stack(own)
         for group in groups:
             dist.all_reduce(total, group=group)
@@ -214,6 +216,7 @@ def _limit(device: torch.device) -> int:
 
 def _pieces(part: _Part, limit: int) -> Iterator[_Part]:
     """Yields a large part on a CPU as views of `limit` elements if its tensors are contiguous, and others whole."""
+    # Without the scale, which is a single number
     tensors = part[:3]
     large = part.parameter.device.type == "cpu" and part.parameter.numel() > limit
     if not (large and all(tensor.is_contiguous() for tensor in tensors)):

@@ -123,6 +123,7 @@ class InNF4(nn.Module):
     def multiply(self, weight: Tensor, x: Tensor, further: tuple[Any, ...], *, biased: bool) -> Tensor:
         """Call the module's own class with another weight."""
         own = dict(parameters_of(self))
+        # In the table of parameters, as an attribute of this name takes parameters only
         parameters_of(self)["weight"] = weight
         if not biased:
             parameters_of(self)["bias"] = None

@@ -68,6 +68,7 @@ class PEFTAdapter(LoadComponent):
             message = "adapters of DoRA are compared with the model, which a later table loads"
             yield Problem("", f"{message}: let this table be the last one")
         try:
+            # Files of early versions of peft lack both keys
             theirs = {"use_rslora": False, "use_dora": False, **json.loads((folder / CONFIG).read_text())}
         except (ValueError, TypeError) as error:
             yield Problem("path", f"{folder / CONFIG} cannot be read: {error}")
@@ -87,6 +88,7 @@ class PEFTAdapter(LoadComponent):
 
     def _is_before_the_model(self, job: Job) -> bool:
         kinds = [isinstance(load, PEFTAdapter) for load in job.checkpoint.loads.values()]
+        # False sorts first: whether some table of adapters is before another kind
         return kinds != sorted(kinds)
 
     def find(self, job: Job) -> Path:
@@ -115,6 +117,7 @@ class PEFTAdapter(LoadComponent):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in whole:
+                    # For `copy`, which takes this rank's part of the whole; nothing is drawn
                     SeededFill(parameter, name, 0).copy(whole[name].to(parameter.device, parameter.dtype))
                     if name.endswith(f".{MAGNITUDE}.weight"):
                         # peft has the length of a row, and we what training adds to that of W

@@ -120,6 +120,8 @@ class DistillationObjective:
         q_log_CV = (self.workspace.widened("wide", student_CV) / self.temperature).log_softmax(-1)
         p_log_CV = (self.workspace.widened("teacher", teacher_CV) / self.temperature).log_softmax(-1)
         p_CV = p_log_CV.exp()
+        # T², so that gradients do not shrink with the temperature (Hinton et al. 2015, section 2)
         divergence_C = p_log_CV.sub_(q_log_CV).mul_(p_CV).sum(-1).mul_(self.temperature**2).where(valid_C, 0)
+        # The gradient of T² KL(p || q) by logits that were divided by T is T (q - p)
         gradient_CV = q_log_CV.exp_().sub_(p_CV).mul_((self.temperature * valid_C)[:, None])
         return divergence_C, gradient_CV

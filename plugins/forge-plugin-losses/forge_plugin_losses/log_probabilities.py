@@ -150,6 +150,7 @@ def _gradient(task: Task, logits_CV: Tensor, logsumexp_C: Tensor, grad_C: Tensor
     index_C, inside_C = local_labels(labels_C.where(valid_C, 0), task.head.vocab_shard)
     grad_C = grad_C.where(valid_C, 0)
     gradient_CV = task.workspace.widened("wide", logits_CV)
+    # Labels apart: a one-hot matrix would be as large as the logits
     gradient_CV.sub_(logsumexp_C[:, None]).exp_().mul_(-grad_C[:, None])
     subtract_at(gradient_CV, index_C, -grad_C.where(inside_C, 0))
     return gradient_CV

@@ -40,6 +40,7 @@ def projection_of(task: Task, hidden_TD: Tensor, needs: Sequence[bool]) -> Proje
 
 def is_linear(head: Head) -> bool:
     """Whether the logits of a head are a product with its weights, and a bias if it has one, and nothing else."""
+    # A derived class, or a stage that replaces the method, may compute something else
     return getattr(head.logits, "__func__", None) is LinearHead.logits
 
 

@@ -67,6 +67,7 @@ def _read_4(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
 def _write_4(elements: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
     scaled, scale = quant_utils.scale_tensor(elements, elements.shape[1])
     apart = quant_utils.quantize_4bit_with_qmap(scaled, table)
+    # The halves of a code as `_read_4` takes them apart
     codes.copy_((apart[:, ::2] << 4) | apart[:, 1::2])
     scales.copy_(scale)
 

@@ -110,6 +110,7 @@ class QuantisedMoments:
             return tuple(state[slot].view(-1) for slot in MOMENTS)
         codes = self._blocks[parameter].size // self._format.packed
         shapes = {"": (-1, codes), SCALE: (-1,)}
+        # In the order of arguments of the update: codes and scales of one moment, then of the other
         parts = tuple(state[slot + kind].view(shape) for slot in MOMENTS for kind, shape in shapes.items())
         return *parts, *self._format.tables(parts[0])
 

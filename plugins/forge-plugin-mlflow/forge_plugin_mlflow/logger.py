@@ -74,6 +74,7 @@ class MLflowLogger:
         """Puts the numbers of a line into the outbox, and counts of layers as a file; never waits for the server."""
         if not is_sent(record, self._component.interval):
             return
+        # MLflow's times are in milliseconds
         step, at = record["step"], int(1000 * record.get("time", time.time()))
         self._outbox.put({"step": step, "at": at, "numbers": [(n, repr(v)) for n, v in numbers(record).items()]})
         if self._tracked.takes_counts(record, self._component.counts_interval):

@@ -82,6 +82,7 @@ class Outbox:
                 return
             try:
                 self._deliver(items)
+            # Of any kind: what fails here must not end a run, and may work later
             except Exception as error:
                 self._warn(error)
                 if not self._rest(pause):

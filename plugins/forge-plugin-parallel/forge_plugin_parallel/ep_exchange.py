@@ -55,6 +55,7 @@ class Exchange:
         if overlap_fn is not None and not self.overlap:
             overlap_fn()
         dispatched = self.dispatcher.dispatch(tokens, weights, chosen, rows)
+        # While the tokens are on their way
         if overlap_fn is not None and self.overlap:
             overlap_fn()
         arrived = dispatched.arrive()

@@ -161,6 +161,7 @@ def _prefetch(units: Sequence[FSDPModule], further: Container[FSDPModule | nn.Mo
     for number, unit in enumerate(units):
         after = units[number + 1 : number + 1 + ahead]
         unit.set_modules_to_forward_prefetch([other for other in after if unit in further or other not in further])
+        # The backward pass comes through the units in the opposite order
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, number - ahead) : number])))
 
 

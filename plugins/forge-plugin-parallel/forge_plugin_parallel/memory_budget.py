@@ -125,6 +125,7 @@ def _state(model: Model, context: BuildContext) -> dict[str, Bytes]:
     shards = _shards(context)
     if shards == 1:
         return sizes
+    # Another stage may shard, and counts as this one with its defaults
     fsdp = next((stage for stage in context.job.parallel.values() if isinstance(stage, FSDP)), FSDP())
     adds_up = micro_batches(context.job, context.layout)[0] > 1 and not fsdp.reduce_every_micro_batch
     # With offload they are in the host's memory, and the budget is for the device's
@@ -166,6 +167,7 @@ def _activations(model: Model, every: int, context: BuildContext) -> dict[str, B
     shapes = _carry(model, context)
     with stand_ins(model, context.device, _compute_dtype(context)), rehearsing(context.auxiliary):
         batch = _batch(model, context)
+        # As in a step: what needs a gradient decides what is saved
         carry = tuple(torch.empty(s, dtype=d, device=context.device).requires_grad_() for s, d in shapes)
         blocks = _saved_by_blocks(model, carry, batch, context)
         of_carry = sum(_size(tensor) for tensor in carry)
@@ -174,6 +176,7 @@ def _activations(model: Model, every: int, context: BuildContext) -> dict[str, B
             of_start = _End.of(model, lambda: model.embed(batch), every, context)
         if _has_end(model, LAST, context):
             of_end = _End.of(model, lambda: model.finish(carry, batch), every, context)
+            # Detached, so that the peak is the loss's alone
             hidden = model.finish(carry, batch).detach().requires_grad_()
 
             def run_loss() -> None:
@@ -274,6 +277,7 @@ class _End:
     def of(cls, model: Model, run: Callable[[], Any], every: int, context: BuildContext) -> _End:
         """Measure `run`, a call of `embed` or `finish`."""
         blocks = further_blocks(model)
+        # The blocks that the stage recomputes: it counts those of layers, too
         chosen = [block for block in blocks_of(model)[::every] if block in blocks]
         sizes = [0]
         with _forwards_replaced(blocks, partial(_measured, sizes=sizes)):

@@ -79,6 +79,7 @@ def visible(queries: RankPositions, keys: RankPositions, mixing: Mixing = PLAIN)
         mask = mask & (queries.positions[:, None] - mixing.window < keys.positions)
     if mixing.mask is not None:
         seen = mixing.mask.sees(queries.in_documents()[:, :, None], keys.in_documents()[:, None, :])
+        # A query sees itself under any mask: a softmax over nothing is no number
         mask = mask & (seen | (queries.positions[:, None] == keys.positions))[:, None]
     if queries.documents is None or keys.documents is None:
         return mask
@@ -263,7 +264,9 @@ class _Block(NamedTuple):
         slope = 1 - (scores / cap).square_() if cap else None
         share = (self.masked(scores) - logsumexp[..., None]).exp_()
         wide = share.dtype
+        # Query heads of a group share keys and values, so their gradients add up
         to_v = (share.mT @ grad).sum(2)
+        # Of a softmax p: p (dp - Σ p dp), whose sum over all keys is `weighted`
         to_scores = share.mul_(grad @ self.v.to(wide).mT - weighted[..., None])
         to_scores.mul_(self.mixing.scale or self.q.shape[-1] ** -0.5)
         if slope is not None:

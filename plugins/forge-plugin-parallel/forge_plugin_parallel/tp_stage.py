@@ -119,6 +119,7 @@ def _distribute(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DT
 
 
 def _tie_again(model: Model) -> None:
+    # Parameters were replaced module by module, which breaks ties
     for other, name in ties(model).items():
         module, _, key = other.rpartition(".")
         setattr(model.get_submodule(module), key, model.get_parameter(name))

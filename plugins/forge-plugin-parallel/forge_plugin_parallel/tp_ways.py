@@ -113,6 +113,7 @@ class EmbeddingModule(SplitModule):
             rows = weight.shape[0]
             index = ids - self.tp_ranks.rank * rows
             inside = (index >= 0) & (index < rows)
+            # Ids of other ranks read row 0, and the result is zeroed
             rows_of_rank = super(SplitModule, self).forward(index.where(inside, 0))
             return self.tp_ranks.leave_partial(rows_of_rank * inside.unsqueeze(-1))
 
@@ -232,5 +233,6 @@ def give_class(module: nn.Module, mixin: Any) -> None:
     replaced = vars(module).pop("forward", None)
     base: Any = type(module)
     if replaced is not None:
+        # In a class, where the mixin's `super()` finds it; static, as it is bound to the object already
         base = type(base.__name__, (base,), {"forward": staticmethod(replaced)})
     module.__class__ = derived(mixin, base)

@@ -43,6 +43,7 @@ class Plan:
     @property
     def trained(self) -> int:
         """Parameters of the whole model that are trained; the others are frozen."""
+        # Each rank lists the parameters of its pipeline rank alone
         trained = frozenset[str]().union(*(rank.trained for rank in self.ranks))
         return sum(size for name, size in self.ranks[0].outline.sizes.items() if name in trained)
 

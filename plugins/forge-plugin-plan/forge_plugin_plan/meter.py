@@ -98,6 +98,7 @@ class Transfer:
     @property
     def sent(self) -> float:
         """Bytes that each rank sends."""
+        # All operations of a kind send equally much
         return next(sent for kind, sent in KINDS.values() if kind == self.kind)(self.whole, self.ranks)
 
 
@@ -200,6 +201,7 @@ class Meter(PlainDispatchMode):
 
     def _only_weights(self, read: list[Tensor], overwritten: Set[int]) -> bool:
         """Whether an operation read weights alone: a cast, a copy, an all-gather."""
+        # An operation does not read what it overwrites, though that is among its arguments
         sources = [piece for piece in map(self.storages.find, read) if id(piece) not in overwritten]
         return bool(sources) and all(
             piece is not None and (piece.copy_of_weights or piece.purpose in (Purpose.WEIGHTS, Purpose.BESIDE))
@@ -241,6 +243,7 @@ class AllocationLog(PlainDispatchMode):
         for tensor in _tensors(result):
             if tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
+                # Weak: a log that kept memory alive would change what it counts
                 self._storages[identity_of(storage)] = weakref.ref(storage)
         return result
 

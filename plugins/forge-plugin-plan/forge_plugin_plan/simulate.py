@@ -262,10 +262,12 @@ class _Rank:
         """
         groups: dict[int, str] = {}
         for number, group in enumerate(self._run.optimizer.param_groups):
+            # Names differ between parameters that are alike in all else
             settings = {name: value for name, value in group.items() if name not in ("params", *NAMES)}
             groups |= dict.fromkeys(map(id, group["params"]), f"{number} {settings}")
         return tuple(
             (
+                # Numbers are places of layers, which do not matter
                 re.sub(r"\d+", "#", item.name),
                 item.role,
                 item.parameter.shape,
@@ -316,6 +318,7 @@ class _Rank:
             return memory, traffic
         count, _ = micro_batches(self._run.job, self._layout)
         one = self._measure_hooks(1)
+        # Both, as the difference is what each further micro-batch adds
         two = self._measure_hooks(2) if count > 1 else one
         return memory.beside(two.storages.memory()), traffic.plus(self._traffic(two, one, max(0, count - 2)))
 

@@ -55,6 +55,7 @@ class AnswerLoss(LossComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Refuses sources whose rows have no answers."""
         for number, source in enumerate(job.data.sources):
+            # By an attribute, so that sources of other plugins count, too
             if not getattr(type(source), "gives_answers", False):
                 message = f"compares answers, and data.sources.{number} ({type(source).__name__}) gives none"
                 yield Problem("", f'{message}; take type = "pairs"')

@@ -122,6 +122,7 @@ def pack(examples: Sequence[Example], length: int, most: int) -> list[list[Examp
         if len(row) < most:
             open_rows.append((room - need, other - need_mismatched, row))
         if len(open_rows) > OPEN_ROWS:
+            # The fullest one, into which the next examples fit least
             open_rows.remove(min(open_rows, key=lambda each: each[0]))
     return rows
 
@@ -167,6 +168,7 @@ class Rows:
             entries[REFERENCE] = reference
         if row[0].margin is not None:
             margins = np.zeros((1, self.places))
+            # At the first answer of each pair
             margins[0, 0 : len(documents) : 2] = [example.margin for example in row]
             entries[MARGINS] = margins
         mismatched = [example.mismatched for example in row if example.mismatched is not None]
@@ -185,6 +187,7 @@ class Rows:
             ids[part], labels[part] = document.entries()
             numbers[part], positions[part] = number, np.arange(len(document.ids))
             start = part.stop
+        # Padding is one more document
         positions[start:] = np.arange(self.length - start)
         return ids, labels, numbers, positions
 

@@ -252,5 +252,6 @@ def _operators(trace: Trace, scale: float) -> list[dict[str, Any]]:
         row = rows.setdefault(name, {"name": name, "calls": 0.0, "own_s": 0.0, "flops": 0.0})
         row["own_s"] += scale * (each.end - each.start)
     by_time = sorted(rows.values(), key=lambda row: -row["own_s"])
+    # Beyond the slowest ones, so that those which use the hardware well are shown, too
     by_flops = sorted((row for row in by_time[OPERATORS:] if row["flops"]), key=lambda row: -row["flops"])
     return by_time[:OPERATORS] + by_flops[:WITH_MOST_FLOPS]

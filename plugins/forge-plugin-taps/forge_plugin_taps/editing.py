@@ -87,6 +87,7 @@ class Vector(Selected):
         else:
             # On the CPU by name: a default device may be set while the model is built
             vector = torch.tensor(component.values, dtype=torch.float64, device="cpu")
+        # In float64, so that factor and vector are rounded once, to the dtype of activations
         self._vector = (vector.double() * component.factor).to(device)
 
     def replacement(self, x: Tensor, where: Where) -> Tensor:

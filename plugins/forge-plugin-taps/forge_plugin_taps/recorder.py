@@ -229,7 +229,6 @@ class Recorder:
         """Returns the parts of all ranks, by point."""
         # Once, and again when they change on some rank: a large model has thousands of points.
         before, every = self._parts
-        # Parts seldom change: a flag is exchanged in place of all of them
         if any_rank([own != before])[0]:
             every = {}
             for parts in gather_objects(own):

@@ -95,6 +95,7 @@ class Sample:
         for part in parts:
             self._bring(name, part, target, whole)
         if to is None and whole is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            # Once it is whole, so that each part is sent to one rank alone
             dist.broadcast(whole, target)
         return whole
 

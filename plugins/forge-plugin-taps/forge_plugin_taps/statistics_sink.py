@@ -129,6 +129,7 @@ class StatisticsSink(Sink):
         return torch.zeros(size, dtype=torch.float64, device=self.context.device)
 
     def _all_reduce(self, parts: Mapping[str, Tensor], operation: str = "SUM") -> dict[str, Tensor]:
+        # All points in one reduction
         whole = torch.cat(list(parts.values()))
         if world_size() > 1:
             torch.distributed.all_reduce(whole, getattr(torch.distributed.ReduceOp, operation))

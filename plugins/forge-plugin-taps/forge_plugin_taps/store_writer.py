@@ -217,7 +217,6 @@ class StoreWriter(Sink):
             StoreError: it failed on some rank, on every rank.
         """
         # A rank that raised alone would leave the others waiting, and the reason in its log only.
-        # Gathered and raised by all: a rank that raised alone would leave the others in a collective
         result, error = None, ""
         try:
             result = work()

@@ -32,6 +32,7 @@ class TensorBoardLogger:
         if record["step"] % self._picture_interval == 0:
             for name, rows in record.get("counts", {}).items():
                 self._writer.add_image(name, heat_map(rows), record["step"], dataformats="HW")
+        # Lines of evaluations are rare, and shown at once
         if "loss" not in record:
             self._writer.flush()
 
@@ -51,6 +52,7 @@ def heat_map(rows: Mapping[str, Sequence[float]]) -> np.ndarray:
     widest = max(map(len, rows.values()))
     numbers = np.array([[*values, *[min(values)] * (widest - len(values))] for values in rows.values()])
     low, high = numbers.min(), numbers.max()
+    # Where all numbers are equal, they are black, and nothing is divided by 0
     shades = np.uint8(255 * (numbers - low) / max(high - low, 1e-30))
     return np.kron(shades, np.ones((SQUARE, SQUARE), np.uint8))
 

@@ -59,6 +59,7 @@ class PipelineStream:
         if state is not None:
             loader.load_state_dict(from_json(state))
         items = _endless(loader)
+        # Read again: the state is copied only every few samples
         for _ in range(since):
             next(items)
         for item in items:
@@ -136,6 +137,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return {TAG: "tuple", "items": [to_json(item) for item in value]}
     if isinstance(value, Mapping):
+        # A table that has the key of tags would be taken for a tagged value
         if all(isinstance(key, str) for key in value) and TAG not in value:
             return {key: to_json(item) for key, item in value.items()}
         return {TAG: "table", "items": [[to_json(key), to_json(item)] for key, item in value.items()]}
@@ -144,6 +146,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return {**to_json(value.detach().cpu().numpy()), TAG: "tensor"}
     if isinstance(value, np.generic | np.ndarray):
+        # It turns a number into an array of one element, so the shape is the value's
         array = np.ascontiguousarray(value)
         data = base64.b64encode(array.tobytes()).decode()
         return {TAG: "array", "dtype": array.dtype.str, "shape": list(np.shape(value)), "data": data}
@@ -165,5 +168,6 @@ def from_json(value: Any) -> Any:
         return {from_json(key): from_json(item) for key, item in value["items"]}
     if tag == "bytes":
         return base64.b64decode(value["data"])
+    # Copied, as an array over bytes cannot be written
     array = np.frombuffer(base64.b64decode(value["data"]), value["dtype"]).reshape(value["shape"]).copy()
     return torch.from_numpy(array) if tag == "tensor" else array

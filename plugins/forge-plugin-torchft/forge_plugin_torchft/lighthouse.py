@@ -41,6 +41,7 @@ def command(argv: list[str]) -> int:
     if not is_loopback(options.host) and not options.trusted_network:
         risk = "torchft's lighthouse has no secret, so whoever reaches it can join the groups and end them"
         raise JobError(f"--host={options.host}: {risk}; add --trusted-network if only machines that you trust reach it")
+    # Before torchft, whose library reads it once: it reports each heartbeat in many lines
     os.environ.setdefault("RUST_LOG", "error")
     try:
         from torchft.coordination import LighthouseServer

@@ -38,6 +38,7 @@ def group_secret() -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{FILE}.{secrets.token_hex(4)}")
         try:
+            # Readable by this user alone from its first byte on
             descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(secrets.token_hex(32))

@@ -107,6 +107,7 @@ class TorchFT(ParallelComponent):
             yield Problem("group", f"is not set, and {VARIABLE} is not a number; set it to 0 to {self.groups - 1}")
         elif self.number >= self.groups:
             yield Problem("group", f"is {self.number}; with groups = {self.groups} it is 0 to {self.groups - 1}")
+        # Not as the end of a longer number: `run-11` is no name for group 1
         elif not re.search(rf"(?<!\d){self.number}$", job.job.name):
             name = f"{job.job.name}-{self.number}"
             rule = f"so that no two groups have one run folder; give --job.name={name}"
@@ -135,6 +136,7 @@ class TorchFT(ParallelComponent):
         job = context.job
         parts = (job.job.seed, job.train, job.model, job.optimizer, job.scheduler, job.loss, periodic(job))
         text = repr((*parts, context.layout.sizes, self.groups, [source.weight for source in job.data.sources]))
+        # 48 bits, which float64 holds exactly: groups compare digests in a sum of numbers
         self.session.job_digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
         self.session.every_step = periodic(job) is None
         return TorchFTStage(self, context)

@@ -110,6 +110,7 @@ def read_state(file: BinaryIO, step: int, key: bytes) -> Received:
     tensors = {}
     for name, dtype, shape, whole, is_split in head["tensors"]:
         part = torch.empty(shape, dtype=getattr(torch, dtype))
+        # The tensor's own memory, into which the stream is read without a copy
         view = part.reshape(-1).view(torch.uint8).numpy().data
         filled = 0
         while filled < len(view):

@@ -99,6 +99,7 @@ def _trackio_in(folder: str) -> Any:
 
 
 def _refuse_silent_server(url: str) -> None:
+    # Without the write token, which an error must not show
     address = urllib.parse.urlsplit(url)._replace(query="", fragment="").geturl()
     try:
         urllib.request.urlopen(address, timeout=PATIENCE_S).close()  # noqa: S310  `problems` has seen that it is http

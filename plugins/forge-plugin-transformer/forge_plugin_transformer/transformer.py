@@ -225,6 +225,7 @@ class Transformer(ModelComponent):
 
     def _part_problems(self) -> Iterable[Problem]:
         """Checks that every layer has a part, and both where they read the same input."""
+        # Modules of multi-token prediction have the numbers behind the layers'
         modules = 0 if self.mtp is None else self.mtp.depth
         for layer in range(self.layers + modules):
             absent = [name for name, part in self._parts.items() if part.left_out(layer)]

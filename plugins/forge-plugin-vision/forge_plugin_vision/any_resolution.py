@@ -62,7 +62,6 @@ class AnyResolution(AdapterComponent):
         and one vector. A video: the pooled features of its frames and one vector.
         """
         # Factors of 0 and 1 in place of conditions, which tensors of many grids do not allow
-        # By arithmetic, as the entries of a grid may be tensors
         joined, several = (grid.frames < 0) * 1, (grid.frames > 1) * 1
         frames, rows, columns = grid.plain
         there = (grid.frames != 0) * 1

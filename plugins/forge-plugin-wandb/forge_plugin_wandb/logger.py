@@ -133,6 +133,7 @@ class WandbLogger:
     def close(self) -> None:
         """End the run at W&B. What it cannot send within `timeout_s` is in its folder."""
         # In a thread: while the server is away, W&B waits for it without end.
+        # A daemon, as the process must be able to end meanwhile
         ending = threading.Thread(target=self._finish, daemon=True)
         ending.start()
         ending.join(self._component.timeout_s)

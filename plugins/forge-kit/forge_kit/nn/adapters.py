@@ -60,6 +60,7 @@ def put_before(mixin: Any, module: Any) -> None:
     base: Any = type(module)
     if issubclass(mixin, HasAdapter) and isinstance(module, HasAdapter):
         raise JobError([Problem("plugins", SECOND)])
+    # In place: its name, its parameters and references to it stay valid
     module.__class__ = derived(mixin, base)
 
 

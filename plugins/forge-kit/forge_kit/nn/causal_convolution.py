@@ -40,10 +40,12 @@ def causal_convolution(
     y = x * weight[..., -1]
     for back in range(1, width):
         if before is None:
+            # `pad` counts from the last dimension: zeros come before the positions
             shifted = F.pad(x, (*[0] * (2 * features), back, 0))[:, :length]
         else:
             shifted = torch.cat([before[:, width - 1 - back :], x], 1)[:, :length]
         if documents is not None:
+            # -1 is no document: nothing comes from before the row
             same = documents == F.pad(documents, (back, 0), value=-1)[:, :length]
             shifted = shifted * same[(..., *[None] * features)]
         y = y + shifted * weight[..., width - 1 - back]

@@ -58,6 +58,7 @@ def with_prompt(model: Any, batch: Batch, answers: Sequence[int]) -> Batch:
         return batch
     ids = batch["input_ids"]
     index = torch.arange(ids.shape[1], device=ids.device)
+    # Rows are flush right, so answers are the last positions
     prompt = index < ids.shape[1] - torch.tensor(answers, device=ids.device)[:, None]
     return {**batch, PROMPT: prompt & (batch["positions"] >= 0) if "positions" in batch else prompt}
 

@@ -151,6 +151,7 @@ class Bucket:
         """Put a file, and check that the store has it as it is. `threads` files are on their way at a time."""
         size = local.stat().st_size
         part = max(self._part, -(-size // MOST_PARTS))
+        # Requests are shared by the files on their way
         at_once = max(1, self._parallel // threads)
         wanted = {"chunksize": part, "max_concurrency": at_once}
         # Clients take different settings, and refuse others
@@ -292,6 +293,7 @@ def _in_thread(function: Callable[[], T]) -> Future[T]:
     def work() -> None:
         try:
             result = function()
+        # Of any kind: else the caller would wait for a result until its time is over
         except BaseException as error:
             if not future.cancelled():
                 future.set_exception(error)

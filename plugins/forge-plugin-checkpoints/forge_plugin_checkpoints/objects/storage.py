@@ -42,6 +42,7 @@ class ObjectStorage(SpreadStorage):
             self._bucket.check_access()
         except CheckpointError as error:
             fault = str(error)
+        # Faults travel with the marks: a rank that raised here would leave the others waiting
         marks, faults = zip(*gather((mark, fault)), strict=True)
         self._rank, self._world_size = marks.index(mark), len(marks)
         if broken := [f"rank {rank}: {text}" for rank, text in enumerate(faults) if text]:
@@ -151,6 +152,7 @@ class ObjectStorage(SpreadStorage):
 
     def _is_intact(self, step: int, local: Path) -> bool:
         entry = read_manifest(self.path(step))["files"].get(local.name)
+        # The size first, which takes no reading
         if entry is None or local.stat().st_size != entry["size"]:
             return False
         digest = hashlib.sha256()

@@ -131,6 +131,7 @@ def _send(stream: Any, file: Any) -> None:
     check = 0
     while data := file.read(BLOCK):
         stream.write(data)
+        # TCP's checksums have 16 bits, and miss some errors
         check = zlib.crc32(data, check)
         report_progress("sending")
     stream.write(check.to_bytes(4, "big"))

@@ -27,6 +27,7 @@ LEAST = 2**21
 CPU_INFO = Path("/proc/cpuinfo")
 
 _FIRST = dict.fromkeys(("mm", "mm.out", "bmm", "bmm.out"), 0)
+# Argument 0 is the summand
 _FIRST |= {f"{name}{form}": 1 for name in ("addmm", "baddbmm") for form in ("", ".out", "_")}
 """torch's products, each with the index of its first matrix among the arguments."""
 

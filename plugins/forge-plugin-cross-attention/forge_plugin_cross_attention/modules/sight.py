@@ -54,6 +54,7 @@ def _begins(document_ids: Tensor, several: bool) -> Tensor:
 
 def _latest(numbers: Tensor, where: Tensor) -> Tensor:
     """Returns, for each position of (B, S), the number at the latest position that is true; 0 before the first."""
+    # Numbers ascend along a row, so the largest so far is the latest
     return numbers.where(where, 0).cummax(1).values
 
 
@@ -88,6 +89,7 @@ class Sight(nn.Module):
         numbers = numbers.unsqueeze(1)
         mask = (numbers >= first) & (numbers < stop)
         sees = mask.any(-1, keepdim=True)
+        # Who sees nothing sees all: a softmax over nothing is no number, and `SEEN` drops the result
         return {**batch, MASK: (mask | ~sees).unsqueeze(1), SEEN: self(sees)}
 
     def check_size(self, batch: Batch) -> None:

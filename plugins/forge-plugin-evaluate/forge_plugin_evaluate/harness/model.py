@@ -274,6 +274,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             stop=stop_ids(self._tokenizer),
             until=ends_of(self._tokenizer, settings.until),
             seed=self._seed,
+            # Rows may wait for others only where no token is drawn
             batch_size=0 if settings.temperature else self._rows,
         )
         return [before_any(self._tokenizer.decode(row), settings.until) for row in rows]

@@ -182,6 +182,7 @@ def _idle_restarts(attempts: Sequence[SlurmAttempt]) -> int:
     """Attempts at the end that failed or ran out of time without a new checkpoint, since one was held or ended."""
     count = 0
     for number, attempt in enumerate(reversed(attempts)):
+        # The latest attempt has no action yet, as it is being decided on
         if attempt.progressed or (number and attempt.action != QUEUED):
             break
         count += attempt.kind in ("failed", "time")  # who is preempted at the start is not at fault

@@ -69,6 +69,7 @@ class DeltaCore(nn.Module):
         else:
             projected, used = cache.hide_padding(projected, batch)
             q, k, v = cache.convolved(projected, filters)
+        # Each head of queries and keys serves several heads of values
         q, k = (unit(x.to(wide)).repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
         q = q * q.shape[-1] ** -0.5
         log_decay = -log_rate.to(wide).exp() * softplus(step.to(wide) + offset.to(wide))

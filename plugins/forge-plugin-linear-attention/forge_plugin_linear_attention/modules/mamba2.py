@@ -80,6 +80,7 @@ class StateSpaceCore(nn.Module):
         inner = x.to(wide)
         rate = log_rate.to(wide).exp()
         if cache is None and self.choice.kernel == "fla":
+            # The kernel has heads of keys for each head of values
             b, c = (part.repeat_interleave(x.shape[2] // part.shape[2], 2) for part in (b, c))
             # Mamba-2 is this rule with q = c, k = b, v = Δ x and log α = -rate Δ
             read = read_by_fla("simple_gla", c, b, (inner * step[..., None]).to(x.dtype), -rate * step, batch).to(wide)
@@ -261,6 +262,7 @@ class Mamba2Mixer(nn.Module):
         columns = ("x", "gate", "step", "x_conv", "log_rate", "offset", "skip", *self.conv_biases[:1])
         plan = {"": "whole_input", **dict.fromkeys(columns, "column"), "o": "row"}
         plan |= dict.fromkeys(shared, "replicate" if self.groups == 1 else "column")
+        # A single group of the norm has features on all ranks
         norm = {} if self.norm_way == "none" else {"norm": "split_features" if self.norm_groups == 1 else "column"}
         return plan | norm
 

@@ -114,6 +114,7 @@ class Encoder:
         wrong[block.ends - 1] = False
         if wrong.any():
             place = int(wrong.argmax())
+            # To the right: at the end of a document begins the next one
             name = names[int(np.searchsorted(block.ends, place, side="right"))]
             raise ForgeError(
                 f"the tokenizer encoded {name} with id {block.ids[place]}; ids of text lie within [0, {size}) and are "

@@ -75,9 +75,11 @@ class LightningIndexer(nn.Module):
 
     def forward(self, x: Tensor, latent: Tensor, turns: tuple[Tensor, Tensor]) -> Index:
         """(B, S, D), and the latent of queries (B, S, …); nothing flows back through either."""
+        # Apart from the graph: the indexer learns by its divergence alone (DeepSeek-V3.2-Exp)
         x, latent = x.detach(), latent.detach()
         q = turned(self.q(latent).unflatten(-1, (self.heads, self.head_dim)), turns, self.interleaved)
         k = turned(self.k_norm(self.k(x)).unsqueeze(2), turns, self.interleaved).squeeze(2)
+        # 1 / sqrt(J) for the products, 1 / sqrt(I) for the sum over heads, as in DeepSeek's code
         return Index(q, k, self.weights(x) * (self.heads * self.head_dim) ** -0.5)
 
 

@@ -163,6 +163,7 @@ class SparseLatentAttention(LatentAttention):
         mask = chosen_of(index, mask.squeeze(1), count)
         if mask.shape[1] == 1:
             # True comes first, and there are at most `count`; a query that sees fewer keeps some hidden ones
+            # As bytes, since topk takes no bool
             places = mask.squeeze(1).byte().topk(count, -1).indices
             cached = cached.gather(1, places.unsqueeze(-1).expand(-1, -1, cached.shape[-1]))
             mask = mask.gather(2, places.unsqueeze(1))

@@ -80,4 +80,5 @@ def within_capacity(
     wanted = torch.full((*weights.shape[:2], experts + 1), -math.inf, device=weights.device, dtype=weights.dtype)
     wanted.scatter_(2, chosen.where(chosen >= 0, experts), weights.detach())
     taken = largest(wanted[..., :experts], capacity, sequences, batch)
+    # `gather` takes no -1: the choice of no expert is read at 0, and masked
     return taken.gather(2, chosen.clamp(min=0)) & (chosen >= 0)

@@ -122,6 +122,7 @@ class ModalityExpertChoice(LinearScores):
         widest = max(self.expert_sets.values())
         numbers = self.groups.first(ids).unsqueeze(-1) + torch.arange(widest, device=ids.device)
         inside = numbers < self.groups.count
+        # Within bounds for `gather`; `inside` leaves these out
         numbers = numbers.clamp(max=self.groups.count - 1)
         # A number beyond a smaller group is of another group, whose experts do not take the position.
         chosen = inside & taken.gather(-1, numbers)

@@ -112,6 +112,7 @@ def file_system_of(place: Path) -> str:
 
 def _space(name: str, place: Path) -> Result:
     stat = os.statvfs(place)
+    # Available to this user: file systems may reserve a part for root
     free = stat.f_bavail * stat.f_frsize
     seen = f"{free / 1e9:,.1f} GB free"
     # 0 files in all: the file system has no fixed number of them

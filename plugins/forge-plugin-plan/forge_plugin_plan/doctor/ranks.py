@@ -45,6 +45,7 @@ class Ranks:
             # Files and not pipes: nobody reads while the other checks run.
             out, err = TemporaryFile(), TemporaryFile()  # noqa: SIM115  # `close` closes them
             command = [sys.executable, "-m", "forge_plugin_plan.doctor.rank", str(rank), str(count), str(port)]
+            # In a separate session, so that `close` also ends what it has started
             process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
             self._processes.append(process)
             self._outputs += [out, err]
@@ -71,6 +72,7 @@ class Ranks:
             for file in self._outputs:
                 file.seek(0)
                 texts.append(file.read().decode(errors="replace"))
+            # Outputs and errors alternate
             self._lines = [_parsed(text) for text in texts[::2]]
             self._errors = texts[1::2]
         return self._lines
@@ -87,6 +89,7 @@ class Ranks:
             phase = next((line["phase"] for line in reversed(entries) if "phase" in line), "starting Python")
             if phase == "done":
                 continue
+            # The last line of a traceback names the error
             error = self._errors[rank].strip().rpartition("\n")[2][:SHOWN]
             end = f"ended by signal {-process.returncode}" if process.returncode < 0 else f"exit {process.returncode}"
             troubles.append(f"rank {rank}, while {phase}: {error or end}")
@@ -158,6 +161,7 @@ def driver_gpus(path: str | None) -> list[str]:
     command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    # A driver that hangs must not hold up the other checks
     except subprocess.TimeoutExpired:
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []

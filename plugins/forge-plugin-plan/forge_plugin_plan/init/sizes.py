@@ -189,6 +189,7 @@ def batch_for(tokens: float) -> float:
 def _layers(budget: Budget, machine: Machine, data: Data) -> int:
     counts = {layers: parameters(layers, data.vocab_size) for layers in range(LEAST_LAYERS, MOST_LAYERS + 1)}
     if (asked := budget.parameters) is not None:
+        # Nearest by ratio, by which half the size is as far off as twice the size
         return min(counts, key=lambda layers: abs(math.log(counts[layers] / asked)))
     enough = math.inf if data.tokens is None else WORTH_EPOCHS * data.tokens
     best = LEAST_LAYERS

@@ -67,6 +67,7 @@ def deviation(one: Curve, other: Curve) -> float:
 
 
 def _relative(a: float, b: float) -> float:
+    # Two NaN are the same outcome, though not equal
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     if not (math.isfinite(a) and math.isfinite(b)):

@@ -77,7 +77,6 @@ class Stretch:
     def split(self, step: int) -> Stretch:
         """Keep the steps up to `step`, and return a stretch of the others."""
         # Seconds of single steps are not in the file, so the steps of a line count as equally long
-        # Single steps have no times here, so all of a stretch count as equally long
         share = (step - self.first + 1) / (self.last - self.first + 1)
         middle = self.begin + share * (self.end - self.begin)
         kept = {name: share * seconds for name, seconds in self.classes.items()}

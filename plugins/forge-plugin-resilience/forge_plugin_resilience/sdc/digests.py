@@ -33,6 +33,7 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _bit_sum(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
+        # No integer is as wide as complex128
         tensor = torch.view_as_real(tensor)
     bits = tensor.detach().contiguous().view(BITS[tensor.element_size()]) if tensor.dtype != torch.bool else tensor
     return bits.sum(dtype=torch.int64)

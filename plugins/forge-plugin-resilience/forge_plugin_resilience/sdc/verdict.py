@@ -129,6 +129,7 @@ def distance(one: Pair, other: Pair) -> float:
 
 
 def _relative(a: float, b: float) -> float:
+    # Two NaN are the same outcome, though not equal
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a) and math.isfinite(b) else math.inf

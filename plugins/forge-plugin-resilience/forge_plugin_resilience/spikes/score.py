@@ -35,6 +35,7 @@ def robust_score(value: float, logarithms: Sequence[float]) -> Score:
         logarithms: natural logarithms of the earlier values, in any order.
     """
     if not logarithms:
+        # With nothing to compare it with, a value stands out only if it is not finite
         return Score(math.nan if math.isfinite(value) else math.inf, math.nan)
     center = median(logarithms)
     if not math.isfinite(value):

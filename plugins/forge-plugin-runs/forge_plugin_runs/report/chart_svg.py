@@ -156,6 +156,7 @@ def _marks(curve: _Curve, horizontal: Scale, vertical: Scale) -> Iterator[str]:
     outside = [
         (place, value) for place, value in curve.reduced.extremes.tolist() if not vertical.low <= value <= vertical.high
     ]
+    # The farthest first, as only some of many are drawn
     for place, value in sorted(outside, key=lambda point: -abs(point[1]))[:MARKS]:
         sign, y = ("▲", TOP + 9) if value > vertical.high else ("▼", TOP + INNER_HEIGHT - 1)
         yield _mark(curve, place, y, sign, f"{number_text(value)} at {place:,.0f}", horizontal)

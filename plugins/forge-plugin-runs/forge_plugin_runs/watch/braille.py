@@ -27,6 +27,7 @@ def visible_range(values: Sequence[float]) -> tuple[float, float]:
         reach = calm_high - calm_low
         low = low if low >= calm_low - reach else calm_low
         high = high if high <= calm_high + reach else calm_high
+    # Values that are all equal lie in the middle of a range around them
     return (low, high) if high > low else (low - (abs(low) or 1) / 20, high + (abs(high) or 1) / 20)
 
 

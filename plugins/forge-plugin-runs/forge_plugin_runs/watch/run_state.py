@@ -97,6 +97,7 @@ class WatchedRun(ABC):
             return None
         start_s = float(self.job.get("launch", {}).get("start_timeout_s", START_S))
         newest = (itertools.islice(reversed(table.values()), LINES) for table in (self.steps, self.evaluations))
+        # By time, as lines of steps and of evaluations alternate
         lines = sorted(itertools.chain(*newest), key=lambda line: line.get("time", 0.0))
         return pulse_of(lines, now=self.now, started=self.started, start_s=start_s)
 

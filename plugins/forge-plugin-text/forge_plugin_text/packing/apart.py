@@ -36,6 +36,7 @@ def places(starts: np.ndarray) -> dict[str, np.ndarray]:
     index = np.arange(len(starts))
     return {
         "document_ids": np.cumsum(starts) - 1,
+        # The index, less the one of the latest start
         "positions": index - np.maximum.accumulate(np.where(starts, index, 0)),
     }
 

@@ -152,6 +152,7 @@ class Rooms:
 def _in_order(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Orders pieces by sequence, sequences by their first piece: (order (N,), bounds (sequences + 1,))."""
     sizes = np.bincount(sequences)
+    # Stable, so that the pieces of a sequence stay in order
     order = np.argsort(_small(sequences, len(sizes)), kind="stable")
     starts = np.cumsum(sizes) - sizes
     # First pieces are distinct numbers, so that this sort need not be stable.

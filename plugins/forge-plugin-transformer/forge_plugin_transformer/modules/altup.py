@@ -79,6 +79,7 @@ class AlternatingUpdate(nn.Module):
         return cast(torch.tanh(cast(routed, torch.promote_types(x.dtype, torch.float32))), x.dtype)
 
     def _clipped(self, weight: Tensor, x: Tensor) -> Tensor:
+        # In training only, as in Gemma 3n's code; without a change of the parameter, which is the optimizer's
         bounded = weight.clamp(-self.clip, self.clip) if self.clip and self.training else weight
         return cast(bounded, x.dtype)
 

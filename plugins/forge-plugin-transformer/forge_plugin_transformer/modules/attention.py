@@ -448,6 +448,7 @@ class GroupedAttention(nn.Module):
     def scale_scores(self, factors: Tensor, query_share: float) -> None:
         """See `forge_kit.nn.attention_scores.ClipsScores`."""
         group = self.q.out_features // self.k.out_features
+        # The smallest factor of the heads that share a key, which belongs to their largest score
         of_keys = factors.unflatten(0, (-1, group)).amin(1)
         scale_rows(self.q, (of_keys**query_share).repeat_interleave(group * self.head_dim))
         scale_rows(self.k, (of_keys ** (1 - query_share)).repeat_interleave(self.head_dim))

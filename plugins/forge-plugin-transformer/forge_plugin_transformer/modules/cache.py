@@ -101,6 +101,7 @@ class Cache:
         # A window that no row can exceed hides nothing: without it masks cost less, and nothing is ever moved
         self.window = window if window < length else 0
         self.used = 0
+        # A new position sees `window` - 1 earlier ones
         self._size = min(length, window - 1 + SPARE) if self.window else length
         self._held = 0
         """Positions that are stored, the last ones of those used."""

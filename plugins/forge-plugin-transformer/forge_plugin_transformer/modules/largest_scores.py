@@ -64,4 +64,5 @@ def largest_scores(q: Tensor, k: Tensor, batch: Batch, scoring: Scoring, *, boun
         peaks = scores.masked_fill(~seen, -torch.inf).amax((2, 3, 4)).flatten()
         largest = peaks if largest is None else torch.maximum(largest, peaks)
     assert largest is not None
+    # Scaled last: the factor is above 0, so it changes no order
     return largest * scoring.factor(q.shape[-1])

@@ -89,6 +89,7 @@ class Resampler(nn.Module):
         attention = each * (grid.patches + each) * self.blocks[0].q.out_features
         # Each twice: keys and values of patches; scores and mixed values of pairs
         flops = 6.0 * (each * matrices + len(self.blocks) * 2 * (grid.patches * keys + attention))
+        # Latents of an image that a row lacks are computed, and count for nothing
         return flops * (grid.patches > 0)
 
     def parameter_roles(self) -> Mapping[str, Role]:

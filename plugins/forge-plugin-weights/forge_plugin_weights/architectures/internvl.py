@@ -221,6 +221,7 @@ class InternVL(VisionLanguageModel):
     kept = ("image_token_id", "image_seq_length")
     image_token = "image_token_id"
     body, head, tower_names = "language_model.model.", "language_model.", "vision_tower."
+    # Names of the modules of transformers 5; published files have those it renames on loading
     renames = {
         r"^model\.language_model\.": "language_model.model.",
         r"^lm_head\.": "language_model.lm_head.",

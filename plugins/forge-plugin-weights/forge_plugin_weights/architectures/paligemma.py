@@ -104,6 +104,7 @@ class PaliGemma(VisionLanguageModel):
     begins_with_image = True
     left_out = ("vision_tower.vision_model.head.*",)  # SigLIP's pooling head
     body, head, tower_names = "language_model.model.", "language_model.", "vision_tower.vision_model."
+    # Names of the modules of transformers 5; published files have those it renames on loading
     renames = {
         r"^model\.language_model\.": "language_model.model.",
         r"^lm_head\.": "language_model.lm_head.",
