@@ -190,6 +190,7 @@ def _index(names: Sequence[str], stored: Stored) -> dict[str, Any]:
     start = 0
     for name in names:
         shape, dtype = stored[name]
+        # One chunk with the whole tensor: a load reads any part of a chunk, so that every layout can take it
         chunk = {"offsets": [0] * len(shape), "sizes": list(shape), "file": TENSORS, "start": start}
         entry = {"dtype": str(dtype).removeprefix("torch."), "size": list(shape), "chunks": [chunk]}
         index[MODEL + name.partition(".")[2]] = entry
@@ -224,6 +225,7 @@ def _setting_changes(before: str, after: str, folder: Path) -> list[Change]:
     changes = [
         change
         for change in text_changes(before, after, catalog)
+        # With the dot, so that `model` itself counts and no table whose name only begins alike
         if f"{change.path}.".startswith("model.") and change.means != "safe"
     ]
     # Only then: to look at checkpoints, the plugins of a job need not be installed

@@ -81,6 +81,7 @@ def _is_hidden(change: Change) -> bool:
 
 def _is_size(change: Change) -> bool:
     """Whether one side derives a size (`head_dim = 0`) that the other states: of equal shapes, it is the same."""
+    # Not by `isinstance`, for which False is the integer 0
     numbers = [value for value in (change.before, change.after) if type(value) is int]
     return change.means == "impossible" and len(numbers) == 2 and 0 in numbers
 
@@ -129,6 +130,7 @@ def _pairs(old: Table, new: Table) -> Iterator[tuple[str, Table, Table]]:
     for path, part in olds.items():
         # Of a type that occurs twice, the wrong pair might be compared
         once = all(count[part["type"]] == 1 for count in counts)
+        # What lies inside a pair is compared with it
         if once and not any(path.startswith(f"{outer}.") for outer in done):
             done.append(path)
             yield places[part["type"]], part, news[places[part["type"]]]

@@ -159,6 +159,7 @@ class _Row:
             self._counts.accepted += proposed
             if self._end.is_reached(self._ids[self._start :]):
                 return None
+            # What follows was computed behind a token that was not drawn
             if not proposed:
                 break
         return place

@@ -116,6 +116,7 @@ class HuggingFace(DatasetComponent):
         from forge_plugin_huggingface.stream import LaneStream
 
         built = self.tokenised(context)
+        # In place, since the class is frozen
         self._built[:] = [built]
         return packed(built, context) if isinstance(built, LaneStream) else built
 

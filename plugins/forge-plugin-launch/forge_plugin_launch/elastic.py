@@ -102,6 +102,7 @@ class StartResult:
     @property
     def is_lost(self) -> bool:
         """Whether a rank died without a message, so that the cause may be the machine's memory."""
+        # Words of `Supervisor`, whose exit code is the same for a rank that has raised an error
         return "was killed by" in self.message or "without a report" in self.message
 
     @property

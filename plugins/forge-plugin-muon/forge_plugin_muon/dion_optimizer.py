@@ -142,6 +142,7 @@ class DionOptimizer(MatrixOptimizer):
     def _first_factor(self, matrix: Matrix, like: Tensor) -> Tensor:
         """Returns normal random numbers (columns, r), drawn on the host: its generator is the same beside any GPU."""
         text = f"{self._names[matrix.parameter]} {matrix.item}"
+        # Not `hash`, which differs from process to process for strings
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         size = (matrix.shape[1], rank_of(matrix.shape, self._rank_fraction))
         generator = torch.Generator().manual_seed(seed)

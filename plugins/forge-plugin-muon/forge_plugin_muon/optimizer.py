@@ -159,4 +159,5 @@ def _scale(shape: Sequence[int], scaling: str) -> float:
     rows, columns = shape
     if scaling == "original":
         return math.sqrt(max(1.0, rows / columns))
+    # An orthogonal matrix has 1 / sqrt(longer side) in the root mean square, and AdamW's updates about 0.2
     return 0.2 * math.sqrt(max(rows, columns))

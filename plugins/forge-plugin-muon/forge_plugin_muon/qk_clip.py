@@ -121,6 +121,7 @@ class Clip(TrainingHook):
 
     def on_step_end(self, context: StepContext) -> None:
         """Clip the heads whose largest score is above the threshold."""
+        # A skipped step leaves the weights as they were, and its scores need not be finite
         if not context.skipped:
             for row, attention in self._clipped:
                 scores = self._auxiliary.counted(SCORES, row)

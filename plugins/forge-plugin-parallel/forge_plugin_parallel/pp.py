@@ -90,6 +90,7 @@ class PipelineParallel(ParallelComponent):
         per_rank = self.stages // self.degree
         # Passes of the first rank before its first backward pass (Megatron-LM), each through one of its stages.
         warmup = (per_rank - 1) * self.degree + 2 * (self.degree - 1)
+        # gpipe and looped_bfs are not here: they run all forward passes first, and so hold every micro-batch
         alive = {
             "1f1b": self.degree,
             "interleaved_1f1b": (warmup + 1) / per_rank,

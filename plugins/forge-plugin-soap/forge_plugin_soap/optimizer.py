@@ -128,6 +128,7 @@ class SOAPOptimizer(MatrixOptimizer):
         betas = (*group["betas"], group["preconditioner_beta"])
         if state[STEP] == 1:
             own = Preconditioner.started(gradient, betas[2], self._max_dim)
+            # The first gradient only starts the preconditioner, as there is no basis to rotate it by
             update = torch.zeros_like(gradient)
         else:
             own = Preconditioner.of(state, suffix)

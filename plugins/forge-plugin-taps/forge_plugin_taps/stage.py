@@ -160,6 +160,7 @@ def _hang(module: nn.Module, point: TapPoint, site: Site) -> None:
             return site.take(out)
         index = point.index
         if site.edits:
+            # The choices beside the weights of experts, by which an edit finds those of an expert
             site.current.outputs = out
         return (*out[:index], site.take(out[index]), *out[index + 1 :])
 

@@ -228,6 +228,7 @@ class Joint(FusionComponent):
         embedding: Any = type(grafted.embedding)
         # Before features are added: ids of images are negative, and their embeddings must be zeros.
         grafted.embedding.__class__ = derived(TokensOnly, embedding)
+        # The vision part is built before its fusion, which alone determines the class
         vision.__class__ = StackedVision if self.deepstack else PlacedVision
         if context.layout.tp > 1 and context.mesh is not None:  # no mesh: the job is only checked
             grafted.vision.share = (context.mesh["tp"].get_local_rank(), context.layout.tp)

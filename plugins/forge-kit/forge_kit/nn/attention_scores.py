@@ -35,6 +35,7 @@ class ScoreWatch:
     def add(self, scores: Tensor) -> None:
         """Add the largest scores of this rank's heads, (H / ranks,)."""
         others = torch.full_like(scores, -torch.inf)
+        # Counters of ranks are joined by the largest value, to which -inf at heads of others adds nothing
         self._count(torch.cat([scores if rank == self._rank else others for rank in range(self._ranks)]))
 
 

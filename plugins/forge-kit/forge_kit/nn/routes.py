@@ -93,6 +93,7 @@ class RouteRecord:
 
     def assign(self, rows: Sequence[int]) -> None:
         """End some calls: these are the numbers of their rows."""
+        # As int16, a quarter of the memory: a record has all tokens of all layers until it is used
         chosen = {entry: torch.cat(parts, 1).to("cpu", torch.int16) for entry, parts in self._pending.items()}
         self._parts.append((rows, torch.cat(self.positions, 1).cpu(), chosen))
         self.positions.clear()

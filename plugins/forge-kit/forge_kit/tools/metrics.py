@@ -168,6 +168,7 @@ class Metrics(Sequence[dict[str, Any]]):
         first = self._count
         self._count += len(records)
         others = set[int]()
+        # In the order of the lines, as `numbers` has them; a set has none
         for name in dict.fromkeys(name for record in records for name in record):
             values = [record.get(name, _ABSENT) for record in records]
             # By exact type: to `isinstance`, True is an integer
@@ -181,6 +182,7 @@ class Metrics(Sequence[dict[str, Any]]):
                 self._columns[name].values.extend(values)
             else:
                 self._put(name, first, values)
+        # In rising order, as `_line` searches by bisection
         self._others.extend(sorted(others))
         self._offsets.extend(offsets[line - first] for line in sorted(others))
 

@@ -117,6 +117,7 @@ def output_file(path: Path, option: str, suffixes: Collection[str] = ()) -> Path
         raise JobError(f"{option} {path}: {path.suffix!r} is no format; end it in {' or '.join(suffixes)}")
     if os.path.isdir(path):
         raise JobError(f"{option} {path} is a folder; name another file")
+    # A link that leads nowhere counts, too: it would be replaced
     if os.path.lexists(path) and not is_output(path):
         raise JobError(f"{option} {path} exists already, and no command of forge-run wrote it; name another file")
     _demand_writable(path.parent, option)  # where the new file gets its name

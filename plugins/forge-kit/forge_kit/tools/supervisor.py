@@ -81,6 +81,7 @@ class RankHandle:
         return code
 
     def _receive(self) -> None:
+        # It ends with BlockingIOError when all is read, or with the connection of a rank that is gone
         with suppress(OSError):
             while data := self.control.recv(1 << 16, socket.MSG_DONTWAIT):
                 self.heard = time.monotonic()
@@ -229,6 +230,7 @@ class Supervisor:
         if self._asked is None:
             self._asked, self._asked_at = number, time.monotonic()
         for rank in self._ranks:
+            # A rank that has ended has closed its side, and needs no request
             with suppress(OSError):
                 rank.control.send(bytes([number]))
 
@@ -324,6 +326,7 @@ def _record(run: RunFolder, end: End, began: float) -> None:
     if before is None or (before.rank, before.code, before.cause) != (end.rank, end.code, end.cause):
         if before is not None:
             end = evolve(end, step=before.step, started=before.started)
+        # What ended the run may keep this from being written, too, such as a full disk
         with suppress(OSError):
             run.write_end(end, supersede=True)
 

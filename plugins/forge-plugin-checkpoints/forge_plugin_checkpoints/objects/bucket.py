@@ -221,6 +221,7 @@ class Bucket:
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""
         try:
+            # Not fsspec's `exists`, which some clients answer with False after any error
             self._attempt(path, lambda: self._call("info", f"{self._root}/{path}"), "looked for")
         except FileNotFoundError:
             return False

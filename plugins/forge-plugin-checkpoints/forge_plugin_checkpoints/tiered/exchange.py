@@ -78,6 +78,7 @@ class Exchange:
                     _receive(self.rfile, request["size"], folder / name)
                     self.wfile.write(b"ok\n")
 
+        # At any free port, as several ranks of a machine serve; peers get its number with the address
         self._server = _Server(("", 0), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True, name="memory-checkpoints").start()
         self.own = Peer(node, _own_address(), self._server.server_address[1], secret)

@@ -110,6 +110,7 @@ class SavedOfBlock:
             # Not the tensor itself: saved by the node that made it, it would never be freed
             return tensor.detach()
         waiting = Waiting(tensor.detach(), self)
+        # Weak: what autograd has let go of is not copied back
         self._waiting.append(weakref.ref(waiting))
         return waiting
 

@@ -198,6 +198,7 @@ def _to_exclude(attempts: Sequence[SlurmAttempt]) -> tuple[str, ...]:
 def _nodes(attempts: Sequence[SlurmAttempt]) -> Iterator[str]:
     counts: dict[str, int] = {}
     for attempt in attempts:
+        # A node counts once in an attempt, however many of its ranks have failed
         for node in dict.fromkeys(attempt.blamed):
             counts[node] = counts.get(node, 0) + 1
     yield from (node for node, count in counts.items() if count >= TWICE)

@@ -109,6 +109,7 @@ def _toml(value: object) -> str:
 def _array_files(pattern: str, more: Sequence[str]) -> list[str]:
     """The job files of an array, whether the shell has expanded the pattern or not."""
     files = [path for each in [pattern, *more] for path in (sorted(glob.glob(each)) or [each])]
+    # A file that two patterns name would collide with itself
     return list(dict.fromkeys(files))
 
 
@@ -118,6 +119,7 @@ def _checked(options: Sequence[str]) -> tuple[str, ...]:
         if not option.startswith("-"):
             raise JobError(f"-- {option}: options of sbatch are written --name=value")
         name = option.lstrip("-").partition("=")[0]
+        # The value of a short option may follow without a space: -N4
         name = name if option.startswith("--") else SHORT.get(name[:1], name)
         if name in OURS:
             here = f"write --{name} before the --" if name in OPTIONS else "forge-run submit sets it itself"
@@ -140,6 +142,7 @@ class Submission:
         catalog, found, scripts = Catalog.installed(), list(problems), list[RunScript]()
         for files in self.groups:
             try:
+                # A copy for each job, as only those without the hook get it here
                 words = [*self.overrides]
                 job = load_job(*files, overrides=words, catalog=catalog, world_size=self.cluster.world_size)
                 if not any(isinstance(hook, Slurm) for hook in job.hooks.values()) and "slurm" not in job.hooks:
@@ -153,6 +156,7 @@ class Submission:
             scripts.append(self._script(job, [*files, *words]))
         found += _collisions(scripts)
         if found:
+            # Jobs of an array share the cluster and the overrides, and so many of their mistakes
             raise JobError(list(dict.fromkeys(found)))
         return scripts
 
@@ -223,6 +227,7 @@ def _run_problems(job: Job, cluster: Cluster) -> Iterator[Problem]:
     if user := owner(folder):
         yield Problem("job.name", f"{folder} is in use by {user}; give this run another name, or wait")
     earlier = read_json(folder / FOLDER / SUBMISSION).get("job")
+    # With --dry-run, this may be a machine without SLURM
     if earlier and shutil.which("squeue"):
         try:
             state = scheduler.queue_state(earlier)

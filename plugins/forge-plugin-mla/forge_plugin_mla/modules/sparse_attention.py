@@ -88,6 +88,7 @@ class SparseCore(nn.Module):
         index = Index.unpacked(packed, how.heads, how.head_dim)
         # Numbered by their starts: an id may occur again for another document
         documents = document_starts(batch["document_ids"]).cumsum(1) if "document_ids" in batch else None
+        # In a sequence of at most `top_k` positions all keys are chosen
         mask = None if how.warm_up or length <= how.top_k else chosen(index, documents, how.top_k)
         if mask is not None:
             out = torch_attention(q, k, v, mask[:, None])

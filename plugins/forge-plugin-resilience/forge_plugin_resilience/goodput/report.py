@@ -216,6 +216,7 @@ def sentences(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"failures: {failures['count']}, in the mean {cost}"
         yield f"time between failures: {duration(failures['mtbf_s'])} (90 %: {upper})"
     else:
+        # Without a failure there is no upper bound, and one side of a 90 % interval holds with 95 %
         yield f"failures: none in {duration(failures['exposure_s'])}; the time between them is {upper} (95 %)"
     for each in facts["roll_backs"]:
         yield f"rolled back from step {each['from']:,} to {each['to']:,}: {each['why']}"

@@ -78,6 +78,7 @@ class SpatialPositions:
         if self.time != "apart":
             within = within + places.frame * area.gather(1, own)
         offsets = torch.stack([self._time(places.frame, own, batch), places.row, places.column], -1)
+        # Zero for tokens: `places` gave each of them the place of the next feature
         offsets = (offsets - within.unsqueeze(-1)) * is_feature.unsqueeze(-1)
         before = 0 if shift is None else shift
         return (starts + before).unsqueeze(-1) + offsets, shifts[:, -1:] + before

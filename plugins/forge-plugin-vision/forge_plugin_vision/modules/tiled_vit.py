@@ -46,6 +46,7 @@ class Tiles:
         self.there = number < tiles.unsqueeze(-1)
         """(B, N, T) bool."""
         place = torch.arange(side**2, device=device)
+        # An image that a row lacks has no columns to divide by
         across = columns.clamp(min=1).unsqueeze(-1)
         # Of a tile's patches in the image, which has its patches row by row over all tiles.
         row = (number // across * side).unsqueeze(-1) + place // side
@@ -55,6 +56,7 @@ class Tiles:
         self.patches = index.clamp(max=max(patches - 1, 0)).flatten(1)
         """(B, N T G): number of the patch of each place of a tile, and any where there is none."""
         ends = tiles.cumsum(1)
+        # Contiguous, as `searchsorted` would warn that it has to copy the expanded index
         index = torch.arange(patches // side**2, device=device).expand(len(ends), -1).contiguous()
         owner = torch.searchsorted(ends, index, right=True).clamp(max=ends.shape[1] - 1)
         # Behind the last tile the number would grow beyond T; nothing reads the tile that it names then.

@@ -127,6 +127,7 @@ class Vision(nn.Module):
 def places_of_features(encoder: VisionEncoderComponent, images: Images) -> Images:
     """Returns where the features of an encoder stand in their images, of which these are the places of patches."""
     grids: Any = images.grids.unbind(-1)
+    # By identity: `==` of two grids would compare their tensors
     if (seen := encoder.feature_grid(before := Grid(*grids))) is before:
         return images
     sides: Any = seen
