@@ -28,6 +28,8 @@ class TileText:
     """Before each image, such as `<img>` of InternVL."""
     tile: str = ""
     """Before each tile. `{row}` and `{column}` in it are its numbers, from 1: `<row_{row}_col_{column}>`."""
+    between: str = ""
+    """Between two tiles of a row, such as `<|tile_x_separator|>` of Llama 4."""
     row_end: str = ""
     """After the last tile of each row, such as a newline."""
     overview: str = ""
@@ -63,7 +65,8 @@ class TileText:
             yield self.overview
         for row in range(1, tiles[0] + 1):
             for column in range(1, tiles[1] + 1):
-                yield self.tile.replace("{row}", str(row)).replace("{column}", str(column))
+                own = self.tile.replace("{row}", str(row)).replace("{column}", str(column))
+                yield (self.between if column > 1 else "") + own
             yield None
         if overview == "last":
             yield self.overview

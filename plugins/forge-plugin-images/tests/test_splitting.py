@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
+from collections import defaultdict
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from forge_core.contracts.errors import ForgeError
@@ -15,11 +22,12 @@ from forge_plugin_cross_attention import CrossAttention
 from forge_plugin_images import ImageText
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.prompts import prompts_with_images
-from forge_plugin_images.resize import LongestResize, NativeResize, SplitResize, StretchResize
-from forge_plugin_images.resize.any_size import size_within
-from forge_plugin_images.resize.tiles import AspectResizer, SplitResizer
+from forge_plugin_images.resize import BudgetResize, LongestResize, NativeResize, SplitResize, StretchResize
+from forge_plugin_images.resize.any_size import BudgetResizer, size_in_budget, size_within
+from forge_plugin_images.resize.tiles import AspectResizer, CanvasTilesResize, CanvasTilesResizer, SplitResizer
 from forge_plugin_images.splitting import most_tiles, nearest_shape, split_grid, stretched_tiles
 from forge_plugin_images.tile_text import TileText
+from forge_plugin_images.tiling import fitted_size
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention
 from forge_plugin_vision import IMAGE, ImageFormat, MultimodalRope, Perceiver
@@ -108,6 +116,68 @@ def test_stretched_tiles_and_the_overview_are_those_of_internvl(internvl, size):
 
 
 @pytest.fixture
+def llama4() -> Any:
+    """The functions of Llama 4's image processor, whose module needs torchvision, which they do not."""
+    spec = find_spec("transformers.models.llama4.image_processing_llama4")
+    assert spec is not None
+    assert spec.origin is not None
+    known = {"math": math, "torch": torch, "defaultdict": defaultdict, "SizeDict": Any}
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name != "pad_to_best_fit":
+            node.decorator_list = []  # a cache
+            exec(compile(ast.unparse(node), spec.origin, "exec"), known)
+    return known
+
+
+def test_the_canvas_of_tiles_and_the_size_on_it_are_llama4s_choice(llama4):
+    generator, different = np.random.default_rng(0), set()
+    form = ImageFormat(patch=8, grid=(2, 2))
+    for _ in range(400):
+        height, width = np.exp(generator.uniform(0, 6, 2)).astype(int).tolist()
+        most = int(generator.integers(1, 17))
+        sizes = torch.tensor(llama4["find_supported_resolutions"](most, SimpleNamespace(height=TILE, width=TILE)))
+        target = [int(side) for side in llama4["get_best_fit"]((height, width), sizes)]
+        grid = CanvasTilesResizer(form, "last", max_tiles=most).tiles((height, width))
+        assert [side * TILE for side in grid] == target, (height, width, most)
+        bounds = [min(max(own, TILE), side) for own, side in zip((height, width), target, strict=True)]
+        inner = llama4["get_max_res_without_distortion"]((height, width), bounds)
+        assert fitted_size((height, width), tuple(target), TILE) == tuple(max(side, 1) for side in inner)
+        different.add(grid)
+    assert len(different) > 20
+
+
+@pytest.mark.parametrize("size", [(40, 70), (100, 33), (9, 12)])
+def test_tiles_are_cut_from_a_canvas_and_the_overview_is_stretched(size):
+    form = ImageFormat(patch=8, grid=(2, 2), resample="bilinear")
+    resizer = CanvasTilesResizer(form, "last", max_tiles=6)
+    (rows, columns), image = resizer.tiles(size), noise(*size)
+    canvas = np.zeros((rows * TILE, columns * TILE, 3), np.uint8)
+    height, width = fitted_size(size, canvas.shape[:2], TILE)
+    canvas[:height, :width] = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+    tiles = canvas.reshape(rows, TILE, columns, TILE, 3).swapaxes(1, 2).reshape(-1, TILE, TILE, 3)
+    whole = [np.asarray(image.resize((TILE, TILE), Image.Resampling.BILINEAR))] if rows * columns > 1 else []
+    made = resizer.images(image)
+    assert len(made) == len(resizer.grids(size))
+    assert np.array_equal(np.stack([np.asarray(each) for each in made]), np.stack([*tiles, *whole]))
+
+
+def test_sizes_in_a_budget_are_gemma4s():
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+    generator, different = np.random.default_rng(0), set()
+    for _ in range(400):
+        height, width = np.exp(generator.uniform(0, 8, 2)).astype(int).tolist()
+        patch, side = int(generator.integers(1, 20)), int(generator.integers(1, 5))
+        windows = int(generator.integers(1, 300))
+        own = size_in_budget((height, width), patch * side, windows * side**2 * patch**2)
+        assert own == get_aspect_ratio_preserving_size(height, width, patch, windows * side**2, side)
+        different.add(own)
+    assert len(different) > 200
+    form = ImageFormat(patch=4, multiple=2)
+    assert BudgetResizer(form, 40).target((30, 10)) == (40, 8)
+
+
+@pytest.fixture
 def path(tmp_path):
     noise(16, 32).save(tmp_path / "0.png")
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "text": "abc"}))
@@ -132,6 +202,7 @@ def test_texts_stand_around_tiles_in_rows_and_in_prompts_and_are_not_learned(pat
 
 def test_neighbouring_texts_are_encoded_as_one():
     assert TEXTS.pieces((2, 1), "last") == ["<1.1", "/2.1", "/=", ">"]
+    assert TileText(between="|", tile="{column}").pieces((1, 3), "none") == ["1", "|2", "|3", ""]
     assert TEXTS.pieces((2, 1), "first") == ["<=", "1.1", "/2.1", "/>"]
     assert TEXTS.pieces((1, 1), "last") == ["<!", ">"]
     assert TileText(tile="{row}{other}").pieces((1, 2), "none") == ["1{other}", "1{other}", ""]
@@ -223,6 +294,11 @@ def test_rows_of_features_have_texts_between_that_are_not_learned(path, build, m
     [
         (LongestResize(longest_side=500), ANY_SIZE, at("longest_side", "a square image of 500 pixels", 200)),
         (LongestResize(), MODEL, at("", "'longest'", "16 x 16 pixels", "'stretch'")),
+        (BudgetResize(), MODEL, at("", "'budget'", "16 x 16 pixels", "'stretch'")),
+        (BudgetResize(max_patches=201), ANY_SIZE, at("max_patches", 201, "patches_per_sequence = 200")),
+        (CanvasTilesResize(max_tiles=1), MODEL, at("max_tiles", 1, "at least 2")),
+        (CanvasTilesResize(), ANY_SIZE, at("", "'canvas_tiles'", "any size", "'native'")),
+        (CanvasTilesResize(), tiny_model(16, 8, images_per_sequence=5), at("", "'canvas_tiles'", "squares")),
         (StretchResize(), ANY_SIZE, at("", "'stretch'", "any size", "'native'")),
         (NativeResize(max_patches=201), ANY_SIZE, at("max_patches", 201, "model.vision.patches_per_sequence = 200")),
         (NativeResize(max_patches=8, min_patches=9), ANY_SIZE, at("min_patches", 9, "max_patches", 8)),

@@ -497,12 +497,18 @@ def _by_budget(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     if most > room:
         message = f"they have up to {most} patches there, and a sequence of this model has room for {room}"
         differences.append(f"{message}: raise model.vision.patches_per_sequence")
-    differences.append("their sides are rounded down to whole windows there, and up here")
-    return ImageTable({"type": "fill", "max_patches": most}, differences, GEMMA4_TEXT, 1, "<|image|>")
+    return ImageTable({"type": "budget", "max_patches": most}, differences, GEMMA4_TEXT, 1, "<|image|>")
 
 
-LLAMA4_TEXT: Mapping[str, str] = {"before": "<|image_start|>", "single": "<|image|>", "after": "<|image_end|>"}
-"""Texts around an image of Llama 4, which no file specifies: its processor writes them."""
+LLAMA4_TEXT: Mapping[str, str] = {
+    "before": "<|image_start|>",
+    "between": "<|tile_x_separator|>",
+    "row_end": "<|tile_y_separator|>",
+    "overview": "<|image|>",
+    "single": "<|image|>",
+    "after": "<|image_end|>",
+}
+"""Texts around an image of Llama 4 and its tiles, which no file specifies: its processor writes them."""
 
 
 def _of_tiles(settings: Mapping[str, Any], model: Flat) -> ImageTable:
@@ -510,9 +516,13 @@ def _of_tiles(settings: Mapping[str, Any], model: Flat) -> ImageTable:
     size, differences = tuple(model[f"{ENCODER}.size"]), []
     if _sides(settings.get("size")) not in (size, None):
         differences.append(f"their tiles are {settings['size']} there, and {size} by config.json")
-    if (most := settings.get("max_patches", 16)) > 1:
-        differences.append(f"an image has up to {most} tiles there, with an overview")
-    return ImageTable({"type": "stretch"}, differences, LLAMA4_TEXT, 1, "<|image|>")
+    if settings.get("resize_to_max_canvas"):
+        differences.append("they are enlarged to all of their tiles there (resize_to_max_canvas)")
+    if (most := settings.get("max_patches", 16)) < 2:
+        differences.append("they keep their shape there, beside black")
+        return ImageTable({"type": "stretch"}, differences, LLAMA4_TEXT, 1, "<|image|>")
+    keys = {"type": "canvas_tiles", "max_tiles": most, "overview": "last"}
+    return ImageTable(keys, differences, LLAMA4_TEXT, most + 1, "<|image|>")  # and the overview
 
 
 IMG_TEXT: Mapping[str, str] = {"before": "<img>", "after": "</img>"}

@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from published_models import MODELS, ids_of, logits, ours
 from published_vision import MODELS as SEEING
-from published_vision import llama4
+from published_vision import Seeing, llama4
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import parse_component
+from forge_plugin_generate.command import load_trained
 from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_vision import GRIDS, IMAGE
 from forge_plugin_weights.architectures.llama4 import LayersOfExperts
 from forge_plugin_weights.exporting import export_run
-from forge_plugin_weights.importing import import_folder
+from forge_plugin_weights.importing import import_folder, read_json
 from forge_plugin_weights.kinds import Unsupported
 from forge_plugin_weights.tables import load_architecture, read_config, write_config
 
@@ -143,6 +150,43 @@ def test_a_mask_is_refused_by_families_without_one():
     model = parse_component(table, "job.toml", ModelComponent, CATALOG)
     with pytest.raises(JobError, match=r"attention\.mask"):
         write_config(load_architecture("llama", CATALOG), model, CATALOG)
+
+
+def test_a_prompt_has_the_tiles_and_texts_that_its_processor_writes(tmp_path):
+    folder, marks = tmp_path / "published", ["image_start", "image_end", "image", "patch", "tile_x_separator"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=letters, special_tokens=["</s>"]))
+    named = [f"<|{mark}|>" for mark in [*marks, "tile_y_separator"]]
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in named])
+    patch = tokenizer.token_to_id("<|patch|>")
+
+    def config() -> Any:
+        own = llama4()
+        own.image_token_index, own.text_config.vocab_size = patch, len(tokenizer.get_vocab())
+        return own
+
+    Seeing("Llama4ForConditionalGeneration", config).write(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    settings = {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 16, "width": 16}, "max_patches": 4}
+    settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 2, "resize_to_max_canvas": False}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    run = import_folder(folder, tmp_path / "run")
+    start = (run / "start.toml").read_text()
+    assert 'resize = { type = "canvas_tiles", max_tiles = 4, overview = "last" }\n' in start
+    assert read_json(export_run(run, tmp_path / "out") / "preprocessor_config.json") == settings
+
+    trained, files = load_trained(str(run), "cpu"), []
+    for number, sides in enumerate(((30, 50), (9, 12), (16, 40))):
+        picture = np.random.default_rng(0).integers(0, 256, (*sides, 3), np.uint8)
+        Image.fromarray(picture).save(path := tmp_path / f"{number}.png")
+        files.append(str(path))
+    prompts = prompts_with_images(["<image>a", "b<image>?<image>"], files, trained.job, trained.tokenizer)
+    texts = [Llama4Processor._prompt_split_image(None, tiles, 4) for tiles in ((2, 2), (1, 1), (1, 3))]
+    expected = [tokenizer.encode(text).ids for text in (f"{texts[0]}a", "b{}?{}".format(*texts[1:]))]
+    assert [[patch if id_ == IMAGE else id_ for id_ in ids] for ids in prompts.ids] == expected
+    assert prompts.entries[GRIDS].prod(-1).sum(1).tolist() == [5 * 16, 5 * 16]
 
 
 @pytest.mark.parametrize(

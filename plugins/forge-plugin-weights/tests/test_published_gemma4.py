@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from published_models import ours
 from published_vision import BUDGETED, PATCH, PLACEHOLDER, gemma4, wide_logits
 from test_published_models import bytes_of, tensors_of
 from test_published_vision import check_table, check_tensors, imported, loaded, logits
 from torch import Tensor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.plugins.catalog import Catalog
 from forge_kit.tools.commands import parse_component
 from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.resize.any_size import BudgetResizer
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES
 from forge_plugin_weights.exporting import export_run
-from forge_plugin_weights.importing import read_json
+from forge_plugin_weights.importing import import_folder, read_json
 from forge_plugin_weights.tables import architecture_of, load_architecture, read_config, write_config
 from forge_testing.refusals import at, refuses, refuses_all
 
@@ -104,6 +109,38 @@ def test_a_model_whose_images_see_themselves_within_windows_comes_in_and_goes_ou
         for use_cache in (True, False):
             said = generate(ours32, [ids], 8, -1, Sampling(temperature=0), entries=entries, use_cache=use_cache)
             assert said == [tokens]
+
+
+SIZES_OF_IMAGES = [(37, 61), (100, 33), (3, 300), (400, 300)]
+
+
+def photo(height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def test_pixels_are_those_of_the_published_processor_and_its_file_travels(tmp_path):
+    folder, settings = tmp_path / "published", {"patch_size": PATCH, "pooling_kernel_size": WINDOW}
+    BUDGETED["gemma4"].write(folder)
+    reference = Gemma4ImageProcessorPil(**settings, max_soft_tokens=70)
+    reference.save_pretrained(folder)
+    run = import_folder(folder, tmp_path / "run", tokenizer=False)
+    start = (run / "start.toml").read_text()
+    assert 'resize = { type = "budget", max_patches = 280 }\n' in start
+    assert ' [data.sources.tile_text] with before = "<|image>", after = "<image|>"\n' in start
+    vision: Any = ours(run).vision
+    processor = ImageProcessor(BudgetResizer(vision.normalise.form, 280))
+    for size in SIZES_OF_IMAGES:
+        patches, [grid] = processor.patches(photo(*size)), processor.grids(size)
+        theirs = reference(photo(*size), return_tensors="pt")
+        count = grid.rows * grid.columns
+        assert theirs["num_soft_tokens_per_image"].item() * WINDOW**2 == count
+        places = theirs["image_position_ids"][0, :count]
+        assert places[-1].tolist() == [grid.columns - 1, grid.rows - 1]
+        pixels = theirs["pixel_values"][0, :count].view(count, -1, 3).transpose(1, 2).flatten(1)
+        own = vision.normalise(torch.from_numpy(patches))
+        assert (own - 2 * (pixels - 0.5)).abs().max() < 1e-6
+    out = export_run(run, tmp_path / "out")
+    assert read_json(out / "preprocessor_config.json") == read_json(folder / "preprocessor_config.json")
 
 
 @pytest.mark.parametrize(

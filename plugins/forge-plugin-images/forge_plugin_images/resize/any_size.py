@@ -1,4 +1,4 @@
-"""The types `native`, `fill` and `longest`, for encoders whose images have any size."""
+"""The types `native`, `fill`, `budget` and `longest`, for encoders whose images have any size."""
 
 from __future__ import annotations
 
@@ -47,6 +47,15 @@ class FillResizer(Resizer):
     def target(self, size: Size) -> Size:
         """Returns `filling_size`."""
         return filling_size(size, self.step, int(self.max_patches * self.form.patch**2))
+
+
+@frozen
+class BudgetResizer(FillResizer):
+    """Makes an image as large as a bound of its area allows, with whole squares of the adapter within that."""
+
+    def target(self, size: Size) -> Size:
+        """Returns `size_in_budget`."""
+        return size_in_budget(size, self.step, int(self.max_patches * self.form.patch**2))
 
 
 @frozen
@@ -99,6 +108,17 @@ class FillResize(ResizeComponent):
         """Checks the smallest image, if no key bounds images."""
         if not self.max_patches:
             yield from smallest_problems(seen)
+
+
+@frozen(kw_only=True)
+class BudgetResize(FillResize):
+    """As large as `max_patches` allows, in the image's shape, both sides rounded down, as in Gemma 4."""
+
+    title: ClassVar[str] = "budget"
+
+    def build(self, seen: ImageInput, patches: float | None = None) -> Resizer:
+        """As `fill`."""
+        return BudgetResizer(seen.format, self.bound(seen, patches))
 
 
 @frozen(kw_only=True)
@@ -207,6 +227,22 @@ def filling_size(size: Size, step: int, max_pixels: int, precision: float = 1e-5
         else:
             high = middle
     return scaled(low)
+
+
+def size_in_budget(size: Size, step: int, max_pixels: int) -> Size:
+    """Returns the size of the image's shape with `max_pixels`, sides rounded down to multiples of `step`.
+
+    This is `get_aspect_ratio_preserving_size` of Gemma 4. `max_pixels` are a square of `step` or more.
+    """
+    height, width = size
+    factor = math.sqrt(max_pixels / (height * width))
+    rows, columns = math.floor(factor * height / step), math.floor(factor * width / step)
+    most = max(max_pixels // step**2, 1)
+    if not rows:  # as many squares side by side as the image has of its height
+        rows, columns = 1, min(width // height, most)
+    elif not columns:
+        rows, columns = min(height // width, most), 1
+    return rows * step, columns * step
 
 
 def size_within(size: Size, step: int, longest: int) -> Size:

@@ -1,4 +1,4 @@
-"""The types `tiles`, `aspect` and `split`: several images of the encoder's size show one at a higher resolution."""
+"""The types `tiles`, `aspect`, `canvas_tiles` and `split`: several images of the encoder's size show one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from forge_plugin_images.splitting import (
     split_image,
     stretched_tiles,
 )
-from forge_plugin_images.tiling import tile_grid, tiles_of
+from forge_plugin_images.tiling import canvas_of, fitted_size, tile_grid, tile_grids, tiles_of
 
 if TYPE_CHECKING:
     from forge_plugin_vision import ImageInput
@@ -64,6 +64,32 @@ class AspectResizer(TilesResizer):
     def cut(self, image: Image.Image, grid: tuple[int, int]) -> tuple[Sequence[Image.Image], Image.Image]:
         """Returns tiles without bars, and the image itself."""
         return stretched_tiles(image, grid, fixed_size(self.form), self.resampling), image
+
+
+@frozen
+class CanvasTilesResizer(TilesResizer):
+    """Puts an image at the top left of black, as large as the tiles that suit it best, enlarged to one at most."""
+
+    def tiles(self, size: Size) -> tuple[int, int]:
+        """Returns Llama 4's choice, which is that of Llama 3.2 Vision."""
+        return canvas_of(size, fixed_size(self.form)[0], tile_grids(self.max_tiles))
+
+    def cut(self, image: Image.Image, grid: tuple[int, int]) -> tuple[Sequence[Image.Image], Image.Image]:
+        """Returns the tiles of the canvas, and the image itself."""
+        side, _ = fixed_size(self.form)
+        canvas = self._on_canvas(image, (grid[0] * side, grid[1] * side))
+        corners = ((side * row, side * column) for row in range(grid[0]) for column in range(grid[1]))
+        return [canvas.crop((left, top, left + side, top + side)) for top, left in corners], image
+
+    def fitted(self, image: Image.Image) -> Image.Image:
+        """Returns the canvas of one tile: an image that is not cut keeps its shape."""
+        return self._on_canvas(image, fixed_size(self.form))
+
+    def _on_canvas(self, image: Image.Image, size: Size) -> Image.Image:
+        inner = fitted_size((image.height, image.width), size, fixed_size(self.form)[0])
+        canvas = Image.new(image.mode, size[::-1])  # black
+        canvas.paste(self.stretched(image, inner))
+        return canvas
 
 
 @frozen
@@ -135,6 +161,23 @@ class AspectResize(TilesResize):
     def build(self, seen: ImageInput, patches: float | None = None) -> Resizer:
         """As `tiles`."""
         return AspectResizer(seen.format, self.overview, max_tiles=self.most(seen))
+
+
+@frozen(kw_only=True)
+class CanvasTilesResize(TilesResize):
+    """Several images of the encoder's size, cut from black with the image at its top left, as in Llama 4."""
+
+    title: ClassVar[str] = "canvas_tiles"
+
+    def build(self, seen: ImageInput, patches: float | None = None) -> Resizer:
+        """As `tiles`."""
+        return CanvasTilesResizer(seen.format, self.overview, max_tiles=self.most(seen))
+
+    def size_problems(self, seen: ImageInput) -> Iterable[Problem]:
+        """Checks that tiles are squares, too."""
+        if (grid := seen.format.grid) and grid[0] != grid[1]:
+            yield Problem("", f"{self.title!r} has squares as tiles, and the encoder's images are {grid} patches")
+        yield from super().size_problems(seen)
 
 
 @frozen(kw_only=True)
