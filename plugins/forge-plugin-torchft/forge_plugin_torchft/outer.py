@@ -88,6 +88,7 @@ class Outer(TrainingHook):
                 session.quorum(self.commits, context, heal=False, shrink=True)
                 if not session.takes_part:
                     break
+                # In each try again: sums are made in place, and one that failed may have changed them
                 averages = self.offer(parameters)
                 for average in averages:
                     session.sum(average)

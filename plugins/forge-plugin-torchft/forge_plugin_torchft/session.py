@@ -69,6 +69,7 @@ def _serve_store(host: str) -> TCPStore:
         return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listener.getsockname()[1]
+    # Detached: Python would close the descriptor with its own object
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 

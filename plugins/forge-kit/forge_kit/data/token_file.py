@@ -160,6 +160,7 @@ class TokenFileWriter:
         self._ids.write(checked.astype(f"<u{self._width}").tobytes())
         if self._learned is not None:
             mask = np.ones(len(ids), dtype=bool) if learned is None else np.asarray(learned, dtype=bool)
+            # By a slice, as a document without tokens has no last one
             self._learned.write((np.append(mask, mask[-1:].any()) if is_last else mask).tobytes())
         self._tokens += len(checked)
         self._text_bytes += text_bytes

@@ -135,6 +135,7 @@ class Bucket:
 
     def check_access(self) -> None:
         """Write and delete an object, or raise a `CheckpointError` that names the problem."""
+        # A name that no other rank has, as all of them check at the same time
         path = f".probe-{uuid.uuid4().hex}"
 
         def probe() -> None:

@@ -139,6 +139,7 @@ class TieredStorage(SpreadStorage):
                     files = _read(folder)["files"]
                 except CheckpointError:
                     continue  # as good as not there
+                # By sizes, which take no reading: digests are compared when a file is fetched
                 sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
                 names = [name for name, entry in files.items() if sizes.get(name) == entry["size"]]
                 held[int(folder.name.removeprefix("step-")), _sha256(folder / MANIFEST)] = [*names, MANIFEST]
@@ -199,6 +200,7 @@ class TieredStorage(SpreadStorage):
         folder = self._unfinished(step, "own")
         self._own = step, sorted(path.name for path in folder.iterdir())
         if not self._fits:
+            # Of all ranks of this machine, which share its memory
             written = sum(path.stat().st_size for path in folder.parent.glob("*-own/*"))
             check_room(written, len(self._targets), held=written)
             self._fits = True
@@ -264,6 +266,7 @@ class TieredStorage(SpreadStorage):
 
     def _keep(self, step: int) -> None:
         """Write `step` to the durable storage, in the background, if its turn has come."""
+        # A step counts once, and only if this process has written it
         if step == self._counted or step != self._own[0]:
             return
         self._counted, self._saves = step, self._saves + 1
