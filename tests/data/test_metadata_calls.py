@@ -25,7 +25,7 @@ from forge_core.data.packing import Concatenate
 from forge_core.engine.build import build_context, build_datasets, build_tokenizer
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_huggingface import HuggingFace
-from forge_plugin_images import ImageText
+from forge_plugin_images import ImageText, ImageTextStream
 from forge_plugin_memmap import Memmap
 from forge_plugin_text import Bytes, Text, corpus
 from forge_plugin_text.bytes import ByteTokenizer
@@ -145,20 +145,20 @@ def test_rank_0_looks_at_files_for_all(folder: Path, write: Any, of_rank0: int, 
 
 
 @pytest.mark.parametrize(
-    ("write", "keys", "of_rank0", "of_rank1"),
+    ("write", "dataset", "of_rank0", "of_rank1"),
     [
-        (write_picture_rows, {}, 6, 0),
-        (write_saved_pictures, {}, 7, FILES),  # each is mapped
-        (write_picture_rows, {"streaming": True}, 6, 0),
-        (write_saved_pictures, {"streaming": True}, 7, FILES),
+        (write_picture_rows, ImageText, 6, 0),
+        (write_saved_pictures, ImageText, 7, FILES),  # each is mapped
+        (write_picture_rows, ImageTextStream, 6, 0),
+        (write_saved_pictures, ImageTextStream, 7, FILES),
     ],
 )
 def test_rank_0_looks_at_tables_of_images_for_all(
-    folder: Path, tmp_path: Path, write: Any, keys: dict[str, Any], of_rank0: int, of_rank1: int
+    folder: Path, tmp_path: Path, write: Any, dataset: Any, of_rank0: int, of_rank1: int
 ) -> None:
     write(folder)
     catalog = Catalog.installed()
-    sources = {"sources": (ImageText(path=str(folder), **keys),), "tokenizer": Bytes()}
+    sources = {"sources": (dataset(path=str(folder)),), "tokenizer": Bytes()}
     model = tiny_model(8, 16, images_per_sequence=2)
     job = tiny_job(str(tmp_path / "runs"), catalog, data=sources, model=model, seq_len=24)
 

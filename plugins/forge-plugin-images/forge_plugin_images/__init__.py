@@ -6,27 +6,37 @@ each document needs, `plan` puts documents into rows, and `dataset` reads the ro
 with captions and drawn motion, and the readers and samplings of their frames.
 """
 
-from forge_plugin_images.image_chat import ImageChat
+from forge_plugin_images.file_dataset import FileDataset
+from forge_plugin_images.image_chat import ImageChat, ImageChatStream
+from forge_plugin_images.image_keys import HasImages
 from forge_plugin_images.image_prompts import ImagePrompts
-from forge_plugin_images.image_text import ImageText
-from forge_plugin_images.interleaved import Interleaved
+from forge_plugin_images.image_text import ImageText, ImageTextStream
+from forge_plugin_images.interleaved import Interleaved, InterleavedStream
 from forge_plugin_images.rendered_text import RenderedText
 from forge_plugin_images.resize import ResizeComponent, Resizer
-from forge_plugin_images.sound_text import SoundText
-from forge_plugin_images.source import ImageDataset
+from forge_plugin_images.sound_text import SoundText, SoundTextStream
+from forge_plugin_images.source import DocumentDataset
+from forge_plugin_images.stream_dataset import StreamDataset
 from forge_plugin_images.video_kind import Span, VideoComponent, Videos
 
 __all__ = [
+    "DocumentDataset",
+    "FileDataset",
+    "HasImages",
     "ImageChat",
-    "ImageDataset",
+    "ImageChatStream",
     "ImagePrompts",
     "ImageText",
+    "ImageTextStream",
     "Interleaved",
+    "InterleavedStream",
     "RenderedText",
     "ResizeComponent",
     "Resizer",
     "SoundText",
+    "SoundTextStream",
     "Span",
+    "StreamDataset",
     "VideoComponent",
     "Videos",
 ]

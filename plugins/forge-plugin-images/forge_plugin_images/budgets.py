@@ -13,7 +13,7 @@ from forge_plugin_images.index import entries_of, stored_index
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
-    from forge_plugin_images.source import ImageDataset
+    from forge_plugin_images.file_dataset import FileDataset
 
 KEYS = {
     "positions": "train.seq_len",
@@ -27,7 +27,7 @@ OUTCOMES = {
 }
 
 
-def image_budgets(keys: ImageDataset, context: BuildContext) -> Budgets:
+def image_budgets(keys: FileDataset, context: BuildContext) -> Budgets:
     """Measure the documents of a dataset, or read their measurements from the cache.
 
     Raises:

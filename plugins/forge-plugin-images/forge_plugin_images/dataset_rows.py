@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_kit.data.cache import CachedFolder
     from forge_plugin_images.documents import ImageDocuments
-    from forge_plugin_images.source import ImageDataset
+    from forge_plugin_images.file_dataset import FileDataset
+    from forge_plugin_images.source import DocumentDataset
 
 
-def image_rows(keys: ImageDataset, context: BuildContext, documents: ImageDocuments) -> ImageRows:
+def image_rows(keys: FileDataset, context: BuildContext, documents: ImageDocuments) -> ImageRows:
     """Returns the training rows, with the held-out ones.
 
     Raises:
@@ -30,7 +31,7 @@ def image_rows(keys: ImageDataset, context: BuildContext, documents: ImageDocume
     return measured.part(~is_held_out, measured.part(is_held_out) if is_held_out.any() else None)
 
 
-def all_rows(keys: ImageDataset, context: BuildContext, documents: ImageDocuments) -> ImageRows:
+def all_rows(keys: DocumentDataset, context: BuildContext, documents: ImageDocuments) -> ImageRows:
     """Returns rows of all documents; raises as `image_rows`."""
     return MeasuredDocuments.of(keys, context, documents).part(np.ones(len(documents), bool))
 
@@ -57,7 +58,7 @@ class MeasuredDocuments:
     tolerance: Tolerance
 
     @classmethod
-    def of(cls, keys: ImageDataset, context: BuildContext, documents: ImageDocuments) -> MeasuredDocuments:
+    def of(cls, keys: DocumentDataset, context: BuildContext, documents: ImageDocuments) -> MeasuredDocuments:
         """Measure documents, or read their measurements from the cache; raises as `image_rows`."""
         index, rows = stored_index(documents, keys.skips_unreadable), row_format(context, documents)
         entries = entries_of(index.path)
@@ -89,7 +90,7 @@ def _fits(entries: np.ndarray, room: Needs) -> np.ndarray:
     return np.all([entries[name] <= most for name, most in room._asdict().items()], axis=0)
 
 
-def _check_broken(keys: ImageDataset, entries: np.ndarray) -> None:
+def _check_broken(keys: DocumentDataset, entries: np.ndarray) -> None:
     if (broken := int(entries["broken"].sum())) > keys.max_unreadable * len(entries):
         message = f"{broken} of {len(entries)} documents have images or videos that cannot be read"
         hint = "repair them (they are named in the log), or allow more"
@@ -122,7 +123,7 @@ def _remedy(entries: np.ndarray, room: Needs) -> str:
     return "raise " + " and ".join(keys[name] for name, most in room._asdict().items() if entries[name].max() > most)
 
 
-def _held_out(keys: ImageDataset, documents: ImageDocuments) -> np.ndarray:
+def _held_out(keys: FileDataset, documents: ImageDocuments) -> np.ndarray:
     """Returns (documents,) bool."""
     # By number alone where that is enough: each record costs a read of its file.
     split, count = keys.split_of_documents(), len(documents)

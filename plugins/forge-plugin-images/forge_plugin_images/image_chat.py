@@ -1,4 +1,4 @@
-"""Dataset `image_chat`: conversations with images and videos, of which only the answers are learned."""
+"""Datasets `image_chat` and `image_chat_stream`: conversations with images and videos."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_images.file_dataset import FileDataset
 from forge_plugin_images.image_file import BrokenImage
-from forge_plugin_images.source import ImageDataset
+from forge_plugin_images.image_keys import HasImages
+from forge_plugin_images.stream_dataset import StreamDataset
 from forge_plugin_images.video_kind import VideoComponent
 
 if TYPE_CHECKING:
@@ -30,8 +32,8 @@ ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "a
 NO_TEMPLATE = 'chats need a tokenizer with a template; set [data.tokenizer] type = "auto" (forge-plugin-huggingface)'
 
 
-@frozen(kw_only=True)
-class ImageChat(ImageDataset):
+@frozen(kw_only=True, slots=False)
+class ImageConversations(HasImages):
     """Conversations with images and videos, written by the tokenizer's chat template.
 
     Only the assistant's turns are learned.
@@ -158,6 +160,16 @@ class ImageChat(ImageDataset):
         """Returns an image or a video as the template reads it: by itself, or as a text that stands for it."""
         token = self.image_token if piece.kind == "image" else self.video_token
         return {"type": piece.kind} if token else {"type": "text", "text": PLACE}
+
+
+@frozen(kw_only=True)
+class ImageChat(ImageConversations, FileDataset):
+    """Conversations with images and videos, in files."""
+
+
+@frozen(kw_only=True)
+class ImageChatStream(ImageConversations, StreamDataset):
+    """Conversations with images and videos, read during training from a Hugging Face dataset."""
 
 
 def checked_messages(record: Record, value: Any) -> list[dict[str, Any]]:

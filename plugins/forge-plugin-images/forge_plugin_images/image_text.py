@@ -1,4 +1,4 @@
-"""Dataset `image_text`: images with captions."""
+"""Datasets `image_text` and `image_text_stream`: images with captions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from attrs import frozen
 
-from forge_plugin_images.source import ImageDataset
+from forge_plugin_images.file_dataset import FileDataset
+from forge_plugin_images.image_keys import HasImages
+from forge_plugin_images.stream_dataset import StreamDataset
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     from forge_plugin_images.visuals import VisualSource
 
 
-@frozen(kw_only=True)
-class ImageText(ImageDataset):
+@frozen(kw_only=True, slots=False)
+class CaptionedImages(HasImages):
     """Pairs of an image, or several, and a text.
 
     The last position of the image predicts the text's first token; images themselves are never labels.
@@ -58,3 +60,13 @@ class ImageText(ImageDataset):
     def layout_key(self) -> list[object]:
         """Includes the order of image and caption; how images are resized is in the processor's key."""
         return ["image_text", self.image, self.text, self.prompt, self.caption]
+
+
+@frozen(kw_only=True)
+class ImageText(CaptionedImages, FileDataset):
+    """Pairs of an image, or several, and a text, in files."""
+
+
+@frozen(kw_only=True)
+class ImageTextStream(CaptionedImages, StreamDataset):
+    """Pairs of an image, or several, and a text, read during training from a Hugging Face dataset."""

@@ -1,4 +1,4 @@
-"""Dataset `interleaved`: documents of texts, images and videos in any order."""
+"""Datasets `interleaved` and `interleaved_stream`: documents of texts, images and videos in any order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
-from forge_plugin_images.source import ImageDataset
+from forge_plugin_images.file_dataset import FileDataset
+from forge_plugin_images.image_keys import HasImages
+from forge_plugin_images.stream_dataset import StreamDataset
 from forge_plugin_images.video_kind import VideoComponent
 
 if TYPE_CHECKING:
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
     from forge_plugin_images.visuals import VisualSource
 
 
-@frozen(kw_only=True)
-class Interleaved(ImageDataset):
+@frozen(kw_only=True, slots=False)
+class MixedDocuments(HasImages):
     """Documents of texts, images and videos in their order, such as web pages.
 
     All tokens are learned, but for those that `[data.sources.video]` writes; images and videos are not.
@@ -73,3 +75,13 @@ class Interleaved(ImageDataset):
         yield from pieces_of(record, record.value(self.content, "content"), listed)
         # Only now: the content must have been read to its end
         listed.check_all_taken()
+
+
+@frozen(kw_only=True)
+class Interleaved(MixedDocuments, FileDataset):
+    """Documents of texts, images and videos in their order, in files."""
+
+
+@frozen(kw_only=True)
+class InterleavedStream(MixedDocuments, StreamDataset):
+    """Documents of texts, images and videos in their order, read during training from a Hugging Face dataset."""

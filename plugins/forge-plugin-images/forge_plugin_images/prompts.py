@@ -21,10 +21,11 @@ from forge_plugin_generate import Prompts
 from forge_plugin_images.content import MARKS, Kind
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.image_file import BrokenImage, ImageFile
+from forge_plugin_images.image_keys import HasImages
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.resize import AutoResize
 from forge_plugin_images.rows import Document, Footprint, RowFormat, Tokens
-from forge_plugin_images.source import ImageDataset
+from forge_plugin_images.source import DocumentDataset
 from forge_plugin_images.video_kind import Span, VideoComponent, Videos
 from forge_plugin_images.visuals import ImageVisual, Visual
 from forge_plugin_vision import image_input
@@ -113,7 +114,7 @@ def _visuals(
 def _videos(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> Videos:
     """Returns what makes visuals of videos: as the first source that has some, or by default."""
     for source in job.data.sources:
-        if isinstance(source, ImageDataset) and (component := source.video_component()) is not None:
+        if isinstance(source, DocumentDataset) and (component := source.video_component()) is not None:
             return component.build(seen, tokenizer)
     usual = VideoComponent.usual_type
     assert usual is not None
@@ -127,7 +128,7 @@ def _videos(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> Videos:
 def _processing(job: Job, seen: ImageInput, tokenizer: Tokenizer) -> tuple[ImageProcessor, TileTexts | None]:
     """Returns what makes patches of images, and the texts around them."""
     for number, source in enumerate(job.data.sources):
-        if isinstance(source, ImageDataset):
+        if isinstance(source, HasImages):
             return source.processor(seen), source.tile_texts(tokenizer)
         if isinstance(source, Unavailable):  # its keys may set how images are resized
             raise JobError(problem.below(f"data.sources.{number}") for problem in source.error.problems)

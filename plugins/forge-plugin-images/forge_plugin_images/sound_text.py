@@ -1,4 +1,4 @@
-"""Dataset `sound_text`: sounds with texts, seen as spectrograms."""
+"""Datasets `sound_text` and `sound_text_stream`: sounds with texts, seen as spectrograms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_images.source import ImageDataset
+from forge_plugin_images.file_dataset import FileDataset
+from forge_plugin_images.source import DocumentDataset
+from forge_plugin_images.stream_dataset import StreamDataset
 from forge_plugin_vision import Grid, image_input
 
 if TYPE_CHECKING:
@@ -23,17 +25,14 @@ if TYPE_CHECKING:
     from forge_plugin_images.visuals import VisualSource
     from forge_plugin_vision import ImageInput
 
-OF_IMAGES = ("resize", "tile_text", "grey_range", "max_pixels")
-"""Keys that mean nothing for sounds."""
-
 
 def _ascending(_: Any, attribute: attrs.Attribute, value: tuple[float, float]) -> None:
     if not value[0] < value[1]:
         raise ValueError(f"{attribute.name!r} must be [lower, upper], the lower value first, not {list(value)}")
 
 
-@frozen(kw_only=True)
-class SoundText(ImageDataset):
+@frozen(kw_only=True, slots=False)
+class TranscribedSounds(DocumentDataset):
     """Pairs of a sound and a text: a transcript, or a description.
 
     A sound is a WAV file of any rate. Its logarithmic mel spectrogram is a grey image, which the model's encoder sees
@@ -110,12 +109,8 @@ class SoundText(ImageDataset):
         return ["sound_text", self.sound, self.text, self.prompt, *shown]
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        """Checks that keys of images are left out, and that spectrograms fit the encoder and the fusion."""
+        """Checks that spectrograms fit the encoder and the fusion."""
         yield from super().problems(job, layout)
-        plain = SoundText(path="")
-        for key in OF_IMAGES:
-            if (value := getattr(self, key)) != getattr(plain, key):
-                yield Problem(key, f"{value!r} is for images, and these are sounds; leave it out")
         try:
             seen = image_input(job)
         except JobError:
@@ -146,3 +141,13 @@ class SoundText(ImageDataset):
         elif not self.spectra(seen):
             message = f"an image has room for fewer than a column of {height // form.patch} patches"
             yield Problem("max_patches", f"{message}; raise model.vision.patches_per_sequence, or lower bands")
+
+
+@frozen(kw_only=True)
+class SoundText(TranscribedSounds, FileDataset):
+    """Pairs of a sound and a text, in files."""
+
+
+@frozen(kw_only=True)
+class SoundTextStream(TranscribedSounds, StreamDataset):
+    """Pairs of a sound and a text, read during training from a Hugging Face dataset."""

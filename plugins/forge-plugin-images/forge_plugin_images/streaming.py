@@ -35,7 +35,7 @@ from forge_plugin_images.tables import Table, describe_table
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_plugin_images.dataset import ImageRows
-    from forge_plugin_images.source import ImageDataset
+    from forge_plugin_images.stream_dataset import StreamDataset
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class StreamedRecords:
     """Where relative paths of images start."""
 
     @classmethod
-    def open(cls, keys: ImageDataset, source: DatasetSource, split: str, lanes: int = 1) -> StreamedRecords:
+    def open(cls, keys: StreamDataset, source: DatasetSource, split: str, lanes: int = 1) -> StreamedRecords:
         """Open a split; raises `JobError` if it lacks a key that the job names."""
         name, columns, dataset = f"{keys.path!r}, split {split!r}", keys.columns(), source.stream(split)
         there = dataset.column_names
@@ -219,7 +219,7 @@ class ImageStream:
         return self._rows.row(documents, patches, broken)
 
 
-def image_stream(keys: ImageDataset, context: BuildContext) -> ImageStream:
+def image_stream(keys: StreamDataset, context: BuildContext) -> ImageStream:
     """Returns the stream of an image dataset, with its held-out rows.
 
     Raises:
@@ -251,12 +251,12 @@ def image_stream(keys: ImageDataset, context: BuildContext) -> ImageStream:
     return ImageStream(reader, documents, rows, tolerance, held_out)
 
 
-def origin_of(keys: ImageDataset) -> Origin:
+def origin_of(keys: StreamDataset) -> Origin:
     """Returns the keys that locate the data, as of the dataset `huggingface`."""
-    return Origin(str(keys.path), keys.config, keys.revision, keys.data_files)
+    return Origin(keys.path, keys.config, keys.revision, keys.data_files)
 
 
-def held_out_part(keys: ImageDataset) -> SplitPart | None:
+def held_out_part(keys: StreamDataset) -> SplitPart | None:
     """Returns the rows to evaluate on, if any."""
     if keys.held_out_split:
         return SplitPart(keys.held_out_split, limit=keys.held_out_documents)
@@ -265,7 +265,7 @@ def held_out_part(keys: ImageDataset) -> SplitPart | None:
     return None
 
 
-def held_out_records(keys: ImageDataset, data: DescribedSource, part: SplitPart) -> Table:
+def held_out_records(keys: StreamDataset, data: DescribedSource, part: SplitPart) -> Table:
     """Returns held-out rows, images included, which are read once and kept in the cache."""
     import datasets
 
@@ -288,13 +288,13 @@ def held_out_records(keys: ImageDataset, data: DescribedSource, part: SplitPart)
     return evolve(Table.open(data, path, "train", home_of(keys) or path), places=places)
 
 
-def home_of(keys: ImageDataset) -> str:
+def home_of(keys: StreamDataset) -> str:
     """Returns the folder where relative paths of images start; empty: the working directory."""
-    own = str(Path(str(keys.path)))
+    own = str(Path(keys.path))
     return keys.folder or (own if os.path.isdir(own) else "")
 
 
-def training_records(keys: ImageDataset) -> Iterator[Record]:
+def training_records(keys: StreamDataset) -> Iterator[Record]:
     """Yields the records of a stream that are not held out, each once."""
     records = StreamedRecords.open(keys, origin_of(keys).open(), keys.split)
     return records.of(SplitPart(keys.split, keys.held_out_every))

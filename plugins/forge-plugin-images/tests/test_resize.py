@@ -61,6 +61,7 @@ def test_a_type_in_a_file_of_ones_own_resizes_in_training_and_prompts(check, cap
         ("overview=last", ["data.sources.0.overview", "[data.sources.resize] overview"]),
         ("longest_side=9", ["data.sources.0.longest_side", "[data.sources.resize] longest_side"]),
         ("max_tiled_images=1", ["data.sources.0.max_tiled_images", "[data.sources.resize] max_tiled_images"]),
+        ("streaming=true", ["data.sources.0.streaming", "image_text_stream"]),
         ('resize={type = "fill", min_patches = 9}', ["data.sources.0.resize.min_patches", "unknown key", "fill"]),
     ],
 )

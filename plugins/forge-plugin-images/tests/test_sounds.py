@@ -122,15 +122,14 @@ def test_a_row_has_the_patches_of_its_sounds_at_positions_of_their_own(build, fo
     assert data[0][PATCHES][:8].max() > 200
 
 
-def test_keys_of_images_and_models_that_see_no_sounds_are_refused(make_job, folder):
+def test_keys_that_do_not_suit_the_model_and_models_that_see_no_sounds_are_refused(make_job, folder):
     def problems(model, **keys):
         source = SoundText(path=str(folder), **keys)
         return list(source.problems(make_job(source, model=model), Layout()))
 
     model = tiny_model(32, 16)
     assert problems(model) == []
-    of_images = problems(model, grey_range=(0, 1), max_pixels=5, bands=16)
-    assert {problem.path for problem in of_images} == {"grey_range", "max_pixels", "bands"}
+    check_problems(problems(model, bands=16), at("bands", 16, "32 x 16 pixels"))
     check_problems(problems(attrs.evolve(model, fusion=CrossAttention())), at("", "sounds"))
     tower = TiledViT(dim=16, layers=1, global_layers=1, heads=2, patch=4, tile=8, intermediate=())
     tiled = attrs.evolve(model, vision=VisionPart(encoder=tower, adapter=LinearAdapter(), images_per_sequence=2))

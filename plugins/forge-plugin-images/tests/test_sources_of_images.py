@@ -235,10 +235,10 @@ def test_ranks_other_than_the_first_look_at_no_file_unless_their_cache_is_empty(
         sent.append(describe())
         return sent[0]
 
-    monkeypatch.setattr("forge_plugin_images.source.from_rank0", on_rank0)
+    monkeypatch.setattr("forge_plugin_images.file_dataset.from_rank0", on_rank0)
     identity = build(dataset, model=MODEL).identity()
     [found] = sent
-    monkeypatch.setattr("forge_plugin_images.source.from_rank0", lambda context, describe: found)
+    monkeypatch.setattr("forge_plugin_images.file_dataset.from_rank0", lambda context, describe: found)
     with monkeypatch.context() as patched:
         for name in ("source_files.files_of", "groups.files_of", "records.stamps"):
             patched.setattr(f"forge_plugin_images.{name}", lambda *arguments: pytest.fail("it looks at files"))

@@ -24,7 +24,7 @@ from forge_core.contracts.data import Stream
 from forge_core.contracts.errors import DataError
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_datasets, build_tokenizer
-from forge_plugin_images import ImageChat, ImageText, Interleaved
+from forge_plugin_images import ImageChatStream, ImageText, ImageTextStream, InterleavedStream
 from forge_plugin_images.resize import TilesResize
 from forge_plugin_text import Bytes
 from forge_plugin_text.packing import BestFit, Isolate
@@ -141,8 +141,8 @@ class TestStreamedImageText(DatasetSuite):
 
     def make(self, folder):
         folder.mkdir(exist_ok=True)
-        keys = {"streaming": True, "lanes": 2, "held_out_every": 4, "held_out_documents": 3}
-        return ImageText(**write_parquet(folder), **keys)
+        keys = {"lanes": 2, "held_out_every": 4, "held_out_documents": 3}
+        return ImageTextStream(**write_parquet(folder), **keys)
 
 
 # --- what is read ----------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_lanes_have_the_rows_of_the_data_read_whole_each_once(build, tmp_path, w
     (tmp_path / "whole").mkdir()
     write_parquet(tmp_path / "whole")
     whole = build(ImageText(path=str(tmp_path / "whole")), model=MODEL)
-    stream = build(ImageText(streaming=True, lanes=2, **write(tmp_path / "streamed")), model=MODEL)
+    stream = build(ImageTextStream(lanes=2, **write(tmp_path / "streamed")), model=MODEL)
     assert isinstance(stream, Stream)
     copy = pickle.loads(pickle.dumps(stream))
     rows = [row for lane in range(2) for row in epoch_of(copy, lane)]
@@ -168,7 +168,7 @@ def test_lanes_have_the_rows_of_the_data_read_whole_each_once(build, tmp_path, w
 def test_streamed_images_are_tiled_too(build, tmp_path):
     keys, model = write_parquet(tmp_path), tiny_model(8, 8, images_per_sequence=3)
     whole = build(ImageText(path=str(tmp_path), resize=TilesResize()), model=model, seq_len=30)
-    stream = build(ImageText(**keys, streaming=True, lanes=1, resize=TilesResize()), model=model, seq_len=30)
+    stream = build(ImageTextStream(**keys, lanes=1, resize=TilesResize()), model=model, seq_len=30)
     rows = epoch_of(stream, 0)
     assert [int((row["grids"].prod(-1) > 0).sum()) for row in rows] == [3] * COUNT
     assert all((row[name] == whole[number][name]).all() for number, row in enumerate(rows) for name in row)
@@ -179,36 +179,36 @@ def test_a_file_in_an_archive_is_an_image_too(build, tmp_path):
         archive.writestr("3.png", image(3))
     record = {"image": f"zip://3.png::{tmp_path}/images.zip", "text": "a"}
     (tmp_path / "records.jsonl").write_text(json.dumps(record))
-    keys = {"path": "json", "data_files": f"{tmp_path}/records.jsonl", "streaming": True, "lanes": 1}
-    assert number_of(next(build(ImageText(**keys), model=MODEL).read(0, None))[0]) == 3
+    keys = {"path": "json", "data_files": f"{tmp_path}/records.jsonl", "lanes": 1}
+    assert number_of(next(build(ImageTextStream(**keys), model=MODEL).read(0, None))[0]) == 3
 
 
 def test_documents_and_chats_are_streamed_too(build, tmp_path, tokenizer):
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(image(number))
-    keys = {"path": str(tmp_path), "data_files": "records.jsonl", "streaming": True, "lanes": 1}
+    keys = {"path": str(tmp_path), "data_files": "records.jsonl", "lanes": 1}
     document = {"content": "ab<image>c<image>", "images": ["1.png", "0.png"]}
     (tmp_path / "records.jsonl").write_text(json.dumps(document))
-    row, _ = next(build(Interleaved(**keys), model=MODEL).read(0, None))
+    row, _ = next(build(InterleavedStream(**keys), model=MODEL).read(0, None))
     assert list(row["input_ids"][:7]) == [*b"ab", IMAGE, IMAGE, *b"c", IMAGE, IMAGE]
     assert row["patches"][:4].tobytes() == patches(1) + patches(0)
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     chat = {"messages": [{"role": "assistant", "content": "<image>red"}], "images": ["1.png"]}
     (tmp_path / "records.jsonl").write_text(json.dumps(chat))
-    row, _ = next(build(ImageChat(**keys), model=MODEL, data={"tokenizer": tokenizer(template)}).read(0, None))
+    row, _ = next(build(ImageChatStream(**keys), model=MODEL, data={"tokenizer": tokenizer(template)}).read(0, None))
     assert list(row["input_ids"][:2]) == [IMAGE, IMAGE]
     assert number_of(row) == 1
 
 
 def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path):
-    keys = {**write_parquet(tmp_path), "streaming": True, "held_out_every": 3, "held_out_documents": 2}
+    keys = {**write_parquet(tmp_path), "held_out_every": 3, "held_out_documents": 2}
     starts = (0, 7, 11)
     expected = [text(start + row) for start, rows in zip(starts, FILES, strict=True) for row in range(rows) if row % 3]
-    assert list(ImageText(**keys).documents()) == expected
+    assert list(ImageTextStream(**keys).documents()) == expected
 
 
 def test_with_isolate_a_row_has_the_documents_that_follow_each_other_while_they_fit(build, tmp_path):
-    stream = build(ImageText(**write_parquet(tmp_path), streaming=True, lanes=1), **packed(seq_len=24))
+    stream = build(ImageTextStream(**write_parquet(tmp_path), lanes=1), **packed(seq_len=24))
     rows = epoch_of(stream, 0)
     images = [
         bytes(row["patches"][at : at + 2].tobytes()) for row in rows for at in (0, 2, 4) if row["patches"][at].any()
@@ -230,7 +230,7 @@ def packed(**settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("isolate", [False, True])
 def test_a_lane_continues_at_any_row_and_counts_each_broken_document_once(build, tmp_path, shuffle, isolate):
     keys = write_parquet(tmp_path, headless=(1, 2, 9), cut=(4,))
-    data = ImageText(**keys, streaming=True, lanes=2, shuffle=shuffle, unreadable="skip", max_unreadable=0.5)
+    data = ImageTextStream(**keys, lanes=2, shuffle=shuffle, unreadable="skip", max_unreadable=0.5)
     stream = build(data, **(packed(seq_len=24) if isolate else {"model": MODEL}))
     for lane in range(2):
         rows = list(islice(stream.read(lane, None), 14))
@@ -260,7 +260,7 @@ def digest(row) -> str:
 
 def test_a_run_continues_with_the_same_rows_on_two_ranks_with_two_workers(make_job, tmp_path, catalog):
     keys = write_parquet(tmp_path, headless=(1,), cut=(9,))
-    data = ImageText(**keys, streaming=True, lanes=4, shuffle=3, unreadable="skip", max_unreadable=0.5)
+    data = ImageTextStream(**keys, lanes=4, shuffle=3, unreadable="skip", max_unreadable=0.5)
     job = make_job(data, **packed(seq_len=24), global_batch_size=4, steps=6)
     whole, _ = rows_read(job, catalog, 6)
     first, position = rows_read(job, catalog, 3)
@@ -273,8 +273,8 @@ def test_a_run_continues_with_the_same_rows_on_two_ranks_with_two_workers(make_j
 
 def test_a_job_trains_on_a_stream_and_continues(make_job, tmp_path, catalog):
     keys = write_parquet(tmp_path, headless=(2,))
-    data = ImageText(
-        **keys, streaming=True, lanes=2, unreadable="skip", max_unreadable=0.5, held_out_every=4, held_out_documents=3
+    data = ImageTextStream(
+        **keys, lanes=2, unreadable="skip", max_unreadable=0.5, held_out_every=4, held_out_documents=3
     )
     job = make_job(data, model=MODEL, global_batch_size=4, steps=6)
     losses = logged(Trainer(job, catalog=catalog).run().folder)
@@ -295,8 +295,8 @@ def logged(folder: Path) -> list[tuple[float, float]]:
 
 
 def test_held_out_documents_are_kept_and_not_trained_on(build, tmp_path):
-    keys = {**write_parquet(tmp_path), "streaming": True, "lanes": 1}
-    stream = build(ImageText(**keys, held_out_every=3, held_out_documents=4), model=MODEL)
+    keys = {**write_parquet(tmp_path), "lanes": 1}
+    stream = build(ImageTextStream(**keys, held_out_every=3, held_out_documents=4), model=MODEL)
     held = [number_of(stream.held_out[row]) for row in range(len(stream.held_out))]
     assert held == [0, 3, 6, 7]
     assert stream.held_out.where(3) == "row 0 of file 1 of 'parquet', split 'train'"
@@ -305,44 +305,43 @@ def test_held_out_documents_are_kept_and_not_trained_on(build, tmp_path):
         sum(map(len, map(text, held))) / (sum(map(len, map(text, held))) + 4)
     )
     splits = {"train": f"{tmp_path}/part-0.parquet", "test": f"{tmp_path}/part-1.parquet"}
-    stream = build(ImageText(**{**keys, "data_files": splits}, held_out_split="test"), model=MODEL)
+    stream = build(ImageTextStream(**{**keys, "data_files": splits}, held_out_split="test"), model=MODEL)
     assert [number_of(stream.held_out[row]) for row in range(len(stream.held_out))] == [7, 8, 9, 10]
     assert sorted(map(number_of, epoch_of(stream, 0))) == list(range(7))
 
 
 def test_a_broken_image_is_named_by_file_and_row_and_fatal_unless_skipped(build, tmp_path):
-    keys = {"streaming": True, "lanes": 1, **write_parquet(tmp_path, headless=(8,), cut=(9,))}
+    keys = {"lanes": 1, **write_parquet(tmp_path, headless=(8,), cut=(9,))}
     place = "row {} of file 1 of 'parquet', split 'train'"
     with pytest.raises(DataError, match=naming(place.format(1), 'unreadable = "skip"')):
-        list(islice(build(ImageText(**keys), model=MODEL).read(0, None), 12))
+        list(islice(build(ImageTextStream(**keys), model=MODEL).read(0, None), 12))
+    stream = build(ImageTextStream(**keys, unreadable="skip", max_unreadable=0.0), model=MODEL)
     with pytest.raises(DataError, match=naming(place.format(1), "1 of 9", "max_unreadable = 0.0")):
-        list(islice(build(ImageText(**keys, unreadable="skip", max_unreadable=0.0), model=MODEL).read(0, None), 12))
+        list(islice(stream.read(0, None), 12))
 
 
 def test_a_document_without_room_is_named_or_left_out(build, tmp_path, caplog):
-    keys = {"streaming": True, "lanes": 1, **write_parquet(tmp_path)}
+    keys = {"lanes": 1, **write_parquet(tmp_path)}
     with refuses("", "row 3 of file 0", "9 positions", 8, '"cut"', '"skip"'):
-        list(islice(build(ImageText(**keys), model=MODEL, seq_len=8).read(0, None), 6))
-    stream = build(ImageText(**keys, too_long="skip"), model=MODEL, seq_len=8)
+        list(islice(build(ImageTextStream(**keys), model=MODEL, seq_len=8).read(0, None), 6))
+    stream = build(ImageTextStream(**keys, too_long="skip"), model=MODEL, seq_len=8)
     assert sorted(map(number_of, epoch_of(stream, 0))) == [n for n in range(COUNT) if len(text(n)) <= 6]
     assert sum(not lacks(record.getMessage(), "9 positions") for record in caplog.records) == 1
-    cut = build(ImageText(**keys, too_long="cut"), model=MODEL, seq_len=8)
+    cut = build(ImageTextStream(**keys, too_long="cut"), model=MODEL, seq_len=8)
     assert sorted(map(number_of, epoch_of(cut, 0))) == list(range(COUNT))
 
 
 def test_a_column_that_is_not_there_is_named(build, tmp_path):
-    keys = {**write_shards(tmp_path), "streaming": True}
+    keys = {**write_shards(tmp_path)}
     with refuses("data.sources.0.text", "'webdataset'", "'train'", "'words'", "'png'", "'txt'"):
-        build(ImageText(**{**keys, "text": "words"}), model=MODEL)
+        build(ImageTextStream(**{**keys, "text": "words"}), model=MODEL)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"streaming": False, "path": "."}, "data_files: .* is for streams; set streaming = true, or leave it out"),
         ({"data_files": ()}, "data_files: path = 'parquet' is a format; name the files that have it"),
         ({"path": "./nowhere"}, "path: './nowhere' does not exist"),
-        ({"path": ("a", "b")}, r"path: \['a', 'b'\]: a stream has one; name the files in data_files"),
         ({"lanes": 3}, "lanes: 3 does not divide train.global_batch_size = 4"),
         ({"held_out_every": 5}, "held_out_documents: with held_out_every, a stream would be read to its end"),
         ({"held_out_documents": 5}, "held_out_documents: nothing is held out"),
@@ -351,23 +350,22 @@ def test_a_column_that_is_not_there_is_named(build, tmp_path):
             "held_out_split: held_out_every = 5 is set as well; keep one of the two",
         ),
         ({"held_out_split": "train"}, "held_out_split: 'train' is the training split"),
-        ({"held_out_list": "pyproject.toml"}, "held_out_list: documents of a stream are held out by held_out_every or"),
     ],
 )
 def test_keys_are_checked_with_the_job(make_job, tmp_path, keys, message):
-    found = "\n".join(job_problems(make_job(ImageText(**{**write_parquet(tmp_path), "streaming": True, **keys}))))
+    found = "\n".join(job_problems(make_job(ImageTextStream(**{**write_parquet(tmp_path), **keys}))))
     assert re.search(message, found), found
 
 
 def test_a_packing_that_needs_all_documents_is_refused(make_job, tmp_path):
-    job = make_job(ImageText(**write_parquet(tmp_path), streaming=True), model=MODEL, data={"packing": BestFit()})
-    check_problems(problems_of(job), at("data.sources.0.streaming", "[data.packing]", '"isolate"', "streaming = false"))
+    job = make_job(ImageTextStream(**write_parquet(tmp_path)), model=MODEL, data={"packing": BestFit()})
+    check_problems(problems_of(job), at("data.sources.0", "[data.packing]", '"isolate"', "a dataset of files"))
 
 
 def test_streams_need_another_plugin(make_job, tmp_path, monkeypatch):
-    job = make_job(ImageText(**write_parquet(tmp_path), streaming=True), model=MODEL)
-    monkeypatch.setattr("forge_plugin_images.stream_problems.find_spec", lambda name: None)
-    check_problems(problems_of(job), at("data.sources.0.streaming", "pip install forge-plugin-huggingface"))
+    job = make_job(ImageTextStream(**write_parquet(tmp_path)), model=MODEL)
+    monkeypatch.setattr("forge_plugin_images.stream_dataset.find_spec", lambda name: None)
+    check_problems(problems_of(job), at("data.sources.0", "pip install forge-plugin-huggingface"))
 
 
 def test_a_split_without_rows_holds_nothing_out(build, tmp_path):
@@ -378,4 +376,4 @@ def test_a_split_without_rows_holds_nothing_out(build, tmp_path):
     none.to_parquet(f"{tmp_path}/none.parquet")
     keys["data_files"] = {"train": f"{tmp_path}/part-0.parquet", "test": f"{tmp_path}/none.parquet"}
     with refuses("data.sources.0.held_out_split", "'test'"):
-        build(ImageText(**keys, streaming=True, lanes=1, held_out_split="test"), model=MODEL)
+        build(ImageTextStream(**keys, lanes=1, held_out_split="test"), model=MODEL)

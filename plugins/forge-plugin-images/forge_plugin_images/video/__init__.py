@@ -9,7 +9,7 @@ from forge_plugin_images.video.kinds import BrokenVideo, Clip, FrameSamplingComp
 from forge_plugin_images.video.moving_shapes import MovingShapes
 from forge_plugin_images.video.readers import Auto, PyAV, TorchCodec
 from forge_plugin_images.video.samplings import Fps, Middle, Scene, Uniform
-from forge_plugin_images.video.video_text import VideoText
+from forge_plugin_images.video.video_text import VideoText, VideoTextStream
 
 __all__ = [
     "Auto",
@@ -27,4 +27,5 @@ __all__ = [
     "VideoReader",
     "VideoReaderComponent",
     "VideoText",
+    "VideoTextStream",
 ]

@@ -1,4 +1,4 @@
-"""Dataset `video_text`: videos with captions."""
+"""Datasets `video_text` and `video_text_stream`: videos with captions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from attrs import frozen
 
 from forge_core.contracts.components import default_type
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_images import ImageDataset, VideoComponent
+from forge_plugin_images import VideoComponent
+from forge_plugin_images.file_dataset import FileDataset
+from forge_plugin_images.source import DocumentDataset
+from forge_plugin_images.stream_dataset import StreamDataset
 from forge_plugin_images.video_kind import Span, span_of
 
 if TYPE_CHECKING:
@@ -22,8 +25,8 @@ if TYPE_CHECKING:
     from forge_plugin_images.visuals import VisualSource
 
 
-@frozen(kw_only=True)
-class VideoText(ImageDataset):
+@frozen(kw_only=True, slots=False)
+class CaptionedVideos(DocumentDataset):
     """Pairs of a video and a text, or several texts, or texts for parts of the video.
 
     The last position of the video predicts the text's first token; videos themselves are never labels.
@@ -88,7 +91,7 @@ class VideoText(ImageDataset):
         return ["video_text", *own, self.segments, self.segment_format]
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        """Checks, beside the keys of all image datasets, that `segment_format` is a format that writes the text."""
+        """Checks that `segment_format` is a format that writes the text, too."""
         yield from super().problems(job, layout)
         if self.segment_format and not self.segments:
             yield Problem("segment_format", "it is for segments; name their key in segments, or leave it out")
@@ -130,6 +133,16 @@ class VideoText(ImageDataset):
         return "\n".join(
             self.segment_format.format(start=span.start, end=span.end, text=text) for span, text in segments
         )
+
+
+@frozen(kw_only=True)
+class VideoText(CaptionedVideos, FileDataset):
+    """Pairs of a video and a text, in files."""
+
+
+@frozen(kw_only=True)
+class VideoTextStream(CaptionedVideos, StreamDataset):
+    """Pairs of a video and a text, read during training from a Hugging Face dataset."""
 
 
 def _texts(tokenizer: Tokenizer, prompt: str, texts: Sequence[str]) -> Iterator[Tokens]:

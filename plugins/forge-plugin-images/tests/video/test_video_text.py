@@ -22,7 +22,7 @@ from forge_plugin_images import Span
 from forge_plugin_images.decoding import FileImage
 from forge_plugin_images.resize import FillResize, LongestResize, NativeResize, StretchResize
 from forge_plugin_images.rows import Places
-from forge_plugin_images.video import Frames, PyAV, Uniform, VideoText
+from forge_plugin_images.video import Frames, PyAV, Uniform, VideoText, VideoTextStream
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention
 from forge_plugin_vision import (
@@ -276,8 +276,8 @@ def test_clips_are_read_from_archives_and_from_streams(build, clips, tmp_path):
     data = build(VideoText(path=str(tmp_path / "shard.tar"), video=frames(2)))
     records = [{"video": str(clips / f"{name}.mp4"), "text": f"clip {name}"} for name in "ab"]
     (tmp_path / "0.jsonl").write_text("\n".join(map(json.dumps, records)))
-    keys = {"path": "json", "data_files": str(tmp_path / "*.jsonl"), "streaming": True, "lanes": 1}
-    stream = build(VideoText(**keys, video=frames(2)), global_batch_size=1).read(0, None)
+    keys = {"path": "json", "data_files": str(tmp_path / "*.jsonl"), "lanes": 1}
+    stream = build(VideoTextStream(**keys, video=frames(2)), global_batch_size=1).read(0, None)
     for number, (row, _) in enumerate(islice(stream, 2)):
         assert shown(row) == [[0, 15]]
         for name in ("input_ids", "patches", "grids", "grid_seconds"):
