@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,8 @@ def _same(one: str, other: str) -> bool:
     one, other = one.strip(), other.strip()
     try:
         # Commas separate thousands, as in the answers of GSM8K
-        return float(one.replace(",", "")) == float(other.replace(",", ""))
+        numbers = [float(text.replace(",", "")) for text in (one, other)]
     except ValueError:
         return one == other
+    # Python reads words such as `nan` and `infinity` as numbers, too
+    return numbers[0] == numbers[1] if all(map(math.isfinite, numbers)) else one == other

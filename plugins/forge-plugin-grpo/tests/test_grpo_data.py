@@ -105,3 +105,12 @@ def test_other_sources_are_refused(tmp_path):
 def test_answers_are_compared(text, ended, keys, score):
     completion = Completion(prompt="3+4=", text=text, ids=[1], ended=ended, row={"answer": "7"})
     assert Answer(**keys).score(completion) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "score"),
+    [("1,234", "1234.0", 1), ("nan", "nan", 1), ("Infinity", "inf", 0), ("inf", "1e999", 0)],
+)
+def test_numbers_are_compared_by_value_and_words_as_texts(text, answer, score):
+    completion = Completion(prompt="?", text=text, ids=[1], ended=True, row={"answer": answer})
+    assert Answer().score(completion) == score

@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 
 from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_core.contracts.run_end import Cause, End
 from forge_kit.tools.commands import count
 
 if TYPE_CHECKING:
@@ -94,6 +95,9 @@ class StartResult:
 
     code: int
     message: str = ""
+    """For a person."""
+    end: End | None = None
+    """What the launcher knows of it; None: nothing."""
     began: int = 0
     """Steps that the run had when they started."""
     step: int = 0
@@ -101,14 +105,13 @@ class StartResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank died without a message, so that the cause may be the machine's memory."""
-        # Words of `Supervisor`, whose exit code is the same for a rank that has raised an error
-        return "was killed by" in self.message or "without a report" in self.message
+        """Whether a rank died without a report, so that the cause may be the machine's memory."""
+        return self.end is not None and self.end.cause is Cause.KILLED
 
     @property
     def signature(self) -> tuple[int, str]:
         """Equal for the same error at the same step; ranks, addresses and seconds in its text do not count."""
-        text = self.message.partition("\nlogs of all ranks")[0]
+        text = self.message if self.end is None else f"{self.end.cause}: {self.end.reason}"
         return self.step, re.sub(r"0x[0-9a-f]+|\d+", "", text)
 
 
@@ -134,7 +137,7 @@ class ElasticRun:
         popen = self.popen or subprocess.Popen
         limits = self.job.launch.grace_s, self.job.launch.silence_timeout_s
         ended = Supervisor(command, ranks, folder / "logs", *limits, popen=popen).run()
-        return StartResult(code=ended.code, message=ended.message, began=began, step=self.step())
+        return StartResult(code=ended.code, message=ended.message, end=ended.end, began=began, step=self.step())
 
     def step(self) -> int:
         """The last step that the run's metrics have; 0 if there are none."""

@@ -12,6 +12,7 @@ import pytest
 
 from forge_core.cli import main
 from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.run_end import Cause, End
 from forge_kit.tools.supervisor import Supervisor
 from forge_plugin_launch.elastic import StartResult, command, run_elastic
 from forge_plugin_launch.spares import Spares
@@ -145,11 +146,13 @@ class Scripted:
         return self.attempts.pop(0)
 
 
-def failed(step, began=0, message="forge-run: rank 1 failed:\nValueError: no"):
-    return StartResult(code=1, message=message, began=began, step=step)
+def failed(step, began=0, reason="rank 1 failed: ValueError: no", cause=Cause.FAILED):
+    end = End(code=1, cause=cause, reason=reason)
+    return StartResult(code=1, message=f"forge-run: {reason}", end=end, began=began, step=step)
 
 
-LOST = "forge-run: rank 1 was killed by SIGKILL"
+def lost(step, began):
+    return failed(step, began, "rank 1 has gone", Cause.KILLED)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +161,13 @@ LOST = "forge-run: rank 1 was killed by SIGKILL"
         ([StartResult(code=0)], 0, [4]),
         ([failed(5), failed(7, 4), failed(9, 6), failed(11, 8)], 1, [4, 4, 4, 4]),
         ([failed(5), failed(5, 4)], 1, [4, 4]),
-        ([failed(5), failed(5, 4, "forge-run: rank 2 failed:\nOSError"), StartResult(code=0)], 0, [4, 4, 4]),
+        ([failed(5), failed(5, 4, "rank 2 failed: OSError"), StartResult(code=0)], 0, [4, 4, 4]),
         ([failed(5), StartResult(code=ExitCode.BAD_JOB)], 2, [4, 4]),
         ([failed(5), StartResult(code=ExitCode.STOPPED)], 75, [4, 4]),
-        ([failed(5, 0, LOST), failed(4, 4, LOST), failed(4, 4, LOST)], 1, [4, 4, 2]),
-        ([failed(0, 0, LOST), failed(0, 0, LOST), StartResult(code=0)], 0, [4, 4, 2]),
+        ([lost(5, 0), lost(4, 4), lost(4, 4)], 1, [4, 4, 2]),
+        ([lost(0, 0), lost(0, 0), StartResult(code=0)], 0, [4, 4, 2]),
         ([failed(0), failed(0)], 1, [4, 4]),
+        ([failed(5), lost(5, 4), StartResult(code=0)], 0, [4, 4, 4]),
     ],
 )
 def test_when_ranks_are_started_again_and_how_many(attempts, code, ranks, capsys):

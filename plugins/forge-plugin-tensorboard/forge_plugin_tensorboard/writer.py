@@ -47,7 +47,7 @@ class TensorBoardLogger:
 def heat_map(rows: Mapping[str, Sequence[float]]) -> np.ndarray:
     """Draws counts as a picture (height, width) of uint8, from the smallest of all (black) to the largest (white).
 
-    Each row of counts is a row of squares; shorter rows end in black.
+    Each row of counts is a row of squares; shorter rows end in their smallest shade.
     """
     widest = max(map(len, rows.values()))
     numbers = np.array([[*values, *[min(values)] * (widest - len(values))] for values in rows.values()])

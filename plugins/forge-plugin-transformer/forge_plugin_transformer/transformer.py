@@ -378,8 +378,7 @@ class Transformer(ModelComponent):
             return block
         pairs = {layer: pair for pair, layer in enumerate(sorted({*sources.values()}))}
         reader = None
-        residual = self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1)
-        init = InitStd(self.init_std, residual)
+        init = self._initial_deviations()
         if self.per_layer_inputs is not None:
             reader = self.per_layer_inputs.build_reader(here.at("layer_input"), self.norm, dim=self.dim, init=init)
         pair = pairs.get(number if source is None else source)
@@ -406,13 +405,15 @@ class Transformer(ModelComponent):
     def _stream_count(self) -> int:
         return self.altup.inputs if self.altup is not None else self.residual_connection.stream_count()
 
+    def _initial_deviations(self) -> InitStd:
+        # Scaled so, the variance of the sum does not grow with the depth
+        additions = self._residual_additions() if self.depth_scaled_init else 1
+        return InitStd(self.init_std, self.init_std / math.sqrt(additions))
+
     def _build_block(self, here: BuildContext) -> Block:
         from forge_plugin_transformer.modules.block import Block, LayerScalar, LeftOut
 
-        # Scaled so, the variance of the sum does not grow with the depth
-        additions = self._residual_additions() if self.depth_scaled_init else 1
-        init = InitStd(self.init_std, self.init_std / math.sqrt(additions))
-        layer = here.layer or 0
+        init, layer = self._initial_deviations(), here.layer or 0
         modules: dict[str, nn.Module] = {}
         # Each layer has two parts, unless one is left out, with its norms and its residual connection
         for number, (name, part) in enumerate(self._parts.items(), 2 * layer):

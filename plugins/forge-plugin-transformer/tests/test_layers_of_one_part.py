@@ -93,6 +93,8 @@ def test_initial_matrices_count_the_parts_that_there_are(make_model: Callable[..
     apart = make_model(**APART, layers=4)
     assert apart.layers["0"].attention.o.std == whole.layers["0"].attention.o.std
     assert apart.layers["1"].ffn.down.std == whole.layers["0"].ffn.down.std
+    more = make_model(laurel_rank=2, layers=4, **APART).layers["0"]
+    assert more.laurel.right.std == apart.layers["0"].attention.o.std
 
 
 @pytest.mark.parametrize(
