@@ -53,7 +53,8 @@ class Key(Field):
     other_names: Sequence[str] = ()
     """Names of the key in other versions of `transformers`."""
     null: Any = None
-    """The value of null, where that is another than `default`."""
+    """The value of null, where that is another than `default`; a function, likewise. A flag that is true where it is
+    missing is false where it is null, as its class reads it."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -66,10 +67,12 @@ class Key(Field):
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
     def read(self, config: Config) -> Flat:
-        """Reads the first of `other_names` that is there, or else `theirs`; every path gets the same value."""
-        name = next((name for name in self.other_names if name in config), self.theirs)
-        off = self.null is not None and name in config and config[name] is None
-        return dict.fromkeys(self.paths, self.null if off else value_of(config, name, self.default))
+        """Reads the first of `other_names` with a value, or else `theirs`; every path gets the same value."""
+        given = [name for name in (*self.other_names, self.theirs) if name in config]
+        name = next((name for name in given if config[name] is not None), self.theirs)
+        null = False if self.default is True and self.null is None else self.null
+        off = null is not None and given and config.get(name) is None
+        return dict.fromkeys(self.paths, _default(null, config) if off else value_of(config, name, self.default))
 
     def write(self, model: Flat) -> Config:
         """Writes under `theirs` only; raises `Unsupported` if the paths have different values."""
@@ -301,9 +304,14 @@ class Only(Field):
         return self.keys if self.write_it else ()
 
     def read(self, config: Config) -> Flat:
-        """Returns no key of `[model]`: raises `Unsupported` unless the value is `value` or one of `also`."""
+        """Returns no key of `[model]`: raises `Unsupported` unless the value is `value` or one of `also`.
+
+        Null is as a missing key, but where the value is true: there it would switch something off.
+        """
         missing = self.value if self.default is None else self.default
         value = config.get(self.theirs, missing)
+        if value is None and self.value is not True:
+            value = missing
         if value != self.value and value not in self.also:
             raise Unsupported(f"{self.theirs} = {value!r}; {self.why}")
         return {}
@@ -431,7 +439,7 @@ class Rope(Field):
 
     def _first_form(self, config: Config) -> dict[str, Any] | None:
         scaling = config.get("rope_scaling") or {}
-        if self.theta_key not in config and not scaling:
+        if config.get(self.theta_key) is None and not scaling:
             return None
         form = {name: value for name, value in scaling.items() if name != "type" and value is not None}
         form.setdefault("rope_type", scaling.get("type", "default"))  # `type` in older files

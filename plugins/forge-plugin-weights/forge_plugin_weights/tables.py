@@ -94,8 +94,13 @@ def read_fields(
                 flat |= field.read(config)
         except Unsupported as error:
             problems.append(Problem("", str(error)))
-    # A key that no field reads is an error, as it may change what the model computes. All errors are listed at once.
-    unknown = [key for key in config if key not in known and not means_nothing(key, config[key], flat)]
+    # A key that no field reads is an error, as it may change what the model computes, unless nobody has set it. All
+    # errors are listed at once.
+    unknown = [
+        key
+        for key, value in config.items()
+        if key not in known and value is not None and not means_nothing(key, value, flat)
+    ]
     hints = [""] * (len(unknown) - 1) + [f"; {IGNORE_HINT}"]  # once, whatever their number
     named = [
         Problem(key, f"{config[key]!r} is not known to Forge{hint}") for key, hint in zip(unknown, hints, strict=False)

@@ -81,6 +81,7 @@ def attention_fields(
             "head_dim",
             "attention.head_dim",
             default=by_width if head_dim is None else head_dim,
+            null=by_width,
             derived=lambda model: model["dim"] // model["attention.heads"],
         ),
         # Without biases or norms these keys change nothing, so that models are equal whatever they are.

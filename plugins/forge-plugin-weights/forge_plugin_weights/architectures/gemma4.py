@@ -118,7 +118,9 @@ class HeadsByWindow(Field):
         if shared and config.get("num_global_key_value_heads") is not None:
             full = {**full, KV_HEADS: config["num_global_key_value_heads"]}
         windowed = self.windows.layers(config)
-        if config.get("per_layer_config") is not None:
+        if config.get("per_layer_config", {}) is None:  # by which `transformers` has equal heads in all layers
+            raise Unsupported("per_layer_config = None; leave it out, or name each layer without a window there")
+        if "per_layer_config" in config:
             listed = self._listed(config["per_layer_config"], near, windowed)
             if "global_head_dim" in config and listed != full:
                 raise Unsupported(f"per_layer_config has {listed}, and keys beside it have {full}")

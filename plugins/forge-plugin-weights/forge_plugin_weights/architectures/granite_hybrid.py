@@ -248,7 +248,7 @@ class GraniteHybrid(ArchitectureComponent):
 
     def fields(self) -> Sequence[Field]:
         """Returns the keys; the factor on scores is of layers with attention alone."""
-        scale, *factors = granite_factors(null_scale=0.0)
+        scale, *factors = granite_factors()
         gqa = attention_fields(rope=RopeOrNone())
         full = (
             *(each for each in gqa if not isinstance(each, Dropout)),

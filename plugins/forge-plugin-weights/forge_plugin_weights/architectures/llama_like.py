@@ -25,19 +25,15 @@ from forge_plugin_weights.layer_fields import LayerWindows, RopeOfSomeLayers, Wi
 from forge_plugin_weights.rules import Same
 
 
-def granite_factors(*, null_scale: float | None = None) -> Sequence[Field]:
-    """Returns the keys of factors on embeddings, scores, logits, and on what each part adds.
-
-    Args:
-        null_scale: the factor on scores that null stands for: 0 for that of most models; None for the default.
-    """
+def granite_factors() -> Sequence[Field]:
+    """Returns the keys of factors on embeddings, scores, logits, and on what each part adds."""
     return (
         Key(
             "attention_multiplier",
             "attention.scale",
             1.0,
+            null=0.0,  # that of most models
             derived=lambda model: model["attention.head_dim"] ** -0.5,
-            null=null_scale,
         ),
         Key("embedding_multiplier", "embedding_scale", 1.0),
         Key("residual_multiplier", "residual_scale", 1.0),
