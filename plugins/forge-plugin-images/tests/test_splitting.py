@@ -293,6 +293,7 @@ def test_rows_of_features_have_texts_between_that_are_not_learned(path, build, m
     ("resize", "model", "expected"),
     [
         (LongestResize(longest_side=500), ANY_SIZE, at("longest_side", "a square image of 500 pixels", 200)),
+        (LongestResize(longest_side=5000), ANY_SIZE, at("longest_side", "a square image of 5000 pixels", 200)),
         (LongestResize(), MODEL, at("", "'longest'", "16 x 16 pixels", "'stretch'")),
         (BudgetResize(), MODEL, at("", "'budget'", "16 x 16 pixels", "'stretch'")),
         (BudgetResize(max_patches=201), ANY_SIZE, at("max_patches", 201, "patches_per_sequence = 200")),

@@ -540,10 +540,17 @@ SPLIT_TEXT: Mapping[str, str] = {
 """Texts around the tiles of Idefics3 and SmolVLM, which no file specifies: their processors write them."""
 
 
+LONGEST_SPLIT = 4096
+"""Pixels of the longer side at most, whatever the processor's file has (`MAX_IMAGE_SIZE` of Idefics3)."""
+
+
 def _split(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
     """Of Idefics3 and SmolVLM."""
-    longest = (settings.get("size") or {}).get("longest_edge", 4 * 364)  # of `Idefics3ImageProcessor`
+    given = (settings.get("size") or {}).get("longest_edge", 4 * 364)  # of `Idefics3ImageProcessor`
+    longest = min(given, LONGEST_SPLIT)
     tile, differences = settings["max_image_size"].get("longest_edge"), []
+    if longest != given:
+        differences.append(f"they have a longer side of {given} pixels there before it becomes {longest}")
     is_cut = settings.get("do_image_splitting", True)
     keys = {"type": "split", "longest_side": longest, **({"overview": "last"} if is_cut else {"cut": False})}
     if (tile, tile) != size:

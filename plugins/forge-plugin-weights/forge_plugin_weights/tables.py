@@ -183,6 +183,8 @@ def _form(architecture: ArchitectureComponent, model: ModelComponent, table: Fla
         by_layer = by_layer or [key for key, value in written.items() if differs(value)]
         contradicted += [Problem("", f"{key} is one for all layers, not {written[key]}") for key in by_layer]
         config |= written
+    # Two fields may need the same key, and name the same value of it.
+    contradicted = [problem for n, problem in enumerate(contradicted) if problem not in contradicted[:n]]
     try:
         lost = () if contradicted else list(_lost(architecture, config, flat, model, catalog))
     except JobError as error:  # what was written cannot be read, so it is of another architecture

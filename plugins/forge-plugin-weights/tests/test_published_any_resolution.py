@@ -20,7 +20,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 
 from forge_core.cli import main
+from forge_core.contracts.components import ModelComponent
+from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
+from forge_kit.tools.commands import parse_component
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.resize.joined import AnyResolutionResizer
@@ -28,7 +31,7 @@ from forge_plugin_images.resize.one_size import CropResizer
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, VIDEO, Grid
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
-from forge_plugin_weights.tables import HARMLESS, architecture_of, read_config
+from forge_plugin_weights.tables import HARMLESS, architecture_of, read_config, write_config
 from forge_testing.refusals import at, refuses_all
 
 PAIRS = [[1, 2], [2, 1], [2, 2], [3, 1], [1, 3]]
@@ -340,6 +343,19 @@ def test_a_config_that_leaves_pinpoints_out_means_those_of_transformers(name):
     _, architecture = architecture_of(config, Catalog.installed())
     arrangements = read_config(architecture, config)["vision"]["adapter"]["arrangements"]
     assert [[side * tiles for tiles in pair] for pair in arrangements] == written.image_grid_pinpoints
+
+
+def test_tiles_that_are_no_squares_are_reported_once():
+    config, catalog = MODELS["llava_next"].config().to_dict(), Catalog.installed()
+    _, architecture = architecture_of(config, catalog)
+    table = read_config(architecture, config)
+    side, _ = table["vision"]["encoder"]["size"]
+    table["vision"]["encoder"] |= {"size": [side, 2 * side]}
+    with pytest.raises(JobError) as refused:
+        write_config(architecture, parse_component(table, "mine", ModelComponent, catalog), catalog)
+    assert [str(problem) for problem in refused.value.problems if "squares" in str(problem)] == [
+        f"vision.encoder.size = {[side, 2 * side]}, where tiles are squares always"
+    ]
 
 
 def test_other_pinpoints_of_the_processor_are_said(tmp_path):

@@ -29,6 +29,8 @@ from forge_plugin_images.resize.one_size import CropResizer, PadResizer, Stretch
 from forge_plugin_vision import ImageFormat
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
+from forge_plugin_weights.kinds import PIXELS
+from forge_plugin_weights.pixels import image_table
 from forge_testing.refusals import lacks
 
 SIDES = {"height": PATCH * SIDE, "width": PATCH * SIDE}
@@ -179,3 +181,11 @@ def test_without_a_file_the_settings_are_those_of_the_class(tmp_path):
             for each in (processor_of(processor, settings), cls.from_pretrained(out))
         )
         assert torch.equal(expected, actual)
+
+
+def test_a_longer_side_beyond_the_processors_own_bound_is_that_bound():
+    config = {PIXELS: {"max_image_size": {"longest_edge": 16}, "size": {"longest_edge": 5000}}}
+    table = image_table(config, {"vision.encoder.size": [16, 16]})
+    assert table is not None
+    assert table.resize == {"type": "split", "longest_side": 4096, "overview": "last"}
+    assert not lacks("\n".join(table.differences), 5000, 4096)

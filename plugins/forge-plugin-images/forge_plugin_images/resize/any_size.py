@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
-from attrs.validators import and_, ge, le
+from attrs.validators import ge
 
 from forge_core.contracts.errors import Problem
 from forge_plugin_images.resize.kinds import (
@@ -18,7 +18,6 @@ from forge_plugin_images.resize.kinds import (
     share_of,
     smallest_problems,
 )
-from forge_plugin_images.splitting import LARGEST
 
 if TYPE_CHECKING:
     from forge_plugin_vision import ImageFormat, ImageInput
@@ -159,7 +158,7 @@ class LongestResize(ResizeComponent):
     title: ClassVar[str] = "longest"
     """The name in messages."""
 
-    longest_side: int = field(default=0, validator=and_(ge(0), le(LARGEST)))
+    longest_side: int = field(default=0, validator=ge(0))
     """Pixels of an image's longer side at most, before both sides are rounded up; 0: what an image's share of the
     patches of a sequence makes of a square."""
 
