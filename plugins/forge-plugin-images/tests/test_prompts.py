@@ -12,8 +12,10 @@ from PIL import Image
 from forge_core import ForgeError, Trainer, dump_job
 from forge_core.cli import main
 from forge_core.config.load import MODEL_TABLES, parse_job
-from forge_plugin_images import RenderedText
+from forge_plugin_images import ImageText, RenderedText
 from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_images.resize import TilesResize
+from forge_plugin_images.video import VideoText
 from forge_plugin_text import Bytes
 from forge_testing.images import tiny_model
 from forge_testing.refusals import at, lacks, naming, refuses_all
@@ -72,6 +74,14 @@ def test_a_source_that_is_not_installed_may_say_how_images_are_resized(job, toke
         at("data.sources.0", "pip install forge-plugin-nowhere"),
     ):
         prompts_with_images(["a"], files, read, tokenizer)
+
+
+def test_images_are_resized_as_by_the_first_source_that_has_images(make_job, tokenizer, files, tmp_path):
+    clips, pictures = VideoText(path=str(tmp_path)), ImageText(path=str(tmp_path), resize=TilesResize(max_tiles=2))
+    model = tiny_model(8, 16, images_per_sequence=3)
+    job = make_job(clips, data={"sources": (clips, pictures)}, model=model)
+    prompts = prompts_with_images(["a"], files[:1], job, tokenizer)
+    assert prompts.entries["grids"].tolist() == [[[1, 1, 2]] * 3]
 
 
 def test_generate_takes_images(job, catalog, files, capsys):

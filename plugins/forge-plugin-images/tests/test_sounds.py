@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import wave
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from forge_core.contracts.layout import Layout
 from forge_plugin_cross_attention import CrossAttention
-from forge_plugin_images import SoundText
+from forge_plugin_images import SoundText, SoundTextStream
 from forge_plugin_images.decoding import BytesImage
 from forge_plugin_images.sound_visuals import SoundVisual
 from forge_plugin_images.spectrograms import BrokenSound, Spectrogram
@@ -120,6 +121,12 @@ def test_a_row_has_the_patches_of_its_sounds_at_positions_of_their_own(build, fo
     assert [row[GRIDS][row[GRIDS][:, 0] > 0].tolist() for row in data] == expected
     assert data[2][PATCHES][:28].reshape(-1, 3, 64).std(1).max() == 0, "grey"
     assert data[0][PATCHES][:8].max() > 200
+    records = [json.dumps({"sound": f"{folder}/{number}.wav", "text": "low"}) for number in range(3)]
+    (folder / "sounds.jsonl").write_text("\n".join(records))
+    keys = {"path": "json", "data_files": f"{folder}/sounds.jsonl", "lanes": 1, "bands": 32 if any_size else 0}
+    stream = build(SoundTextStream(**keys), model=model, seq_len=40).read(0, None)
+    for (row, _), whole in zip(stream, data, strict=False):
+        assert all((row[name] == whole[name]).all() for name in whole)
 
 
 def test_keys_that_do_not_suit_the_model_and_models_that_see_no_sounds_are_refused(make_job, folder):
